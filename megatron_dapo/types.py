@@ -1,0 +1,164 @@
+"""What flows between the hops of a step: one frozen dataclass a hop.
+
+    Prompt -> GenerationRequest -> Completion -> ScoredSample -> Group -> TrainSample -> MicroBatch
+
+Token in, token out: text is never tokenised a second time, and every response token knows the policy version
+that sampled it. Shapes use T for the tokens of one sequence (prompt + response), R for its response tokens,
+P for the padded tokens of one packed micro-batch and N for its number of sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem of the data set after the chat template, ready to be generated from."""
+
+    prompt_id: str  # hash of (messages, answer): equal problems have equal ids
+    messages: tuple[Mapping[str, str], ...]  # chat turns: {"role": ..., "content": ...}
+    token_ids: tuple[int, ...]
+    answer: str  # gold answer, already validated
+    data_source: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON-serialisable
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the engine draws tokens. Training rollouts use top_p = 1 and top_k = 0."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_new_tokens: int = 1024
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to be sampled. `seed` alone (not the batch it runs in) determines its random numbers."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True)
+class VersionRange:
+    """Response tokens [start, end) were sampled by policy `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine gives back: ids and log-probs at the sampled temperature, one per response token."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # R, the stop token included
+    logprobs: tuple[float, ...]  # R
+    finish_reason: FinishReason
+    versions: tuple[VersionRange, ...]  # cover [0, R) without gaps
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish_reason != "stop"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A verifier's word on one response. `accuracy` drives dynamic sampling, `reward` the advantage."""
+
+    accuracy: float  # 0 or 1
+    reward: float  # the verifier's own scale, e.g. +1 / -1
+    outcome: Outcome
+    extracted: str | None = None  # the answer that was found in the response
+    detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serialisable
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """A response with its score and the parts its total reward is the sum of."""
+
+    sample_id: str  # "<group_id>/<index in group>"
+    completion: Completion
+    text: str  # decoded response, for people and verifiers only
+    score: Score
+    reward_parts: Mapping[str, float]  # e.g. {"verifier": 1.0, "overlong": -0.25}
+
+    @property
+    def reward(self) -> float:
+        return sum(self.reward_parts.values())
+
+
+@dataclass(frozen=True)
+class Group:
+    """All responses to one visit of one prompt. Never split by the buffer."""
+
+    group_id: str
+    prompt: Prompt
+    samples: tuple[ScoredSample, ...]  # G
+    policy_version: int  # the oldest version that sampled a token of it
+    generation_step: int
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One sequence as the trainer sees it. Response token j stands at tokens[prompt_length + j]."""
+
+    sample_id: str
+    group_index: int  # index of its group within the rollout batch
+    tokens: torch.Tensor  # [T] int64
+    prompt_length: int
+    loss_mask: torch.Tensor  # [R] float32, 1 where the token is trained
+    advantages: torch.Tensor  # [R] float32
+    rollout_logprobs: torch.Tensor  # [R] float32, from the engine
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.numel())
+
+    @property
+    def num_response_tokens(self) -> int:
+        return self.num_tokens - self.prompt_length
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences of one micro-batch of one data-parallel rank (before context-parallel slicing).
+
+    Every per-token field is aligned with the position that PREDICTS the token: position t holds the fields of
+    targets[t] = tokens[t + 1]. Padding and prompt positions have loss_mask 0. Each sequence is padded to a multiple of the
+    layout's alignment, so `cu_seqlens` counts padded lengths; `sequence_lengths` are the true ones.
+    """
+
+    token_ids: torch.Tensor  # [P] int64
+    position_ids: torch.Tensor  # [P] int64, restart at 0 in every sequence
+    targets: torch.Tensor  # [P] int64, 0 at masked positions
+    cu_seqlens: torch.Tensor  # [N + 1] int32
+    sequence_lengths: tuple[int, ...]  # N true lengths
+    sequence_ids: torch.Tensor  # [P] int64, index of the sequence within this micro-batch
+    loss_mask: torch.Tensor  # [P] float32
+    loss_weights: torch.Tensor  # [P] float32: the optimizer step's loss is the sum of loss_weights * token loss
+    advantages: torch.Tensor  # [P] float32
+    rollout_logprobs: torch.Tensor  # [P] float32
+    sample_ids: tuple[str, ...]  # N
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.numel())
+
+    @property
+    def max_sequence_length(self) -> int:
+        return int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max())
