@@ -1,0 +1,108 @@
+"""Where a rank stands in TP x CP x DP x PP, and which layers it holds, as arithmetic: no process group is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """A rank's index along every axis."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the parallel axes. Ranks are numbered as Megatron-core's default order "tp-cp-ep-dp-pp" does: tensor fastest.
+
+    The expert axis divides the context x data ranks of a pipeline stage (expert tensor parallelism 1 x `tensor`).
+    Raises ValueError where the sizes do not fit the world.
+    """
+
+    world_size: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallel layout: {name} = {getattr(self, name)}, must be at least 1")
+        if self.world_size % self.model_size:
+            raise ValueError(
+                f"parallel layout: tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} = {self.model_size} "
+                f"does not divide the {self.world_size} processes; start a multiple of {self.model_size} processes"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel layout: virtual_pipeline {self.virtual_pipeline} needs pipeline > 1; set pipeline or drop virtual_pipeline"
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("parallel layout: sequence_parallel shards over tensor ranks, but tensor = 1; set tensor > 1 or drop it")
+        if (self.data * self.context) % self.expert:
+            raise ValueError(
+                f"parallel layout: expert {self.expert} does not divide context x data = {self.data * self.context}; choose a divisor"
+            )
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one replica of the model for one batch shard."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def data(self) -> int:
+        return self.world_size // self.model_size
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        assert 0 <= rank < self.world_size, f"rank {rank} outside a world of {self.world_size}"
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, data = divmod(rest, self.data)
+        return RankCoordinates(tensor=tensor, context=context, data=data, pipeline=pipeline)
+
+    def rank_of(self, coordinates: RankCoordinates) -> int:
+        c = coordinates
+        return c.tensor + self.tensor * (c.context + self.context * (c.data + self.data * c.pipeline))
+
+    def layers_of(self, pipeline_rank: int, vp_stage: int, num_layers: int) -> range:
+        """Global indices of the layers of one model chunk: an even split, interleaved over stages under virtual pipelining."""
+        num_chunks = self.pipeline * self.virtual_pipeline
+        if num_layers % num_chunks:
+            raise ValueError(
+                f"parallel layout: {num_layers} layers do not split over pipeline {self.pipeline} x virtual_pipeline "
+                f"{self.virtual_pipeline} = {num_chunks} chunks; choose sizes whose product divides {num_layers}"
+            )
+        per_chunk = num_layers // num_chunks
+        start = (vp_stage * self.pipeline + pipeline_rank) * per_chunk
+        return range(start, start + per_chunk)
+
+    @property
+    def sequence_alignment(self) -> int:
+        """Multiple every packed sequence is padded to: context parallelism cuts each sequence into two pieces a rank."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def micro_batch_alignment(self) -> int:
+        """Multiple the tokens of a packed micro-batch are padded to: under sequence parallelism each tensor rank holds an equal part."""
+        tensor = self.tensor if self.sequence_parallel else 1
+        return lcm(self.sequence_alignment, tensor * self.context)
+
+    def describe(self) -> str:
+        """Short label for logs and tables, e.g. "TP2 PP2 VPP2 CP1 DP1 SP"."""
+        parts = [f"TP{self.tensor}", f"PP{self.pipeline}"]
+        if self.virtual_pipeline > 1:
+            parts.append(f"VPP{self.virtual_pipeline}")
+        parts += [f"CP{self.context}", f"DP{self.data}"]
+        if self.expert > 1:
+            parts.append(f"EP{self.expert}")
+        if self.sequence_parallel:
+            parts.append("SP")
+        return " ".join(parts)
