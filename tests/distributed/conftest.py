@@ -1,0 +1,8 @@
+"""Makes `launcher` importable by the tests beside it under pytest's importlib mode."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
