@@ -1,0 +1,92 @@
+"""Starts the workers of one machine under torchrun and passes Ctrl-C and SIGTERM to the workers, not to torchrun.
+
+torchrun kills its workers 30 s after a signal, which is less than a training step of a large model. So it runs in a process group of its
+own; the launcher forwards the first signal to the workers, who finish the step, save and exit, and ends everything at the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def worker_pid_file(run_folder: Path, rank: int) -> Path:
+    """Where the worker of `rank` leaves its process id."""
+    return run_folder / "workers" / f"{rank}.pid"
+
+
+def torchrun_command(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """The command that runs `module` in `num_processes` local workers on a free port."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"),
+        *(f"--nproc-per-node={num_processes}", "--module", module, *arguments),
+    ]
+
+
+def _worker_environment(num_processes: int) -> dict[str, str]:
+    environment = dict(os.environ)
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # torchrun's own log lines would cut through the progress display
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return environment
+
+
+class _Forwarder:
+    """Passes the first signal to the workers and kills the group at the second."""
+
+    def __init__(self, process: subprocess.Popen, run_folder: Path) -> None:
+        self._process = process
+        self._run_folder = run_folder
+        self._received = 0
+
+    def __call__(self, signum: int, frame: object) -> None:
+        self._received += 1
+        workers = self._worker_pids()
+        if self._received > 1 or not workers:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            return
+        logger.warning("stopping after this step with a checkpoint; once more to stop at once")
+        for pid in workers:
+            _send(pid, signal.SIGTERM)
+
+    def _worker_pids(self) -> list[int]:
+        files = sorted((self._run_folder / "workers").glob("*.pid"))
+        return [int(file.read_text()) for file in files]
+
+
+def _send(pid: int, signum: int) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:  # it ended between the read and the signal
+        pass
+
+
+def _forget_old_workers(run_folder: Path) -> None:
+    for file in (run_folder / "workers").glob("*.pid"):
+        file.unlink()
+
+
+def launch_workers(module: str, arguments: Sequence[str], num_processes: int, run_folder: Path) -> int:
+    """Runs `module` under torchrun until it ends and returns its exit code. Signals are forwarded as the module says."""
+    _forget_old_workers(run_folder)
+    process = subprocess.Popen(
+        torchrun_command(num_processes, module, arguments), env=_worker_environment(num_processes), start_new_session=True
+    )
+    forward = _Forwarder(process, run_folder)
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""The loop, and the parts it is put together from."""
