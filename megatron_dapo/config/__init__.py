@@ -1,0 +1,27 @@
+"""The typed configuration tree, its loader and its validator. Imports neither torch nor anything of the package above layer 0."""
+
+from megatron_dapo.config.architecture import ArchitectureFacts, read_architecture
+from megatron_dapo.config.errors import ConfigError, Violation
+from megatron_dapo.config.inputs import missing_inputs
+from megatron_dapo.config.layout_flag import layout_overrides
+from megatron_dapo.config.loader import LoadedConfig, config_from_dict, load_config, read_resolved, write_resolved
+from megatron_dapo.config.schema import Config
+from megatron_dapo.config.validator import require_valid, schedule_steps, validate
+
+__all__ = [
+    "ArchitectureFacts",
+    "Config",
+    "ConfigError",
+    "LoadedConfig",
+    "Violation",
+    "config_from_dict",
+    "layout_overrides",
+    "load_config",
+    "missing_inputs",
+    "read_architecture",
+    "read_resolved",
+    "require_valid",
+    "schedule_steps",
+    "validate",
+    "write_resolved",
+]

@@ -1,0 +1,28 @@
+"""The --layout flag: "tp2pp1" and its like as overrides of the parallel section."""
+
+from __future__ import annotations
+
+import re
+
+_AXES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert", "dp": "data"}
+_TOKEN = re.compile(r"(vpp|tp|pp|cp|ep|dp)(\d+)|(sp)")
+
+
+def layout_overrides(text: str) -> list[str]:
+    """Overrides that make the layout what `text` says: sizes of tp, pp, vpp, cp, ep, dp in any order, and sp; the rest is 1 / off.
+
+    "tp2pp1" starts 2 processes, "tp2dp2sp" 4. Raises ValueError for anything else.
+    """
+    compact = re.sub(r"[\s,_x-]+", "", text.lower())
+    tokens = list(_TOKEN.finditer(compact))
+    if not tokens or "".join(token.group(0) for token in tokens) != compact:
+        raise ValueError(f"layout {text!r}: write sizes like tp2pp1 or tp2dp2sp, from {', '.join(_AXES)} and sp")
+    names = [token.group(1) or token.group(3) for token in tokens]
+    if len(set(names)) != len(names):
+        raise ValueError(f"layout {text!r}: an axis stands in it twice; write each once")
+    sizes = dict.fromkeys(_AXES.values(), 1)
+    sizes.update({_AXES[token.group(1)]: int(token.group(2)) for token in tokens if token.group(1)})
+    data = sizes.pop("data")
+    num_processes = sizes["tensor"] * sizes["pipeline"] * sizes["context"] * data
+    overrides = [f"parallel.{axis}={size}" for axis, size in sizes.items()]
+    return [*overrides, f"parallel.sequence_parallel={str('sp' in names).lower()}", f"parallel.num_processes={num_processes}"]

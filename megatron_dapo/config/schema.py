@@ -1,0 +1,536 @@
+"""The typed, immutable configuration of a run: one section a class, a docstring under every field.
+
+Types, allowed names and unknown keys are checked here; ranges and relations between fields are checked by `validator.validate`,
+which reports all of them at once. TOML has no null, so "off" and "take it from elsewhere" are written 0 or "" and said so in the
+field's docstring. Defaults live only here: a recipe holds what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+
+class RelativeToRecipe:
+    """Marks a path that, when relative, is taken from the folder of the recipe file that states it."""
+
+
+InputPath = Annotated[Path, RelativeToRecipe()]
+
+Dtype = Literal["float32", "bfloat16"]
+Recompute = Literal["none", "selective", "full"]
+Template = Literal["chat", "plain"]
+Engine = Literal["embedded", "sglang"]
+OnExhausted = Literal["train_partial", "stop", "error"]
+AlgorithmName = Literal["dapo"]
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"]
+GrpoStd = Literal["unbiased", "biased"]
+PolicyLossName = Literal["ppo_clip", "gspo", "cispo"]
+Aggregation = Literal["token_mean", "sample_mean", "per_group", "dr_grpo", "seq_sum_mean"]
+KlEstimator = Literal["k1", "k2", "k3"]
+Correction = Literal["none", "tis", "mis", "icepop"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+Schedule = Literal["constant", "cosine", "linear"]
+WarmupUnit = Literal["train_step", "optimizer_step"]
+Resume = Literal["auto", "never", "must"]
+
+
+class Section(BaseModel):
+    """Immutable, no unknown keys, no silent conversion between types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    """What the run is called, where it writes and when it ends."""
+
+    name: str = "run"
+    """Label in logs, TensorBoard and the summary."""
+
+    folder: Path = Path("runs/run")
+    """Folder everything is written to (metrics, samples, checkpoints, summary); relative to the current directory."""
+
+    seed: int = 0
+    """Seed of parameter initialisation, of every sample's random numbers and of mini-batch shuffling. Change it to repeat a run."""
+
+    total_steps: int = 100
+    """Train steps (rollout batches trained); the run ends after this many. Learning-rate schedules are laid over it."""
+
+    max_generation_steps: int = 0
+    """Generation steps (times the collector was asked for a batch) after which the run ends even if fewer train steps were made.
+    0: no limit. Set it when the data may be too easy or too hard to fill batches."""
+
+    wait_timeout_seconds: float = 1800.0
+    """Seconds any wait (collective, engine, verifier pool, checkpoint) may take before stacks are dumped and the run ends with
+    an error. Raise it when one generation step of the largest responses takes longer."""
+
+
+class ModelConfig(Section):
+    """The policy and how its numbers are held."""
+
+    path: InputPath
+    """Hugging Face folder of the initial policy (config.json, tokenizer, *.safetensors). Relative: from the recipe's folder."""
+
+    dtype: Dtype = "float32"
+    """Precision of parameters and activations; masters and moments are float32 either way. bfloat16 on accelerators."""
+
+    recompute: Recompute = "none"
+    """Activations recomputed in the backward pass: none, selective (attention only) or full (whole layers). Raise it when
+    activations do not fit in memory."""
+
+    trust_remote_code: bool = False
+    """Run Python code that ships in the model folder. Only for folders whose author you trust."""
+
+    allow_random_init: bool = False
+    """Start from random parameters where the folder holds no weights. Otherwise missing weights are an error."""
+
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose vocabulary scores are in memory at a time in the log-prob kernel. Lower it when the vocabulary is large."""
+
+
+class ParallelConfig(Section):
+    """How the model and the batch are cut over processes. data-parallel size = processes / (tensor * pipeline * context)."""
+
+    tensor: int = 1
+    """Ranks every weight matrix is cut over; must divide attention heads and key-value heads."""
+
+    pipeline: int = 1
+    """Stages the layers are cut into."""
+
+    virtual_pipeline: int = 1
+    """Model chunks per pipeline stage (interleaved schedule); 1 is the plain schedule. Raise it to shrink the pipeline bubble."""
+
+    context: int = 1
+    """Ranks every sequence is cut over. Raise it when one sequence's activations do not fit."""
+
+    expert: int = 1
+    """Ranks experts are cut over, within context x data. For mixture-of-experts models only."""
+
+    sequence_parallel: bool = False
+    """Cut the activations between matrix products over the tensor ranks as well. Saves memory; needs tensor > 1."""
+
+    distributed_optimizer: bool = True
+    """Cut optimizer state over the data-parallel ranks."""
+
+    num_processes: int = 0
+    """Processes to start on this machine, or expected of an outside launcher. 0: tensor * pipeline * context, or what the
+    launcher gives."""
+
+
+class DataConfig(Section):
+    """Prompts to train and evaluate on."""
+
+    train_paths: tuple[InputPath, ...]
+    """Parquet or JSONL files in the DAPO-Math-17k schema. Relative: from the recipe's folder."""
+
+    eval_paths: tuple[InputPath, ...] = ()
+    """Held-out files in the same schema. Empty: no evaluation."""
+
+    template: Template = "chat"
+    """chat: the tokenizer's chat template. plain: the contents of the messages as they are, for models without a template."""
+
+    max_prompt_tokens: int = 2048
+    """Longest prompt in tokens; longer ones are dropped and counted."""
+
+    deduplicate: bool = True
+    """Keep one of several equal (prompt, answer) rows, and say how many there were."""
+
+    shuffle_seed: int = 0
+    """Seed of the order of prompts, apart from run.seed so that two runs may share the order."""
+
+    max_epochs: int = 0
+    """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled and which groups are trained on."""
+
+    engine: Engine = "embedded"
+    """embedded: transformers generation inside the trainer's processes, fed by the weight bridge. sglang: SGLang servers."""
+
+    prompts_per_step: int = 512
+    """Groups (prompts) of one rollout batch, i.e. of one train step."""
+
+    group_size: int = 16
+    """Responses per prompt."""
+
+    max_response_tokens: int = 1024
+    """Longest response in tokens, stop token included; a longer one is cut and counts as truncated."""
+
+    temperature: float = 1.0
+    """Sampling temperature of training rollouts; the trainer's log-probs are taken at the same temperature."""
+
+    top_p: float = 1.0
+    """Nucleus mass. Below 1 the engine renormalises what the trainer does not: refused unless accept_bias."""
+
+    top_k: int = 0
+    """Only the k likeliest tokens; 0: off. Above 0 it biases like top_p < 1: refused unless accept_bias."""
+
+    accept_bias: bool = False
+    """Allow top_p < 1 or top_k > 0 in training rollouts, knowing that the importance ratios are then wrong."""
+
+    oversample: float = 1.0
+    """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 fills a batch sooner when many groups are filtered,
+    at the price of surplus groups."""
+
+    max_generation_rounds: int = 10
+    """A generation round is prompts_per_step * oversample prompts; after this many in one step collecting ends as on_exhausted
+    says. 0: no limit."""
+
+    on_exhausted: OnExhausted = "train_partial"
+    """What happens when rounds or prompts run out: train on the full groups there are, stop cleanly with a checkpoint, or fail."""
+
+    filter_groups: bool = True
+    """Dynamic sampling: keep a group only if accuracy_min < mean accuracy < accuracy_max, and refill the batch."""
+
+    accuracy_min: float = 0.0
+    """Exclusive lower bound on the mean accuracy (0..1, never the shaped reward) of a group that is kept."""
+
+    accuracy_max: float = 1.0
+    """Exclusive upper bound on the mean accuracy of a group that is kept."""
+
+    max_staleness: int = 0
+    """Policy versions a carried-over surplus group may be behind when it is trained; older ones are dropped and their prompts
+    queued again. Above 0 needs algorithm.off_policy.correction."""
+
+    slots_per_rank: int = 64
+    """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""
+
+
+class OverlongPunishmentConfig(Section):
+    """Soft overlong punishment (DAPO eq. 13): 0 up to max_length - cache_length tokens, falling linearly to -factor at max_length."""
+
+    enabled: bool = False
+    """Add the punishment to the reward."""
+
+    max_length: int = 20480
+    """Response tokens at which the punishment is full. Usually rollout.max_response_tokens."""
+
+    cache_length: int = 4096
+    """Response tokens over which the punishment grows, ending at max_length."""
+
+    factor: float = 1.0
+    """Full punishment as a positive number."""
+
+
+class RewardConfig(Section):
+    """The verifier, the processes it runs in, and what is added to its word."""
+
+    verifier: str = "dapo"
+    """Preset dapo (bit-compatible with the published scorer) or lenient (math-verify), or a user's function as
+    "package.module:function"."""
+
+    shadow_verifier: str = ""
+    """A second verifier whose disagreements are logged and that never changes a reward. "": none."""
+
+    num_workers: int = 1
+    """Verifier processes. Raise it when the reward phase shows in the step time."""
+
+    timeout_seconds: float = 10.0
+    """Seconds one answer may take in a worker before that worker is killed and the outcome is "timeout"."""
+
+    memory_limit_mb: int = 2048
+    """Memory limit of one verifier process, in MiB."""
+
+    correct: float = 1.0
+    """Reward of a correct answer."""
+
+    incorrect: float = -1.0
+    """Reward of any other answer."""
+
+    overlong_punishment: OverlongPunishmentConfig = OverlongPunishmentConfig()
+    """Soft punishment of long responses, added to the reward."""
+
+    overlong_filter: bool = False
+    """Leave truncated responses out of the loss (their tokens leave the denominator, too). Not the same as the punishment."""
+
+    confirm_both_overlong: bool = False
+    """Allow overlong_filter together with overlong_punishment, knowing that truncated responses then never feel the punishment."""
+
+
+class OffPolicyConfig(Section):
+    """Correction for the gap between the engine that sampled and the trainer: weight w from old_logprobs - rollout_logprobs."""
+
+    correction: Correction = "none"
+    """tis: w cut to [low, high]. mis: samples or tokens with w outside [low, high] are masked. icepop: w inside, 0 outside."""
+
+    level: CorrectionLevel = "token"
+    """w per token, per sequence (product over tokens) or per sequence as the geometric mean over tokens."""
+
+    low: float = 0.0
+    """Lower bound of w."""
+
+    high: float = 2.0
+    """Upper bound of w."""
+
+    normalise: bool = False
+    """Divide the weights by their mean over the rollout batch, after cutting."""
+
+
+class AlgorithmConfig(Section):
+    """Advantage, policy loss and its aggregation."""
+
+    name: AlgorithmName = "dapo"
+    """Which algorithm puts the parts together."""
+
+    advantage: AdvantageName = "grpo"
+    """grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: leave-one-out mean. reinforce_baseline: group mean
+    subtracted, then scaled by the std of the batch."""
+
+    grpo_std: GrpoStd = "unbiased"
+    """Divisor of the group's standard deviation: G - 1 (unbiased) or G (biased). For advantage = grpo."""
+
+    policy_loss: PolicyLossName = "ppo_clip"
+    """ppo_clip: per-token ratio clipped. gspo: per-sequence ratio clipped. cispo: clipped ratio as a constant weight."""
+
+    clip_ratio_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_ratio_low."""
+
+    clip_ratio_high: float = 0.28
+    """The ratio is clipped above at 1 + clip_ratio_high; above clip_ratio_low it is DAPO's clip-higher."""
+
+    dual_clip: float = 10.0
+    """Bound c of the loss for negative advantages: at most c * |advantage|. 0: off."""
+
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number over the whole optimizer step (exact under any layout and packing). token_mean: all
+    trained tokens weigh the same. sample_mean: all responses do. per_group: token mean within a group, then mean over groups.
+    dr_grpo: sum / (responses * aggregation_length). seq_sum_mean: mean over responses of their sums."""
+
+    aggregation_length: int = 0
+    """Constant length L of aggregation = dr_grpo, in tokens. 0: rollout.max_response_tokens."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus. Entropy is logged either way."""
+
+    kl_loss_coefficient: float = 0.0
+    """Weight of the KL loss towards the initial policy. Above 0 the reference policy is kept in memory."""
+
+    kl_estimator: KlEstimator = "k3"
+    """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL."""
+
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    """Correction for the gap between the policy that sampled and the one that is trained."""
+
+
+class TrainingConfig(Section):
+    """How a rollout batch becomes optimizer steps."""
+
+    mini_batch_prompts: int = 32
+    """Groups of one optimizer step; must divide rollout.prompts_per_step."""
+
+    epochs: int = 1
+    """Passes over a rollout batch."""
+
+    micro_batch_tokens: int = 24576
+    """Padded tokens of one packed micro-batch of one data-parallel rank (before context parallelism cuts it). Bounds activation
+    memory; must hold the longest prompt and response."""
+
+    shuffle: bool = True
+    """Shuffle the responses of a rollout batch before they are cut into mini-batches."""
+
+    max_consecutive_skips: int = 3
+    """Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run ends with an error."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate."""
+
+    warmup_steps: int = 0
+    """Linear warm-up from 0 over this many steps, counted in warmup_unit."""
+
+    warmup_unit: WarmupUnit = "train_step"
+    """What warmup_steps and the decay count: train_step (rollout batches trained) or optimizer_step (mini-batches). Generation
+    steps are never counted."""
+
+    schedule: Schedule = "constant"
+    """After warm-up: constant, or cosine / linear down to min_learning_rate at run.total_steps."""
+
+    min_learning_rate: float = 0.0
+    """Where cosine and linear end."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay; not applied to biases and norms."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+
+    clip_grad: float = 1.0
+    """Largest global norm of the gradient. 0: off."""
+
+
+class CheckpointConfig(Section):
+    """Exact resume, and the exported model."""
+
+    folder: str = ""
+    """Where checkpoints are kept; relative to the current directory. "": <run.folder>/checkpoints."""
+
+    interval: int = 20
+    """Train steps between checkpoints. 0: only at the end and on a signal."""
+
+    keep: int = 2
+    """Newest valid checkpoints kept; an older one is deleted only after a newer one is valid."""
+
+    resume: Resume = "auto"
+    """auto: continue from the newest valid checkpoint if there is one. never: fail if the folder holds one. must: fail if it
+    holds none."""
+
+    save_optimizer: bool = True
+    """Save fp32 masters and moments. Without them a checkpoint cannot be resumed exactly, only exported."""
+
+    export_huggingface: bool = True
+    """Write the trained policy as a Hugging Face folder, <run.folder>/huggingface, when the run ends."""
+
+
+class EvaluationConfig(Section):
+    """Evaluation on data.eval_paths: avg@k, pass@k, cons@k."""
+
+    interval: int = 0
+    """Train steps between evaluations. 0: none in between."""
+
+    num_samples: int = 32
+    """Responses per problem (k)."""
+
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+
+    top_p: float = 0.7
+    """Nucleus mass."""
+
+    top_k: int = 0
+    """Only the k likeliest tokens; 0: off."""
+
+    max_response_tokens: int = 0
+    """Longest response in tokens. 0: rollout.max_response_tokens."""
+
+    at_start: bool = True
+    """Evaluate the initial policy."""
+
+    at_end: bool = True
+    """Evaluate the trained policy."""
+
+
+class TelemetryConfig(Section):
+    """What is recorded of a run."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events to <run.folder>/tensorboard, x axis the train step. metrics.jsonl is written either way."""
+
+    samples_per_step: int = 64
+    """Responses written to samples.jsonl per train step. 0: none."""
+
+    progress: bool = True
+    """Live progress display on a terminal (plain log lines elsewhere)."""
+
+    dump_batches: int = 0
+    """Train steps between dumps of a whole rollout batch, for replay through the trainer alone. 0: none."""
+
+
+class MismatchConfig(Section):
+    """Gate on the gap between engine and trainer log-probs: mean |old_logprobs - rollout_logprobs| over trained tokens, in nats."""
+
+    step0_max_mean_abs: float = 0.02
+    """The run ends with an error if the gap of the first batch is larger: engine and trainer do not hold the same model."""
+
+    alarm: float = 0.05
+    """A warning names the step when the gap of a later batch is larger."""
+
+
+class Config(Section):
+    """Everything a run is told. Sections are read by name; functions below the trainer take plain values, never this tree."""
+
+    run: RunConfig = RunConfig()
+    """What the run is called, where it writes and when it ends."""
+
+    model: ModelConfig
+    """The policy."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    """How model and batch are cut over processes."""
+
+    data: DataConfig
+    """Prompts."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling and dynamic sampling."""
+
+    reward: RewardConfig = RewardConfig()
+    """Verifier and reward shaping."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantage and loss."""
+
+    training: TrainingConfig = TrainingConfig()
+    """From rollout batch to optimizer steps."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and schedule."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints and export."""
+
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out evaluation."""
+
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Metrics, samples, progress."""
+
+    mismatch: MismatchConfig = MismatchConfig()
+    """Gate on the engine-trainer gap."""
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return Path(self.checkpoint.folder) if self.checkpoint.folder else self.run.folder / "checkpoints"
+
+    @property
+    def evaluation_response_tokens(self) -> int:
+        return self.evaluation.max_response_tokens or self.rollout.max_response_tokens
+
+    @property
+    def aggregation_length(self) -> int:
+        return self.algorithm.aggregation_length or self.rollout.max_response_tokens
+
+    @property
+    def num_processes(self) -> int:
+        """Processes this run asks for when no outside launcher decides."""
+        p = self.parallel
+        return p.num_processes or p.tensor * p.pipeline * p.context
+
+
+def _sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseModel]]]:
+    found = []
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            found += [(prefix + name, info.annotation), *_sections(info.annotation, f"{prefix}{name}.")]
+    return found
+
+
+@cache
+def section_types() -> Mapping[str, type[BaseModel]]:
+    """Every section by dotted path ("" is the root, "algorithm.off_policy" a nested one)."""
+    return MappingProxyType({"": Config, **dict(_sections(Config, ""))})
+
+
+@cache
+def leaf_fields() -> Mapping[str, FieldInfo]:
+    """Every field that holds a value (not a section), by dotted path, in the order of the schema."""
+    sections = section_types()
+    leaves = {}
+    for path, model in sections.items():
+        for name, info in model.model_fields.items():
+            dotted = f"{path}.{name}" if path else name
+            if dotted not in sections:
+                leaves[dotted] = info
+    return MappingProxyType(leaves)

@@ -1,0 +1,490 @@
+"""The one validator: every rule that ranges over values, as a pure function that reports all violations at once.
+
+A rule yields a Violation with its formula, every number in it and what to change. Nothing here touches torch, a process or the disk:
+the validator of a 1024-rank job runs on a laptop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_dapo.config.architecture import ArchitectureFacts
+from megatron_dapo.config.errors import ConfigError, Violation
+from megatron_dapo.config.schema import Config
+
+VERIFIER_PRESETS = ("dapo", "lenient")
+
+
+def validate(config: Config, world_size: int | None = None, architecture: ArchitectureFacts | None = None) -> list[Violation]:
+    """Everything that is wrong with `config` for `world_size` processes and, where given, a model of that architecture.
+
+    Without `world_size` the number of processes is the one the configuration asks for. An empty list means the run may start.
+    """
+    processes = config.num_processes if world_size is None else world_size
+    found = [violation for rule in _RULES for violation in rule(config)]
+    found += _world(config, processes)
+    if architecture is not None:
+        found += [violation for rule in _ARCHITECTURE_RULES for violation in rule(config, architecture)]
+    return found
+
+
+def require_valid(config: Config, world_size: int | None = None, architecture: ArchitectureFacts | None = None) -> None:
+    """Raise ConfigError with all violations if there is any."""
+    found = validate(config, world_size, architecture)
+    if found:
+        raise ConfigError(found)
+
+
+# Ranges of single fields: dotted path -> (the rule in words, whether a value keeps it).
+_Range = tuple[str, Callable[[Any], bool]]
+_POSITIVE: _Range = ("> 0", lambda value: value > 0)
+_AT_LEAST_ONE: _Range = (">= 1", lambda value: value >= 1)
+_NOT_NEGATIVE: _Range = (">= 0", lambda value: value >= 0)
+_PROBABILITY_MASS: _Range = ("in (0, 1]", lambda value: 0 < value <= 1)
+_FRACTION: _Range = ("in [0, 1]", lambda value: 0 <= value <= 1)
+_NOT_EMPTY: _Range = ("not empty", lambda value: len(value) > 0)
+
+_RANGES: dict[str, _Range] = {
+    "run.name": _NOT_EMPTY,
+    "run.seed": ("in [0, 2**63)", lambda value: 0 <= value < 2**63),
+    "run.total_steps": _AT_LEAST_ONE,
+    "run.max_generation_steps": _NOT_NEGATIVE,
+    "run.wait_timeout_seconds": _POSITIVE,
+    "model.logprob_chunk_tokens": _AT_LEAST_ONE,
+    "parallel.tensor": _AT_LEAST_ONE,
+    "parallel.pipeline": _AT_LEAST_ONE,
+    "parallel.virtual_pipeline": _AT_LEAST_ONE,
+    "parallel.context": _AT_LEAST_ONE,
+    "parallel.expert": _AT_LEAST_ONE,
+    "parallel.num_processes": _NOT_NEGATIVE,
+    "data.train_paths": _NOT_EMPTY,
+    "data.max_prompt_tokens": _AT_LEAST_ONE,
+    "data.shuffle_seed": ("in [0, 2**63)", lambda value: 0 <= value < 2**63),
+    "data.max_epochs": _NOT_NEGATIVE,
+    "rollout.prompts_per_step": _AT_LEAST_ONE,
+    "rollout.group_size": _AT_LEAST_ONE,
+    "rollout.max_response_tokens": _AT_LEAST_ONE,
+    "rollout.temperature": _POSITIVE,
+    "rollout.top_p": _PROBABILITY_MASS,
+    "rollout.top_k": _NOT_NEGATIVE,
+    "rollout.oversample": _AT_LEAST_ONE,
+    "rollout.max_generation_rounds": _NOT_NEGATIVE,
+    "rollout.accuracy_min": _FRACTION,
+    "rollout.accuracy_max": _FRACTION,
+    "rollout.max_staleness": _NOT_NEGATIVE,
+    "rollout.slots_per_rank": _AT_LEAST_ONE,
+    "reward.num_workers": _AT_LEAST_ONE,
+    "reward.timeout_seconds": _POSITIVE,
+    "reward.memory_limit_mb": _AT_LEAST_ONE,
+    "reward.overlong_punishment.max_length": _AT_LEAST_ONE,
+    "reward.overlong_punishment.cache_length": _AT_LEAST_ONE,
+    "reward.overlong_punishment.factor": _POSITIVE,
+    "algorithm.clip_ratio_low": ("in [0, 1]", lambda value: 0 <= value <= 1),
+    "algorithm.clip_ratio_high": _NOT_NEGATIVE,
+    "algorithm.dual_clip": ("> 1, or 0 for off", lambda value: value == 0 or value > 1),
+    "algorithm.aggregation_length": _NOT_NEGATIVE,
+    "algorithm.entropy_coefficient": _NOT_NEGATIVE,
+    "algorithm.kl_loss_coefficient": _NOT_NEGATIVE,
+    "algorithm.off_policy.low": _FRACTION,
+    "algorithm.off_policy.high": _AT_LEAST_ONE,
+    "training.mini_batch_prompts": _AT_LEAST_ONE,
+    "training.epochs": _AT_LEAST_ONE,
+    "training.micro_batch_tokens": _AT_LEAST_ONE,
+    "training.max_consecutive_skips": _AT_LEAST_ONE,
+    "optimizer.learning_rate": _NOT_NEGATIVE,
+    "optimizer.warmup_steps": _NOT_NEGATIVE,
+    "optimizer.min_learning_rate": _NOT_NEGATIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.betas": ("both in [0, 1)", lambda value: all(0 <= beta < 1 for beta in value)),
+    "optimizer.epsilon": _POSITIVE,
+    "optimizer.clip_grad": _NOT_NEGATIVE,
+    "checkpoint.interval": _NOT_NEGATIVE,
+    "checkpoint.keep": _AT_LEAST_ONE,
+    "evaluation.interval": _NOT_NEGATIVE,
+    "evaluation.num_samples": _AT_LEAST_ONE,
+    "evaluation.temperature": _NOT_NEGATIVE,
+    "evaluation.top_p": _PROBABILITY_MASS,
+    "evaluation.top_k": _NOT_NEGATIVE,
+    "evaluation.max_response_tokens": _NOT_NEGATIVE,
+    "telemetry.samples_per_step": _NOT_NEGATIVE,
+    "telemetry.dump_batches": _NOT_NEGATIVE,
+    "mismatch.step0_max_mean_abs": _POSITIVE,
+    "mismatch.alarm": _POSITIVE,
+}
+
+
+def _value(config: Config, path: str) -> Any:
+    node: Any = config
+    for name in path.split("."):
+        node = getattr(node, name)
+    return node
+
+
+def _violation(config: Config, path: str, formula: str, suggestion: str, *others: str, **facts: Any) -> Violation:
+    """A violation whose values are the fields `path` and `others`, plus facts that are no fields."""
+    values = {name: _value(config, name) for name in (path, *others)}
+    return Violation(path=path, formula=formula, suggestion=suggestion, values={**values, **facts})
+
+
+def _ranges(config: Config) -> Iterator[Violation]:
+    for path, (rule, holds) in _RANGES.items():
+        if not holds(_value(config, path)):
+            yield _violation(config, path, f"{path} {rule}", f"set {path} {rule}")
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` closest to `wanted` (the smaller one of two equally close)."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0] if number > 0 else [1]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def _batch(config: Config) -> Iterator[Violation]:
+    prompts, mini = config.rollout.prompts_per_step, config.training.mini_batch_prompts
+    if prompts >= 1 and mini >= 1 and prompts % mini:
+        yield _violation(
+            config,
+            "training.mini_batch_prompts",
+            "rollout.prompts_per_step % training.mini_batch_prompts == 0",
+            f"set training.mini_batch_prompts = {nearest_divisor(prompts, mini)}",
+            "rollout.prompts_per_step",
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    alignment = _sequence_alignment(config)
+    needed = math.ceil(longest / alignment) * alignment
+    if config.training.micro_batch_tokens < needed:
+        yield _violation(
+            config,
+            "training.micro_batch_tokens",
+            "training.micro_batch_tokens >= data.max_prompt_tokens + rollout.max_response_tokens, padded to the layout's multiple",
+            f"set training.micro_batch_tokens = {needed} or more",
+            "data.max_prompt_tokens",
+            "rollout.max_response_tokens",
+            multiple=alignment,
+        )
+
+
+def _sequence_alignment(config: Config) -> int:
+    """What a micro-batch's tokens are a multiple of: two pieces a context rank, an equal part a tensor rank."""
+    p = config.parallel
+    context, tensor = max(p.context, 1), max(p.tensor, 1)
+    return math.lcm(2 * context if context > 1 else 1, tensor * context if p.sequence_parallel else 1)
+
+
+def _groups(config: Config) -> Iterator[Violation]:
+    rollout = config.rollout
+    needs_group = rollout.filter_groups or config.algorithm.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
+    if rollout.group_size == 1 and needs_group:
+        yield _violation(
+            config,
+            "rollout.group_size",
+            "rollout.group_size >= 2 where responses are compared within their group",
+            "set rollout.group_size = 8 or more",
+            "algorithm.advantage",
+            "rollout.filter_groups",
+        )
+    low, high = rollout.accuracy_min, rollout.accuracy_max
+    reachable = any(low < correct / rollout.group_size < high for correct in range(rollout.group_size + 1)) if rollout.group_size > 0 else True
+    if rollout.filter_groups and rollout.group_size > 1 and not reachable:
+        yield _violation(
+            config,
+            "rollout.accuracy_min",
+            "accuracy_min < k / group_size < accuracy_max for some whole k (else every group is filtered)",
+            "set rollout.accuracy_min = 0.0 and rollout.accuracy_max = 1.0",
+            "rollout.accuracy_max",
+            "rollout.group_size",
+        )
+
+
+def _sampling(config: Config) -> Iterator[Violation]:
+    rollout = config.rollout
+    if rollout.top_p < 1 and not rollout.accept_bias:
+        yield _violation(
+            config,
+            "rollout.top_p",
+            "rollout.top_p == 1 in training rollouts (the trainer's log-probs are over the whole vocabulary)",
+            "set rollout.top_p = 1.0, or rollout.accept_bias = true",
+            "rollout.accept_bias",
+        )
+    if rollout.top_k > 0 and not rollout.accept_bias:
+        yield _violation(
+            config,
+            "rollout.top_k",
+            "rollout.top_k == 0 in training rollouts (the trainer's log-probs are over the whole vocabulary)",
+            "set rollout.top_k = 0, or rollout.accept_bias = true",
+            "rollout.accept_bias",
+        )
+    if rollout.max_staleness > 0 and config.algorithm.off_policy.correction == "none":
+        yield _violation(
+            config,
+            "rollout.max_staleness",
+            "rollout.max_staleness == 0 without an off-policy correction",
+            'set algorithm.off_policy.correction = "tis", or rollout.max_staleness = 0',
+            "algorithm.off_policy.correction",
+        )
+
+
+def _correction(config: Config) -> Iterator[Violation]:
+    off_policy = config.algorithm.off_policy
+    if off_policy.correction == "icepop" and off_policy.level != "token":
+        yield _violation(
+            config,
+            "algorithm.off_policy.level",
+            'algorithm.off_policy.level == "token" for icepop',
+            'set algorithm.off_policy.level = "token", or correction = "mis" to mask whole responses',
+            "algorithm.off_policy.correction",
+        )
+
+
+def _overlong(config: Config) -> Iterator[Violation]:
+    punishment = config.reward.overlong_punishment
+    prefix = "reward.overlong_punishment"
+    if punishment.enabled and punishment.max_length <= punishment.cache_length:
+        yield _violation(
+            config,
+            f"{prefix}.cache_length",
+            f"{prefix}.max_length > {prefix}.cache_length",
+            f"set {prefix}.cache_length = {max(1, punishment.max_length // 4)}; the punishment starts at max_length - cache_length",
+            f"{prefix}.max_length",
+        )
+    if punishment.enabled and punishment.max_length > config.rollout.max_response_tokens:
+        yield _violation(
+            config,
+            f"{prefix}.max_length",
+            f"{prefix}.max_length <= rollout.max_response_tokens (else the full punishment is never reached)",
+            f"set {prefix}.max_length = {config.rollout.max_response_tokens}",
+            "rollout.max_response_tokens",
+        )
+    if punishment.enabled and config.reward.overlong_filter and not config.reward.confirm_both_overlong:
+        yield _violation(
+            config,
+            "reward.overlong_filter",
+            "overlong_filter and overlong_punishment.enabled are not both on (filtered responses never feel the punishment)",
+            "switch one of them off, or set reward.confirm_both_overlong = true",
+            f"{prefix}.enabled",
+            "reward.confirm_both_overlong",
+        )
+
+
+def _verifiers(config: Config) -> Iterator[Violation]:
+    for path in ("reward.verifier", "reward.shadow_verifier"):
+        name = _value(config, path)
+        optional = path == "reward.shadow_verifier" and name == ""
+        if not optional and name not in VERIFIER_PRESETS and not _is_dotted(name):
+            presets = " or ".join(VERIFIER_PRESETS)
+            yield _violation(config, path, f"{path} is {presets}, or package.module:function", f'set {path} = "{VERIFIER_PRESETS[0]}"')
+    if config.reward.shadow_verifier == config.reward.verifier:
+        yield _violation(
+            config,
+            "reward.shadow_verifier",
+            "reward.shadow_verifier differs from reward.verifier",
+            'set reward.shadow_verifier = "" or another verifier',
+            "reward.verifier",
+        )
+    if config.reward.correct <= config.reward.incorrect:
+        yield _violation(
+            config,
+            "reward.correct",
+            "reward.correct > reward.incorrect",
+            "set reward.correct = 1.0 and reward.incorrect = -1.0",
+            "reward.incorrect",
+        )
+
+
+def _is_dotted(name: str) -> bool:
+    module, _, function = name.partition(":")
+    return bool(function) and all(part.isidentifier() for part in (*module.split("."), *function.split(".")))
+
+
+def _steps(config: Config) -> Iterator[Violation]:
+    run, optimizer = config.run, config.optimizer
+    if 0 < run.max_generation_steps < run.total_steps:
+        yield _violation(
+            config,
+            "run.max_generation_steps",
+            "run.max_generation_steps == 0 or >= run.total_steps (a train step takes at least one generation step)",
+            f"set run.max_generation_steps = {run.total_steps} or more, or 0",
+            "run.total_steps",
+        )
+    total = schedule_steps(config)
+    if total >= 1 and optimizer.schedule != "constant" and optimizer.warmup_steps >= total:
+        yield _violation(
+            config,
+            "optimizer.warmup_steps",
+            f"optimizer.warmup_steps < the run's {optimizer.warmup_unit}s (else nothing is left to decay over)",
+            f"set optimizer.warmup_steps below {total}",
+            "optimizer.warmup_unit",
+            "run.total_steps",
+            steps_of_the_run=total,
+        )
+    if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
+        yield _violation(
+            config,
+            "optimizer.min_learning_rate",
+            "optimizer.min_learning_rate <= optimizer.learning_rate",
+            "lower optimizer.min_learning_rate",
+            "optimizer.learning_rate",
+        )
+
+
+def schedule_steps(config: Config) -> int:
+    """Length of the run in the unit the learning-rate schedule counts."""
+    if config.optimizer.warmup_unit == "train_step":
+        return config.run.total_steps
+    mini_batches = config.rollout.prompts_per_step // max(config.training.mini_batch_prompts, 1)
+    return config.run.total_steps * mini_batches * config.training.epochs
+
+
+def _evaluation(config: Config) -> Iterator[Violation]:
+    evaluation = config.evaluation
+    wanted = [name for name in ("interval", "at_start", "at_end") if getattr(evaluation, name)]
+    if wanted and not config.data.eval_paths:
+        yield _violation(
+            config,
+            "data.eval_paths",
+            "data.eval_paths names a file where evaluation is on",
+            f"set data.eval_paths, or switch off {', '.join(f'evaluation.{name}' for name in wanted)}",
+            *(f"evaluation.{name}" for name in wanted),
+        )
+    if evaluation.temperature == 0 and evaluation.num_samples > 1:
+        yield _violation(
+            config,
+            "evaluation.num_samples",
+            "evaluation.num_samples == 1 at temperature 0 (greedy responses are all equal)",
+            "set evaluation.num_samples = 1, or evaluation.temperature = 1.0",
+            "evaluation.temperature",
+        )
+
+
+def _layout(config: Config) -> Iterator[Violation]:
+    p = config.parallel
+    if p.virtual_pipeline > 1 and p.pipeline == 1:
+        yield _violation(
+            config,
+            "parallel.virtual_pipeline",
+            "parallel.virtual_pipeline == 1 where parallel.pipeline == 1",
+            "set parallel.virtual_pipeline = 1, or parallel.pipeline = 2 or more",
+            "parallel.pipeline",
+        )
+    if p.sequence_parallel and p.tensor == 1:
+        yield _violation(
+            config,
+            "parallel.sequence_parallel",
+            "parallel.tensor > 1 where parallel.sequence_parallel is on",
+            "set parallel.sequence_parallel = false, or parallel.tensor = 2 or more",
+            "parallel.tensor",
+        )
+
+
+def _world(config: Config, world_size: int) -> Iterator[Violation]:
+    p = config.parallel
+    if min(p.tensor, p.pipeline, p.context, p.expert) < 1 or world_size < 1:
+        return
+    model_size = p.tensor * p.pipeline * p.context
+    axes = ("parallel.pipeline", "parallel.context")
+    if p.num_processes and p.num_processes != world_size:
+        yield _violation(
+            config,
+            "parallel.num_processes",
+            "parallel.num_processes == the processes there are",
+            f"start {p.num_processes} processes, or set parallel.num_processes = {world_size} or 0",
+            processes=world_size,
+        )
+    if world_size % model_size:
+        needed = math.ceil(world_size / model_size) * model_size
+        yield _violation(
+            config,
+            "parallel.tensor",
+            "processes % (tensor * pipeline * context) == 0",
+            f"start {needed} processes, or choose sizes whose product divides {world_size}",
+            *axes,
+            processes=world_size,
+            model_size=model_size,
+        )
+        return
+    yield from _data_parallel(config, world_size // model_size)
+
+
+def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
+    p = config.parallel
+    if (data * p.context) % p.expert:
+        yield _violation(
+            config,
+            "parallel.expert",
+            "(data * context) % expert == 0",
+            f"set parallel.expert = {nearest_divisor(data * p.context, p.expert)}",
+            "parallel.context",
+            data=data,
+        )
+    responses = config.training.mini_batch_prompts * config.rollout.group_size
+    if 1 <= responses < data:
+        yield _violation(
+            config,
+            "training.mini_batch_prompts",
+            "mini_batch_prompts * group_size >= data-parallel ranks (each rank trains at least one response of every optimizer step)",
+            f"set training.mini_batch_prompts = {math.ceil(data / config.rollout.group_size)} or more, or use fewer data-parallel ranks",
+            "rollout.group_size",
+            data=data,
+        )
+
+
+def _heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
+    tensor = config.parallel.tensor
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(architecture, name)
+        if tensor >= 1 and size % tensor:
+            yield _violation(
+                config,
+                "parallel.tensor",
+                f"{name} % parallel.tensor == 0",
+                f"set parallel.tensor = {nearest_divisor(math.gcd(architecture.num_attention_heads, architecture.num_key_value_heads), tensor)}",
+                **{name: size},
+            )
+
+
+def _layers(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
+    p = config.parallel
+    chunks = p.pipeline * p.virtual_pipeline
+    if chunks >= 1 and architecture.num_layers % chunks:
+        yield _violation(
+            config,
+            "parallel.pipeline",
+            "num_layers % (pipeline * virtual_pipeline) == 0",
+            f"choose pipeline * virtual_pipeline = {nearest_divisor(architecture.num_layers, chunks)}",
+            "parallel.virtual_pipeline",
+            num_layers=architecture.num_layers,
+        )
+
+
+def _positions(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
+    limit = architecture.max_position_embeddings
+    prompt = config.data.max_prompt_tokens
+    lengths = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
+    if config.data.eval_paths and config.evaluation.max_response_tokens:
+        lengths["evaluation.max_response_tokens"] = config.evaluation.max_response_tokens
+    for path, response in lengths.items():
+        if prompt + response > limit:
+            fits = limit - prompt
+            fix = f"set {path} = {fits} or less" if fits >= 1 else f"set data.max_prompt_tokens below {limit}"
+            yield _violation(
+                config,
+                path,
+                f"data.max_prompt_tokens + {path} <= max_position_embeddings",
+                f"{fix}, or use a model with more positions",
+                "data.max_prompt_tokens",
+                max_position_embeddings=limit,
+            )
+
+
+def _experts(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
+    expert = config.parallel.expert
+    if expert > 1 and (architecture.num_experts == 0 or architecture.num_experts % expert):
+        fix = "set parallel.expert = 1 (the model is dense)"
+        if architecture.num_experts:
+            fix = f"set parallel.expert = {nearest_divisor(architecture.num_experts, expert)}"
+        yield _violation(config, "parallel.expert", "num_experts % parallel.expert == 0", fix, num_experts=architecture.num_experts)
+
+
+_RULES = (_ranges, _batch, _groups, _sampling, _correction, _overlong, _verifiers, _steps, _evaluation, _layout)
+_ARCHITECTURE_RULES = (_heads, _layers, _positions, _experts)
