@@ -52,11 +52,18 @@ class _Forwarder:
         self._received += 1
         workers = self._worker_pids()
         if self._received > 1 or not workers:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self.kill_all()
             return
         logger.warning("stopping after this step with a checkpoint; once more to stop at once")
         for pid in workers:
             _send(pid, signal.SIGTERM)
+
+    def kill_all(self) -> None:
+        """Ends torchrun and its workers at once. Workers may lead sessions of their own, so the group alone is not enough."""
+        for pid in self._worker_pids():
+            _send(pid, signal.SIGKILL)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _worker_pids(self) -> list[int]:
         files = sorted((self._run_folder / "workers").glob("*.pid"))
@@ -89,4 +96,4 @@ def launch_workers(module: str, arguments: Sequence[str], num_processes: int, ru
         for number, handler in previous.items():
             signal.signal(number, handler)
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            forward.kill_all()
