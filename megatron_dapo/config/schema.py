@@ -455,13 +455,13 @@ class Config(Section):
     """What the run is called, where it writes and when it ends."""
 
     model: ModelConfig
-    """The policy."""
+    """The policy that is trained."""
 
     parallel: ParallelConfig = ParallelConfig()
     """How model and batch are cut over processes."""
 
     data: DataConfig
-    """Prompts."""
+    """Prompts to train and evaluate on."""
 
     rollout: RolloutConfig = RolloutConfig()
     """Sampling and dynamic sampling."""
@@ -476,7 +476,7 @@ class Config(Section):
     """From rollout batch to optimizer steps."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and schedule."""
+    """AdamW and its schedule."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and export."""

@@ -1,0 +1,158 @@
+"""Recipes, inheritance, overrides, origins, and errors that name everything at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import ConfigError, config_from_dict, load_config, read_resolved, write_resolved
+from megatron_dapo.config.schema import leaf_fields
+
+MINIMAL = '[model]\npath = "model"\n[data]\ntrain_paths = ["train.jsonl"]\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(MINIMAL + "[rollout]\ngroup_size = 4\n")
+    return path
+
+
+def problems(error: pytest.ExceptionInfo[ConfigError]) -> dict[str, str]:
+    return {violation.path: str(violation) for violation in error.value.violations}
+
+
+def test_origin_of_every_value_is_known(recipe: Path) -> None:
+    loaded = load_config(recipe, ["rollout.top_k=5"])
+    assert set(loaded.origins) == set(leaf_fields())
+    assert loaded.origins["rollout.group_size"] == str(recipe)
+    assert loaded.origins["rollout.top_k"] == "--set"
+    assert loaded.origins["rollout.top_p"] == "default"
+    assert (loaded.config.rollout.group_size, loaded.config.rollout.top_k) == (4, 5)
+
+
+def test_inputs_are_relative_to_the_file_that_states_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "base.toml").write_text(MINIMAL)
+    child = tmp_path / "deep" / "child.toml"
+    child.write_text('base = "../base.toml"\n[data]\neval_paths = ["held.jsonl", "/abs/held.jsonl"]\n')
+    monkeypatch.chdir(tmp_path)
+    config = load_config(child, ["data.train_paths=['here.jsonl']"]).config
+    assert config.model.path == tmp_path / "model"
+    assert config.data.eval_paths == (tmp_path / "deep" / "held.jsonl", Path("/abs/held.jsonl"))
+    assert config.data.train_paths == (tmp_path / "here.jsonl",)
+
+
+def test_base_chain_takes_the_nearest_value_and_says_from_where(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(MINIMAL + "[rollout]\ngroup_size = 2\ntop_k = 1\n[optimizer]\nbetas = [0.9, 0.95]\n")
+    (tmp_path / "b.toml").write_text('base = "a.toml"\n[rollout]\ngroup_size = 3\n')
+    (tmp_path / "c.toml").write_text('base = "b.toml"\n[rollout]\ntemperature = 0.5\n')
+    loaded = load_config(tmp_path / "c.toml")
+    rollout = loaded.config.rollout
+    assert (rollout.group_size, rollout.top_k, rollout.temperature) == (3, 1, 0.5)
+    assert loaded.origins["rollout.group_size"] == str(tmp_path / "b.toml")
+    assert loaded.config.optimizer.betas == (0.9, 0.95)
+
+
+def test_a_loop_of_bases_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('base = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('base = "a.toml"\n')
+    with pytest.raises(ConfigError, match="a.toml -> .*b.toml -> .*a.toml"):
+        load_config(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("rollout.groop_size", "rollout.group_size"),
+        ("training.learning_rate", "optimizer.learning_rate"),
+        ("paralel.tensor", "parallel.tensor"),
+        ("lr", None),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("algorithm.off_policy.corection", "algorithm.off_policy.correction"),
+        ("rolout", "rollout"),
+    ],
+)
+def test_unknown_key_names_the_nearest(recipe: Path, key: str, meant: str | None) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe, [f"{key}=1"])
+    message = problems(error)[key]
+    assert f"did you mean {meant}?" in message if meant else "did you mean" not in message
+
+
+def test_all_unknown_keys_and_wrong_types_come_at_once(recipe: Path) -> None:
+    recipe.write_text("[rollout]\ngroop_size = 4\ngroup_size = '4'\n[run]\nseed = true\n[model]\ndtype = 'bf16'\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe)
+    found = problems(error)
+    assert set(found) == {"rollout.groop_size", "rollout.group_size", "run.seed", "model.dtype", "model.path", "data.train_paths"}
+    assert "'float32' or 'bfloat16'" in found["model.dtype"] and "did you mean 'bfloat16'" in found["model.dtype"]
+    assert str(recipe) in found["run.seed"]
+
+
+@pytest.mark.parametrize("text", ["true", "1.5", "'3'", "[3]", "2026-01-01", "nan"])
+def test_nothing_is_converted_to_a_whole_number(recipe: Path, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe, [f"rollout.group_size={text}"])
+    assert list(problems(error)) == ["rollout.group_size"]
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "'1e-6'", "true"])
+def test_nothing_but_a_finite_number_is_a_float(recipe: Path, text: str) -> None:
+    with pytest.raises(ConfigError):
+        load_config(recipe, [f"optimizer.learning_rate={text}"])
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("3", 3.0), ("0.5", 0.5)])
+def test_floats(recipe: Path, text: str, value: float) -> None:
+    assert load_config(recipe, [f"optimizer.learning_rate={text}"]).config.optimizer.learning_rate == value
+
+
+@pytest.mark.parametrize("word", ["no", "on", "1e-6", "true", "null", "a=b", '"quoted"', "'quoted'"])
+def test_text_stays_text(recipe: Path, word: str) -> None:
+    assert load_config(recipe, [f"run.name={word}"]).config.run.name == word.strip("\"'")
+
+
+@pytest.mark.parametrize("override", ["rollout.group_size", "=3", "rollout.top_k=[", "rollout.top_k=1\nx=2", "rollout.top_k="])
+def test_unreadable_override(recipe: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="section.field=value"):
+        load_config(recipe, [override])
+
+
+def test_a_value_where_a_section_stands(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match="fields of the section rollout"):
+        load_config(recipe, ["rollout=3"])
+
+
+def test_no_section_or_value_is_coerced_by_yaml_1_1() -> None:
+    words = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "~"}
+    assert not words & {part for path in leaf_fields() for part in path.split(".")}
+
+
+def test_missing_recipe_names_a_close_one(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean .*recipe.toml"):
+        load_config(recipe.with_name("recpe.toml"))
+
+
+def test_broken_toml_says_where(recipe: Path) -> None:
+    recipe.write_text("[run\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        load_config(recipe)
+
+
+def test_resolved_configuration_comes_back_equal(recipe: Path, tmp_path: Path) -> None:
+    loaded = load_config(recipe, ["optimizer.learning_rate=1e-7", "optimizer.betas=[0.8, 0.123456789012345678]"])
+    target = tmp_path / "run" / "config.json"
+    write_resolved(loaded, target)
+    assert read_resolved(target) == loaded
+    document = json.loads(target.read_text())
+    assert document["origins"]["optimizer.learning_rate"] == "--set"
+    assert [path.name for path in target.parent.iterdir()] == ["config.json"]
+
+
+def test_configuration_is_immutable() -> None:
+    config = config_from_dict({"model": {"path": "m"}, "data": {"train_paths": ["t"]}})
+    with pytest.raises(ValueError, match="frozen"):
+        config.rollout.group_size = 3

@@ -1,0 +1,244 @@
+"""The validator reports everything at once, agrees with the layout's own arithmetic, and its suggestions work."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dapo.config import ArchitectureFacts, Config, ConfigError, config_from_dict, require_valid, schedule_steps, validate
+from megatron_dapo.config.schema import leaf_fields
+from megatron_dapo.config.validator import _RANGES, nearest_divisor
+from megatron_dapo.parallel.layout import ParallelLayout
+
+QWEN_32B = ArchitectureFacts(
+    num_layers=64, num_attention_heads=40, num_key_value_heads=8, hidden_size=5120, intermediate_size=27648, max_position_embeddings=131072
+)
+
+
+def make(**values: Any) -> Config:
+    """A valid small configuration with `section__field` values replaced."""
+    tree: dict[str, Any] = {
+        "model": {"path": "/m"},
+        "data": {"train_paths": ["/t"], "eval_paths": ["/e"], "max_prompt_tokens": 32},
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64},
+        "training": {"mini_batch_prompts": 4, "micro_batch_tokens": 512},
+    }
+    for name, value in values.items():
+        node = tree
+        *sections, field = name.split("__")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[field] = value
+    return config_from_dict(tree)
+
+
+def paths(config: Config, **facts: Any) -> list[str]:
+    return [violation.path for violation in validate(config, **facts)]
+
+
+def test_valid_configuration_has_no_violation() -> None:
+    assert validate(make()) == []
+    require_valid(make(), world_size=1, architecture=QWEN_32B)
+
+
+BROKEN = [
+    ("training.mini_batch_prompts", {"training__mini_batch_prompts": 3}),
+    ("training.micro_batch_tokens", {"training__micro_batch_tokens": 95}),
+    ("rollout.group_size", {"rollout__group_size": 1}),
+    ("rollout.accuracy_min", {"rollout__accuracy_min": 0.3, "rollout__accuracy_max": 0.4}),
+    ("rollout.top_p", {"rollout__top_p": 0.9}),
+    ("rollout.top_k", {"rollout__top_k": 20}),
+    ("rollout.max_staleness", {"rollout__max_staleness": 1}),
+    ("rollout.temperature", {"rollout__temperature": 0.0}),
+    ("algorithm.off_policy.level", {"algorithm__off_policy__correction": "icepop", "algorithm__off_policy__level": "sequence"}),
+    ("algorithm.clip_ratio_low", {"algorithm__clip_ratio_low": 1.5}),
+    ("algorithm.dual_clip", {"algorithm__dual_clip": 0.9}),
+    (
+        "reward.overlong_punishment.cache_length",
+        {"reward__overlong_punishment": {"enabled": True, "max_length": 16, "cache_length": 16}},
+    ),
+    (
+        "reward.overlong_punishment.max_length",
+        {"reward__overlong_punishment": {"enabled": True, "max_length": 65, "cache_length": 16}},
+    ),
+    (
+        "reward.overlong_filter",
+        {"reward__overlong_filter": True, "reward__overlong_punishment": {"enabled": True, "max_length": 64, "cache_length": 16}},
+    ),
+    ("reward.verifier", {"reward__verifier": "strict"}),
+    ("reward.verifier", {"reward__verifier": "no such:thing"}),
+    ("reward.shadow_verifier", {"reward__shadow_verifier": "dapo"}),
+    ("reward.correct", {"reward__correct": -1.0}),
+    ("run.max_generation_steps", {"run__max_generation_steps": 50}),
+    ("optimizer.warmup_steps", {"optimizer__warmup_steps": 100, "optimizer__schedule": "cosine"}),
+    ("optimizer.min_learning_rate", {"optimizer__min_learning_rate": 1.0, "optimizer__schedule": "linear"}),
+    ("data.eval_paths", {"data__eval_paths": []}),
+    ("data.train_paths", {"data__train_paths": []}),
+    ("evaluation.num_samples", {"evaluation__temperature": 0.0}),
+    ("parallel.virtual_pipeline", {"parallel__virtual_pipeline": 2}),
+    ("parallel.sequence_parallel", {"parallel__sequence_parallel": True}),
+    ("optimizer.betas", {"optimizer__betas": [0.9, 1.0]}),
+]
+
+
+@pytest.mark.parametrize(("path", "values"), BROKEN, ids=[f"{path}-{index}" for index, (path, _) in enumerate(BROKEN)])
+def test_each_rule_is_found_alone(path: str, values: dict[str, Any]) -> None:
+    found = validate(make(**values))
+    assert [violation.path for violation in found] == [path]
+    assert found[0].values and found[0].suggestion and found[0].formula
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rollout__top_p": 0.9, "rollout__accept_bias": True},
+        {"rollout__max_staleness": 2, "algorithm__off_policy__correction": "tis"},
+        {
+            "reward__overlong_filter": True,
+            "reward__confirm_both_overlong": True,
+            "reward__overlong_punishment": {"enabled": True, "max_length": 64, "cache_length": 16},
+        },
+        {"reward__verifier": "package.module:score"},
+        {"algorithm__dual_clip": 0.0},
+        {"evaluation__temperature": 0.0, "evaluation__num_samples": 1},
+        {"data__eval_paths": [], "evaluation__at_start": False, "evaluation__at_end": False},
+    ],
+)
+def test_the_declared_ways_out_are_accepted(values: dict[str, Any]) -> None:
+    assert validate(make(**values)) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.sampled_from(range(len(BROKEN))), max_size=8))
+def test_all_violations_come_at_once(chosen: set[int]) -> None:
+    # Rules of one section may lean on the same fields: combine one of each section.
+    combined: dict[str, Any] = {}
+    expected = set()
+    for path, values in (BROKEN[index] for index in sorted(chosen)):
+        sections = {name.split("__")[0] for name in values}
+        if not sections & {name.split("__")[0] for name in combined}:
+            combined.update(values)
+            expected.add(path)
+    assert expected <= set(paths(make(**combined)))
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+@settings(max_examples=300, deadline=None)
+@given(tensor=SIZES, pipeline=SIZES, virtual=st.sampled_from([1, 2]), context=SIZES, expert=SIZES, sequence=st.booleans(), world=st.integers(1, 128))
+def test_layout_rules_agree_with_the_layout(
+    tensor: int, pipeline: int, virtual: int, context: int, expert: int, sequence: bool, world: int
+) -> None:
+    config = make(
+        parallel={"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual, "context": context, "expert": expert, "sequence_parallel": sequence},
+        training__micro_batch_tokens=4096,
+        training__mini_batch_prompts=8,
+        rollout__group_size=16,
+    )
+    try:
+        layout = ParallelLayout(world, tensor, pipeline, virtual, context, expert, sequence)
+    except ValueError:
+        layout = None
+    found = validate(config, world_size=world)
+    assert (layout is None) == any(violation.path.startswith("parallel.") for violation in found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompts=st.integers(1, 200), mini=st.integers(1, 200))
+def test_suggested_mini_batch_is_valid(prompts: int, mini: int) -> None:
+    found = validate(make(rollout__prompts_per_step=prompts, training__mini_batch_prompts=mini))
+    assert bool(found) == bool(prompts % mini)
+    if found:
+        assert found[0].values == {"training.mini_batch_prompts": mini, "rollout.prompts_per_step": prompts}
+        fixed = int(found[0].suggestion.rpartition(" ")[2])
+        assert validate(make(rollout__prompts_per_step=prompts, training__mini_batch_prompts=fixed)) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(number=st.integers(1, 500), wanted=st.integers(1, 500))
+def test_nearest_divisor(number: int, wanted: int) -> None:
+    divisor = nearest_divisor(number, wanted)
+    assert number % divisor == 0
+    assert all(number % other or abs(other - wanted) >= abs(divisor - wanted) for other in range(1, number + 1))
+
+
+def test_micro_batch_holds_the_longest_sequence_with_its_padding() -> None:
+    parallel = {"tensor": 2, "context": 3, "sequence_parallel": True}
+    config = make(parallel=parallel, training__micro_batch_tokens=96, rollout__max_response_tokens=65)
+    found = [violation for violation in validate(config) if violation.path == "training.micro_batch_tokens"]
+    assert "= 102 or more" in found[0].suggestion and found[0].values["multiple"] == 6
+
+
+def test_world_size_error_holds_both_numbers() -> None:
+    found = validate(make(parallel__tensor=4, parallel__pipeline=2), world_size=12)
+    assert [violation.path for violation in found] == ["parallel.tensor"]
+    assert found[0].values["processes"] == 12 and found[0].values["model_size"] == 8 and "start 16 processes" in found[0].suggestion
+
+
+def test_too_few_processes_named() -> None:
+    found = validate(make(parallel__tensor=2, parallel__num_processes=4), world_size=2)
+    assert [violation.path for violation in found] == ["parallel.num_processes"]
+
+
+def test_every_data_parallel_rank_gets_a_response() -> None:
+    config = make(training__mini_batch_prompts=1)
+    assert paths(config, world_size=4) == []
+    assert paths(config, world_size=5) == ["training.mini_batch_prompts"]
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("parallel.tensor", {"parallel__tensor": 16}),
+        ("parallel.pipeline", {"parallel__pipeline": 4, "parallel__virtual_pipeline": 3}),
+        ("rollout.max_response_tokens", {"rollout__max_response_tokens": 131072 - 31, "training__micro_batch_tokens": 2**20}),
+        ("evaluation.max_response_tokens", {"evaluation__max_response_tokens": 131072}),
+        ("parallel.expert", {"parallel__expert": 2, "parallel__context": 2}),
+    ],
+)
+def test_architecture_rules(path: str, values: dict[str, Any]) -> None:
+    assert set(paths(make(**values), architecture=QWEN_32B)) == {path}
+
+
+def test_schedule_counts_in_its_unit() -> None:
+    assert schedule_steps(make(run__total_steps=7)) == 7
+    assert schedule_steps(make(run__total_steps=7, optimizer__warmup_unit="optimizer_step", training__epochs=3)) == 7 * 2 * 3
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {path for path, field in leaf_fields().items() if field.annotation in (int, float)}
+    free = {"reward.correct", "reward.incorrect"}
+    assert numbers - set(_RANGES) == free
+
+
+@pytest.mark.parametrize("path", sorted(path for path, field in leaf_fields().items() if field.annotation in (int, float) and path in _RANGES))
+def test_range_refuses_minus_one(path: str) -> None:
+    number = -1 if leaf_fields()[path].annotation is int else -1.0
+    assert path in paths(make(**{path.replace(".", "__"): number}))
+
+
+def test_error_lists_every_violation() -> None:
+    config = make(training__mini_batch_prompts=3, rollout__top_k=4)
+    with pytest.raises(ConfigError) as error:
+        require_valid(config)
+    text = str(error.value)
+    assert "2 problems" in text and "training.mini_batch_prompts = 3" in text and "rollout.top_k = 4" in text
+
+
+def test_validator_needs_no_torch() -> None:
+    code = "import sys, megatron_dapo.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_nothing_divides_by_zero() -> None:
+    for path in leaf_fields():
+        if leaf_fields()[path].annotation is int:
+            validate(make(**{path.replace(".", "__"): 0}), world_size=0, architecture=QWEN_32B)
+            assert math.isfinite(len(paths(make(**{path.replace(".", "__"): 0}), world_size=4)))
