@@ -1,0 +1,93 @@
+"""The loss of one micro-batch, put together from the pure parts: policy loss x correction, KL towards the reference, entropy.
+
+    loss = sum over trained tokens of loss_weight * (w * policy_loss + beta * kl - c * entropy)
+
+`loss_weights` carry the global denominators, so the caller adds losses and gradients up and never averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dapo.algorithms.entropy import entropy_loss
+from megatron_dapo.algorithms.kl import kl_loss
+from megatron_dapo.algorithms.off_policy import OffPolicyCorrection, OffPolicyInputs, importance_weights
+from megatron_dapo.algorithms.policy_loss import PolicyLoss, PolicyLossInputs
+from megatron_dapo.algorithms.segments import identity
+from megatron_dapo.types import MicroBatch
+
+Metrics = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BehaviourTerms:
+    """Constants of one micro-batch (this rank's part): what the policy was, and how much each token counts. [P] each."""
+
+    old_logprobs: torch.Tensor
+    importance_weights: torch.Tensor | None = None  # None: all 1
+    ref_logprobs: torch.Tensor | None = None  # None: no KL term
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """Settings of the loss; calling it gives (loss, metric sums) of a micro-batch."""
+
+    policy_loss: PolicyLoss
+    correction: OffPolicyCorrection | None = None
+    entropy_coefficient: float = 0.0
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    # See PolicyLossInputs: an all-reduce over the context-parallel group where sequences are cut.
+    reduce_over_sequence_parts: Callable[[torch.Tensor], torch.Tensor] = identity
+
+    def importance(self, micro_batch: MicroBatch, old_logprobs: torch.Tensor) -> tuple[torch.Tensor | None, Metrics]:
+        """The correction's weights [P] of a micro-batch and their sums; (None, {}) without a correction."""
+        if self.correction is None:
+            return None, {}
+        return importance_weights(
+            self.correction,
+            OffPolicyInputs(
+                old_logprobs=old_logprobs,
+                rollout_logprobs=micro_batch.rollout_logprobs,
+                loss_mask=micro_batch.loss_mask,
+                sequence_ids=micro_batch.sequence_ids,
+                num_sequences=len(micro_batch.sequence_lengths),
+                reduce_over_sequence_parts=self.reduce_over_sequence_parts,
+            ),
+        )
+
+    def __call__(
+        self, micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, behaviour: BehaviourTerms
+    ) -> tuple[torch.Tensor, Metrics]:
+        """`logprobs` [P] and `entropy` [P] of the current policy -> (scalar loss, sums over trained tokens)."""
+        token_loss, metrics = self.policy_loss(
+            PolicyLossInputs(
+                logprobs=logprobs,
+                old_logprobs=behaviour.old_logprobs,
+                advantages=micro_batch.advantages,
+                loss_mask=micro_batch.loss_mask,
+                sequence_ids=micro_batch.sequence_ids,
+                num_sequences=len(micro_batch.sequence_lengths),
+                reduce_over_sequence_parts=self.reduce_over_sequence_parts,
+            )
+        )
+        if behaviour.importance_weights is not None:
+            token_loss = token_loss * behaviour.importance_weights
+        bonus, entropy_metrics = self._entropy_terms(entropy, micro_batch.loss_mask)
+        metrics = {**metrics, **entropy_metrics}
+        if bonus is not None:
+            token_loss = token_loss + bonus
+        if behaviour.ref_logprobs is not None:
+            penalty, kl_metrics = kl_loss(self.kl_estimator, logprobs, behaviour.ref_logprobs, micro_batch.loss_mask)
+            token_loss = token_loss + self.kl_coefficient * penalty
+            metrics = {**metrics, **kl_metrics}
+        loss = (token_loss * micro_batch.loss_weights * micro_batch.loss_mask).sum()
+        return loss, {**metrics, "loss_sum": loss.detach()}
+
+    def _entropy_terms(self, entropy: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor | None, Metrics]:
+        """Without a coefficient the bonus stays out of the graph, which spares the kernel the entropy's gradient."""
+        bonus, metrics = entropy_loss(entropy, loss_mask, self.entropy_coefficient)
+        return (bonus if self.entropy_coefficient else None), metrics

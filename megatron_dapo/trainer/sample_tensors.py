@@ -1,0 +1,57 @@
+"""Train samples as a few flat tensors and back: what is broadcast to the ranks and what a batch dump holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_dapo.types import TrainSample
+
+Description = dict[str, Any]  # JSON-serialisable
+
+
+def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:
+    """(description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs` float32 [sum R]."""
+    description = {
+        "sample_ids": [sample.sample_id for sample in samples],
+        "group_index": [sample.group_index for sample in samples],
+        "num_tokens": [sample.num_tokens for sample in samples],
+        "prompt_length": [sample.prompt_length for sample in samples],
+    }
+    tensors = {"tokens": _joined([sample.tokens.to(torch.int32) for sample in samples], torch.int32)}
+    for name in ("loss_mask", "advantages", "rollout_logprobs"):
+        tensors[name] = _joined([getattr(sample, name) for sample in samples], torch.float32)
+    return description, tensors
+
+
+def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> list[TrainSample]:
+    """The samples `to_tensors` was given. Raises ValueError where lengths and tensors do not belong together."""
+    num_tokens, prompt_length = description["num_tokens"], description["prompt_length"]
+    num_response = [total - prompt for total, prompt in zip(num_tokens, prompt_length, strict=True)]
+    _check_total("tokens", tensors["tokens"], sum(num_tokens))
+    tokens = tensors["tokens"].to(torch.int64).split(num_tokens)
+    responses = {}
+    for name in ("loss_mask", "advantages", "rollout_logprobs"):
+        _check_total(name, tensors[name], sum(num_response))
+        responses[name] = tensors[name].split(num_response)
+    return [
+        TrainSample(
+            sample_id=description["sample_ids"][index],
+            group_index=description["group_index"][index],
+            tokens=tokens[index],
+            prompt_length=prompt_length[index],
+            **{name: parts[index] for name, parts in responses.items()},
+        )
+        for index in range(len(num_tokens))
+    ]
+
+
+def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat(list(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+
+
+def _check_total(name: str, tensor: torch.Tensor, expected: int) -> None:
+    if tensor.numel() != expected:
+        raise ValueError(f"train samples: {name} holds {tensor.numel()} values, its lengths add up to {expected}; the batch is damaged")

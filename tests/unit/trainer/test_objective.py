@@ -1,0 +1,80 @@
+"""The assembled loss against the formula written out token by token."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
+from megatron_dapo.algorithms.policy_loss import build_policy_loss
+from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
+from megatron_dapo.types import MicroBatch
+
+
+@pytest.fixture
+def micro_batch():
+    lengths = (3, 4)
+    size = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([0, 1, 0, 1, 1, 0, 1.0])
+    return MicroBatch(
+        token_ids=torch.arange(size),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        targets=torch.arange(size),
+        cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32),
+        sequence_lengths=lengths,
+        sequence_ids=torch.tensor([0, 0, 0, 1, 1, 1, 1]),
+        loss_mask=mask,
+        loss_weights=torch.full((size,), 0.25),
+        advantages=torch.randn(size, generator=generator),
+        rollout_logprobs=-torch.rand(size, generator=generator),
+        sample_ids=("a/0", "a/1"),
+    )
+
+
+def test_loss_is_the_weighted_sum_of_all_terms(micro_batch):
+    generator = torch.Generator().manual_seed(1)
+    old, new, ref, entropy = (-torch.rand(7, generator=generator) for _ in range(4))
+    objective = PolicyObjective(
+        build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, 10.0),
+        correction=OffPolicyCorrection("tis", "token", 1.2, 0.0),
+        entropy_coefficient=0.01,
+        kl_coefficient=0.1,
+        kl_estimator="k3",
+    )
+    weights, _ = objective.importance(micro_batch, old)
+    loss, metrics = objective(micro_batch, new, -entropy, BehaviourTerms(old, weights, ref))
+    expected = 0.0
+    for t in range(7):
+        if not micro_batch.loss_mask[t]:
+            continue
+        ratio = math.exp(new[t] - old[t])
+        advantage = float(micro_batch.advantages[t])
+        policy = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.28))
+        correction = min(math.exp(old[t] - micro_batch.rollout_logprobs[t]), 1.2)
+        gap = float(ref[t] - new[t])
+        expected += 0.25 * (correction * policy + 0.1 * (math.exp(gap) - 1 - gap) + 0.01 * float(entropy[t]))
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert float(metrics["num_tokens"]) == 4
+
+
+def test_masked_positions_may_hold_anything(micro_batch):
+    objective = PolicyObjective(build_policy_loss("ppo_clip"))
+    logprobs = torch.full((7,), -1.0, requires_grad=True)
+    old = torch.where(micro_batch.loss_mask > 0, -1.0, float("nan"))
+    loss, _ = objective(micro_batch, logprobs, torch.zeros(7), BehaviourTerms(old))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert bool((logprobs.grad[micro_batch.loss_mask == 0] == 0).all())
+    expected = -micro_batch.advantages * 0.25 * micro_batch.loss_mask
+    assert torch.allclose(logprobs.grad, expected)
+
+
+def test_without_a_coefficient_entropy_stays_out_of_the_graph(micro_batch):
+    objective = PolicyObjective(build_policy_loss("ppo_clip"))
+    entropy = torch.ones(7, requires_grad=True)
+    logprobs = torch.full((7,), -1.0, requires_grad=True)
+    loss, metrics = objective(micro_batch, logprobs, entropy, BehaviourTerms(logprobs.detach()))
+    loss.backward()
+    assert entropy.grad is None
+    assert float(metrics["entropy_sum"]) == 4.0

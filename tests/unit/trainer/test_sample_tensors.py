@@ -1,0 +1,45 @@
+import json
+
+import pytest
+import torch
+
+from megatron_dapo.trainer.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.types import TrainSample
+
+
+def _sample(index, prompt, response):
+    generator = torch.Generator().manual_seed(index)
+    return TrainSample(
+        sample_id=f"g{index}/0",
+        group_index=index,
+        tokens=torch.randint(0, 152_064, (prompt + response,), generator=generator),
+        prompt_length=prompt,
+        loss_mask=torch.ones(response),
+        advantages=torch.randn(response, generator=generator),
+        rollout_logprobs=-torch.rand(response, generator=generator),
+    )
+
+
+def test_round_trip_is_exact():
+    samples = [_sample(0, 3, 5), _sample(1, 1, 1), _sample(2, 7, 2)]
+    description, tensors = to_tensors(samples)
+    restored = from_tensors(json.loads(json.dumps(description)), tensors)
+    for before, after in zip(samples, restored, strict=True):
+        assert (before.sample_id, before.group_index, before.prompt_length) == (
+            after.sample_id,
+            after.group_index,
+            after.prompt_length,
+        )
+        for name in ("tokens", "loss_mask", "advantages", "rollout_logprobs"):
+            assert torch.equal(getattr(before, name), getattr(after, name))
+
+
+def test_no_samples():
+    assert from_tensors(*to_tensors([])) == []
+
+
+def test_damaged_batch_names_the_numbers():
+    description, tensors = to_tensors([_sample(0, 3, 5)])
+    tensors["advantages"] = tensors["advantages"][:-1]
+    with pytest.raises(ValueError, match="advantages holds 4 values.*add up to 5"):
+        from_tensors(description, tensors)

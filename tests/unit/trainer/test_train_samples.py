@@ -1,0 +1,41 @@
+import pytest
+
+from megatron_dapo.algorithms.advantages import build_advantage_estimator
+from megatron_dapo.trainer.train_samples import build_train_samples
+from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange
+
+
+def _sample(name, length, reward, finish="stop"):
+    completion = Completion(name, tuple(range(length)), (-0.5,) * length, finish, (VersionRange(0, length, 0),))
+    return ScoredSample(name, completion, "", Score(float(reward > 0), reward, "correct"), {"verifier": reward})
+
+
+def _group(name, samples):
+    prompt = Prompt(name, (), (7, 8), "1")
+    return Group(name, prompt, tuple(samples), policy_version=0, generation_step=0)
+
+
+def test_every_token_carries_its_response_s_advantage():
+    group = _group("g", [_sample("g/0", 2, 1.0), _sample("g/1", 3, -1.0), _sample("g/2", 1, -1.0), _sample("g/3", 4, 1.0)])
+    built = build_train_samples([group], build_advantage_estimator("grpo", {"std": "unbiased"}), filter_overlong=False)
+    expected = 3**0.5 / 2
+    for sample, sign in zip(built.samples, (1, -1, -1, 1), strict=True):
+        assert sample.advantages.tolist() == pytest.approx([sign * expected] * sample.num_response_tokens, rel=1e-5)
+        assert sample.tokens.tolist() == [7, 8, *range(sample.num_response_tokens)]
+        assert sample.prompt_length == 2
+        assert sample.loss_mask.sum() == sample.num_response_tokens
+
+
+def test_overlong_filter_masks_the_loss_but_not_the_statistics():
+    samples = [_sample("g/0", 2, 1.0), _sample("g/1", 3, -1.0, "length")]
+    plain = build_train_samples([_group("g", samples)], build_advantage_estimator("grpo"), filter_overlong=False)
+    filtered = build_train_samples([_group("g", samples)], build_advantage_estimator("grpo"), filter_overlong=True)
+    assert filtered.samples[1].loss_mask.tolist() == [0.0, 0.0, 0.0]
+    assert filtered.samples[0].advantages.tolist() == plain.samples[0].advantages.tolist()
+
+
+def test_groups_are_told_apart():
+    groups = [_group(name, [_sample(f"{name}/0", 1, 1.0), _sample(f"{name}/1", 1, 0.0)]) for name in ("a", "b")]
+    built = build_train_samples(groups, build_advantage_estimator("dr_grpo"), filter_overlong=False)
+    assert [sample.group_index for sample in built.samples] == [0, 0, 1, 1]
+    assert [float(sample.advantages[0]) for sample in built.samples] == [0.5, -0.5, 0.5, -0.5]
