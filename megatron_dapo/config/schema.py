@@ -31,9 +31,9 @@ OnExhausted = Literal["train_partial", "stop", "error"]
 AlgorithmName = Literal["dapo"]
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"]
 GrpoStd = Literal["unbiased", "biased"]
-PolicyLossName = Literal["ppo_clip", "gspo", "cispo"]
+PolicyLossName = Literal["ppo_clip", "clip_higher", "gspo", "gspo_token", "cispo"]
 Aggregation = Literal["token_mean", "sample_mean", "per_group", "dr_grpo", "seq_sum_mean"]
-KlEstimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k2", "k3"]
 Correction = Literal["none", "tis", "mis", "icepop"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 Schedule = Literal["constant", "cosine", "linear"]
@@ -258,7 +258,8 @@ class OffPolicyConfig(Section):
     """Correction for the gap between the engine that sampled and the trainer: weight w from old_logprobs - rollout_logprobs."""
 
     correction: Correction = "none"
-    """tis: w cut to [low, high]. mis: samples or tokens with w outside [low, high] are masked. icepop: w inside, 0 outside."""
+    """tis: w cut to [low, high]. mis: w inside [low, high], 0 outside, usually with low = 0. icepop: the same with both tails
+    dropped (low above 0)."""
 
     level: CorrectionLevel = "token"
     """w per token, per sequence (product over tokens) or per sequence as the geometric mean over tokens."""
@@ -286,8 +287,9 @@ class AlgorithmConfig(Section):
     grpo_std: GrpoStd = "unbiased"
     """Divisor of the group's standard deviation: G - 1 (unbiased) or G (biased). For advantage = grpo."""
 
-    policy_loss: PolicyLossName = "ppo_clip"
-    """ppo_clip: per-token ratio clipped. gspo: per-sequence ratio clipped. cispo: clipped ratio as a constant weight."""
+    policy_loss: PolicyLossName = "clip_higher"
+    """clip_higher: per-token ratio, bounds apart (DAPO). ppo_clip: the same with equal bounds. gspo / gspo_token: per-sequence
+    ratio. cispo: clipped ratio as a constant weight, so that every token keeps its gradient."""
 
     clip_ratio_low: float = 0.2
     """The ratio is clipped below at 1 - clip_ratio_low."""
@@ -296,7 +298,7 @@ class AlgorithmConfig(Section):
     """The ratio is clipped above at 1 + clip_ratio_high; above clip_ratio_low it is DAPO's clip-higher."""
 
     dual_clip: float = 10.0
-    """Bound c of the loss for negative advantages: at most c * |advantage|. 0: off."""
+    """Bound c of the loss for negative advantages: at most c * |advantage|. For clip_higher and ppo_clip. 0: off."""
 
     aggregation: Aggregation = "token_mean"
     """How token losses become one number over the whole optimizer step (exact under any layout and packing). token_mean: all
@@ -313,7 +315,7 @@ class AlgorithmConfig(Section):
     """Weight of the KL loss towards the initial policy. Above 0 the reference policy is kept in memory."""
 
     kl_estimator: KlEstimator = "k3"
-    """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL."""
+    """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL (k1 has none and is only a metric)."""
 
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction for the gap between the policy that sampled and the one that is trained."""

@@ -225,15 +225,45 @@ def _sampling(config: Config) -> Iterator[Violation]:
         )
 
 
+def _losses(config: Config) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    if algorithm.policy_loss == "ppo_clip" and algorithm.clip_ratio_low != algorithm.clip_ratio_high:
+        yield _violation(
+            config,
+            "algorithm.policy_loss",
+            "clip_ratio_low == clip_ratio_high for ppo_clip",
+            'set algorithm.policy_loss = "clip_higher", or equal clip ratios',
+            "algorithm.clip_ratio_low",
+            "algorithm.clip_ratio_high",
+        )
+    if algorithm.policy_loss not in ("ppo_clip", "clip_higher") and algorithm.dual_clip:
+        yield _violation(
+            config,
+            "algorithm.dual_clip",
+            "algorithm.dual_clip == 0 where the policy loss is neither clip_higher nor ppo_clip",
+            "set algorithm.dual_clip = 0.0",
+            "algorithm.policy_loss",
+        )
+
+
 def _correction(config: Config) -> Iterator[Violation]:
     off_policy = config.algorithm.off_policy
-    if off_policy.correction == "icepop" and off_policy.level != "token":
+    if off_policy.correction == "icepop" and off_policy.low == 0:
+        yield _violation(
+            config,
+            "algorithm.off_policy.low",
+            "algorithm.off_policy.low > 0 for icepop, which drops both tails",
+            'set algorithm.off_policy.low = 0.5, or algorithm.off_policy.correction = "mis"',
+            "algorithm.off_policy.correction",
+        )
+    if off_policy.correction != "none" and off_policy.level == "token" and config.algorithm.policy_loss == "gspo":
         yield _violation(
             config,
             "algorithm.off_policy.level",
-            'algorithm.off_policy.level == "token" for icepop',
-            'set algorithm.off_policy.level = "token", or correction = "mis" to mask whole responses',
+            "one weight a sequence for gspo",
+            'set algorithm.off_policy.level = "geometric" or "sequence", or algorithm.policy_loss = "gspo_token"',
             "algorithm.off_policy.correction",
+            "algorithm.policy_loss",
         )
 
 
@@ -486,5 +516,5 @@ def _experts(config: Config, architecture: ArchitectureFacts) -> Iterator[Violat
         yield _violation(config, "parallel.expert", "num_experts % parallel.expert == 0", fix, num_experts=architecture.num_experts)
 
 
-_RULES = (_ranges, _batch, _groups, _sampling, _correction, _overlong, _verifiers, _steps, _evaluation, _layout)
+_RULES = (_ranges, _batch, _groups, _sampling, _losses, _correction, _overlong, _verifiers, _steps, _evaluation, _layout)
 _ARCHITECTURE_RULES = (_heads, _layers, _positions, _experts)

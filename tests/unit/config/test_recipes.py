@@ -19,7 +19,7 @@ QWEN_32B = ArchitectureFacts(
 AIME_50: dict[str, Any] = {
     "algorithm.name": "dapo",
     "algorithm.advantage": "grpo",
-    "algorithm.policy_loss": "ppo_clip",
+    "algorithm.policy_loss": "clip_higher",
     "algorithm.clip_ratio_low": 0.2,
     "algorithm.clip_ratio_high": 0.28,
     "algorithm.dual_clip": 10.0,

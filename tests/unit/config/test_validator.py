@@ -56,7 +56,13 @@ BROKEN = [
     ("rollout.top_k", {"rollout__top_k": 20}),
     ("rollout.max_staleness", {"rollout__max_staleness": 1}),
     ("rollout.temperature", {"rollout__temperature": 0.0}),
-    ("algorithm.off_policy.level", {"algorithm__off_policy__correction": "icepop", "algorithm__off_policy__level": "sequence"}),
+    ("algorithm.off_policy.low", {"algorithm__off_policy__correction": "icepop"}),
+    (
+        "algorithm.off_policy.level",
+        {"algorithm__off_policy__correction": "tis", "algorithm__policy_loss": "gspo", "algorithm__dual_clip": 0.0},
+    ),
+    ("algorithm.policy_loss", {"algorithm__policy_loss": "ppo_clip"}),
+    ("algorithm.dual_clip", {"algorithm__policy_loss": "cispo"}),
     ("algorithm.clip_ratio_low", {"algorithm__clip_ratio_low": 1.5}),
     ("algorithm.dual_clip", {"algorithm__dual_clip": 0.9}),
     (
