@@ -1,0 +1,229 @@
+"""One advantage per response, from the rewards of its group (and of the batch).
+
+Notation: R_i reward of response i, G its group's size, mean_g and std_g over the group. Every estimator is a frozen
+dataclass of its settings, called with `AdvantageInputs` of COMPLETE groups before any split into mini-batches;
+`compute_advantages` adds checks, exclusion from the group statistics, the cast to fp32 and diagnostics.
+
+Guarantees of every estimator: arithmetic in float64; a group whose rewards are all equal gets exactly 0 before any
+global shift (0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary, so equality is tested on the rewards, not on their std).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron_dapo.algorithms.segments import group_positions, segment_sum
+from megatron_dapo.algorithms.tables import build, lookup
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Rewards of S responses in complete groups."""
+
+    rewards: torch.Tensor  # [S] floating point
+    group_index: torch.Tensor  # [S] int64, equal within a group; any integers
+    response_lengths: torch.Tensor  # [S] int64, TRAINED tokens of each response
+    # [S] bool, or None for all: responses that enter the group's statistics. The others get advantage 0.
+    in_statistics: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What `compute_advantages` gives back."""
+
+    values: torch.Tensor  # [S] float32, one scalar per response
+    metrics: Mapping[str, float]
+
+
+class AdvantageEstimator(Protocol):
+    """Maps inputs to float64 advantages [S]."""
+
+    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Moments of the rewards by group, and the rewards centred on their group's mean."""
+
+    positions: torch.Tensor  # [S] int64, 0..num_groups-1
+    sizes: torch.Tensor  # [num_groups] float64
+    constant: torch.Tensor  # [num_groups] bool, all rewards equal (so are singletons)
+    centred: torch.Tensor  # [S] float64, exactly 0 in constant groups
+    squares: torch.Tensor  # [num_groups] float64, sum of centred^2
+
+    @property
+    def singleton(self) -> torch.Tensor:
+        """[S] bool: responses that are alone in their group."""
+        return (self.sizes == 1)[self.positions]
+
+
+def group_statistics(rewards: torch.Tensor, group_index: torch.Tensor) -> GroupStatistics:
+    """Statistics of `rewards` [S] by `group_index` [S]."""
+    rewards = rewards.to(torch.float64)
+    positions, num_groups = group_positions(group_index)
+    sizes = segment_sum(torch.ones_like(rewards), positions, num_groups)
+    lowest = rewards.new_full((num_groups,), torch.inf).scatter_reduce_(0, positions, rewards, "amin")
+    highest = rewards.new_full((num_groups,), -torch.inf).scatter_reduce_(0, positions, rewards, "amax")
+    constant = lowest == highest
+    mean = segment_sum(rewards, positions, num_groups) / sizes
+    centred = torch.where(constant[positions], 0.0, rewards - mean[positions])
+    return GroupStatistics(positions, sizes, constant, centred, segment_sum(centred.square(), positions, num_groups))
+
+
+# Degrees of freedom taken from the count before dividing the sum of squares.
+STD_CONVENTIONS: dict[str, float] = {"unbiased": 1.0, "biased": 0.0}
+
+
+@dataclass(frozen=True)
+class Grpo:
+    """A_i = (R_i - mean_g) / (std_g + eps). GRPO (arXiv 2402.03300, sec. 4.1.2), DAPO (arXiv 2503.14476, Eq 9).
+
+    `std` "unbiased" divides by G - 1, "biased" by G. Zero-std groups and singletons get 0.
+    """
+
+    std: str = "unbiased"
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        lookup(STD_CONVENTIONS, "standard deviation convention", self.std)
+
+    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
+        groups = group_statistics(inputs.rewards, inputs.group_index)
+        freedom = (groups.sizes - STD_CONVENTIONS[self.std]).clamp(min=1)
+        spread = (groups.squares / freedom).sqrt() + self.eps
+        # A constant group's numerator is exactly 0; dividing it by 1 keeps eps = 0 finite.
+        return groups.centred / torch.where(groups.constant, 1.0, spread)[groups.positions]
+
+
+@dataclass(frozen=True)
+class DrGrpo:
+    """A_i = R_i - mean_g. Dr. GRPO (arXiv 2503.20783): no division by std, hence no weight by difficulty."""
+
+    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
+        return group_statistics(inputs.rewards, inputs.group_index).centred
+
+
+@dataclass(frozen=True)
+class Rloo:
+    """A_i = R_i - mean of the OTHER rewards of the group = (R_i - mean_g) G / (G - 1). RLOO (arXiv 2402.14740).
+
+    A singleton has no others and gets 0.
+    """
+
+    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
+        groups = group_statistics(inputs.rewards, inputs.group_index)
+        return groups.centred * (groups.sizes / (groups.sizes - 1).clamp(min=1))[groups.positions]
+
+
+WEIGHTINGS: dict[str, Callable[[AdvantageInputs], torch.Tensor]] = {
+    "token": lambda inputs: inputs.response_lengths.to(torch.float64),
+    "sequence": lambda inputs: torch.ones_like(inputs.rewards, dtype=torch.float64),
+}
+SHIFTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "scale_only": lambda centred, mean: centred,
+    "paper": lambda centred, mean: centred - mean,
+}
+# variance, eps -> factor. Three spellings of 1 / std that public systems use; they differ in the ninth digit.
+SCALES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "variance_floor": lambda variance, eps: variance.clamp(min=eps).rsqrt(),
+    "variance_plus_eps": lambda variance, eps: (variance + eps).rsqrt(),
+    "std_plus_eps": lambda variance, eps: 1.0 / (variance.sqrt() + eps),
+}
+
+
+@dataclass(frozen=True)
+class ReinforceBaseline:
+    """A' = R - mean_g, then one scale for the whole batch. REINFORCE++-baseline (arXiv 2501.03262).
+
+    `variant` "scale_only" (default) gives A' / std(A'); "paper" gives (A' - mean(A')) / std(A'). The two differ where
+    lengths are ragged: the token-weighted mean of A' is then not 0, and subtracting it moves even the A' = 0 of an
+    all-correct group. `weighting` "token" counts each response by its trained tokens, "sequence" counts it once.
+    A singleton keeps A' = R. Where A' has no spread (or no tokens) A' is returned as it is.
+    """
+
+    variant: str = "scale_only"
+    weighting: str = "token"
+    std: str = "biased"
+    scale: str = "variance_floor"
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        lookup(SHIFTS, "reinforce_baseline variant", self.variant)
+        lookup(WEIGHTINGS, "reinforce_baseline weighting", self.weighting)
+        lookup(STD_CONVENTIONS, "standard deviation convention", self.std)
+        lookup(SCALES, "reinforce_baseline scale", self.scale)
+
+    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
+        groups = group_statistics(inputs.rewards, inputs.group_index)
+        centred = torch.where(groups.singleton, inputs.rewards.to(torch.float64), groups.centred)
+        weights = WEIGHTINGS[self.weighting](inputs)
+        counted = centred[weights > 0]
+        if counted.numel() == 0 or bool(counted.min() == counted.max()):
+            return centred
+        total = weights.sum()
+        mean = (weights * centred).sum() / total
+        freedom = (total - STD_CONVENTIONS[self.std]).clamp(min=1)
+        variance = (weights * (centred - mean).square()).sum() / freedom
+        return SHIFTS[self.variant](centred, mean) * SCALES[self.scale](variance, self.eps)
+
+
+ADVANTAGE_ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "rloo": Rloo,
+    "reinforce_baseline": ReinforceBaseline,
+}
+
+
+def build_advantage_estimator(name: str, settings: Mapping[str, Any] | None = None) -> AdvantageEstimator:
+    """The estimator called `name` with `settings` (its dataclass fields); ValueError for an unknown one."""
+    return build(ADVANTAGE_ESTIMATORS, "advantage estimator", name, settings or {})
+
+
+def compute_advantages(estimator: AdvantageEstimator, inputs: AdvantageInputs) -> Advantages:
+    """Advantages [S] fp32 of `inputs` and their diagnostics; ValueError where a reward is not finite.
+
+    Responses left out of the statistics (`in_statistics` False) get 0 and do not enter the diagnostics.
+    """
+    _check(inputs)
+    included = inputs.in_statistics
+    if included is None:
+        included = torch.ones_like(inputs.rewards, dtype=torch.bool)
+    chosen = AdvantageInputs(
+        inputs.rewards[included], inputs.group_index[included], inputs.response_lengths[included]
+    )
+    values = torch.zeros_like(inputs.rewards, dtype=torch.float64)
+    values[included] = estimator(chosen)
+    return Advantages(values.to(torch.float32), _diagnostics(chosen, values[included]))
+
+
+def _check(inputs: AdvantageInputs) -> None:
+    shape = inputs.rewards.shape
+    assert inputs.rewards.dim() == 1, f"rewards have shape {tuple(shape)}, want one scalar per response"
+    assert inputs.group_index.shape == shape and inputs.response_lengths.shape == shape, "one entry per response"
+    bad = (~torch.isfinite(inputs.rewards)).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"reward of response {bad[0]} is {float(inputs.rewards[bad[0]])} ({len(bad)} of {shape[0]} are not finite); "
+            "make the reward function return a finite number"
+        )
+
+
+def _diagnostics(inputs: AdvantageInputs, values: torch.Tensor) -> dict[str, float]:
+    if values.numel() == 0:
+        return {"num_groups": 0.0, "frac_zero_std_groups": 0.0}
+    groups = group_statistics(inputs.rewards, inputs.group_index)
+    return {
+        "num_groups": float(groups.sizes.numel()),
+        "frac_zero_std_groups": float(groups.constant.to(torch.float64).mean()),
+        "reward_mean": float(inputs.rewards.to(torch.float64).mean()),
+        "reward_group_std": float((groups.squares / groups.sizes).sqrt().mean()),
+        "reward_std": float(inputs.rewards.to(torch.float64).std(correction=0)),
+        "advantage_mean": float(values.mean()),
+        "advantage_std": float(values.std(correction=0)),
+        "advantage_abs_max": float(values.abs().max()),
+    }

@@ -1,0 +1,48 @@
+"""Dynamic sampling: train only on groups that disagree (arXiv 2503.14476, Eq 11), and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+GroupVerdict = Literal["kept", "all_wrong", "all_right"]
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Keeps a group iff accuracy_min < mean accuracy < accuracy_max, both exclusive.
+
+    The accuracy is the verifier's 0/1. Never the shaped reward: an all-correct group with length penalties has a spread of
+    rewards, but nothing to teach except brevity.
+    """
+
+    accuracy_min: float = 0.0
+    accuracy_max: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.accuracy_min < self.accuracy_max <= 1.0:
+            raise ValueError(
+                f"group filter keeps accuracies in ({self.accuracy_min}, {self.accuracy_max}): need 0 <= min < max <= 1"
+            )
+
+    def verdict(self, accuracies: Sequence[float]) -> GroupVerdict:
+        """Of one group's accuracies [G]: "kept", or "all_wrong" / "all_right" for at or beyond the lower / upper bound."""
+        assert len(accuracies) > 0, "a group without a response has no accuracy"
+        mean = sum(accuracies) / len(accuracies)
+        if mean <= self.accuracy_min:
+            return "all_wrong"
+        return "all_right" if mean >= self.accuracy_max else "kept"
+
+
+def wasted_fraction(pass_rate: float, group_size: int) -> float:
+    """Share of groups of one prompt that are all right or all wrong: p^G + (1 - p)^G."""
+    if not 0.0 <= pass_rate <= 1.0:
+        raise ValueError(f"pass rate {pass_rate} is not a probability")
+    return pass_rate**group_size + (1.0 - pass_rate) ** group_size
+
+
+def expected_multiplier(pass_rate: float, group_size: int) -> float:
+    """Groups generated per group kept, 1 / (1 - p^G - (1 - p)^G); infinite where no group can disagree."""
+    useful = 1.0 - wasted_fraction(pass_rate, group_size)
+    return 1.0 / useful if useful > 0 else float("inf")

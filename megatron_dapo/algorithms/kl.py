@@ -1,0 +1,60 @@
+"""Estimators of KL(pi || pi_ref) from samples of pi: one number a token (J. Schulman, "Approximating KL divergence").
+
+With d = log pi - log pi_ref:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d.
+
+As a METRIC on samples of pi, k1 and k3 are unbiased (k3 with less variance, and never negative), k2 is biased. As a LOSS
+what counts is the gradient, and there the order is another one: E[grad k1] = 0, E[grad k2] = grad KL(pi || pi_ref) exactly,
+E[grad k3] = grad KL(pi_ref || pi), the other direction. All of this is for samples of the current pi; on a batch reused
+for several updates every estimator is biased, the more the further pi has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_dapo.algorithms.tables import lookup
+
+# exp(20) is 4.9e8: nothing a policy should be trained on, and far from the overflow of fp32.
+LOG_RATIO_LIMIT = 20.0
+
+
+def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """log pi - log pi_ref, [P]."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """(log pi - log pi_ref)^2 / 2, [P]."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """pi_ref / pi - 1 - log(pi_ref / pi), [P]; the log-ratio is clamped to +-20."""
+    difference = (ref_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    # expm1 keeps the digits of a small difference, where exp(x) - 1 - x would be rounding noise.
+    return torch.expm1(difference) - difference
+
+
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k2": k2, "k3": k3}
+
+
+def kl_loss(
+    name: str, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Token losses [P] (0 where masked) of estimator `name` and the sums of all three estimators as metrics.
+
+    Multiply by the coefficient and by the same token weights as the policy loss. `name` is k2 (gradient of
+    KL(pi || pi_ref)) or k3 (GRPO, arXiv 2402.03300 Eq 4; gradient of KL(pi_ref || pi)). k1 is refused: its gradient is 0
+    in expectation, so it would only add noise.
+    """
+    if name == "k1":
+        raise ValueError("KL loss 'k1' has a gradient of zero mean: it adds noise and no pull; choose k2 (or k3)")
+    estimator = lookup(KL_LOSSES, "KL loss", name)
+    trained = loss_mask > 0
+    logprobs = torch.where(trained, logprobs, 0.0)
+    ref_logprobs = torch.where(trained, ref_logprobs, 0.0)
+    metrics = {f"kl_{key}_sum": value(logprobs.detach(), ref_logprobs).sum() for key, value in KL_ESTIMATORS.items()}
+    return estimator(logprobs, ref_logprobs), metrics

@@ -1,0 +1,37 @@
+"""Two separate answers to responses that grow too long: a penalty before the limit, a mask beyond it (arXiv 2503.14476, 3.4).
+
+They are alternatives for a truncated response: one whose loss is masked never feels its penalty.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def soft_overlong_penalty(
+    response_lengths: torch.Tensor, max_length: int, cache_length: int, factor: float = 1.0
+) -> torch.Tensor:
+    """Soft overlong punishment (Eq 13), float64 [S], to be ADDED to the verifier's reward.
+
+    0 up to max_length - cache_length, then linearly down to -factor at `max_length`, and -factor beyond it (never lower).
+    `max_length` is the hard limit of generation: "16384 with a cache of 4096" in the paper means max_length 20480, so that
+    the penalty starts at 16384.
+    """
+    if not 0 < cache_length <= max_length:
+        raise ValueError(
+            f"soft overlong punishment: cache_length {cache_length} must be in [1, max_length = {max_length}]; "
+            "the penalty starts at max_length - cache_length"
+        )
+    if factor < 0:
+        raise ValueError(f"soft overlong punishment: factor {factor} would reward length; use a factor of at least 0")
+    excess = response_lengths.to(torch.float64) - (max_length - cache_length)
+    return -factor * (excess / cache_length).clamp(0.0, 1.0)
+
+
+def overlong_keep_mask(is_truncated: torch.Tensor) -> torch.Tensor:
+    """Overlong filtering: float32 [S], 0 for truncated responses; multiply their loss mask by it.
+
+    Their tokens leave every denominator. They still count in their group's mean and std, unless the same mask is also
+    given to the advantages as `in_statistics` (the paper does not say; counting is the default).
+    """
+    return (~is_truncated.to(torch.bool)).to(torch.float32)

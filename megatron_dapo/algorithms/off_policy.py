@@ -1,0 +1,211 @@
+"""Correction for the gap between the engine that sampled and the trainer that learns, and the measure of that gap.
+
+Three policies: rollout (the engine's numbers), old (the trainer's numbers for the same weights), current. The ratio
+current / old is the policy loss's business; here it is w = pi_old / pi_rollout, which multiplies the policy loss only
+(not KL, entropy or value terms) and carries no gradient.
+
+| level     | log w of a token                              |
+|-----------|-----------------------------------------------|
+| token     | log pi_old - log pi_rollout                   |
+| sequence  | its sum over the sequence (the exact weight)  |
+| geometric | its mean over the sequence                    |
+
+| method | weight                                   | known as                                        |
+|--------|------------------------------------------|-------------------------------------------------|
+| tis    | w limited to [lower, upper]              | truncated importance sampling                   |
+| mis    | w, or 0 outside [lower, upper]           | masked importance sampling                      |
+| icepop | the same with a lower bound above 0      | IcePop: both tails are noise, drop them         |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dapo.algorithms.kl import LOG_RATIO_LIMIT, k3
+from megatron_dapo.algorithms.segments import identity, segment_sum
+from megatron_dapo.algorithms.tables import lookup
+
+
+@dataclass(frozen=True)
+class OffPolicyInputs:
+    """Tokens of one packed micro-batch (or of this rank's share of it)."""
+
+    old_logprobs: torch.Tensor  # [P]
+    rollout_logprobs: torch.Tensor  # [P], at the temperature sampled from, no top-p renormalisation
+    loss_mask: torch.Tensor  # [P] 0 or 1
+    sequence_ids: torch.Tensor  # [P] int64 in [0, num_sequences)
+    num_sequences: int
+    # Per-sequence sums [2, num_sequences] of this rank's tokens -> of the whole sequences (see policy_loss).
+    reduce_over_sequence_parts: Callable[[torch.Tensor], torch.Tensor] = identity
+
+    @property
+    def trained(self) -> torch.Tensor:
+        """[P] bool."""
+        return self.loss_mask > 0
+
+
+def _log_ratio(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+    return torch.where(trained, (old_logprobs - rollout_logprobs).detach(), 0.0)
+
+
+def _sequence_sums(inputs: OffPolicyInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of the log-ratio [N], trained tokens [N]) of whole sequences, float64."""
+    log_ratio = _log_ratio(inputs.old_logprobs, inputs.rollout_logprobs, inputs.trained)
+    per_token = torch.stack([log_ratio, inputs.trained.to(log_ratio.dtype)])
+    sums, counts = inputs.reduce_over_sequence_parts(
+        segment_sum(per_token, inputs.sequence_ids, inputs.num_sequences)
+    )
+    return sums, counts
+
+
+def _token_level(inputs: OffPolicyInputs) -> torch.Tensor:
+    return _log_ratio(inputs.old_logprobs, inputs.rollout_logprobs, inputs.trained)
+
+
+def _sequence_level(inputs: OffPolicyInputs) -> torch.Tensor:
+    sums, _ = _sequence_sums(inputs)
+    return sums[inputs.sequence_ids]
+
+
+def _geometric_level(inputs: OffPolicyInputs) -> torch.Tensor:
+    sums, counts = _sequence_sums(inputs)
+    return (sums / counts.clamp(min=1))[inputs.sequence_ids]
+
+
+def _truncate(weights: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
+    return weights.clamp(lower, upper)
+
+
+def _drop(weights: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
+    return torch.where((weights >= lower) & (weights <= upper), weights, 0.0)
+
+
+LEVELS: dict[str, Callable[[OffPolicyInputs], torch.Tensor]] = {
+    "token": _token_level,
+    "sequence": _sequence_level,
+    "geometric": _geometric_level,
+}
+OFF_POLICY_METHODS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
+    "tis": _truncate,
+    "mis": _drop,
+    "icepop": _drop,
+}
+
+
+@dataclass(frozen=True)
+class OffPolicyCorrection:
+    """How w is bounded. `batch_normalise` asks for `normalise_by_batch_mean` after the bounds."""
+
+    method: str = "tis"
+    level: str = "token"
+    upper: float = 2.0
+    lower: float = 0.0
+    batch_normalise: bool = False
+
+    def __post_init__(self) -> None:
+        lookup(OFF_POLICY_METHODS, "off-policy correction", self.method)
+        lookup(LEVELS, "off-policy level", self.level)
+        if not 0.0 <= self.lower <= 1.0 <= self.upper:
+            raise ValueError(
+                f"off-policy bounds [{self.lower}, {self.upper}] must hold 1, the weight without mismatch, and be at least 0"
+            )
+        if self.method == "icepop" and self.lower == 0.0:
+            raise ValueError("icepop drops both tails: set lower above 0 (e.g. 0.5), or use mis")
+
+
+def importance_weights(
+    correction: OffPolicyCorrection, inputs: OffPolicyInputs
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Bounded weights [P] without gradient (0 where masked) and sums over trained tokens for the metrics.
+
+    log w is limited to +-20. `is_bounded_sum` counts tokens whose weight the bounds changed, `is_masked_sum` those that
+    are left with weight 0. With `batch_normalise`, add the sums of the whole optimizer mini-batch and pass the weights
+    through `normalise_by_batch_mean` next.
+    """
+    log_weights = LEVELS[correction.level](inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    raw = log_weights.to(inputs.old_logprobs.dtype).exp()
+    bounded = OFF_POLICY_METHODS[correction.method](raw, correction.lower, correction.upper)
+    weights = torch.where(inputs.trained, bounded, 0.0)
+    changed = inputs.trained & (bounded != raw)
+    metrics = {
+        "num_tokens": inputs.trained.sum().to(torch.float64),
+        "is_weight_sum": weights.sum(dtype=torch.float64),
+        "is_weight_square_sum": weights.square().sum(dtype=torch.float64),
+        "is_bounded_sum": changed.sum().to(torch.float64),
+        "is_masked_sum": (inputs.trained & (weights == 0)).sum().to(torch.float64),
+    }
+    return weights, metrics
+
+
+def normalise_by_batch_mean(weights: torch.Tensor, weight_sum: float, num_tokens: float) -> torch.Tensor:
+    """Weights [P] divided by their token mean over the optimizer mini-batch (the GLOBAL sum and count), after the bounds.
+
+    A sum of 0 (every token dropped) leaves the zeros.
+    """
+    return weights if weight_sum == 0 else weights * (num_tokens / weight_sum)
+
+
+@dataclass(frozen=True)
+class MismatchSums:
+    """Raw material of the mismatch metrics: add `sums` and take the maximum of `maxima` over micro-batches and ranks."""
+
+    sums: dict[str, torch.Tensor]  # scalars, float64
+    maxima: dict[str, torch.Tensor]  # scalars, float64
+
+    def combine(self, other: MismatchSums) -> MismatchSums:
+        """The sums of both batches together."""
+        return MismatchSums(
+            {key: value + other.sums[key] for key, value in self.sums.items()},
+            {key: torch.maximum(value, other.maxima[key]) for key, value in self.maxima.items()},
+        )
+
+
+def mismatch_sums(
+    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> MismatchSums:
+    """Sums and maxima over the trained tokens of [P] tokens. Nothing of w is bounded, except log w at +-20."""
+    trained = loss_mask > 0
+    old, rollout = old_logprobs.detach()[trained].double(), rollout_logprobs.detach()[trained].double()
+    difference = old - rollout
+    weights = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    probability_gap = (old.exp() - rollout.exp()).abs()
+    zero = torch.zeros(1, dtype=torch.float64, device=old.device)
+    sums = {
+        "num_tokens": torch.ones_like(old).sum(),
+        "abs_logprob_diff": difference.abs().sum(),
+        "abs_prob_diff": probability_gap.sum(),
+        "k1": -difference.sum(),
+        "k3": k3(rollout, old).sum(),
+        "weight": weights.sum(),
+        "weight_square": weights.square().sum(),
+    }
+    maxima = {
+        "abs_logprob_diff": torch.cat([difference.abs(), zero]).max(),
+        "abs_prob_diff": torch.cat([probability_gap, zero]).max(),
+    }
+    return MismatchSums(sums, maxima)
+
+
+def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
+    """Metrics from globally combined sums; all 0 (ratios 1) where no token was trained.
+
+    k1 and k3 estimate KL(rollout || old) on tokens the engine drew. `ess` = (sum w)^2 / (n sum w^2) in (0, 1].
+    `ppl_ratio` = perplexity under the trainer / under the engine = exp(k1).
+    """
+    sums = {key: float(value) for key, value in total.sums.items()}
+    num_tokens = max(sums["num_tokens"], 1.0)
+    k1_mean = sums["k1"] / num_tokens
+    return {
+        "mismatch/abs_logprob_diff_mean": sums["abs_logprob_diff"] / num_tokens,
+        "mismatch/abs_logprob_diff_max": float(total.maxima["abs_logprob_diff"]),
+        "mismatch/abs_prob_diff_mean": sums["abs_prob_diff"] / num_tokens,
+        "mismatch/abs_prob_diff_max": float(total.maxima["abs_prob_diff"]),
+        "mismatch/kl_k1": k1_mean,
+        "mismatch/kl_k3": sums["k3"] / num_tokens,
+        "mismatch/ess": sums["weight"] ** 2 / (num_tokens * sums["weight_square"]) if sums["weight_square"] else 1.0,
+        "mismatch/ppl_ratio": math.exp(min(max(k1_mean, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT)),
+    }

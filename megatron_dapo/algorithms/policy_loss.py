@@ -1,0 +1,266 @@
+"""Policy losses: per-token losses [P] and metric sums, from log-probabilities and advantages.
+
+Common notation: log r_t = log pi(o_t) - log pi_old(o_t), clamped to +-20 before exp; losses are minimised. A loss gives
+one value per token and never averages: weights from `aggregation` turn the values into the step's loss. Metrics are SUMS
+over the trained tokens of the call, so sums over micro-batches and ranks divided by the global `num_tokens` are the means.
+
+The gradient passes at a bound: a token is clipped only where its ratio lies strictly outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron_dapo.algorithms.kl import LOG_RATIO_LIMIT, KL_ESTIMATORS
+from megatron_dapo.algorithms.segments import identity, segment_sum
+from megatron_dapo.algorithms.tables import build
+
+Metrics = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """Tokens of one packed micro-batch (or of this rank's share of it)."""
+
+    logprobs: torch.Tensor  # [P], the only one that carries gradients
+    old_logprobs: torch.Tensor  # [P]
+    advantages: torch.Tensor  # [P]
+    loss_mask: torch.Tensor  # [P] 0 or 1
+    sequence_ids: torch.Tensor  # [P] int64 in [0, num_sequences)
+    num_sequences: int
+    # Per-sequence sums [k, num_sequences] of this rank's tokens -> of the whole sequences. An all-reduce over the
+    # context-parallel group where sequences are cut; no gradient flows through it.
+    reduce_over_sequence_parts: Callable[[torch.Tensor], torch.Tensor] = identity
+
+    @property
+    def trained(self) -> torch.Tensor:
+        """[P] bool."""
+        return self.loss_mask > 0
+
+    def log_ratio(self) -> torch.Tensor:
+        """[P] log pi / pi_old, 0 where masked (whatever stands there, NaN included)."""
+        difference = torch.where(self.trained, self.logprobs - self.old_logprobs, 0.0)
+        return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    def trained_advantages(self) -> torch.Tensor:
+        """[P], 0 where masked."""
+        return torch.where(self.trained, self.advantages, 0.0)
+
+
+class PolicyLoss(Protocol):
+    """Maps inputs to (token losses [P], sums over trained tokens)."""
+
+    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]: ...
+
+
+def _clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ratio held at the bound it may not cross, clipped below, clipped above): min(r A, clip(r) A) is A times it."""
+    below = (advantages < 0) & (ratio < 1.0 - low)
+    above = (advantages > 0) & (ratio > 1.0 + high)
+    bounded = ratio.detach().clamp(1.0 - low, 1.0 + high)
+    return torch.where(below | above, bounded, ratio), below, above
+
+
+def _metrics(
+    inputs: PolicyLossInputs, token_loss: torch.Tensor, below: torch.Tensor, above: torch.Tensor
+) -> Metrics:
+    """Sums over trained tokens. The approximate KL is of pi_old from pi, on tokens drawn from pi_old."""
+    log_ratio = inputs.log_ratio().detach()
+    zeros = torch.zeros_like(log_ratio)
+    return {
+        "num_tokens": inputs.trained.sum().to(log_ratio.dtype),
+        "policy_loss_sum": token_loss.detach().sum(),
+        "ratio_sum": torch.where(inputs.trained, log_ratio.exp(), 0.0).sum(),
+        "approx_kl_k1_sum": KL_ESTIMATORS["k1"](zeros, log_ratio).sum(),
+        "approx_kl_k3_sum": KL_ESTIMATORS["k3"](zeros, log_ratio).sum(),
+        "clip_low_sum": below.sum().to(log_ratio.dtype),
+        "clip_high_sum": above.sum().to(log_ratio.dtype),
+    }
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not (0.0 <= low <= 1.0 and high >= 0.0):
+        raise ValueError(f"clip ratios low {low} / high {high}: need 0 <= low <= 1 and high >= 0, e.g. 0.2 / 0.28")
+
+
+@dataclass(frozen=True)
+class ClipHigher:
+    """l_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t). DAPO (arXiv 2503.14476, Eq 10).
+
+    The upper bound is wider so that unlikely tokens may grow; the lower one is not, or they would be driven to 0.
+    """
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.28
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.clip_ratio_low, self.clip_ratio_high)
+
+    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
+        advantages = inputs.trained_advantages()
+        ratio, below, above = _clipped(
+            inputs.log_ratio().exp(), advantages, self.clip_ratio_low, self.clip_ratio_high
+        )
+        token_loss = -advantages * ratio
+        return token_loss, _metrics(inputs, token_loss, below, above)
+
+
+@dataclass(frozen=True)
+class PpoClip:
+    """l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps) A_t). PPO (arXiv 1707.06347, Eq 7): `ClipHigher` with equal bounds."""
+
+    clip_ratio: float = 0.2
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.clip_ratio, self.clip_ratio)
+
+    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
+        return ClipHigher(self.clip_ratio, self.clip_ratio)(inputs)
+
+
+@dataclass(frozen=True)
+class DualClip:
+    """Where A_t < 0, additionally l_t <- min(l_t, -c A_t). Dual-clip PPO (arXiv 1912.09729, Eq 5).
+
+    Wraps a ratio-clipped loss: without it a bad token whose ratio has exploded has an unbounded loss.
+    """
+
+    inner: PpoClip | ClipHigher
+    dual_clip_ratio: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, (PpoClip, ClipHigher)):
+            raise ValueError(
+                f"dual clip bounds the ratio of a ratio-clipped loss (ppo_clip, clip_higher), not of {type(self.inner).__name__}; "
+                "drop the dual clip"
+            )
+        if self.dual_clip_ratio <= 1.0:
+            raise ValueError(f"dual clip ratio {self.dual_clip_ratio} must be above 1 (usual: 3 or 10)")
+
+    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
+        token_loss, metrics = self.inner(inputs)
+        advantages = inputs.trained_advantages()
+        bound = -advantages * self.dual_clip_ratio
+        exceeded = (advantages < 0) & (token_loss > bound)
+        token_loss = torch.where(exceeded, bound, token_loss)
+        sums = {"policy_loss_sum": token_loss.detach().sum(), "dual_clip_sum": exceeded.sum().to(token_loss.dtype)}
+        return token_loss, {**metrics, **sums}
+
+
+def _sequence_means(inputs: PolicyLossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means over each sequence's trained tokens, whole sequences: (log ratio [N], advantage [N]), detached."""
+    per_token = torch.stack(
+        [inputs.log_ratio().detach(), inputs.trained_advantages(), inputs.trained.to(inputs.logprobs.dtype)]
+    )
+    sums = segment_sum(per_token, inputs.sequence_ids, inputs.num_sequences)
+    log_ratio, advantage, count = inputs.reduce_over_sequence_parts(sums)
+    count = count.clamp(min=1)
+    return (log_ratio / count).to(inputs.logprobs.dtype), (advantage / count).to(inputs.logprobs.dtype)
+
+
+def _straight_through(value: torch.Tensor, logprobs: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+    """`value` whose gradient with respect to each token's own log-probability is `value`."""
+    logprobs = torch.where(trained, logprobs, 0.0)
+    return value * (logprobs - logprobs.detach()).exp()
+
+
+@dataclass(frozen=True)
+class GspoToken:
+    """s_it = sg[s_i] pi_t / sg[pi_t], s_i = exp(mean_t log r_t); l_t = -min(s_it A_t, clip(s_it) A_t).
+
+    GSPO-token (arXiv 2507.18071, Eq 13-15): the value and the clipping are the sequence's, the advantage the token's.
+    """
+
+    clip_ratio_low: float = 3e-4
+    clip_ratio_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.clip_ratio_low, self.clip_ratio_high)
+
+    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
+        mean_log_ratio, _ = _sequence_means(inputs)
+        return self.of(inputs, mean_log_ratio, inputs.trained_advantages())
+
+    def of(
+        self, inputs: PolicyLossInputs, mean_log_ratio: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, Metrics]:
+        """The loss for given sequence means [N] and token advantages [P]."""
+        ratio = mean_log_ratio.exp()[inputs.sequence_ids]
+        ratio, below, above = _clipped(
+            _straight_through(ratio, inputs.logprobs, inputs.trained), advantages, self.clip_ratio_low, self.clip_ratio_high
+        )
+        token_loss = -advantages * ratio
+        return token_loss, _metrics(inputs, token_loss, below, above)
+
+
+@dataclass(frozen=True)
+class Gspo:
+    """l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i), s_i = exp(mean_t log r_t). GSPO (arXiv 2507.18071, Eq 5-7).
+
+    Each of a sequence's tokens carries l_i; under "sample_mean" weights they add up to mean_i l_i. A_i is the mean of the
+    tokens' advantages. The gradient of w sum_t l_i with respect to log pi_t is -w s_i A_i, which is what GSPO-token gives
+    each token on its own: it is computed that way, so that nothing has to be differentiated through the reduction over
+    context-parallel parts. That needs one weight for all tokens of a sequence: importance-sampling corrections on top
+    have to be at sequence or geometric level.
+    """
+
+    clip_ratio_low: float = 3e-4
+    clip_ratio_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.clip_ratio_low, self.clip_ratio_high)
+
+    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
+        mean_log_ratio, mean_advantage = _sequence_means(inputs)
+        advantages = torch.where(inputs.trained, mean_advantage[inputs.sequence_ids], 0.0)
+        return GspoToken(self.clip_ratio_low, self.clip_ratio_high).of(inputs, mean_log_ratio, advantages)
+
+
+@dataclass(frozen=True)
+class Cispo:
+    """l_t = -sg[clip(r_t, 1 - low, 1 + high)] A_t log pi_t. CISPO, MiniMax-M1 (arXiv 2506.13585, Eq 4-5).
+
+    The weight is clipped, never the gradient: every token keeps learning. Only the gradient means something; the value is
+    that of no objective. The lower bound is off by default (1 - 1 = 0), as in the paper, which gives no value for the
+    upper one: the default bounds the weight at 5.
+    """
+
+    clip_ratio_low: float = 1.0
+    clip_ratio_high: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.clip_ratio_low, self.clip_ratio_high)
+
+    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
+        ratio = inputs.log_ratio().detach().exp()
+        low, high = 1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high
+        logprobs = torch.where(inputs.trained, inputs.logprobs, 0.0)
+        token_loss = -ratio.clamp(low, high) * inputs.trained_advantages() * logprobs
+        return token_loss, _metrics(inputs, token_loss, inputs.trained & (ratio < low), inputs.trained & (ratio > high))
+
+
+POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
+    "ppo_clip": PpoClip,
+    "clip_higher": ClipHigher,
+    "gspo": Gspo,
+    "gspo_token": GspoToken,
+    "cispo": Cispo,
+}
+
+
+def build_policy_loss(
+    name: str, settings: Mapping[str, Any] | None = None, dual_clip_ratio: float | None = None
+) -> PolicyLoss:
+    """The loss called `name` with `settings` (its dataclass fields), wrapped in a dual clip where a ratio is given.
+
+    ValueError for an unknown name or setting, bounds that make no sense, or a dual clip around a loss that has no ratio
+    to bound.
+    """
+    loss = build(POLICY_LOSSES, "policy loss", name, settings or {})
+    return loss if dual_clip_ratio is None else DualClip(loss, dual_clip_ratio)  # type: ignore[arg-type]

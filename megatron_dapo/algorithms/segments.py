@@ -1,0 +1,25 @@
+"""Sums over runs of a packed batch: values that share an index are added."""
+
+from __future__ import annotations
+
+import torch
+
+
+def segment_sum(values: torch.Tensor, index: torch.Tensor, num_segments: int) -> torch.Tensor:
+    """Sum `values` [..., n] by `index` [n] into float64 [..., num_segments].
+
+    float64, because a response may have tens of thousands of tokens and a bound 3e-4 wide is compared with its mean.
+    """
+    sums = torch.zeros(*values.shape[:-1], num_segments, dtype=torch.float64, device=values.device)
+    return sums.index_add_(-1, index, values.to(torch.float64))
+
+
+def group_positions(group_index: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Renumber arbitrary group indices [S] as 0..num_groups-1 (sorted order): (positions [S], num_groups)."""
+    groups, positions = torch.unique(group_index, return_inverse=True)
+    return positions, int(groups.numel())
+
+
+def identity(sums: torch.Tensor) -> torch.Tensor:
+    """The reduction of a batch that is whole on this rank."""
+    return sums
