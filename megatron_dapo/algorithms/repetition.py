@@ -47,8 +47,8 @@ def tail_loop(token_ids: Sequence[int], min_repeats: int = 3, max_period: int = 
     """The loop that covers most of the end of the response, the shortest period among equals."""
     best = TailLoop(0, 0)
     for period in range(1, min(max_period, len(token_ids) // min_repeats) + 1):
-        # A multiple of a period found covers no more than the period does; skipping it keeps long loops linear.
-        if best.period and period % best.period == 0:
+        # A multiple of the best period, if it fits into what that covers, covers no more: skipping it keeps long loops linear.
+        if best.period and period % best.period == 0 and period <= best.period * best.repeats:
             continue
         repeats = _matching_tail(token_ids, period) // period + 1
         if repeats >= min_repeats and repeats * period > best.repeats * best.period:

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dapo.algorithms.off_policy import (
+    OffPolicyCorrection,
+    OffPolicyInputs,
+    importance_weights,
+    mismatch_metrics,
+    mismatch_sums,
+    normalise_by_batch_mean,
+)
+
+
+def batch(log_weights: list[list[float]], masked_tail: int = 0) -> OffPolicyInputs:
+    """Sequences of given log pi_old - log pi_rollout, each followed by masked tokens of nonsense."""
+    flat, mask, ids = [], [], []
+    for number, row in enumerate(log_weights):
+        flat += [*row, *[9.0] * masked_tail]
+        mask += [1.0] * len(row) + [0.0] * masked_tail
+        ids += [number] * (len(row) + masked_tail)
+    difference = torch.tensor(flat, dtype=torch.float64)
+    return OffPolicyInputs(
+        difference - 3.0, torch.full_like(difference, -3.0), torch.tensor(mask), torch.tensor(ids), len(log_weights)
+    )
+
+
+def test_levels_by_brute_force():
+    rows = [[0.2, -0.1, 0.4], [-0.3, 0.1]]
+    inputs = batch(rows, masked_tail=1)
+    expected = {
+        "token": [value for row in rows for value in (*row, None)],
+        "sequence": [value for row in rows for value in (*[sum(row)] * len(row), None)],
+        "geometric": [value for row in rows for value in (*[sum(row) / len(row)] * len(row), None)],
+    }
+    for level, logs in expected.items():
+        weights, metrics = importance_weights(OffPolicyCorrection(level=level, upper=100.0), inputs)
+        wanted = torch.tensor([0.0 if log is None else log for log in logs], dtype=torch.float64).exp()
+        wanted[[index for index, log in enumerate(logs) if log is None]] = 0.0
+        torch.testing.assert_close(weights, wanted)
+        assert float(metrics["num_tokens"]) == 5
+        assert float(metrics["is_weight_sum"]) == pytest.approx(float(wanted.sum()))
+
+
+def test_truncating_keeps_and_masking_drops_what_is_outside():
+    inputs = batch([[1.5, -1.5, 0.1]])
+    kept = torch.tensor(0.1, dtype=torch.float64).exp()
+    cases = {
+        ("tis", 0.0): ([2.0, torch.tensor(-1.5).exp(), kept], 1, 0),
+        ("tis", 0.5): ([2.0, 0.5, kept], 2, 0),
+        ("mis", 0.0): ([0.0, torch.tensor(-1.5).exp(), kept], 1, 1),
+        ("mis", 0.5): ([0.0, 0.0, kept], 2, 2),
+        ("icepop", 0.5): ([0.0, 0.0, kept], 2, 2),
+    }
+    for (method, lower), (expected, bounded, masked) in cases.items():
+        weights, metrics = importance_weights(OffPolicyCorrection(method, "token", 2.0, lower), inputs)
+        torch.testing.assert_close(weights, torch.tensor([float(value) for value in expected], dtype=torch.float64))
+        assert (float(metrics["is_bounded_sum"]), float(metrics["is_masked_sum"])) == (bounded, masked)
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_sequences_cut_in_parts_get_the_same_weights(level):
+    whole = batch([[0.2, -0.1, 0.4, 0.3], [-0.3, 0.1, 0.2, 0.0]])
+    correction = OffPolicyCorrection(level=level)
+    expected, _ = importance_weights(correction, whole)
+    halves = [torch.arange(8) % 4 < 2, torch.arange(8) % 4 >= 2]
+    seen: list[torch.Tensor] = []
+
+    def part(chosen, reduce) -> OffPolicyInputs:
+        return OffPolicyInputs(
+            whole.old_logprobs[chosen], whole.rollout_logprobs[chosen], whole.loss_mask[chosen], whole.sequence_ids[chosen], 2, reduce
+        )
+
+    for chosen in halves:
+        importance_weights(correction, part(chosen, lambda sums: seen.append(sums) or sums))
+    for chosen in halves:
+        weights, _ = importance_weights(correction, part(chosen, lambda sums: seen[0] + seen[1]))
+        torch.testing.assert_close(weights, expected[chosen])
+
+
+def test_weights_carry_no_gradient_and_survive_absurd_log_probs():
+    old = torch.tensor([-1.0, -5000.0], requires_grad=True)
+    inputs = OffPolicyInputs(old, torch.tensor([-5000.0, -1.0]), torch.ones(2), torch.zeros(2, dtype=torch.int64), 1)
+    weights, _ = importance_weights(OffPolicyCorrection(upper=1e12), inputs)
+    assert not weights.requires_grad and torch.isfinite(weights).all()
+
+
+def test_batch_normalisation_uses_the_sums_of_all_parts():
+    parts = [batch([[0.5, 0.2]]), batch([[-0.4, 0.1, 0.3]])]
+    results = [importance_weights(OffPolicyCorrection(), part) for part in parts]
+    total = sum(float(metrics["is_weight_sum"]) for _, metrics in results)
+    normalised = torch.cat([normalise_by_batch_mean(weights, total, 5) for weights, _ in results])
+    assert float(normalised.mean()) == pytest.approx(1.0)
+    assert normalise_by_batch_mean(torch.zeros(3), 0.0, 3).tolist() == [0.0, 0.0, 0.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.booleans()), min_size=1, max_size=12), st.integers(0, 12))
+def test_mismatch_sums_combine(tokens, cut):
+    old, rollout, mask = (torch.tensor(column, dtype=torch.float64) for column in zip(*tokens))
+    whole = mismatch_metrics(mismatch_sums(old, rollout, mask))
+    first, second = (mismatch_sums(old[part], rollout[part], mask[part]) for part in (slice(cut), slice(cut, None)))
+    parts = mismatch_metrics(first.combine(second))
+    assert parts == pytest.approx(whole, rel=1e-9, abs=1e-12)
+    assert whole["mismatch/kl_k3"] >= 0 and 0 < whole["mismatch/ess"] <= 1 + 1e-12
+
+
+def test_mismatch_metrics_of_known_tokens():
+    old, rollout = torch.tensor([0.5, 0.25, 0.9]).log(), torch.tensor([0.25, 0.5, 0.1]).log()
+    metrics = mismatch_metrics(mismatch_sums(old, rollout, torch.tensor([1.0, 1.0, 0.0])))
+    assert metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.693147, rel=1e-5)
+    assert metrics["mismatch/abs_logprob_diff_max"] == pytest.approx(0.693147, rel=1e-5)
+    assert metrics["mismatch/abs_prob_diff_mean"] == pytest.approx(0.25)
+    assert metrics["mismatch/kl_k1"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics["mismatch/ess"] == pytest.approx(2.5**2 / (2 * 4.25))
+    assert metrics["mismatch/ppl_ratio"] == pytest.approx(1.0)
+    worse = mismatch_metrics(mismatch_sums(rollout[:1], old[:1], torch.ones(1)))
+    assert worse["mismatch/ppl_ratio"] == pytest.approx(2.0), "half the probability is twice the perplexity"
+
+
+def test_no_trained_token_is_no_mismatch():
+    metrics = mismatch_metrics(mismatch_sums(torch.zeros(3), -torch.ones(3), torch.zeros(3)))
+    assert metrics.pop("mismatch/ess") == 1.0 and metrics.pop("mismatch/ppl_ratio") == 1.0
+    assert set(metrics.values()) == {0.0}
+
+
+def test_errors_name_the_fault():
+    with pytest.raises(ValueError, match="icepop, mis, tis"):
+        OffPolicyCorrection(method="clip")
+    with pytest.raises(ValueError, match="geometric, sequence, token"):
+        OffPolicyCorrection(level="batch")
+    with pytest.raises(ValueError, match=r"\[0.0, 0.5\] must hold 1"):
+        OffPolicyCorrection(upper=0.5)
+    with pytest.raises(ValueError, match="set lower above 0"):
+        OffPolicyCorrection(method="icepop")

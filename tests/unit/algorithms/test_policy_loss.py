@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_dapo.algorithms.policy_loss import (
+    POLICY_LOSSES,
+    Cispo,
+    ClipHigher,
+    DualClip,
+    Gspo,
+    GspoToken,
+    PolicyLossInputs,
+    PpoClip,
+    build_policy_loss,
+)
+
+
+def packed(lengths: list[int], seed: int = 0, spread: float = 0.4) -> PolicyLossInputs:
+    """Sequences with a masked first position each, advantages constant in a sequence, ratios around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    sequence_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    num_tokens = int(sum(lengths))
+    old = -torch.rand(num_tokens, generator=generator, dtype=torch.float64) - 0.5
+    shift = spread * torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    mask = torch.ones(num_tokens)
+    mask[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = 0
+    advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)[sequence_ids]
+    return PolicyLossInputs((old + shift).requires_grad_(), old, advantages, mask, sequence_ids, len(lengths))
+
+
+def gradient_of(loss, inputs: PolicyLossInputs, weights: torch.Tensor) -> torch.Tensor:
+    token_loss, _ = loss(inputs)
+    return torch.autograd.grad((weights * inputs.loss_mask * token_loss).sum(), inputs.logprobs)[0]
+
+
+def finite_differences(objective, logprobs: torch.Tensor, step: float = 1e-6) -> torch.Tensor:
+    gradient = torch.zeros_like(logprobs)
+    for index in range(logprobs.numel()):
+        moved = torch.zeros_like(logprobs)
+        moved[index] = step
+        gradient[index] = (objective(logprobs + moved) - objective(logprobs - moved)) / (2 * step)
+    return gradient
+
+
+@pytest.mark.parametrize("loss", [PpoClip(0.2), ClipHigher(), DualClip(ClipHigher(), 1.5)])
+def test_gradient_of_clipped_losses_matches_finite_differences(loss):
+    inputs = packed([5, 9, 3], spread=0.6)
+    weights = torch.rand(17, dtype=torch.float64)
+
+    def objective(logprobs: torch.Tensor) -> float:
+        ratio = (logprobs - inputs.old_logprobs).exp()
+        inner = loss.inner if isinstance(loss, DualClip) else loss
+        low = getattr(inner, "clip_ratio_low", 0.2)
+        high = getattr(inner, "clip_ratio_high", 0.2)
+        a = inputs.advantages
+        value = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
+        if isinstance(loss, DualClip):
+            value = torch.where(a < 0, torch.minimum(value, -a * loss.dual_clip_ratio), value)
+        return float((weights * inputs.loss_mask * value).sum())
+
+    token_loss, _ = loss(inputs)
+    assert float((weights * token_loss).sum().detach()) == pytest.approx(objective(inputs.logprobs.detach()), rel=1e-12)
+    expected = finite_differences(objective, inputs.logprobs.detach())
+    torch.testing.assert_close(gradient_of(loss, inputs, weights), expected, rtol=1e-6, atol=1e-8)
+    assert 0 < int((expected == 0).sum()) < 17, "the example must hold clipped and unclipped tokens"
+
+
+@pytest.mark.parametrize("bounds", [(3e-4, 4e-4), (0.15, 0.1), (1.0, 10.0)])
+def test_gspo_gradient_matches_finite_differences_of_the_sequence_objective(bounds):
+    inputs = packed([6, 4, 9, 5], seed=3)
+    low, high = bounds
+    counts = torch.zeros(4, dtype=torch.float64).index_add_(0, inputs.sequence_ids, inputs.loss_mask.double())
+    advantage = torch.stack([inputs.advantages[inputs.sequence_ids == i][0] for i in range(4)])
+
+    def objective(logprobs: torch.Tensor) -> float:
+        log_ratio = (logprobs - inputs.old_logprobs) * inputs.loss_mask
+        s = (torch.zeros(4, dtype=torch.float64).index_add_(0, inputs.sequence_ids, log_ratio) / counts).exp()
+        return float(torch.maximum(-s * advantage, -s.clamp(1 - low, 1 + high) * advantage).mean())
+
+    sample_mean = (1 / (4 * counts))[inputs.sequence_ids]
+    token_loss, metrics = Gspo(low, high)(inputs)
+    assert float((sample_mean * token_loss).sum().detach()) == pytest.approx(objective(inputs.logprobs.detach()), rel=1e-12)
+    expected = finite_differences(objective, inputs.logprobs.detach())
+    torch.testing.assert_close(gradient_of(Gspo(low, high), inputs, sample_mean), expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(gradient_of(GspoToken(low, high), inputs, sample_mean), expected, rtol=1e-6, atol=1e-9)
+    clipped = metrics["clip_low_sum"] + metrics["clip_high_sum"]
+    assert (float(clipped) == 0) == (bounds == (1.0, 10.0))
+
+
+def test_gspo_token_uses_each_tokens_own_advantage_and_gspo_their_mean():
+    inputs = packed([5])
+    varied = replace(inputs, advantages=torch.tensor([9.0, 1.0, 2.0, 3.0, 6.0], dtype=torch.float64))
+    trained = varied.loss_mask > 0
+    log_ratio = (varied.logprobs - varied.old_logprobs).detach()
+    s = log_ratio[trained].mean().exp()
+    wide = (1.0, 10.0)
+    token_loss, _ = GspoToken(*wide)(varied)
+    torch.testing.assert_close(token_loss.detach()[trained], -s * varied.advantages[trained])
+    token_loss, _ = Gspo(*wide)(varied)
+    torch.testing.assert_close(token_loss.detach()[trained], -s * torch.full((4,), 3.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("loss", [Gspo(0.01, 0.01), GspoToken(0.01, 0.01)])
+def test_sequences_cut_in_parts_give_the_same_loss_and_gradient(loss):
+    """Two ranks that hold alternate tokens; the reduction adds what the other rank has."""
+    whole = packed([8, 6, 7], seed=5, spread=0.1)
+    ones = torch.ones(21, dtype=torch.float64)
+    expected_loss, expected_metrics = loss(whole)
+    expected = gradient_of(loss, whole, ones)
+    cut = torch.arange(21) % 2 == 0
+    seen: dict[int, torch.Tensor] = {}
+
+    def part(index: int, reduce) -> PolicyLossInputs:
+        chosen = cut if index == 0 else ~cut
+        return PolicyLossInputs(
+            whole.logprobs.detach()[chosen].requires_grad_(),
+            whole.old_logprobs[chosen],
+            whole.advantages[chosen],
+            whole.loss_mask[chosen],
+            whole.sequence_ids[chosen],
+            3,
+            reduce,
+        )
+
+    for index in (0, 1):
+        loss(part(index, lambda sums, index=index: seen.setdefault(index, sums)))
+    total = seen[0] + seen[1]
+    clipped = 0.0
+    for index, chosen in ((0, cut), (1, ~cut)):
+        inputs = part(index, lambda sums: total)
+        token_loss, metrics = loss(inputs)
+        torch.testing.assert_close(token_loss, expected_loss[chosen])
+        torch.testing.assert_close(gradient_of(loss, inputs, ones[chosen]), expected[chosen])
+        clipped += float(metrics["clip_low_sum"] + metrics["clip_high_sum"])
+    assert clipped == float(expected_metrics["clip_low_sum"] + expected_metrics["clip_high_sum"]) > 0
+
+
+def test_cispo_gradient_is_the_clipped_weight_times_the_advantage_for_every_token():
+    inputs = packed([7, 7], spread=1.0)
+    loss = Cispo(clip_ratio_low=0.5, clip_ratio_high=0.5)
+    ratio = (inputs.logprobs - inputs.old_logprobs).detach().exp()
+    expected = -ratio.clamp(0.5, 1.5) * inputs.advantages * inputs.loss_mask
+    torch.testing.assert_close(gradient_of(loss, inputs, torch.ones(14, dtype=torch.float64)), expected)
+    _, metrics = loss(inputs)
+    trained = inputs.loss_mask > 0
+    assert float(metrics["clip_low_sum"]) == int((ratio[trained] < 0.5).sum()) > 0
+    assert float(metrics["clip_high_sum"]) == int((ratio[trained] > 1.5).sum()) > 0
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_what_stands_at_masked_positions_changes_nothing(name):
+    loss = build_policy_loss(name)
+    clean = packed([5, 6])
+    logprobs, advantages = clean.logprobs.detach().clone(), clean.advantages.clone()
+    masked = clean.loss_mask == 0
+    logprobs[masked], advantages[masked] = math.nan, math.inf
+    dirty = replace(clean, logprobs=logprobs.requires_grad_(), advantages=advantages)
+    (clean_loss, clean_metrics), (dirty_loss, dirty_metrics) = loss(clean), loss(dirty)
+    torch.testing.assert_close(dirty_loss, clean_loss)
+    assert dirty_loss[masked].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(dirty_metrics, clean_metrics)
+    ones = torch.ones(11, dtype=torch.float64)
+    gradient = gradient_of(loss, dirty, ones)
+    torch.testing.assert_close(gradient, gradient_of(loss, clean, ones))
+    assert gradient[masked].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_metric_sums_of_parts_add_up_to_the_whole(name):
+    loss = build_policy_loss(name)
+    whole = packed([5, 6, 4])
+    total = loss(whole)[1]
+    parts = []
+    for ids in ((0, 1), (2,)):
+        chosen = torch.isin(whole.sequence_ids, torch.tensor(ids))
+        renumbered = whole.sequence_ids[chosen] - ids[0]
+        parts.append(
+            loss(
+                PolicyLossInputs(
+                    whole.logprobs[chosen], whole.old_logprobs[chosen], whole.advantages[chosen],
+                    whole.loss_mask[chosen], renumbered, len(ids),
+                )
+            )[1]
+        )  # fmt: skip
+    for key, value in total.items():
+        torch.testing.assert_close(parts[0][key] + parts[1][key], value)
+    assert float(total["num_tokens"]) == 12
+
+
+def test_metrics_of_a_known_batch():
+    old = torch.tensor([0.5, 0.4, 0.3, 0.2], dtype=torch.float64).log()
+    new = torch.tensor([0.9, 0.1, 0.3, 0.9], dtype=torch.float64).log()
+    inputs = PolicyLossInputs(
+        new, old, torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.zeros(4, dtype=torch.int64), 1
+    )
+    _, metrics = DualClip(ClipHigher(), 3.0)(inputs)
+    ratio = new.exp() / old.exp()
+    counts = {key: float(metrics[key]) for key in ("clip_low_sum", "clip_high_sum", "dual_clip_sum", "num_tokens")}
+    assert counts == {"clip_low_sum": 1, "clip_high_sum": 1, "dual_clip_sum": 1, "num_tokens": 4}
+    assert float(metrics["ratio_sum"]) == pytest.approx(float(ratio.sum()))
+    assert float(metrics["approx_kl_k1_sum"]) == pytest.approx(float(-ratio.log().sum()))
+    assert float(metrics["approx_kl_k3_sum"]) == pytest.approx(float((ratio - 1 - ratio.log()).sum()))
+    assert float(metrics["policy_loss_sum"]) == pytest.approx(-1.28 + 0.8 - 1.0 + 3.0)
+
+
+def test_gradient_passes_at_the_bound():
+    # 0.5 and 1.5 and their logs' exponentials are exact enough to meet the bound: exp(log 1.5) == 1.5 in float64.
+    logprobs = torch.tensor([math.log(1.5), math.log(0.5)], dtype=torch.float64).requires_grad_()
+    assert logprobs.exp().tolist() == [1.5, 0.5]
+    inputs = PolicyLossInputs(
+        logprobs, torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, -1.0], dtype=torch.float64),
+        torch.ones(2), torch.zeros(2, dtype=torch.int64), 1,
+    )  # fmt: skip
+    assert gradient_of(PpoClip(0.5), inputs, torch.ones(2)).tolist() == [-1.5, 0.5]
+
+
+def test_an_exploded_ratio_stays_finite():
+    inputs = replace(packed([4]), old_logprobs=torch.full((4,), -5000.0, dtype=torch.float64))
+    token_loss, metrics = ClipHigher()(replace(inputs, advantages=-torch.ones(4, dtype=torch.float64)))
+    assert torch.isfinite(token_loss).all() and all(torch.isfinite(value) for value in metrics.values())
+    assert float(token_loss.detach().max()) == pytest.approx(math.exp(20))
+
+
+def test_errors_name_the_fault():
+    with pytest.raises(ValueError, match="cispo, clip_higher, gspo, gspo_token, ppo_clip"):
+        build_policy_loss("ppo")
+    with pytest.raises(ValueError, match="no setting clip_ratio; it has: clip_ratio_low, clip_ratio_high"):
+        build_policy_loss("clip_higher", {"clip_ratio": 0.2})
+    with pytest.raises(ValueError, match="not of Gspo"):
+        build_policy_loss("gspo", dual_clip_ratio=10.0)
+    with pytest.raises(ValueError, match="dual clip ratio 1.0"):
+        build_policy_loss("clip_higher", dual_clip_ratio=1.0)
+    with pytest.raises(ValueError, match="low 1.2"):
+        build_policy_loss("clip_higher", {"clip_ratio_low": 1.2})
+    assert build_policy_loss("ppo_clip", {"clip_ratio": 0.1}, dual_clip_ratio=3.0) == DualClip(PpoClip(0.1), 3.0)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, expected_multiplier, wasted_fraction
+from megatron_dapo.algorithms.length_reward import overlong_keep_mask, soft_overlong_penalty
+from megatron_dapo.algorithms.registry import algorithm_names
+from megatron_dapo.algorithms.repetition import TailLoop, ngram_repetition, repetition, tail_loop, zlib_ratio
+
+
+def test_penalty_of_a_batch_with_factor():
+    lengths = torch.tensor([5, 8, 9, 10, 11])
+    assert soft_overlong_penalty(lengths, 10, 2, factor=0.5).tolist() == [0.0, 0.0, -0.25, -0.5, -0.5]
+
+
+def test_penalty_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="cache_length 11 must be in .1, max_length = 10."):
+        soft_overlong_penalty(torch.tensor([1]), 10, 11)
+    with pytest.raises(ValueError, match="cache_length 0"):
+        soft_overlong_penalty(torch.tensor([1]), 10, 0)
+    with pytest.raises(ValueError, match="factor -1"):
+        soft_overlong_penalty(torch.tensor([1]), 10, 2, factor=-1)
+
+
+def test_overlong_filter_drops_truncated_responses_only():
+    assert overlong_keep_mask(torch.tensor([False, True, False])).tolist() == [1.0, 0.0, 1.0]
+
+
+def test_filter_bounds_are_exclusive():
+    band = GroupFilter(0.25, 0.75)
+    assert [band.verdict(group) for group in ([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0])] == ["all_wrong", "kept", "all_right"]
+    with pytest.raises(ValueError, match="0 <= min < max <= 1"):
+        GroupFilter(0.5, 0.5)
+
+
+def test_multiplier_is_infinite_where_no_group_can_disagree():
+    assert math.isinf(expected_multiplier(0.0, 16)) and math.isinf(expected_multiplier(1.0, 16))
+    assert math.isinf(expected_multiplier(0.5, 1))
+    assert wasted_fraction(0.5, 2) == 0.5 and expected_multiplier(0.5, 2) == 2.0
+    with pytest.raises(ValueError, match="1.5 is not a probability"):
+        wasted_fraction(1.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], TailLoop(0, 0)),
+        ([4, 4], TailLoop(0, 0)),
+        ([1, 2, 3, 3, 3], TailLoop(1, 3)),
+        # The longer loop wins over the short stutter it ends in.
+        ([9] + [1, 2, 2, 2] * 4, TailLoop(4, 4)),
+        (list(range(100)) + [7, 8, 9, 10] * 500, TailLoop(4, 500)),
+    ],
+)
+def test_tail_loop(tokens, expected):
+    assert tail_loop(tokens) == expected
+
+
+def test_tail_loop_agrees_with_a_search_over_every_period():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(300):
+        tokens = torch.randint(0, 2, (int(torch.randint(1, 20, (1,), generator=generator)),), generator=generator).tolist()
+        best = TailLoop(0, 0)
+        for period in range(1, len(tokens) // 3 + 1):
+            repeats = 1
+            while tokens[-period * (repeats + 1) : len(tokens) - period * repeats] == tokens[-period:] and period * (
+                repeats + 1
+            ) <= len(tokens):
+                repeats += 1
+            if repeats >= 3 and repeats * period > best.repeats * best.period:
+                best = TailLoop(period, repeats)
+        assert tail_loop(tokens) == best, tokens
+
+
+def test_repetition_tells_a_loop_from_prose():
+    generator = torch.Generator().manual_seed(0)
+    prose = torch.randint(0, 30000, (2000,), generator=generator).tolist()
+    loop = prose[:20] * 100
+    assert ngram_repetition(prose) == 0.0 and ngram_repetition(loop) > 0.98
+    assert zlib_ratio(loop) < 0.05 < 0.4 < zlib_ratio(prose)
+    assert repetition(loop).tail_loop == TailLoop(20, 100)
+    assert zlib_ratio([]) == 1.0
+
+
+def test_registry_lists_every_kind():
+    names = algorithm_names()
+    assert names["advantage_estimator"] == ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
+    assert names["policy_loss"] == ("ppo_clip", "clip_higher", "gspo", "gspo_token", "cispo")
+    assert names["aggregation"] == ("token_mean", "sample_mean", "per_group", "dr_grpo", "seq_sum_mean")
+    assert names["kl_loss"] == ("k2", "k3") and names["kl_estimator"] == ("k1", "k2", "k3")
+    assert names["off_policy_method"] == ("tis", "mis", "icepop")
+    assert names["off_policy_level"] == ("token", "sequence", "geometric")
