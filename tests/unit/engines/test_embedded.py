@@ -1,0 +1,310 @@
+"""The embedded engine against transformers' own forward pass and generation."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+
+SIZES = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+CONFIGS = {
+    "qwen2 tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2 untied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "llama3 rope": lambda: LlamaConfig(
+        **{**SIZES, "num_key_value_heads": 4},
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+}
+
+
+def reference_model(name: str = "qwen2 tied", seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # sharper than the default initialisation, so that logits matter
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+    return model
+
+
+def load(engine: EmbeddedEngine, model: torch.nn.Module) -> None:
+    source = dict(model.named_parameters())
+    destination = engine.parameters_by_name()
+    assert set(source) == set(destination)
+    for name, tensor in destination.items():
+        tensor.copy_(source[name].detach())
+
+
+def make_engine(model: torch.nn.Module, **sizes: int) -> EmbeddedEngine:
+    engine = EmbeddedEngine(model.config, EmbeddedEngineSettings(**{"max_slots": 8, "max_length": 96, **sizes}))
+    load(engine, model)
+    engine.set_policy_version(0)
+    return engine
+
+
+def make_requests(num_groups: int, group_size: int = 4, seed: int = 0, **sampling: object) -> list[GenerationRequest]:
+    rng = random.Random(seed)
+    requests = []
+    for group in range(num_groups):
+        prompt = tuple(rng.randrange(3, 61) for _ in range(rng.randint(1, 30)))
+        for index in range(group_size):
+            params = SamplingParams(**{"max_new_tokens": rng.randint(1, 50), "stop_token_ids": (2, 5), **sampling})
+            requests.append(GenerationRequest(f"{group}/{index}", prompt, params, seed=1000 * group + index))
+    return requests
+
+
+def drain(engine: EmbeddedEngine) -> dict[str, Completion]:
+    completions: dict[str, Completion] = {}
+    while engine.num_unfinished:
+        for completion in engine.poll():
+            assert completion.request_id not in completions
+            completions[completion.request_id] = completion
+    return completions
+
+
+def check_against_forward(model: torch.nn.Module, request: GenerationRequest, completion: Completion) -> None:
+    """Log-probs, stop and length rules of one completion, recomputed from a full forward pass without any cache."""
+    start, response = len(request.prompt_ids), completion.token_ids
+    tokens = torch.tensor([[*request.prompt_ids, *response]])
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits[0, start - 1 : -1].double()
+    temperature = request.sampling.temperature or 1.0
+    expected = (logits / temperature).log_softmax(-1).gather(-1, tokens[0, start:, None]).squeeze(-1)
+    assert torch.allclose(torch.tensor(completion.logprobs).double(), expected, atol=2e-4, rtol=1e-4)
+    stops = request.sampling.stop_token_ids
+    assert not set(response[:-1]) & set(stops)
+    if completion.finish_reason == "stop":
+        assert response[-1] in stops
+    else:
+        assert completion.finish_reason == "length" and len(response) == request.sampling.max_new_tokens
+        assert response[-1] not in stops
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_log_probs_equal_a_full_forward_pass(name: str) -> None:
+    model = reference_model(name)
+    engine = make_engine(model)
+    requests = make_requests(6) + [replace(r, request_id="t" + r.request_id) for r in make_requests(2, seed=1, temperature=0.7)]
+    engine.submit(requests)
+    completions = drain(engine)
+    assert set(completions) == {request.request_id for request in requests}
+    assert {completion.finish_reason for completion in completions.values()} == {"stop", "length"}
+    for request in requests:
+        check_against_forward(model, request, completions[request.request_id])
+        assert completions[request.request_id].versions == (VersionRange(0, len(completions[request.request_id].token_ids), 0),)
+
+
+def test_greedy_equals_generate() -> None:
+    model = reference_model()
+    engine = make_engine(model)
+    requests = make_requests(6, group_size=1, temperature=0.0, max_new_tokens=24, stop_token_ids=(2,))
+    engine.submit(requests)
+    completions = drain(engine)
+    for request in requests:
+        with torch.no_grad():
+            tokens = model.generate(torch.tensor([request.prompt_ids]), do_sample=False, max_new_tokens=24, eos_token_id=2, pad_token_id=0)
+        assert completions[request.request_id].token_ids == tuple(tokens[0, len(request.prompt_ids) :].tolist())
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 64])
+def test_a_sample_depends_on_its_seed_not_on_its_batch(num_slots: int) -> None:
+    model = reference_model()
+    requests = make_requests(5)
+    expected = make_engine(model)
+    expected.submit(requests)
+    alone = drain(expected)
+    engine = make_engine(model, max_slots=num_slots, prefill_tokens=16)
+    shuffled = random.Random(num_slots).sample(requests, len(requests))
+    engine.submit(shuffled[:7])
+    actual = {completion.request_id: completion for completion in engine.advance(3)}
+    engine.submit(shuffled[7:])
+    actual |= drain(engine)
+    for request_id, completion in alone.items():
+        assert actual[request_id].token_ids == completion.token_ids
+        assert actual[request_id].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
+
+
+def test_equal_submissions_give_equal_streams() -> None:
+    model = reference_model()
+    streams = []
+    for _ in range(2):
+        engine = make_engine(model)
+        engine.submit(make_requests(5))
+        stream = []
+        while engine.num_unfinished:
+            stream.extend(engine.poll())
+        streams.append(stream)
+    assert streams[0] == streams[1]
+
+
+def test_group_members_differ_and_share_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reference_model()
+    engine = make_engine(model, max_slots=4)
+    prefilled = []
+    original = EmbeddedEngine._prefill
+    monkeypatch.setattr(EmbeddedEngine, "_prefill", lambda self, rows: (prefilled.extend(rows), original(self, rows))[1])
+    prompt = tuple(range(10, 30))
+    sampling = SamplingParams(max_new_tokens=12)
+    engine.submit([GenerationRequest(str(i), prompt, sampling, seed=i) for i in range(10)])
+    completions = drain(engine)
+    # 10 rows over 4 slots: the second wave finds rows of the first one gone, so it may prefill again, but never once a row.
+    assert len(prefilled) <= 3
+    assert len({completion.token_ids for completion in completions.values()}) == 10
+    for index in range(10):
+        check_against_forward(model, GenerationRequest(str(index), prompt, sampling, seed=index), completions[str(index)])
+
+
+def test_a_weight_update_in_the_middle_gives_two_version_ranges() -> None:
+    old, new = reference_model(seed=0), reference_model(seed=1)
+    engine = make_engine(old)
+    prompt = tuple(range(10, 20))
+    request = GenerationRequest("a", prompt, SamplingParams(max_new_tokens=12), seed=3)
+    engine.submit([request])
+    assert engine.advance(5) == []
+    load(engine, new)
+    engine.set_policy_version(7)
+    late = GenerationRequest("b", prompt, SamplingParams(max_new_tokens=12), seed=3)
+    engine.submit([late])
+    completions = drain(engine)
+    assert completions["a"].versions == (VersionRange(0, 5, 0), VersionRange(5, 12, 7))
+    before = make_engine(old)
+    before.submit([request])
+    assert completions["a"].token_ids[:5] == drain(before)["a"].token_ids[:5]
+    # A later request with the same prompt must not inherit keys and values of the old weights.
+    assert completions["b"].versions == (VersionRange(0, 12, 7),)
+    check_against_forward(new, late, completions["b"])
+
+
+def test_abort_returns_partials_and_a_resumed_prefix_continues_the_same_sample() -> None:
+    model = reference_model()
+    requests = [replace(r, sampling=SamplingParams(max_new_tokens=40)) for r in make_requests(4, group_size=3)]
+    whole = make_engine(model)
+    whole.submit(requests)
+    expected = drain(whole)
+    engine = make_engine(model)
+    engine.submit(requests)
+    engine.advance(11)
+    partials = {completion.request_id: completion for completion in engine.abort()}
+    assert engine.num_unfinished == 0 and engine.poll() == []
+    assert set(partials) == set(expected)
+    assert sorted({len(p.token_ids) for p in partials.values()}) == [0, 11]
+    resumed = []
+    for request in requests:
+        part = partials[request.request_id]
+        assert part.finish_reason == "abort" and part.is_truncated
+        assert part.token_ids == expected[request.request_id].token_ids[: len(part.token_ids)]
+        assert len(part.logprobs) == len(part.token_ids) == sum(r.end - r.start for r in part.versions)
+        rest = SamplingParams(max_new_tokens=40 - len(part.token_ids))
+        resumed.append(replace(request, prompt_ids=request.prompt_ids + part.token_ids, sampling=rest))
+    engine.submit(resumed)
+    for request_id, completion in drain(engine).items():
+        assert partials[request_id].token_ids + completion.token_ids == expected[request_id].token_ids
+
+
+def test_stop_ids_of_different_width_and_a_stop_at_the_limit() -> None:
+    model = reference_model()
+    engine = make_engine(model)
+    free = SamplingParams(max_new_tokens=20)
+    engine.submit([GenerationRequest("free", (7, 8, 9), free, seed=11)])
+    response = drain(engine)["free"].token_ids
+    third = response[2]
+    engine.submit(
+        [
+            GenerationRequest("many", (7, 8, 9), SamplingParams(max_new_tokens=20, stop_token_ids=(100000, third, 3)), seed=11),
+            GenerationRequest("none", (7, 8, 9), free, seed=11),
+            GenerationRequest("edge", (7, 8, 9), SamplingParams(max_new_tokens=len(response[:3]), stop_token_ids=(third,)), seed=11),
+        ]
+    )
+    completions = drain(engine)
+    cut = response.index(third) + 1
+    assert completions["many"].token_ids == response[:cut] and completions["many"].finish_reason == "stop"
+    assert completions["none"].token_ids == response and completions["none"].finish_reason == "length"
+    assert completions["edge"].finish_reason == "stop"
+
+
+def test_nothing_is_generated_before_a_complete_synchronisation() -> None:
+    model = reference_model()
+    engine = EmbeddedEngine(model.config, EmbeddedEngineSettings(max_slots=2, max_length=32))
+    assert engine.policy_version == -1
+    engine.submit([GenerationRequest("a", (4, 5), SamplingParams(max_new_tokens=4), seed=0)])
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        engine.poll()
+    source = dict(model.named_parameters())
+    forgotten = "model.layers.1.mlp.up_proj.weight"
+    for name, tensor in engine.parameters_by_name().items():
+        if name != forgotten:
+            tensor.copy_(source[name].detach())
+    with pytest.raises(ValueError, match=forgotten):
+        engine.set_policy_version(0)
+    load(engine, model)
+    engine.set_policy_version(0)
+    assert len(drain(engine)["a"].token_ids) == 4
+
+
+def test_tied_head_follows_the_embedding() -> None:
+    tied, untied = make_engine(reference_model("qwen2 tied")), make_engine(reference_model("qwen2 untied"))
+    assert "lm_head.weight" not in tied.parameters_by_name()
+    assert "lm_head.weight" in untied.parameters_by_name()
+
+
+def test_requests_that_cannot_be_served_are_refused_before_any_is_queued() -> None:
+    engine = make_engine(reference_model())
+    good = GenerationRequest("good", (3, 4), SamplingParams(max_new_tokens=4), seed=0)
+    cases = {
+        "80 prompt tokens \\+ 20 new tokens = 100, more than the engine's max_length 96": replace(
+            good, prompt_ids=(3,) * 80, sampling=SamplingParams(max_new_tokens=20)
+        ),
+        "no tokens": replace(good, prompt_ids=()),
+        "vocabulary is 0..60": replace(good, prompt_ids=(3, 61)),
+        "max_new_tokens = 0": replace(good, sampling=SamplingParams(max_new_tokens=0)),
+        "top_p 0": replace(good, sampling=SamplingParams(top_p=0.0, max_new_tokens=4)),
+    }
+    for message, request in cases.items():
+        with pytest.raises(ValueError, match=message):
+            engine.submit([good, replace(request, request_id="bad")])
+    with pytest.raises(ValueError, match="already in use"):
+        engine.submit([good, good])
+    assert engine.num_unfinished == 0
+
+
+def test_sliding_windows_are_refused() -> None:
+    config = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    with pytest.raises(ValueError, match="sliding_attention"):
+        EmbeddedEngine(config, EmbeddedEngineSettings())
+
+
+def test_the_model_of_a_folder_is_built_without_its_weights(tmp_path) -> None:
+    model = reference_model("qwen3")
+    model.config.save_pretrained(tmp_path)
+    engine = EmbeddedEngine.from_folder(tmp_path, EmbeddedEngineSettings(max_slots=2, max_length=64))
+    load(engine, model)
+    engine.set_policy_version(0)
+    request = GenerationRequest("a", (4, 5, 6), SamplingParams(max_new_tokens=30), seed=0)
+    engine.submit([request])
+    check_against_forward(model, request, drain(engine)["a"])
