@@ -1,0 +1,157 @@
+"""A second verifier beside the one that rewards: every disagreement is recorded, no reward waits for it.
+
+Typical use: reward with `dapo`, which is strict about notation, and shadow with `lenient`: the records are right answers
+in a form the reward rejects (or wrong ones it accepts).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_dapo.rewards.pool import ScoreItem, VerifierPool
+from megatron_dapo.types import Score
+
+RESPONSE_TAIL_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """One response on which two verifiers differ, with what a person needs to tell who is right."""
+
+    key: str
+    response_tail: str
+    answer: str
+    verifier: str  # versions, not names
+    outcome: str
+    extracted: str | None
+    shadow_verifier: str
+    shadow_outcome: str
+    shadow_extracted: str | None
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ShadowStatistics:
+    num_compared: int
+    num_disagreements: int
+    num_skipped: int  # the shadow was too far behind
+
+
+class ShadowedPool:
+    """Scores like `primary`; `shadow` scores the same responses in its own time.
+
+    Args:
+        on_disagreement: called with each `Disagreement`, from a thread of the pools, in the order of the call.
+        max_waiting: responses the shadow may be behind before new ones are skipped (and counted).
+
+    It owns both pools: closing it closes them.
+    """
+
+    def __init__(
+        self,
+        primary: VerifierPool,
+        shadow: VerifierPool,
+        on_disagreement: Callable[[Disagreement], None],
+        max_waiting: int = 16384,
+    ) -> None:
+        self.primary = primary
+        self.shadow = shadow
+        self.version = primary.version
+        self._on_disagreement = on_disagreement
+        self._max_waiting = max_waiting
+        self._changed = threading.Condition()  # guards the counters below
+        self._num_waiting = self._num_compared = self._num_disagreements = self._num_skipped = 0
+
+    def score_many(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
+        """The primary's scores (see `VerifierPool.score_many`)."""
+        return self.submit(items).result()
+
+    async def score_many_async(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
+        return await asyncio.wrap_future(self.submit(items))
+
+    def submit(self, items: Iterable[ScoreItem]) -> Future[dict[Hashable, Score]]:
+        items = list(items)
+        scores = self.primary.submit(items)
+        if self._reserve(len(items)):
+            shadow_scores = self.shadow.submit(items)
+            # Compare once both are there, whoever is first.
+            scores.add_done_callback(
+                lambda _: shadow_scores.add_done_callback(lambda _: self._compare(items, scores, shadow_scores))
+            )
+        return scores
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until every response so far was compared; False if `timeout_s` passed first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_waiting == 0, timeout_s)
+
+    def statistics(self) -> ShadowStatistics:
+        with self._changed:
+            return ShadowStatistics(self._num_compared, self._num_disagreements, self._num_skipped)
+
+    def close(self) -> None:
+        self.primary.close()
+        self.shadow.close()
+
+    def __enter__(self) -> ShadowedPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _reserve(self, num_items: int) -> bool:
+        with self._changed:
+            has_room = self._num_waiting + num_items <= self._max_waiting
+            self._num_waiting += num_items if has_room else 0
+            self._num_skipped += 0 if has_room else num_items
+        return has_room
+
+    def _compare(
+        self,
+        items: Sequence[ScoreItem],
+        scores: Future[dict[Hashable, Score]],
+        shadow_scores: Future[dict[Hashable, Score]],
+    ) -> None:
+        found: list[Disagreement] = []
+        has_both = scores.exception() is None and shadow_scores.exception() is None
+        try:
+            if has_both:
+                found = self._disagreements(items, scores.result(), shadow_scores.result())
+            for disagreement in found:
+                self._on_disagreement(disagreement)
+        finally:
+            with self._changed:
+                self._num_waiting -= len(items)
+                self._num_compared += len(items) if has_both else 0
+                self._num_disagreements += len(found)
+                self._changed.notify_all()
+
+    def _disagreements(
+        self, items: Sequence[ScoreItem], scores: Mapping[Hashable, Score], shadow_scores: Mapping[Hashable, Score]
+    ) -> list[Disagreement]:
+        found = []
+        for key, response, answer, _ in items:
+            score, shadow = scores[key], shadow_scores[key]
+            if score.accuracy != shadow.accuracy:
+                found.append(
+                    Disagreement(
+                        key=str(key),
+                        response_tail=response[-RESPONSE_TAIL_CHARACTERS:],
+                        answer=answer,
+                        verifier=self.primary.version,
+                        outcome=score.outcome,
+                        extracted=score.extracted,
+                        shadow_verifier=self.shadow.version,
+                        shadow_outcome=shadow.outcome,
+                        shadow_extracted=shadow.extracted,
+                    )
+                )
+        return found

@@ -1,0 +1,147 @@
+"""Start-up contract between prompts and verifier: what the prompt asks for is what the verifier can read.
+
+A prompt that asks for `\\boxed{}` with a verifier that reads `Answer:` lines scores every right answer as wrong, and the
+run goes on without an error. So before the first step, responses in the instructed format are made up for rendered
+prompts of the data set (chat template included: its system prompt may ask for another format) and scored:
+
+    the gold answer        must be correct
+    the same, truncated    must not be
+    another answer         must be wrong
+    no answer              must not be correct
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_dapo.rewards.pool import ScoreItem
+from megatron_dapo.types import Score
+
+FORMATS: Mapping[str, str] = {
+    "answer_line": "Answer: {answer}",
+    "answer_line_boxed": "Answer: \\boxed{{{answer}}}",
+    "boxed": "\\boxed{{{answer}}}",
+}
+_INSTRUCTIONS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("answer_line_boxed", re.compile(r"(?i)answer\s*:\s*\$?\s*\\boxed")),
+    ("answer_line", re.compile(r"(?i)answer\s*:")),
+    ("boxed", re.compile(r"\\boxed")),
+)
+WRONG_ANSWERS = ("123456789", "987654321")
+MAX_EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class SelfTestReport:
+    """What was tested: the formats the prompts ask for and how many of them."""
+
+    formats: tuple[str, ...]
+    num_prompts: int
+    num_responses: int
+
+
+def check_contract(
+    prompts: Sequence[tuple[str, str]],
+    score_many: Callable[[Sequence[ScoreItem]], Mapping[Hashable, Score]],
+    verifier: str,
+    answer_format: str = "auto",
+    max_prompts: int = 64,
+) -> SelfTestReport:
+    """Refuse to start when prompts and verifier disagree.
+
+    Args:
+        prompts: (rendered prompt text, gold answer), as the engine will see them.
+        score_many: of the pool that will score the run.
+        verifier: its name, for the message.
+        answer_format: "auto" reads it from the prompts; a key of FORMATS; or a template of your own with `{answer}`.
+
+    Raises ValueError with the formats found, counts, and examples with what the verifier extracted.
+    """
+    if not prompts:
+        raise ValueError("self-test: there are no prompts")
+    sample = prompts[:: max(1, -(-len(prompts) // max_prompts))]
+    templates = instructed_formats([text for text, _ in sample], answer_format)
+    failures: list[str] = []
+    for name, template in templates.items():
+        items = _synthetic_items([answer for _, answer in sample], template)
+        scores = score_many(items)
+        failures += [_describe(name, verifier, failed) for failed in _failures(items, scores)]
+    if failures:
+        raise ValueError(_refusal(failures, verifier, tuple(templates), len(sample)))
+    return SelfTestReport(tuple(templates), len(sample), len(templates) * len(sample) * 4)
+
+
+def instructed_formats(texts: Sequence[str], answer_format: str = "auto") -> dict[str, str]:
+    """Name -> template of every answer format that at least half of the rendered prompts ask for."""
+    if answer_format in FORMATS:
+        return {answer_format: FORMATS[answer_format]}
+    if answer_format != "auto":
+        return {"custom": _checked_template(answer_format)}
+    counts = Counter(name for text in texts for name in _formats_of(text))
+    found = {name: FORMATS[name] for name in FORMATS if 2 * counts[name] >= len(texts) and counts[name]}
+    if not found:
+        raise ValueError(
+            f"self-test: the prompts do not say how to give the answer (neither 'Answer:' nor \\boxed in most of "
+            f"{len(texts)} prompts). Say so in the prompts, or set answer_format to one of {sorted(FORMATS)} or to a "
+            f"template with {{answer}}. The first prompt: {texts[0][-400:]!r}"
+        )
+    return found
+
+
+def _formats_of(text: str) -> tuple[str, ...]:
+    combined, separate = _INSTRUCTIONS[0], _INSTRUCTIONS[1:]
+    if combined[1].search(text):
+        return (combined[0],)
+    return tuple(name for name, pattern in separate if pattern.search(text))
+
+
+def _checked_template(template: str) -> str:
+    try:
+        has_answer = template.format(answer="\0") != template.format(answer="\1")
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"answer_format {template!r} is no template: {error!r}; double literal braces") from error
+    if not has_answer:
+        raise ValueError(f"answer_format {template!r} is neither auto, nor one of {sorted(FORMATS)}, nor has {{answer}}")
+    return template
+
+
+def _synthetic_items(answers: Sequence[str], template: str) -> list[ScoreItem]:
+    items: list[ScoreItem] = []
+    for index, answer in enumerate(answers):
+        wrong = next(candidate for candidate in WRONG_ANSWERS if candidate not in answer)
+        right = f"Step by step.\n\n{template.format(answer=answer)}"
+        items += [
+            ((index, "correct"), right, answer, False),
+            ((index, "truncated"), right, answer, True),
+            ((index, "incorrect"), f"Step by step.\n\n{template.format(answer=wrong)}", answer, False),
+            ((index, "no answer"), "Step by step, and no conclusion.", answer, False),
+        ]
+    return items
+
+
+def _failures(items: Sequence[ScoreItem], scores: Mapping[Hashable, Score]) -> list[tuple[ScoreItem, Score]]:
+    return [(item, scores[item[0]]) for item in items if scores[item[0]].accuracy != float(item[0][1] == "correct")]
+
+
+def _describe(format_name: str, verifier: str, failed: tuple[ScoreItem, Score]) -> str:
+    (key, response, answer, _), score = failed
+    detail = f" ({score.detail['error']})" if "error" in score.detail else ""
+    return (
+        f"format {format_name}: a response with {'the ' if key[1] == 'correct' else 'an ' if key[1] == 'incorrect' else ''}"
+        f"{key[1]} answer, {response[-80:]!r}, gold {answer!r}, scored {score.outcome!r}{detail}, "
+        f"extracted {score.extracted!r}"
+    )
+
+
+def _refusal(failures: Sequence[str], verifier: str, formats: Sequence[str], num_prompts: int) -> str:
+    examples = "\n  ".join(failures[:MAX_EXAMPLES])
+    return (
+        f"self-test: verifier {verifier!r} disagrees with the format the prompts ask for ({', '.join(formats)}): "
+        f"{len(failures)} of {4 * num_prompts * len(formats)} made-up responses to {num_prompts} prompts scored wrongly, "
+        f"such as\n  {examples}\n"
+        "Fix: change the instruction in the prompts (or the chat template's system prompt), or the verifier: `dapo` reads "
+        "'Answer: ...', `lenient` also \\boxed{...}."
+    )

@@ -1,0 +1,180 @@
+"""Verifiers by name: the presets, or a user's own reward function as "pkg.module:function".
+
+A user's function is called with (response, answer) and returns one of
+
+- `bool`: right or wrong, rewarded by the pool's reward map;
+- `float`: its own reward; right from 0.5 on (return a dict to say otherwise);
+- `dict` with `accuracy` (0 or 1) and optionally `reward`, `extracted`, `detail`;
+- a `Score` (its outcome decides: only "correct" is right).
+
+Nothing here imports torch: this module is loaded by every verifier process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+from megatron_dapo.rewards.verdict import Verdict
+
+USER_CORRECT_THRESHOLD = 0.5
+MAX_DETAIL_CHARACTERS = 65536
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A loaded verifier. `version` belongs into every result file: scores of two versions are not comparable."""
+
+    name: str
+    version: str
+    judge: Callable[[str, str], Verdict]  # (response, answer)
+    gold_problem: Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Where a preset lives and how much of a response it looks at (None: all of it)."""
+
+    module: str
+    tail_characters: int | None
+
+
+PRESETS: Mapping[str, Preset] = {
+    "dapo": Preset("megatron_dapo.rewards.dapo", 300),
+    "lenient": Preset("megatron_dapo.rewards.lenient", None),
+}
+
+
+def tail_characters(name: str) -> int | None:
+    """How many trailing characters of a response verifier `name` looks at, without loading it. None: all."""
+    return PRESETS[name].tail_characters if name in PRESETS else None
+
+
+def load_verifier(name: str) -> Verifier:
+    """The verifier called `name`. ValueError when there is none, or a user's function cannot be imported."""
+    if name in PRESETS:
+        return _load_preset(name)
+    if ":" in name:
+        return _load_user_function(name)
+    raise ValueError(
+        f"unknown verifier {name!r}: choose one of {', '.join(sorted(PRESETS))}, or name your own function as "
+        "'package.module:function'"
+    )
+
+
+def validate_gold(verifier: Verifier, answer: str) -> None:
+    """ValueError when no response could be right for this gold answer."""
+    problem = verifier.gold_problem(answer)
+    if problem is not None:
+        raise ValueError(f"gold answer {answer!r} is useless to verifier {verifier.name!r}: {problem}")
+
+
+def _load_preset(name: str) -> Verifier:
+    module = importlib.import_module(PRESETS[name].module)
+    assert module.TAIL_CHARACTERS == PRESETS[name].tail_characters, f"{name}: tail_characters out of step"
+    return Verifier(name, f"{name}-{module.REVISION}", module.judge, module.gold_problem)
+
+
+def _load_user_function(path: str) -> Verifier:
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"verifier {path!r}: cannot import module {module_name!r} ({error})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise ValueError(f"verifier {path!r}: {module_name} has no function {function_name!r}; it has {functions}")
+
+    def judge(response: str, answer: str) -> Verdict:
+        return verdict_of(function(response, answer))
+
+    return Verifier(path, f"{path}@{_source_hash(module)}", judge, _gold_problem_of_user)
+
+
+def _source_hash(module: Any) -> str:
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):  # compiled: there is no source to tell versions apart by
+        return "unknown"
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def _gold_problem_of_user(answer: str) -> str | None:
+    return None if answer.strip() else "it is empty"
+
+
+# ---- what a user's function may return
+
+
+def verdict_of(result: Any) -> Verdict:
+    """The verdict a user's return value stands for. ValueError for anything else."""
+    if is_dataclass(result) and not isinstance(result, type):
+        result = asdict(result)
+    for kind, convert in _CONVERTERS:
+        if isinstance(result, kind):
+            return convert(result)
+    raise ValueError(f"a reward function returns bool, float, dict or Score, not {type(result).__name__}")
+
+
+def _verdict_of_bool(result: bool) -> Verdict:
+    return Verdict("correct" if result else "wrong")
+
+
+def _verdict_of_number(result: float) -> Verdict:
+    reward = _finite(result)
+    return Verdict("correct" if reward >= USER_CORRECT_THRESHOLD else "wrong", reward=reward)
+
+
+def _verdict_of_mapping(result: Mapping[str, Any]) -> Verdict:
+    unknown = set(result) - {"accuracy", "reward", "outcome", "extracted", "detail"}
+    if unknown or "accuracy" not in result:
+        raise ValueError(
+            f"a reward dict has `accuracy` and optionally reward, outcome, extracted, detail; got {sorted(result)}"
+        )
+    if result["accuracy"] not in (0, 1):
+        raise ValueError(f"accuracy is 0 or 1, got {result['accuracy']!r}; a graded value belongs into `reward`")
+    outcome = result.get("outcome", "correct" if result["accuracy"] else "wrong")
+    if (outcome == "correct") != bool(result["accuracy"]):
+        raise ValueError(f"outcome {outcome!r} contradicts accuracy {result['accuracy']}")
+    reward = result.get("reward")
+    extracted = result.get("extracted")
+    return Verdict(
+        outcome,
+        None if extracted is None else str(extracted),
+        None if reward is None else _finite(reward),
+        _json_detail(result.get("detail") or {}),
+    )
+
+
+def _finite(reward: Any) -> float:
+    reward = float(reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}: it must be finite")
+    return reward
+
+
+def _json_detail(detail: Any) -> Mapping[str, Any]:
+    if not isinstance(detail, Mapping):
+        raise ValueError(f"detail is a dict, got {type(detail).__name__}")
+    try:
+        size = len(json.dumps(detail, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"detail is not JSON-serialisable: {error}") from error
+    if size > MAX_DETAIL_CHARACTERS:
+        raise ValueError(f"detail has {size} characters of JSON, at most {MAX_DETAIL_CHARACTERS} are kept")
+    return dict(detail)
+
+
+# bool before numbers: True is an int.
+_CONVERTERS: tuple[tuple[Any, Callable[[Any], Verdict]], ...] = (
+    (bool, _verdict_of_bool),
+    ((int, float), _verdict_of_number),
+    (Mapping, _verdict_of_mapping),
+)

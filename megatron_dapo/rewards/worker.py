@@ -1,0 +1,107 @@
+"""The verifier process: reads tasks as JSON lines, writes one JSON line an answer. Started by `VerifierPool` only.
+
+    parent -> worker   {"verifier": ..., "memory_limit_mb": ..., "timeout_s": ...}            once
+    worker -> parent   {"ready": version} or {"failed": message}                             once
+    parent -> worker   {"id": n, "operation": "score" | "validate", "response": ..., "answer": ...}
+    worker -> parent   {"id": n, "outcome": ..., "extracted": ..., "reward": ..., "detail": ..., "leaving": bool}
+
+Nothing is pickled. The process limits its own memory before it loads the verifier, keeps the pipes away from a user's
+`print` and `input`, and carries an alarm of its own that the kernel enforces even if the parent is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+from megatron_dapo.rewards.verdict import Verdict
+from megatron_dapo.rewards.verifier import Verifier, load_verifier
+
+MAX_MESSAGE_CHARACTERS = 500
+
+
+def main() -> None:
+    requests, replies = _claim_pipes()
+    settings = json.loads(requests.readline())
+    _limit_memory(settings["memory_limit_mb"])
+    # Later than the parent's own deadline: it matters only when nobody is left to kill this process.
+    last_resort_s = 2 * settings["timeout_s"] + 5
+    try:
+        verifier = load_verifier(settings["verifier"])
+    except BaseException as error:
+        _send(replies, {"failed": _describe(error)})
+        return
+    _send(replies, {"ready": verifier.version})
+    for line in requests:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, last_resort_s)
+        reply = answer(verifier, json.loads(line))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(replies, reply)
+        if reply["leaving"]:
+            return
+
+
+def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
+    """The reply to one task. An exception is the outcome `error`; one for want of memory also ends this process."""
+    leaving = False
+    try:
+        verdict = _OPERATIONS[task["operation"]](verifier, task)
+    except BaseException as error:
+        leaving = isinstance(error, MemoryError)
+        verdict = Verdict("error", detail={"error": _describe(error)})
+    return {
+        "id": task["id"],
+        "outcome": verdict.outcome,
+        "extracted": verdict.extracted,
+        "reward": verdict.reward,
+        "detail": verdict.detail,
+        "leaving": leaving,
+    }
+
+
+def _score(verifier: Verifier, task: Mapping[str, Any]) -> Verdict:
+    return verifier.judge(task["response"], task["answer"])
+
+
+def _validate(verifier: Verifier, task: Mapping[str, Any]) -> Verdict:
+    problem = verifier.gold_problem(task["answer"])
+    return Verdict("correct") if problem is None else Verdict("wrong", detail={"problem": problem})
+
+
+_OPERATIONS: Mapping[str, Callable[[Verifier, Mapping[str, Any]], Verdict]] = {"score": _score, "validate": _validate}
+
+
+def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Move the protocol off file descriptors 0 and 1, which then lead to /dev/null."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
+    return requests, replies
+
+
+def _limit_memory(memory_limit_mb: int) -> None:
+    limit = memory_limit_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _send(replies: BinaryIO, message: Mapping[str, Any]) -> None:
+    replies.write(json.dumps(message, allow_nan=False).encode() + b"\n")
+    replies.flush()
+
+
+def _describe(error: BaseException) -> str:
+    message = "memory limit reached" if isinstance(error, MemoryError) else str(error)
+    return f"{type(error).__name__}: {message}"[:MAX_MESSAGE_CHARACTERS]
+
+
+if __name__ == "__main__":
+    main()
