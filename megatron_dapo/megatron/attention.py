@@ -1,0 +1,272 @@
+"""Causal attention over packed sequences with torch's scaled_dot_product_attention, rotary embedding included.
+
+Tokens arrive packed, [P, heads, head_dim]. One kernel call a sequence is slow when there are many short ones, so sequences of similar
+length are gathered into right-padded batches [n, longest, heads, head_dim] and scattered back. Causality alone keeps real queries from
+the padding on the right, so no mask is needed.
+
+Under context parallelism each sequence is cut into 2 x C equal pieces and rank r holds pieces r and 2C - 1 - r (Transformer Engine's
+convention: every rank has the same causal work). Queries stay where they are; keys and values are gathered from all ranks, and a
+mask says which keys are not in a query's future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+
+# A batch may mix lengths L with longest - L up to max(SLACK_TOKENS, SLACK_FRACTION * longest): a kernel call costs about as much as
+# this much padding.
+SLACK_TOKENS = 32
+SLACK_FRACTION = 0.25
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One padded batch: its sizes and, under context parallelism, which keys [n, 1, queries, keys] a query may see."""
+
+    num_sequences: int
+    num_queries: int
+    num_keys: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class GatherIndex:
+    """Where each padded slot's token is, and where each token's slot is. Slots of padding point at token 0."""
+
+    tokens: torch.Tensor  # [slots] int64: token in a slot
+    slots: torch.Tensor  # [tokens] int64: slot of a token
+    padding: torch.Tensor  # [pads] int64: slots without a token
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How one micro-batch's packed tokens are arranged into padded batches. An index is None where it would change nothing."""
+
+    buckets: tuple[Bucket, ...]
+    queries: GatherIndex | None
+    keys: GatherIndex | None
+
+
+def bucket_sequences(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of the sequences of each padded batch: longest first, order kept among equals, waste bounded by the slack."""
+    order = sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index])
+    buckets: list[list[int]] = []
+    for index in order:
+        longest = lengths[buckets[-1][0]] if buckets else -1
+        if longest - lengths[index] > max(SLACK_TOKENS, SLACK_FRACTION * longest) or not buckets:
+            buckets.append([])
+        buckets[-1].append(index)
+    return buckets
+
+
+def plan_attention(cu_seqlens: torch.Tensor, context_rank: int, context_size: int) -> AttentionPlan:
+    """Arrange the sequences that `cu_seqlens` [N + 1] (before context slicing) delimits, as rank `context_rank` sees them."""
+    bounds = cu_seqlens.to("cpu", torch.int64)
+    lengths = (bounds[1:] - bounds[:-1]).tolist()
+    buckets, query_rows, key_rows = [], [], []
+    for members in bucket_sequences(lengths):
+        starts, sizes = bounds[:-1][members], torch.tensor([lengths[index] for index in members])
+        query_slots, query_positions = _local_slots(starts, sizes, context_rank, context_size)
+        key_slots = _global_slots(starts, sizes, context_size, int(bounds[-1]) // context_size)
+        mask = None
+        if context_size > 1:
+            mask = torch.arange(key_slots.size(1)) <= query_positions[:, :, None]
+            mask = mask[:, None].to(cu_seqlens.device)
+        buckets.append(Bucket(len(members), query_slots.size(1), key_slots.size(1), mask))
+        query_rows.append(query_slots.flatten())
+        key_rows.append(key_slots.flatten())
+    num_tokens = int(bounds[-1])
+    queries = _gather_index(torch.cat(query_rows), num_tokens // context_size, cu_seqlens.device)
+    keys = queries if context_size == 1 else _gather_index(torch.cat(key_rows), num_tokens, cu_seqlens.device)
+    return AttentionPlan(tuple(buckets), queries, keys)
+
+
+def _local_slots(starts: torch.Tensor, sizes: torch.Tensor, rank: int, context_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's token in each query slot (-1: padding) and its position within its sequence (0 for padding), both [n, longest]."""
+    if context_size == 1:
+        offset = torch.arange(int(sizes.max()))
+        real = offset < sizes[:, None]
+        return torch.where(real, starts[:, None] + offset, -1), torch.where(real, offset, 0)
+    piece = (sizes // (2 * context_size))[:, None]
+    offset = torch.arange(2 * int(piece.max()))
+    real = offset < 2 * piece
+    position = torch.where(offset < piece, rank * piece + offset, (2 * context_size - 2 - rank) * piece + offset)
+    return torch.where(real, starts[:, None] // context_size + offset, -1), torch.where(real, position, 0)
+
+
+def _global_slots(starts: torch.Tensor, sizes: torch.Tensor, context_size: int, num_local: int) -> torch.Tensor:
+    """Token in each key slot [n, longest] (-1: padding), where tokens are the ranks' pieces one rank after the other."""
+    position = torch.arange(int(sizes.max()))
+    real = position < sizes[:, None]
+    if context_size == 1:
+        return torch.where(real, starts[:, None] + position, -1)
+    piece = (sizes // (2 * context_size))[:, None]
+    index = position // piece
+    second = index >= context_size
+    owner = torch.where(second, 2 * context_size - 1 - index, index)
+    local = starts[:, None] // context_size + position % piece + second * piece
+    return torch.where(real, owner * num_local + local, -1)
+
+
+def _gather_index(tokens: torch.Tensor, num_tokens: int, device: torch.device) -> GatherIndex | None:
+    real = tokens >= 0
+    slots = torch.empty(num_tokens, dtype=torch.int64)
+    slots[tokens[real]] = torch.arange(tokens.numel())[real]
+    if tokens.numel() == num_tokens and torch.equal(slots, torch.arange(num_tokens)):
+        return None
+    padding = (~real).nonzero().flatten()
+    return GatherIndex(tokens.clamp(min=0).to(device), slots.to(device), padding.to(device))
+
+
+class _Pad(torch.autograd.Function):
+    """[tokens, ...] -> [slots, ...]. What padding slots hold does not matter: nothing real looks at them."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, index: GatherIndex) -> torch.Tensor:
+        ctx.index = index
+        return packed.index_select(0, index.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, ctx.index.slots), None
+
+
+class _Unpad(torch.autograd.Function):
+    """[slots, ...] -> [tokens, ...]; padding slots get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, index: GatherIndex) -> torch.Tensor:
+        ctx.index = index
+        return padded.index_select(0, index.slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, ctx.index.tokens).index_fill_(0, ctx.index.padding, 0), None
+
+
+class _GatherRanks(torch.autograd.Function):
+    """[P, ...] -> [ranks * P, ...] in rank order; the gradients of all ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = local.new_empty(group.size() * local.size(0), *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        local = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(local, grad.contiguous(), group=ctx.group)
+        return local, None
+
+
+class _Rotate(torch.autograd.Function):
+    """x * cos + rotate_half(x) * sin over the last dim (arXiv:2104.09864, eq. 34), its two halves being the pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, 1), None, None
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """The rotation by (cos, sin), or for sign = 1 by its transpose."""
+    half = x.size(-1) // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=-sign)
+    return out
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """megatron-core's description of a packed micro-batch, with what the own attention needs, worked out once for all layers."""
+
+    plan: AttentionPlan | None = None
+    position_ids: torch.Tensor | None = None  # [P_local]
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin [P_local, 1, head_dim]: made by the first layer that asks
+
+    def rotary_tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of every token from the angles [longest, 1, 1, head_dim] of every position; taken in fp32, then rounded."""
+        if self.rotary is None:
+            assert self.position_ids is not None, "packed sequences without position_ids"
+            table = angles[:, 0]
+            self.rotary = tuple(part.to(dtype).index_select(0, self.position_ids) for part in (table.cos(), table.sin()))
+        return self.rotary
+
+
+class PackedAttention(torch.nn.Module):
+    """The core attention of the own layer specification: no parameters, packed sequences only, grouped queries, no dropout."""
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """query [P, heads, head_dim], key and value [P, groups, head_dim] -> [P, heads * head_dim]."""
+        assert isinstance(packed_seq_params, PackedSequences) and packed_seq_params.plan is not None, "attention wants packed sequences"
+        plan = packed_seq_params.plan
+        if self.context_group is not None:
+            key, value = _GatherRanks.apply(torch.cat((key, value), dim=1), self.context_group).chunk(2, dim=1)
+        padded_query = query if plan.queries is None else _Pad.apply(query, plan.queries)
+        padded_key, padded_value = (part if plan.keys is None else _Pad.apply(part, plan.keys) for part in (key, value))
+        padded = self._attend(padded_query, padded_key, padded_value, plan.buckets)
+        return padded if plan.queries is None else _Unpad.apply(padded, plan.queries)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: tuple[Bucket, ...]) -> torch.Tensor:
+        query_sizes = [bucket.num_sequences * bucket.num_queries for bucket in buckets]
+        key_sizes = [bucket.num_sequences * bucket.num_keys for bucket in buckets]
+        outputs = []
+        for bucket, q, k, v in zip(buckets, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True):
+            q, k, v = (part.unflatten(0, (bucket.num_sequences, -1)).transpose(1, 2) for part in (q, k, v))
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            )
+            outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class PackedSelfAttention(SelfAttention):
+    """megatron-core's self-attention for packed sequences only: the rotary tables are made once a micro-batch, not twice a layer."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [P or its sequence-parallel part, 1, h] -> the same shape, and the output projection's bias (None)."""
+        assert packed_seq_params is not None and rotary_pos_emb is not None, "packed self-attention needs packed sequences and rotary angles"
+        query, key, value = (part.squeeze(1) for part in self.get_query_key_value_tensors(hidden_states))
+        cos, sin = packed_seq_params.rotary_tables(rotary_pos_emb, query.dtype)
+        query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
+        if self.checkpoint_core_attention and self.training:
+            context = self._checkpointed_attention_forward(query, key, value, None, packed_seq_params=packed_seq_params)
+        else:
+            context = self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
+        return self.linear_proj(context.unsqueeze(1))

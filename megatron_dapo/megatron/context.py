@@ -1,0 +1,56 @@
+"""The part of a packed micro-batch that one context-parallel rank computes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from megatron_dapo.types import MicroBatch
+
+PER_TOKEN_FIELDS = (
+    "token_ids",
+    "position_ids",
+    "targets",
+    "sequence_ids",
+    "loss_mask",
+    "loss_weights",
+    "advantages",
+    "rollout_logprobs",
+)
+
+
+def context_token_index(cu_seqlens: torch.Tensor, context_rank: int, context_size: int) -> torch.Tensor:
+    """[P / C] int64: the positions in the packed micro-batch that rank `context_rank` of C = `context_size` holds, in its order.
+
+    Every sequence is cut into 2C equal pieces; the rank holds piece `context_rank` and piece 2C - 1 - `context_rank` of each.
+    Raises ValueError where a sequence's padded length is not a multiple of 2C.
+    """
+    bounds = cu_seqlens.to("cpu", torch.int64)
+    lengths = bounds[1:] - bounds[:-1]
+    if torch.any(lengths % (2 * context_size)):
+        bad = lengths[lengths % (2 * context_size) != 0][0]
+        raise ValueError(
+            f"context parallel {context_size}: a packed sequence has {bad} tokens, not a multiple of {2 * context_size}; "
+            "pack with the layout's sequence_alignment"
+        )
+    piece = lengths // (2 * context_size)
+    first = bounds[:-1] + context_rank * piece
+    second = bounds[:-1] + (2 * context_size - 1 - context_rank) * piece
+    starts = torch.stack((first, second), dim=1).flatten()
+    sizes = piece.repeat_interleave(2)
+    shift = starts - (sizes.cumsum(0) - sizes)
+    return torch.arange(int(sizes.sum())) + shift.repeat_interleave(sizes)
+
+
+def slice_for_context(micro_batch: MicroBatch, context_rank: int, context_size: int) -> MicroBatch:
+    """The micro-batch with every per-token field cut to what this context rank holds.
+
+    `cu_seqlens` and `sequence_lengths` still describe whole sequences: a loss that needs to know which token belongs to which
+    sequence reads `sequence_ids`.
+    """
+    if context_size == 1:
+        return micro_batch
+    index = context_token_index(micro_batch.cu_seqlens, context_rank, context_size).to(micro_batch.token_ids.device)
+    parts = {name: getattr(micro_batch, name).index_select(0, index) for name in PER_TOKEN_FIELDS}
+    return dataclasses.replace(micro_batch, **parts)

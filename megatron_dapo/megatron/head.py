@@ -1,0 +1,44 @@
+"""From the last chunk's hidden states to what a loss is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron_dapo.megatron.model import output_weight
+from megatron_dapo.ops.logprob import vocab_parallel_logprobs
+from megatron_dapo.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Log-prob of each target and entropy of its distribution, fp32, aligned with the fields of the (context-sliced) micro-batch."""
+
+    logprobs: torch.Tensor  # [P_local]
+    entropy: torch.Tensor  # [P_local]
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """`vocab_size`: without padding. `chunk_tokens`: tokens whose logits live at a time, None lets the operator choose."""
+
+    vocab_size: int
+    temperature: float = 1.0
+    chunk_tokens: int | None = None
+
+
+def token_outputs(chunk: GPTModel, hidden: torch.Tensor, micro_batch: MicroBatch, settings: HeadSettings) -> TokenOutputs:
+    """Outputs of the last chunk from its hidden states [1, P_local, h] at `settings.temperature`."""
+    group = chunk.pg_collection.tp
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden[0],
+        output_weight(chunk),
+        micro_batch.targets,
+        temperature=settings.temperature,
+        vocab_size=settings.vocab_size,
+        group=group if group.size() > 1 else None,
+        chunk_tokens=settings.chunk_tokens,
+    )
+    return TokenOutputs(logprobs, entropy)

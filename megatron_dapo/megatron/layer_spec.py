@@ -1,0 +1,97 @@
+"""What a transformer layer is made of, under Transformer Engine's parameter names whether Transformer Engine is there or not.
+
+The names (`self_attention.linear_qkv.layer_norm_weight`, `mlp.linear_fc1.layer_norm_weight`) keep checkpoints readable by other
+Megatron tools. With Transformer Engine and CUDA its own layers are used; else the ones below.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_dapo.megatron.attention import PackedAttention, PackedSelfAttention
+
+logger = logging.getLogger(__name__)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm (arXiv:1910.07467, eq. 4). Its weight is marked for the gradient sum of sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _norm_weight(config, hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] -> the same shape."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """A column-parallel linear layer with the RMSNorm of its input inside, as Transformer Engine has it."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **settings)
+        self.layer_norm_weight = _norm_weight(config, input_size)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[tokens, 1, input_size] -> [tokens, 1, this rank's outputs] and the bias that the caller is to add, if any."""
+        # Before the gather of sequence parallelism: each rank norms its own tokens.
+        normed = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers come from Transformer Engine: it is installed and there is a CUDA device."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
+    """The layers of one model chunk, of Transformer Engine's modules where it can be used, else of the own ones."""
+    if uses_transformer_engine():
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        logger.info("layers: Transformer Engine")
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    logger.info("layers: own specification (Transformer Engine with CUDA is not available)")
+    layer = own_layer_spec(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm)
+
+
+def own_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """One dense layer: norm + QKV, packed attention, output projection, norm + gated MLP."""
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=NormColumnParallelLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    submodules = TransformerLayerSubmodules(
+        self_attention=ModuleSpec(module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attn_bda=get_bias_dropout_add,
+        mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)

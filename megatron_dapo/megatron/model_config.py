@@ -1,0 +1,102 @@
+"""megatron-core's TransformerConfig from a model's architecture, a parallel layout and a few settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.parallel.layout import ParallelLayout
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
+
+# What is computed a second time in the backward pass instead of being kept.
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
+)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How the model computes: `dtype` of weights and activations, and which activations are recomputed ("none", "selective", "full")."""
+
+    dtype: str = "float32"
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        for name, value, table in (("dtype", self.dtype, DTYPES), ("recompute", self.recompute, RECOMPUTE)):
+            if value not in table:
+                raise ValueError(f"model settings: {name} {value!r} is unknown; choose one of {', '.join(table)}")
+
+
+def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings) -> TransformerConfig:
+    """The configuration of the model on this layout, whose sizes must divide the architecture's (`megatron_layout` checks)."""
+    dtype = DTYPES[settings.dtype]
+    cuda = torch.cuda.is_available()
+    return TransformerConfig(
+        **_architecture_fields(architecture),
+        **_layout_fields(layout),
+        **RECOMPUTE[settings.recompute],
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights are overwritten by a checkpoint: initialising them first would cost a full copy of the model.
+        perform_initialization=False,
+        use_cpu_initialization=not cuda,
+        # The loss function divides by global counts itself: gradients are summed over micro-batches and ranks, never averaged.
+        calculate_per_token_loss=True,
+        # Packed micro-batches differ in length. megatron-core ties that to this dispatcher, though a dense model dispatches nothing.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=cuda,
+        # Fusions need CUDA extensions or a compiler; none changes the mathematics.
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=cuda,
+        bias_activation_fusion=cuda,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _architecture_fields(architecture: ModelArchitecture) -> dict[str, Any]:
+    return {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_key_value_heads,
+        "kv_channels": architecture.head_dim,
+        "ffn_hidden_size": architecture.intermediate_size,
+        "layernorm_epsilon": architecture.rms_norm_eps,
+        "add_qkv_bias": architecture.qkv_bias,
+        "qk_layernorm": architecture.qk_norm,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        # Dropout would make the log-probs of the old policy and of training disagree.
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _layout_fields(layout: ParallelLayout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "sequence_parallel": layout.sequence_parallel,
+        "deallocate_pipeline_outputs": True,
+    }

@@ -1,0 +1,154 @@
+"""Lets stock megatron-core run where there is no CUDA device: a table of small replacements, installed once a process.
+
+Each function of the table says which lines of megatron-core 0.16.1 need it and what it puts in their place. None does mathematics.
+With CUDA present nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
+OPTIMIZER_PACKAGE = "megatron.core.optimizer"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """`owner.name` becomes `value`."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+class _Overlay:
+    """Stands for a module or namespace: the given attributes are replaced, all others are the original's."""
+
+    def __init__(self, original: Any, replaced: Mapping[str, Any]) -> None:
+        self._original = original
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def current_device() -> tuple[Replacement, ...]:
+    """`torch.cuda.current_device()` answers the CPU device.
+
+    models/common/embeddings/rotary_pos_embedding.py:162, tensor_parallel/mappings.py:91, :141, :181, tensor_parallel/layers.py:552,
+    pipeline_parallel/p2p_communication.py:190, :313 and many more pass it as `device=`.
+    """
+    return (Replacement(torch.cuda, "current_device", lambda: CPU),)
+
+
+def literal_devices() -> tuple[Replacement, ...]:
+    """`device="cuda"` written out becomes the CPU, in the modules that a training step reaches.
+
+    pipeline_parallel/schedules.py:596, :983, :2138; optimizer/clip_grads.py:103, :115, :174; optimizer/optimizer.py:481, :485, :907.
+    """
+    overlay = _Overlay(torch, {name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    names = ("pipeline_parallel.schedules", "optimizer.clip_grads", "optimizer.optimizer")
+    return tuple(Replacement(importlib.import_module(f"megatron.core.{name}"), "torch", overlay) for name in names)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def tensor_type_names() -> tuple[Replacement, ...]:
+    """`tensor.type()` of a CPU tensor names the CUDA type when an optimizer of megatron-core asks, and only then.
+
+    optimizer/clip_grads.py:167, optimizer/optimizer.py:671, :690 and optimizer/distrib_optimizer.py:361, :420, :582 compare it with
+    "torch.cuda.FloatTensor" and its 16-bit kin.
+    """
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if args or kwargs or self.device.type != "cpu":
+            return answer
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return answer.replace("torch.", "torch.cuda.", 1) if caller.startswith(OPTIMIZER_PACKAGE) else answer
+
+    return (Replacement(torch.Tensor, "type", type_),)
+
+
+def random_states() -> tuple[Replacement, ...]:
+    """The CPU generator takes the place of the CUDA generator in the random-number tracker.
+
+    tensor_parallel/random.py:55 and :113 (get and set the state: recompute and `fork`), :235-240 and :422 (`add` and seeding).
+    """
+    module = importlib.import_module("megatron.core.tensor_parallel.random")
+    cuda = _Overlay(torch.cuda, {"get_rng_state": _get_state, "manual_seed": torch.manual_seed})
+    return (
+        Replacement(module, "_get_cuda_rng_state", _get_state),
+        Replacement(module, "_set_cuda_rng_state", _set_state),
+        Replacement(module, "torch", _Overlay(torch, {"cuda": cuda})),
+    )
+
+
+def _get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def quiet_fork() -> tuple[Replacement, ...]:
+    """Forking the tracker does not warn that the CPU generator moved: here that is the generator it manages.
+
+    tensor_parallel/random.py:262 logs the warning at every dropout and recompute.
+    """
+    module = importlib.import_module("megatron.core.tensor_parallel.random")
+    return (Replacement(module, "logging", _Overlay(module.logging, {"getLogger": lambda name: _Silent()})),)
+
+
+class _Silent:
+    def warning(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the message."""
+
+
+PATCHES: Mapping[str, Callable[[], tuple[Replacement, ...]]] = MappingProxyType(
+    {
+        "current_device": current_device,
+        "literal_devices": literal_devices,
+        "tensor_type_names": tensor_type_names,
+        "random_states": random_states,
+        "quiet_fork": quiet_fork,
+    }
+)
+
+
+def install_cpu_platform() -> bool:
+    """Install every patch where CUDA is absent; safe to call again. Returns whether the CPU platform is in use."""
+    if torch.cuda.is_available():
+        return False
+    if not _is_installed():
+        for patch in PATCHES.values():
+            for replacement in patch():
+                setattr(replacement.owner, replacement.name, replacement.value)
+    return True
+
+
+def _is_installed() -> bool:
+    try:
+        return torch.cuda.current_device() is CPU
+    except (RuntimeError, AssertionError):
+        return False

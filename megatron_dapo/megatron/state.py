@@ -1,0 +1,172 @@
+"""Everything a rank must keep to go on exactly where it stopped, as flat named tensors and a JSON-able description.
+
+Tensor names are "<kind>/<local parameter name>" with these kinds:
+
+| kind | tensor |
+|---|---|
+| parameter | the whole local parameter, in the model's type |
+| master | fp32 master of the 16-bit parameter; where the model is fp32 the parameter is its own master |
+| exp_avg, exp_avg_sq | Adam's moments, fp32 |
+| step | Adam's step count of this parameter, a scalar |
+| random | state of a random-number generator; the name is the generator's |
+
+With the distributed optimizer `master` and the moments are flat and cover elements [start, end) of the flattened local parameter, the
+part that this data-parallel rank owns; a parameter of which it owns nothing has none of them. The description names each range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+FORMAT = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
+GENERATOR = "torch"
+
+
+@dataclass(frozen=True)
+class OwnedPart:
+    """What this rank's optimizer updates of one parameter: elements [start, end) of it flattened, through the tensor `main`."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    main: torch.Tensor  # the inner optimizer's parameter: the parameter itself, a view of it, or its fp32 master
+    start: int
+    end: int
+    inner: torch.optim.Optimizer
+    group: dict[str, Any]
+
+
+def owned_parts(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> Iterator[OwnedPart]:
+    """The parts this rank's optimizer holds, in the order of `parameters` (local name -> parameter)."""
+    for part in optimizer.chained_optimizers:
+        find = _distributed_part if isinstance(part, DistributedOptimizer) else _whole_part
+        for name, parameter in parameters.items():
+            found = find(name, parameter, part)
+            if found is not None:
+                yield found
+
+
+def _distributed_part(name: str, parameter: torch.nn.Parameter, optimizer: DistributedOptimizer) -> OwnedPart | None:
+    place = optimizer.model_param_group_index_map.get(parameter)
+    if place is None:
+        return None
+    group = optimizer.optimizer.param_groups[place[0]]
+    owned = optimizer._get_model_param_range_map(parameter)["param"]
+    return OwnedPart(name, parameter, group["params"][place[1]], owned.start, owned.end, optimizer.optimizer, group)
+
+
+def _whole_part(name: str, parameter: torch.nn.Parameter, optimizer: Any) -> OwnedPart | None:
+    main = getattr(parameter, "main_param", parameter)
+    for group in optimizer.optimizer.param_groups:
+        if any(candidate is main for candidate in group["params"]):
+            return OwnedPart(name, parameter, main, 0, parameter.numel(), optimizer.optimizer, group)
+    return None
+
+
+def state_shards(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """This rank's state and its description. The tensors are the live ones: write or copy them before the next step."""
+    tensors: dict[str, torch.Tensor] = {f"parameter/{name}": parameter.detach() for name, parameter in parameters.items()}
+    ranges: dict[str, list[int]] = {}
+    for part in owned_parts(parameters, optimizer):
+        ranges[part.name] = [part.start, part.end]
+        if _has_master(part):
+            tensors[f"master/{part.name}"] = part.main.detach()
+        state = part.inner.state.get(part.main, {})
+        if state:
+            tensors.update({f"{moment}/{part.name}": state[moment] for moment in MOMENTS})
+            tensors[f"step/{part.name}"] = _step_of(part)
+    tensors.update({f"random/{name}": state for name, state in _random_states().items()})
+    distributed = any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
+    description = {
+        "format": FORMAT,
+        "distributed_optimizer": distributed,
+        "parameters": {name: {"shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")} for name, p in parameters.items()},
+        "owned": ranges,
+    }
+    return tensors, description
+
+
+def _has_master(part: OwnedPart) -> bool:
+    return part.parameter.dtype != torch.float32
+
+
+def _step_of(part: OwnedPart) -> torch.Tensor:
+    """A parameter's step count. Fused optimizers keep it once a group."""
+    step = part.inner.state[part.main].get("step", part.group.get("step", 0))
+    return torch.as_tensor(step, dtype=torch.float32).reshape(()).clone()
+
+
+def load_state_shards(
+    parameters: Mapping[str, torch.nn.Parameter], optimizer: Any, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]
+) -> None:
+    """Put a state back that `state_shards` gave on a rank of the same layout. Raises ValueError where it does not fit, before changing anything."""
+    parts = list(owned_parts(parameters, optimizer))
+    _check(parameters, parts, optimizer, tensors, description)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[f"parameter/{name}"])
+        for part in parts:
+            _load_part(part, tensors)
+    _set_random_states({key.removeprefix("random/"): state for key, state in tensors.items() if key.startswith("random/")})
+
+
+def _load_part(part: OwnedPart, tensors: Mapping[str, torch.Tensor]) -> None:
+    if _has_master(part):
+        part.main.copy_(tensors[f"master/{part.name}"])
+    if f"step/{part.name}" not in tensors:
+        part.inner.state.pop(part.main, None)
+        return
+    # Copies, and a step tensor for every parameter: Adam adds to them in place, so a shared step would count once a parameter.
+    state = {moment: tensors[f"{moment}/{part.name}"].to(part.main.device, copy=True) for moment in MOMENTS}
+    step = tensors[f"step/{part.name}"].clone()
+    if "step" in part.group:
+        part.group["step"] = int(step)
+    else:
+        state["step"] = step
+    part.inner.state[part.main] = state
+
+
+def _check(
+    parameters: Mapping[str, torch.nn.Parameter],
+    parts: list[OwnedPart],
+    optimizer: Any,
+    tensors: Mapping[str, torch.Tensor],
+    description: Mapping[str, Any],
+) -> None:
+    own = state_shards(parameters, optimizer)[1]
+    for field in ("format", "distributed_optimizer", "parameters", "owned"):
+        if description.get(field) != own[field]:
+            raise ValueError(f"state: {field} differs: {_difference(description.get(field), own[field])}; load it on the layout that saved it")
+    shapes = {f"parameter/{name}": parameter.shape for name, parameter in parameters.items()}
+    for part in parts:
+        kinds = (("master",) if _has_master(part) else ()) + (MOMENTS if f"step/{part.name}" in tensors else ())
+        shapes.update({f"{kind}/{part.name}": part.main.shape for kind in kinds})
+    missing = sorted(set(shapes) - set(tensors))
+    if missing:
+        raise ValueError(f"state: {len(missing)} tensors are missing, first {missing[0]!r}")
+    for key, shape in shapes.items():
+        if tensors[key].shape != shape:
+            raise ValueError(f"state: {key} has shape {tuple(tensors[key].shape)}, here it is {tuple(shape)}")
+
+
+def _difference(saved: Any, own: Any) -> str:
+    if not isinstance(saved, Mapping) or not isinstance(own, Mapping):
+        return f"saved {saved}, here {own}"
+    name = next(key for key in sorted({*saved, *own}) if saved.get(key) != own.get(key))
+    return f"{name}: saved {saved.get(name)}, here {own.get(name)}"
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    return {GENERATOR: torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+
+
+def _set_random_states(states: dict[str, torch.Tensor]) -> None:
+    if GENERATOR in states:
+        torch.set_rng_state(states.pop(GENERATOR).cpu())
+        get_cuda_rng_tracker().set_states({name: state.clone() for name, state in states.items()})
