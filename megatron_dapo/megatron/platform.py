@@ -53,10 +53,11 @@ def current_device() -> tuple[Replacement, ...]:
 def literal_devices() -> tuple[Replacement, ...]:
     """`device="cuda"` written out becomes the CPU, in the modules that a training step reaches.
 
-    pipeline_parallel/schedules.py:596, :983, :2138; optimizer/clip_grads.py:103, :115, :174; optimizer/optimizer.py:481, :485, :907.
+    pipeline_parallel/schedules.py:596, :983, :2138; optimizer/clip_grads.py:103, :115, :174; optimizer/optimizer.py:481, :485, :907;
+    utils.py:1207 (the norm of gradients without Transformer Engine and apex).
     """
     overlay = _Overlay(torch, {name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
-    names = ("pipeline_parallel.schedules", "optimizer.clip_grads", "optimizer.optimizer")
+    names = ("pipeline_parallel.schedules", "optimizer.clip_grads", "optimizer.optimizer", "utils")
     return tuple(Replacement(importlib.import_module(f"megatron.core.{name}"), "torch", overlay) for name in names)
 
 

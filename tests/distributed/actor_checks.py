@@ -1,0 +1,249 @@
+"""Small models, ragged packed batches and a transformers fp64 reference for the tests of the actor; workers run in gloo ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.context import context_token_index
+from megatron_dapo.megatron.head import TokenOutputs
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.megatron.optimizer import OptimizerSettings
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.types import MicroBatch
+
+VOCABULARY = 300  # not a multiple of 128 x TP: the last rows are padding
+ENTROPY_WEIGHT = 0.05
+TEMPERATURE = 0.8
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Not the constants that megatron-core has built in.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 6.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": False}),
+    "qwen2-tied": ("Qwen2", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": False, "head_dim": 24}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, "tie_word_embeddings": False}),
+}
+# Sequence lengths of each micro-batch: single tokens, equal lengths, one long sequence, many short ones.
+LENGTHS: tuple[tuple[int, ...], ...] = ((5, 17, 1, 30), (70, 3), (40, 2, 8, 8, 9, 8), (64,))
+
+
+@functools.cache
+def reference_model(name: str) -> Any:
+    """A transformers model in fp64 with random weights, biases and norms, the same in every process."""
+    import transformers
+
+    family, fields = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**SIZES, **fields, architectures=[f"{family}ForCausalLM"])
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 and parameter.numel() in (24, 64) else 0.08 * noise)
+    return model.double()
+
+
+def architecture_of(name: str) -> ModelArchitecture:
+    return ModelArchitecture.from_config(reference_model(name).config.to_dict())
+
+
+def fill_local(local: Mapping[str, torch.Tensor], tensors: MegatronLayout, rank: int, source: Mapping[str, torch.Tensor]) -> None:
+    """Cut this rank's local buffers out of whole tensors, padding being zero."""
+    for buffer in local.values():
+        buffer.zero_()
+    for piece in tensors.pieces(rank):
+        there = tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
+        here = tuple(slice(start, start + size) for start, size in zip(piece.local_offset, piece.shape, strict=True))
+        local[piece.local][here] = source[piece.tensor][there].to(local[piece.local].dtype)
+
+
+def build_actor(name: str, layout: ParallelLayout, settings: ActorSettings | None = None) -> MegatronActor:
+    weights = reference_model(name).state_dict()
+
+    def load(local: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
+        fill_local(local, tensors, dist.get_rank(), weights)
+
+    return MegatronActor(architecture_of(name), layout, settings or ActorSettings(), load)
+
+
+def sequences(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def make_micro_batch(tokens: Sequence[torch.Tensor], layout: ParallelLayout, total_targets: int, seed: int) -> MicroBatch:
+    """Pack `tokens` for the layout; every real target has a random advantage and weight 1 / total_targets."""
+    padded = [-(-part.numel() // layout.sequence_alignment) * layout.sequence_alignment for part in tokens]
+    padded[-1] += -sum(padded) % layout.micro_batch_alignment
+    bounds = torch.tensor([0, *padded]).cumsum(0)
+    fields = {name: torch.zeros(int(bounds[-1]), dtype=torch.int64) for name in ("token_ids", "position_ids", "targets", "sequence_ids")}
+    fields |= {name: torch.zeros(int(bounds[-1])) for name in ("loss_mask", "loss_weights", "advantages", "rollout_logprobs")}
+    generator = torch.Generator().manual_seed(seed)
+    for index, part in enumerate(tokens):
+        start, length, width = int(bounds[index]), part.numel(), padded[index]
+        fields["token_ids"][start : start + length] = part
+        fields["position_ids"][start : start + width] = torch.arange(width)
+        fields["sequence_ids"][start : start + width] = index
+        fields["targets"][start : start + length - 1] = part[1:]
+        fields["loss_mask"][start : start + length - 1] = 1
+        fields["loss_weights"][start : start + length - 1] = 1 / total_targets
+        fields["advantages"][start : start + length - 1] = torch.randn(length - 1, generator=generator)
+    return MicroBatch(
+        cu_seqlens=bounds.to(torch.int32),
+        sequence_lengths=tuple(part.numel() for part in tokens),
+        sample_ids=tuple(f"{seed}/{index}" for index in range(len(tokens))),
+        **fields,
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch: each micro-batch's sequences, and the targets in all of them."""
+
+    micro_batches: tuple[tuple[torch.Tensor, ...], ...]
+
+    @property
+    def num_targets(self) -> int:
+        return sum(part.numel() - 1 for micro_batch in self.micro_batches for part in micro_batch)
+
+    def of_rank(self, layout: ParallelLayout, rank: int) -> list[tuple[int, MicroBatch]]:
+        """(global index, micro-batch) of the data-parallel rank."""
+        mine = range(layout.coordinates(rank).data, len(self.micro_batches), layout.data)
+        return [(index, make_micro_batch(self.micro_batches[index], layout, self.num_targets, seed=100 + index)) for index in mine]
+
+
+def ragged_batch(seed: int = 3) -> Batch:
+    return Batch(tuple(tuple(sequences(lengths, seed * 31 + index)) for index, lengths in enumerate(LENGTHS)))
+
+
+def loss_fn(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    objective = micro_batch.advantages * outputs.logprobs + ENTROPY_WEIGHT * outputs.entropy
+    loss = -(micro_batch.loss_weights * objective).sum()
+    return loss, {"loss": loss.detach(), "num_targets": micro_batch.loss_mask.sum()}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """fp64 from transformers, one sequence at a time: loss, gradients by name, and each micro-batch's log-probs of its real targets."""
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    logprobs: tuple[torch.Tensor, ...]
+
+
+@functools.cache
+def reference(name: str, seed: int = 3) -> Reference:
+    model, batch = reference_model(name), ragged_batch(seed)
+    single = ParallelLayout(world_size=1)
+    total, logprobs = torch.zeros((), dtype=torch.float64), []
+    for index, parts in enumerate(batch.micro_batches):
+        packed = make_micro_batch(parts, single, batch.num_targets, seed=100 + index)
+        rows = []
+        for part in parts:
+            log_p = (model(part[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+            rows.append(torch.stack((log_p.gather(1, part[1:, None])[:, 0], -(log_p.exp() * log_p).sum(1)), dim=1))
+        values = torch.cat(rows)
+        real = packed.loss_mask.bool()
+        total = total - ((packed.advantages[real] * values[:, 0] + ENTROPY_WEIGHT * values[:, 1]) / batch.num_targets).sum()
+        logprobs.append(values[:, 0].detach())
+    gradients = torch.autograd.grad(total, list(model.parameters()))
+    names = [parameter_name for parameter_name, _ in model.named_parameters()]
+    return Reference(float(total), dict(zip(names, gradients, strict=True)), tuple(logprobs))
+
+
+def logprob_error(actor: MegatronActor, outputs: TokenOutputs, micro_batch: MicroBatch, expected: torch.Tensor) -> float:
+    """Largest difference over this context rank's real targets."""
+    packed = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
+    packed[micro_batch.loss_mask.bool()] = expected
+    if actor.layout.context > 1:
+        rank = actor.layout.coordinates(dist.get_rank()).context
+        index = context_token_index(micro_batch.cu_seqlens, rank, actor.layout.context)
+        packed, mask = packed[index], micro_batch.loss_mask[index].bool()
+    else:
+        mask = micro_batch.loss_mask.bool()
+    return float((outputs.logprobs - packed)[mask].abs().max()) if mask.any() else 0.0
+
+
+def gradient_error(actor: MegatronActor, gradients: Mapping[str, torch.Tensor]) -> float:
+    """Largest over local parameters of |difference| / |reference|, both 2-norms."""
+    expected = {name: torch.zeros(buffer.shape, dtype=torch.float64) for name, buffer in actor.gradients().items()}
+    fill_local(expected, actor.tensors, dist.get_rank(), gradients)
+    return max(float((actor.gradients()[name] - want).norm() / want.norm().clamp(min=1e-12)) for name, want in expected.items())
+
+
+def parity(name: str, layout: ParallelLayout, settings: ActorSettings | None = None) -> dict[str, float]:
+    """Errors of log-probs, loss, gradients and gradient norm against the reference, the largest over ranks."""
+    actor, batch, want = build_actor(name, layout, settings), ragged_batch(), reference(name)
+    mine = batch.of_rank(layout, dist.get_rank())
+    micro_batches = [micro_batch for _, micro_batch in mine]
+    outputs = actor.forward_logprobs(micro_batches, TEMPERATURE)
+    last = layout.coordinates(dist.get_rank()).pipeline == layout.pipeline - 1
+    assert all((output is not None) == last for output in outputs), "outputs exist on the last pipeline stage only"
+    logprob = max(
+        (logprob_error(actor, out, micro, want.logprobs[i]) for (i, micro), out in zip(mine, outputs, strict=True) if out is not None),
+        default=0.0,
+    )
+    metrics = actor.accumulate_gradients(micro_batches, loss_fn, TEMPERATURE)
+    gradient = gradient_error(actor, want.gradients)
+    result = actor.train_step(micro_batches, loss_fn, TEMPERATURE, learning_rate=1e-3)
+    norm = float(torch.stack([grad.norm() for grad in want.gradients.values()]).norm())
+    errors = {
+        "logprob": logprob,
+        "loss": abs(metrics["loss"] - want.loss) / abs(want.loss),
+        "targets": abs(metrics["num_targets"] - batch.num_targets),
+        "gradient": gradient,
+        "norm": abs(result.grad_norm - norm) / norm,
+        "not_applied": float(not result.applied),
+    }
+    return largest_over_ranks(errors)
+
+
+def largest_over_ranks(errors: dict[str, float]) -> dict[str, float]:
+    values = torch.tensor(list(errors.values()), dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(errors, values.tolist(), strict=True))
+
+
+def parity_of_layouts(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Worker: `parity` of each case {"model", "layout" (fields), and optionally "dtype", "recompute", "distributed"}."""
+    results = []
+    for case in cases:
+        settings = ActorSettings(
+            model=ModelSettings(dtype=case.get("dtype", "float32"), recompute=case.get("recompute", "none")),
+            optimizer=OptimizerSettings(distributed=case.get("distributed", True)),
+        )
+        layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
+        results.append(parity(case["model"], layout, settings))
+    return results
+
+
+def train_batches(count: int) -> Iterator[Batch]:
+    yield from (ragged_batch(seed) for seed in range(10, 10 + count))
