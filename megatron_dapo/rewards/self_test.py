@@ -68,7 +68,7 @@ def check_contract(
     for name, template in templates.items():
         items = _synthetic_items([answer for _, answer in sample], template)
         scores = score_many(items)
-        failures += [_describe(name, verifier, failed) for failed in _failures(items, scores)]
+        failures += [_describe(name, failed) for failed in _failures(items, scores)]
     if failures:
         raise ValueError(_refusal(failures, verifier, tuple(templates), len(sample)))
     return SelfTestReport(tuple(templates), len(sample), len(templates) * len(sample) * 4)
@@ -111,7 +111,7 @@ def _checked_template(template: str) -> str:
 def _synthetic_items(answers: Sequence[str], template: str) -> list[ScoreItem]:
     items: list[ScoreItem] = []
     for index, answer in enumerate(answers):
-        wrong = next(candidate for candidate in WRONG_ANSWERS if candidate not in answer)
+        wrong = WRONG_ANSWERS[answer == WRONG_ANSWERS[0]]
         right = f"Step by step.\n\n{template.format(answer=answer)}"
         items += [
             ((index, "correct"), right, answer, False),
@@ -126,12 +126,11 @@ def _failures(items: Sequence[ScoreItem], scores: Mapping[Hashable, Score]) -> l
     return [(item, scores[item[0]]) for item in items if scores[item[0]].accuracy != float(item[0][1] == "correct")]
 
 
-def _describe(format_name: str, verifier: str, failed: tuple[ScoreItem, Score]) -> str:
-    (key, response, answer, _), score = failed
+def _describe(format_name: str, failed: tuple[ScoreItem, Score]) -> str:
+    ((_, label), response, answer, _), score = failed
     detail = f" ({score.detail['error']})" if "error" in score.detail else ""
     return (
-        f"format {format_name}: a response with {'the ' if key[1] == 'correct' else 'an ' if key[1] == 'incorrect' else ''}"
-        f"{key[1]} answer, {response[-80:]!r}, gold {answer!r}, scored {score.outcome!r}{detail}, "
+        f"[{format_name}, {label}] {response[-80:]!r} with gold {answer!r} is {score.outcome!r}{detail}, "
         f"extracted {score.extracted!r}"
     )
 

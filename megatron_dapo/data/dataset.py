@@ -1,0 +1,237 @@
+"""Prompts of a run, read once: checked, de-duplicated, rendered to token ids.
+
+The published training file repeats its 17k problems about a hundred times and the AIME file its 30 problems 32 times:
+rows with the same prompt and answer are one problem, and the report says how many there were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.data.files import Row, file_sha256, read_rows
+from megatron_dapo.data.template import Messages, PromptTemplate, Tokenizer
+from megatron_dapo.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+MAX_LISTED = 10  # problems spelled out in a message
+
+# answers -> the ones no response could match, each with the reason (VerifierPool.validate_answers)
+ValidateAnswers = Callable[[Iterable[str]], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """One prompt with several gold answers: at most one can be right."""
+
+    prompt: str  # the last turn, shortened
+    answers: tuple[str, ...]
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was read and what became of it. JSON-serialisable through `record`."""
+
+    files: tuple[tuple[str, str], ...]  # (path, sha256)
+    template: str
+    template_hash: str
+    num_rows: int
+    num_unique: int  # different (prompt, answer)
+    num_too_long: int
+    num_prompts: int  # kept
+    max_prompt_tokens: int
+    longest_prompt_tokens: int  # over all unique prompts
+    multiplicity_min: int  # rows a kept prompt had
+    multiplicity_max: int
+    conflicts: tuple[Conflict, ...]
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def summary(self) -> str:
+        return (
+            f"{self.num_rows:,} rows -> {self.num_unique:,} unique (prompt, answer) -> {self.num_prompts:,} prompts of at "
+            f"most {self.max_prompt_tokens:,} tokens ({self.num_too_long:,} too long; the longest has "
+            f"{self.longest_prompt_tokens:,})"
+        )
+
+
+@dataclass(frozen=True)
+class PromptDataset:
+    """The prompts of a run, in file order, with unique ids (unless loaded with deduplicate=False)."""
+
+    prompts: tuple[Prompt, ...]
+    report: LoadReport
+    multiplicity: Mapping[str, int]  # prompt_id -> rows
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @cached_property
+    def by_id(self) -> Mapping[str, Prompt]:
+        return {prompt.prompt_id: prompt for prompt in self.prompts}
+
+    @property
+    def prompt_ids(self) -> tuple[str, ...]:
+        """What the prompt stream is made of."""
+        return tuple(prompt.prompt_id for prompt in self.prompts)
+
+
+def load_prompts(
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    template: str = "chat",
+    template_options: Mapping[str, Any] | None = None,
+    deduplicate: bool = True,
+    validate_answers: ValidateAnswers | None = None,
+) -> PromptDataset:
+    """Training prompts: those longer than `max_prompt_tokens` are left out and counted.
+
+    Raises ValueError on a missing, empty, damaged or wrongly structured file, on gold answers the verifier cannot
+    use, and when no prompt is short enough.
+    """
+    collected = _collect(paths, deduplicate)
+    _check_answers(collected.rows, validate_answers)
+    prompts = _render(collected, PromptTemplate(tokenizer, template, template_options))
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+    if not kept:
+        shortest = min(len(prompt.token_ids) for prompt in prompts)
+        raise ValueError(
+            f"all {len(prompts)} prompts are longer than max_prompt_tokens = {max_prompt_tokens}: the shortest has "
+            f"{shortest} tokens"
+        )
+    dataset = _dataset(collected, prompts, kept, max_prompt_tokens, PromptTemplate(tokenizer, template, template_options))
+    _log(dataset)
+    return dataset
+
+
+def load_eval_prompts(
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    template: str = "chat",
+    template_options: Mapping[str, Any] | None = None,
+    validate_answers: ValidateAnswers | None = None,
+) -> PromptDataset:
+    """Evaluation problems: rows are always grouped by problem, and none is ever left out.
+
+    avg@k, pass@k and maj@k are then statistics over samples of one problem, however often the file repeats it;
+    `multiplicity` tells how often. A prompt that is too long is a ValueError: a benchmark without some of its problems
+    is another benchmark.
+    """
+    dataset = load_prompts(paths, tokenizer, max_prompt_tokens, template, template_options, True, validate_answers)
+    if dataset.report.num_too_long:
+        raise ValueError(
+            f"{dataset.report.num_too_long} of {dataset.report.num_unique} evaluation prompts are longer than "
+            f"max_prompt_tokens = {max_prompt_tokens}: raise it to at least {dataset.report.longest_prompt_tokens}"
+        )
+    return dataset
+
+
+def prompt_id_of(messages: Messages, answer: str) -> str:
+    """Equal (messages, answer) have equal ids, on every machine: 16 hex digits of a SHA-256."""
+    canonical = json.dumps([[[m["role"], m["content"]] for m in messages], answer], ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+# ---- stages
+
+
+@dataclass(frozen=True)
+class _Collected:
+    files: tuple[tuple[str, str], ...]
+    num_rows: int
+    rows: tuple[tuple[str, Row], ...]  # (prompt_id, first row with it), or every row
+    multiplicity: Mapping[str, int]
+
+
+def _collect(paths: Sequence[str | Path], deduplicate: bool) -> _Collected:
+    if not paths:
+        raise ValueError("no data files given")
+    files = [Path(path) for path in paths]
+    rows: list[tuple[str, Row]] = []
+    multiplicity: dict[str, int] = {}
+    num_rows = 0
+    for file in files:
+        for row in read_rows(file):
+            prompt_id = prompt_id_of(row.messages, row.answer)
+            if not deduplicate or prompt_id not in multiplicity:
+                rows.append((prompt_id, row))
+            multiplicity[prompt_id] = multiplicity.get(prompt_id, 0) + 1
+            num_rows += 1
+    hashes = tuple((str(file), file_sha256(file)) for file in files)
+    return _Collected(hashes, num_rows, tuple(rows), multiplicity)
+
+
+def _check_answers(rows: Sequence[tuple[str, Row]], validate_answers: ValidateAnswers | None) -> None:
+    if validate_answers is None:
+        return
+    problems = validate_answers(row.answer for _, row in rows)
+    bad = [row for _, row in rows if row.answer in problems]
+    if bad:
+        listed = "\n  ".join(f"{row.place}: {row.answer!r}: {problems[row.answer]}" for row in bad[:MAX_LISTED])
+        raise ValueError(f"{len(bad)} gold answers are useless to the verifier, the first of them:\n  {listed}")
+
+
+def _render(collected: _Collected, template: PromptTemplate) -> list[Prompt]:
+    return [
+        Prompt(prompt_id, row.messages, template.render(row.messages), row.answer, row.data_source, row.extra)
+        for prompt_id, row in collected.rows
+    ]
+
+
+def _dataset(
+    collected: _Collected,
+    prompts: Sequence[Prompt],
+    kept: Sequence[Prompt],
+    max_prompt_tokens: int,
+    template: PromptTemplate,
+) -> PromptDataset:
+    multiplicity = {prompt.prompt_id: collected.multiplicity[prompt.prompt_id] for prompt in kept}
+    report = LoadReport(
+        files=collected.files,
+        template=template.name,
+        template_hash=template.hash,
+        num_rows=collected.num_rows,
+        num_unique=len(collected.multiplicity),
+        num_too_long=len(prompts) - len(kept),
+        num_prompts=len(kept),
+        max_prompt_tokens=max_prompt_tokens,
+        longest_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
+        multiplicity_min=min(multiplicity.values()),
+        multiplicity_max=max(multiplicity.values()),
+        conflicts=_conflicts(collected.rows),
+    )
+    return PromptDataset(tuple(kept), report, multiplicity)
+
+
+def _conflicts(rows: Sequence[tuple[str, Row]]) -> tuple[Conflict, ...]:
+    by_prompt: dict[str, dict[str, str]] = {}  # prompt -> answer -> place
+    for _, row in rows:
+        by_prompt.setdefault(prompt_id_of(row.messages, ""), {}).setdefault(row.answer, row.place)
+    texts = {prompt_id_of(row.messages, ""): row.messages[-1]["content"] for _, row in rows}
+    return tuple(
+        Conflict(texts[key][:200], tuple(places), tuple(places.values()))
+        for key, places in by_prompt.items()
+        if len(places) > 1
+    )
+
+
+def _log(dataset: PromptDataset) -> None:
+    report = dataset.report
+    logger.info("%s", report.summary())
+    if report.conflicts:
+        listed = "; ".join(
+            f"{conflict.prompt[:80]!r}: {list(conflict.answers)} at {list(conflict.places)}"
+            for conflict in report.conflicts[:MAX_LISTED]
+        )
+        logger.warning("%d prompts have several different gold answers: %s", len(report.conflicts), listed)

@@ -1,0 +1,158 @@
+"""Rows of parquet and JSON-lines files in the DAPO-Math-17k schema, streamed: a file is never in memory as a whole.
+
+    data_source                   where the problem is from                     optional
+    prompt                        chat messages [{"role", "content"}], or text  required
+    ability                       subject                                       optional
+    reward_model.ground_truth     gold answer                                   required
+    extra_info.index              the row's own number                          optional
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REQUIRED_COLUMNS = ("prompt", "reward_model")
+OPTIONAL_COLUMNS = ("data_source", "ability", "extra_info")
+BATCH_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checked row. `place` says where it stands, for messages."""
+
+    messages: tuple[Mapping[str, str], ...]
+    answer: str
+    data_source: str
+    extra: Mapping[str, Any]
+    place: str
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Every row of a file, in order. ValueError names the file, the row and what was expected."""
+    if not path.is_file():
+        raise ValueError(f"data file {path} does not exist")
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ValueError(f"{path}: unknown kind of data file {path.suffix!r}, choose one of {', '.join(sorted(_READERS))}")
+    is_empty = True
+    for place, values in reader(path):
+        is_empty = False
+        yield _checked_row(values, place)
+    if is_empty:
+        raise ValueError(f"{path} has no rows")
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# ---- formats: (place, {column: value}) of every row
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            _check_columns(names, str(path))
+            columns = [name for name in REQUIRED_COLUMNS + OPTIONAL_COLUMNS if name in names]
+            index = 0
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
+                for values in batch.to_pylist():
+                    yield f"{path}, row {index}", values
+                    index += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet (truncated or damaged?): {error}") from error
+
+
+def _read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            values = _parse_line(line, place)
+            _check_columns(list(values), place)
+            yield place, values
+
+
+def _parse_line(line: bytes, place: str) -> Mapping[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise ValueError(f"{place} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{place}: expected a JSON object with columns, got {type(values).__name__}")
+    return values
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+}
+
+
+# ---- checks
+
+
+def _check_columns(found: Sequence[str], place: str) -> None:
+    missing = [name for name in REQUIRED_COLUMNS if name not in found]
+    if missing:
+        raise ValueError(
+            f"{place}: missing column(s) {', '.join(missing)}. Wanted: {', '.join(REQUIRED_COLUMNS)} "
+            f"(and, if there, {', '.join(OPTIONAL_COLUMNS)}); found: {', '.join(found)}"
+        )
+
+
+def _checked_row(values: Mapping[str, Any], place: str) -> Row:
+    reward_model = values["reward_model"]
+    if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
+        found = sorted(reward_model) if isinstance(reward_model, dict) else repr(reward_model)
+        raise ValueError(f"{place}: reward_model has no field ground_truth (found {found})")
+    extra_info = values.get("extra_info")
+    extra = {
+        "ability": values.get("ability"),
+        "index": extra_info.get("index") if isinstance(extra_info, dict) else None,
+    }
+    return Row(
+        _checked_messages(values["prompt"], place),
+        _checked_answer(reward_model["ground_truth"], place),
+        str(values.get("data_source") or ""),
+        {key: value for key, value in extra.items() if value is not None},
+        place,
+    )
+
+
+def _checked_messages(prompt: Any, place: str) -> tuple[Mapping[str, str], ...]:
+    if isinstance(prompt, str) and prompt.strip():
+        return ({"role": "user", "content": prompt},)
+    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
+        return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+    raise ValueError(
+        f"{place}: prompt must be a list of chat messages {{'role': text, 'content': text}} or a text, got "
+        f"{repr(prompt)[:200]}"
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _checked_answer(answer: Any, place: str) -> str:
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return str(answer)
+    if isinstance(answer, str) and answer.strip():
+        return answer
+    raise ValueError(f"{place}: unparsable gold answer: reward_model.ground_truth must be a text, got {answer!r}")

@@ -1,0 +1,121 @@
+"""Which prompt comes next: shuffled epochs without end, and an exact state.
+
+Every epoch is a permutation that depends on the seed, the epoch and nothing else, so the state is a position. What
+was handed out and not trained (an abort, a crash) is handed in again with `requeue` and goes ahead of fresh prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+STATE_VERSION = 1
+
+
+class PromptStream:
+    """An endless sequence of prompt ids in which every epoch has each id exactly once.
+
+    Args:
+        prompt_ids: of the data set, unique, in its order.
+        seed: of the shuffles.
+        max_epochs: how often to go through the data; None: for ever.
+    """
+
+    def __init__(self, prompt_ids: Sequence[str], seed: int, max_epochs: int | None = None) -> None:
+        self._prompt_ids = tuple(prompt_ids)
+        self._known = frozenset(self._prompt_ids)
+        if not self._prompt_ids:
+            raise ValueError("a prompt stream needs at least one prompt")
+        if len(self._known) != len(self._prompt_ids):
+            num_repeated = len(self._prompt_ids) - len(self._known)
+            raise ValueError(f"{num_repeated} of {len(self._prompt_ids)} prompt ids are repeated: de-duplicate the data")
+        if max_epochs is not None and max_epochs < 1:
+            raise ValueError(f"max_epochs must be at least 1 or None, got {max_epochs}")
+        self._seed = seed
+        self._max_epochs = max_epochs
+        self._fingerprint = fingerprint(self._prompt_ids)
+        self._requeued: deque[str] = deque()
+        self._epoch = 0
+        self._position = 0  # how many of this epoch were handed out
+        self._order = self._shuffled(0)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs begun before the current one."""
+        return self._epoch
+
+    @property
+    def num_drawn(self) -> int:
+        """Fresh prompts handed out since the beginning, requeued ones not counted again."""
+        return self._epoch * len(self._prompt_ids) + self._position
+
+    def next(self) -> str | None:
+        """The next prompt id: requeued ones first, first in first out. None once `max_epochs` are through."""
+        if self._requeued:
+            return self._requeued.popleft()
+        if self._position == len(self._order):
+            if self._epoch + 1 == self._max_epochs:
+                return None
+            self._epoch += 1
+            self._position = 0
+            self._order = self._shuffled(self._epoch)
+        self._position += 1
+        return self._prompt_ids[self._order[self._position - 1]]
+
+    def requeue(self, prompt_id: str) -> None:
+        """Hand a prompt in again that was handed out and not trained."""
+        if prompt_id not in self._known:
+            raise ValueError(f"prompt {prompt_id!r} is not of this data set ({len(self._prompt_ids)} prompts)")
+        self._requeued.append(prompt_id)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable; its size does not depend on the data set."""
+        return {
+            "version": STATE_VERSION,
+            "fingerprint": self._fingerprint,
+            "num_prompts": len(self._prompt_ids),
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "position": self._position,
+            "requeued": list(self._requeued),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. ValueError, and no change, if it is of other data or another seed."""
+        self._check_state(state)
+        self._requeued = deque(state["requeued"])
+        self._epoch = state["epoch"]
+        self._position = state["position"]
+        self._order = self._shuffled(self._epoch)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"prompt stream state has version {state.get('version')}, this program reads {STATE_VERSION}")
+        if state["fingerprint"] != self._fingerprint:
+            raise ValueError(
+                f"the checkpoint's prompt stream is of another data set: saved with {state['num_prompts']} prompts "
+                f"(hash {state['fingerprint']}), now {len(self._prompt_ids)} prompts (hash {self._fingerprint}). Use the "
+                "same data files, template and length limit, or start the data order afresh"
+            )
+        if state["seed"] != self._seed:
+            raise ValueError(f"the checkpoint's prompt stream has seed {state['seed']}, the configuration {self._seed}")
+        unknown = [prompt_id for prompt_id in state["requeued"] if prompt_id not in self._known]
+        is_in_range = 0 <= state["position"] <= len(self._prompt_ids) and state["epoch"] >= 0
+        if unknown or not is_in_range:
+            raise ValueError(
+                f"damaged prompt stream state: epoch {state['epoch']}, position {state['position']} of "
+                f"{len(self._prompt_ids)}, unknown requeued prompts {unknown[:3]}"
+            )
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompt_ids)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+def fingerprint(prompt_ids: Sequence[str]) -> str:
+    """Identifies a data set by its prompts and their order."""
+    return hashlib.sha256("\n".join(prompt_ids).encode()).hexdigest()[:16]

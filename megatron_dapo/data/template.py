@@ -1,0 +1,161 @@
+"""From chat messages to token ids, once; and when generation stops.
+
+The ids made here are the ids the engine is given and the trainer sees: no text is tokenised a second time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, str]]
+
+# The prompt of the published recipe (arXiv 2503.14476): the verifier preset `dapo` reads the line it asks for.
+_DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    "(without quotes) where $Answer is the answer to the problem."
+)
+_DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    chat_template: Any
+    eos_token_id: int | None
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+
+    def decode(self, token_ids: Any, **options: Any) -> str: ...
+
+
+def dapo_messages(problem: str) -> tuple[Mapping[str, str], ...]:
+    """The chat turns the published recipe makes of a bare problem."""
+    return ({"role": "user", "content": f"{_DAPO_BEFORE}\n\n{problem}\n\n{_DAPO_AFTER}"},)
+
+
+# ---- templates
+
+
+def _render_chat(tokenizer: Tokenizer, messages: Messages, options: Mapping[str, Any]) -> list[int]:
+    return tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
+        **options,
+    )
+
+
+def _render_plain(tokenizer: Tokenizer, messages: Messages, options: Mapping[str, Any]) -> list[int]:
+    """The contents of the turns, one below the other, as a base model continues them."""
+    return tokenizer.encode("\n".join(message["content"] for message in messages) + "\n", **options)
+
+
+_TEMPLATES: Mapping[str, Callable[[Tokenizer, Messages, Mapping[str, Any]], list[int]]] = {
+    "chat": _render_chat,
+    "plain": _render_plain,
+}
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """How messages become token ids.
+
+    `name` is "chat" (the tokenizer's own chat template) or "plain" (the bare text, for base models without one);
+    `options` go to the chat template as they are, e.g. {"enable_thinking": False}.
+    """
+
+    tokenizer: Tokenizer
+    name: str = "chat"
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in _TEMPLATES:
+            raise ValueError(f"unknown prompt template {self.name!r}: choose one of {', '.join(sorted(_TEMPLATES))}")
+        if self.name == "chat" and not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(
+                "the tokenizer has no chat template: choose the template 'plain', which gives the model the bare text, "
+                "or use a tokenizer folder whose tokenizer_config.json or chat_template.jinja has one"
+            )
+
+    def render(self, messages: Messages) -> tuple[int, ...]:
+        """Token ids of a prompt, ready to be continued by the model."""
+        ids = tuple(int(token) for token in _TEMPLATES[self.name](self.tokenizer, messages, self.options or {}))
+        if not ids:
+            raise ValueError(f"template {self.name!r} renders these messages to no token at all: {list(messages)!r}")
+        return ids
+
+    @property
+    def hash(self) -> str:
+        """Names the template in results: equal hashes render equal messages to equal text."""
+        source = self.tokenizer.chat_template if self.name == "chat" else None
+        description = json.dumps([self.name, source, dict(self.options or {})], sort_keys=True)
+        return hashlib.sha256(description.encode()).hexdigest()[:16]
+
+    def describe(self, messages: Messages) -> dict[str, Any]:
+        """What the step-0 report shows of one prompt: template, its hash, token ids, and the text they decode to."""
+        ids = self.render(messages)
+        return {
+            "template": self.name,
+            "template_hash": self.hash,
+            "token_ids": list(ids),
+            "text": self.tokenizer.decode(list(ids), skip_special_tokens=False),
+        }
+
+
+# ---- stop tokens
+
+
+@dataclass(frozen=True)
+class StopTokens:
+    """Every token that ends a response, and which file says so."""
+
+    token_ids: tuple[int, ...]  # ascending
+    sources: Mapping[str, tuple[int, ...]]
+    agree: bool  # all files that name any name the same ones
+
+    def report(self) -> str:
+        return ", ".join(f"{source}: {list(ids) or 'none'}" for source, ids in self.sources.items())
+
+
+def resolve_stop_token_ids(
+    config_eos: int | Sequence[int] | None,
+    generation_config_eos: int | Sequence[int] | None,
+    tokenizer_eos: int | Sequence[int] | None,
+) -> StopTokens:
+    """The union of the end-of-sequence ids of config.json, generation_config.json and the tokenizer.
+
+    Base and chat models differ in which file is right, and a missed stop token means responses that never end: so all
+    count, and disagreement is a warning that names them. Raises ValueError when no file names any.
+    """
+    sources = {
+        "config.json": _as_ids(config_eos),
+        "generation_config.json": _as_ids(generation_config_eos),
+        "tokenizer": _as_ids(tokenizer_eos),
+    }
+    named = [frozenset(ids) for ids in sources.values() if ids]
+    if not named:
+        raise ValueError("no end-of-sequence token in config.json, generation_config.json or the tokenizer")
+    stop_tokens = StopTokens(tuple(sorted(frozenset().union(*named))), sources, len(set(named)) == 1)
+    if not stop_tokens.agree:
+        logger.warning(
+            "the end-of-sequence tokens disagree (%s): generation stops at any of %s",
+            stop_tokens.report(),
+            list(stop_tokens.token_ids),
+        )
+    return stop_tokens
+
+
+def _as_ids(eos: int | Sequence[int] | None) -> tuple[int, ...]:
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(sorted(set(eos)))
