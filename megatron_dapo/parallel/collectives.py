@@ -1,0 +1,141 @@
+"""Collectives on dictionaries: JSON, tensors, sums and maxima. Nothing is pickled; every rank of the group must call.
+
+`source` is a rank of the group (0 to size - 1). `group` None is the default group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
+}
+ALIGNMENT_BYTES = 16  # of each tensor in the common buffer; at least the largest element
+
+
+def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors must live to travel over `group`: the current CUDA device for NCCL, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def broadcast_json(value: Any | None, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """The JSON-serialisable `value` of rank `source`, on every rank (others pass None). Tuples arrive as lists."""
+    device = communication_device(group)
+    is_source = dist.get_rank(group) == source
+    payload = _encode(value).to(device) if is_source else None
+    size = torch.tensor([payload.numel() if payload is not None else 0], device=device)
+    dist.broadcast(size, group=group, group_src=source)
+    if payload is None:
+        payload = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(payload, group=group, group_src=source)
+    return value if is_source else _decode(payload)
+
+
+def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's JSON-serialisable value, in rank order. Tuples arrive as lists, also from the own rank."""
+    device = communication_device(group)
+    payload = _encode(value).to(device)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes[dist.get_rank(group)] = payload.numel()
+    dist.all_reduce(sizes, group=group)
+    padded = payload.new_zeros(int(sizes.max()))
+    padded[: payload.numel()] = payload
+    gathered = [torch.empty_like(padded) for _ in range(len(sizes))]
+    dist.all_gather(gathered, padded, group=group)
+    return [_decode(part[:size]) for part, size in zip(gathered, sizes.tolist(), strict=True)]
+
+
+def broadcast_tensors(
+    tensors: Mapping[str, torch.Tensor] | None, source: int = 0, group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
+    """The named tensors of rank `source`, on every rank (others pass None), on the device of the group's backend.
+
+    One header and one flat buffer, however many tensors. The results of other ranks are views of that buffer.
+    """
+    is_source = dist.get_rank(group) == source
+    assert tensors is not None or not is_source, f"rank {source} broadcasts, but has no tensors"
+    header = broadcast_json([_describe(name, tensor) for name, tensor in tensors.items()] if is_source and tensors is not None else None, source, group)
+    device = communication_device(group)
+    places, size = _places(header)
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    if is_source and tensors is not None:
+        for tensor, place in zip(tensors.values(), places, strict=True):
+            buffer[place] = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+    dist.broadcast(buffer, group=group, group_src=source)
+    return {name: buffer[place].view(DTYPES[dtype]).view(shape) for (name, dtype, shape), place in zip(header, places, strict=True)}
+
+
+def _describe(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name!r} has type {dtype}; these can be broadcast: {', '.join(DTYPES)}")
+    return name, dtype, list(tensor.shape)
+
+
+def _places(header: list[tuple[str, str, list[int]]]) -> tuple[list[slice], int]:
+    """Byte ranges of the tensors in the common buffer, and its size."""
+    places, end = [], 0
+    for _, dtype, shape in header:
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = start + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        places.append(slice(start, end))
+    return places, end
+
+
+def sum_over(values: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+    """Sums over the ranks of equally named and shaped values, in float64 on the group's device, by one collective."""
+    return _reduce(values, dist.ReduceOp.SUM, group)
+
+
+def max_over(values: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+    """Maxima over the ranks of equally named and shaped values, in float64 on the group's device, by one collective."""
+    return _reduce(values, dist.ReduceOp.MAX, group)
+
+
+def _reduce(values: Mapping[str, torch.Tensor | float], operation: Any, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    device = communication_device(group)
+    parts = {name: torch.as_tensor(values[name]).detach().to(device, torch.float64) for name in sorted(values)}
+    # The check travels along: unequal names would otherwise add up different things without a word. Its square catches them in a
+    # maximum and in a sum alike: only equal numbers have n * sum(x^2) = sum(x)^2, and max(x) = -max(-x).
+    check = float(crc32(json.dumps([(name, list(part.shape)) for name, part in parts.items()]).encode()) % (1 << 20))
+    flat = torch.cat([torch.tensor([check, check * check, -check], dtype=torch.float64, device=device), *(part.flatten() for part in parts.values())])
+    dist.all_reduce(flat, op=operation, group=group)
+    _check_equal_names(flat[:3].tolist(), operation, dist.get_world_size(group), list(parts))
+    pieces = flat[3:].split([part.numel() for part in parts.values()])
+    return {name: piece.view(part.shape) for (name, part), piece in zip(parts.items(), pieces, strict=True)}
+
+
+def _check_equal_names(check: list[float], operation: Any, num_ranks: int, names: list[str]) -> None:
+    value, square, negative = check
+    equal = num_ranks * square == value * value if operation == dist.ReduceOp.SUM else value == -negative
+    assert equal, f"the ranks reduce values of different names or shapes; this one has {names}"
+
+
+def barrier(group: dist.ProcessGroup | None = None, *, waiting_for: str, timeout_s: float) -> None:
+    """Wait until every rank of the group is here. TimeoutError that says for what, and on gloo which ranks are missing."""
+    try:
+        if dist.get_backend(group) == "gloo":
+            dist.monitored_barrier(group, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+        else:
+            handle = dist.barrier(group, async_op=True)
+            assert handle is not None, "this process is no member of the group"
+            handle.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        raise TimeoutError(f"rank {rank} of {size} waited {timeout_s} s for {waiting_for}: {error}") from error
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(payload: torch.Tensor) -> Any:
+    return json.loads(payload.cpu().numpy().tobytes())

@@ -1,0 +1,180 @@
+"""From sequences to packed micro-batches: which sequences go together on which data-parallel rank, and how they are laid out.
+
+Planning is arithmetic on lengths, the same on every rank. It keeps: an equal number of micro-batches on every data-parallel rank (a
+multiple of the pipeline size under virtual pipelining), every sequence exactly once, no micro-batch above the limits. A micro-batch
+without a sequence is planned only where the counts leave no other way (fewer sequences than micro-batches are needed at the same
+number on every rank); it is packed as a few masked tokens that no sum sees.
+
+Packed, every per-token field stands at the position that PREDICTS the token (see `MicroBatch`): response token j of a sequence with
+prompt length n stands at position n + j - 1. Response tokens keep their targets and values where the loss mask is 0; prompt positions
+and padding hold 0 in every field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dapo.parallel.balance import Parts, balanced_partition, fewest_parts, spread
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.types import MicroBatch, TrainSample
+
+PADDING_ID = ""  # sample id of the masked sequence that fills a micro-batch up
+
+# [data-parallel rank][micro-batch] -> indices of its sequences, empty for a masked micro-batch
+MicroBatchPlan = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """What one micro-batch may hold, before context parallelism cuts it: padded tokens, sequences, or both. 0: no limit."""
+
+    max_tokens: int = 0
+    max_sequences: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.max_tokens, self.max_sequences) < 0 or not self.max_tokens + self.max_sequences:
+            raise ValueError(
+                f"micro-batch limits: max_tokens {self.max_tokens} and max_sequences {self.max_sequences}; give at least one positive limit"
+            )
+
+
+def padded_length(length: int, alignment: int) -> int:
+    """`length` rounded up to a multiple of `alignment`."""
+    return -(-length // alignment) * alignment
+
+
+def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: MicroBatchLimits) -> MicroBatchPlan:
+    """Assign the sequences of one optimizer mini-batch to data-parallel ranks and micro-batches, balanced by tokens.
+
+    lengths: true token counts of the sequences (prompt + response). As few micro-batches as the limits allow; the largest come
+    first, so that a memory error comes at once.
+    Raises ValueError where a sequence is larger than the token limit or a data-parallel rank would get no sequence.
+    """
+    num_ranks = layout.data
+    if len(lengths) < num_ranks:
+        raise ValueError(
+            f"mini-batch: {len(lengths)} sequences over {num_ranks} data-parallel ranks leave a rank without any; "
+            f"make the mini-batch at least {num_ranks} sequences or use fewer data-parallel ranks"
+        )
+    sizes = [padded_length(length, layout.sequence_alignment) for length in lengths]
+    capacity = _capacity(lengths, sizes, layout, limits)
+    max_items = limits.max_sequences or None
+    fewest = fewest_parts(sizes, capacity, max_items)
+    per_rank = padded_length(-(-len(fewest) // num_ranks), layout.pipeline if layout.virtual_pipeline > 1 else 1)
+    num_parts = min(per_rank * num_ranks, len(sizes))
+    parts = balanced_partition(sizes, num_parts, max_items)
+    if max(_loads(parts, sizes)) > capacity:
+        parts = spread(fewest, sizes, num_parts)
+    return _deal(parts, sizes, num_ranks, per_rank)
+
+
+def _capacity(lengths: Sequence[int], sizes: Sequence[int], layout: ParallelLayout, limits: MicroBatchLimits) -> int:
+    """Padded tokens a micro-batch may hold so that its own tail padding stays within the limit too."""
+    if not limits.max_tokens:
+        return sum(sizes)
+    alignment = layout.micro_batch_alignment
+    capacity = limits.max_tokens // alignment * alignment
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    if sizes[largest] > capacity:
+        needed = padded_length(sizes[largest], alignment)
+        raise ValueError(
+            f"sequence {largest} has {lengths[largest]} tokens, {needed} with padding, but a micro-batch holds at most "
+            f"{limits.max_tokens}; raise the micro-batch token limit to at least {needed} or shorten prompts and responses"
+        )
+    return capacity
+
+
+def _loads(parts: Parts, sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[index] for index in part) for part in parts]
+
+
+def _deal(parts: Parts, sizes: Sequence[int], num_ranks: int, per_rank: int) -> MicroBatchPlan:
+    """Give every rank `per_rank` of the parts, ranks balanced, and empty micro-batches where there are too few parts."""
+    loads = _loads(parts, sizes)
+    ranks = balanced_partition(loads, num_ranks, per_rank)
+    empty: tuple[tuple[int, ...], ...] = ((),) * per_rank
+    return tuple((tuple(tuple(sorted(parts[part])) for part in rank) + empty)[:per_rank] for rank in ranks)
+
+
+def pack(
+    samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout, sequence_length: int = 0
+) -> MicroBatch:
+    """One micro-batch of `samples`, one after the other.
+
+    loss_weights: one number a sample, the weight of each of its trained tokens in the optimizer step's loss. Each sequence is padded
+    to a multiple of `layout.sequence_alignment`, and to at least `sequence_length` tokens; the whole to a multiple of
+    `layout.micro_batch_alignment` by a masked sequence of its own (true length 0, id PADDING_ID). No samples give only that sequence.
+    Raises ValueError for a sample whose per-token fields do not have the length of its response.
+    """
+    if len(samples) != len(loss_weights):
+        raise ValueError(f"pack: {len(samples)} samples but {len(loss_weights)} loss weights")
+    padded = [padded_length(max(sample.num_tokens, sequence_length), layout.sequence_alignment) for sample in samples]
+    true_lengths = [sample.num_tokens for sample in samples]
+    sample_ids = [sample.sample_id for sample in samples]
+    tail = padded_length(max(sum(padded), 1), layout.micro_batch_alignment) - sum(padded)
+    if tail:
+        padded.append(tail)
+        true_lengths.append(0)
+        sample_ids.append(PADDING_ID)
+    bounds = torch.tensor([0, *padded]).cumsum(0)
+    integers = torch.zeros(2, int(bounds[-1]), dtype=torch.int64)
+    reals = torch.zeros(4, int(bounds[-1]))
+    for sample, weight, start in zip(samples, loss_weights, bounds.tolist(), strict=False):
+        _write(sample, weight, start, integers, reals)
+    sizes = bounds[1:] - bounds[:-1]
+    return MicroBatch(
+        token_ids=integers[0],
+        position_ids=torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(sizes),
+        targets=integers[1],
+        cu_seqlens=bounds.to(torch.int32),
+        sequence_lengths=tuple(true_lengths),
+        sequence_ids=torch.arange(len(padded)).repeat_interleave(sizes),
+        loss_mask=reals[0],
+        loss_weights=reals[1],
+        advantages=reals[2],
+        rollout_logprobs=reals[3],
+        sample_ids=tuple(sample_ids),
+    )
+
+
+def _write(sample: TrainSample, weight: float, start: int, integers: torch.Tensor, reals: torch.Tensor) -> None:
+    """Put one sample's fields at its place."""
+    num_response = sample.num_response_tokens
+    if sample.prompt_length < 1 or num_response < 0:
+        raise ValueError(
+            f"sample {sample.sample_id!r}: prompt length {sample.prompt_length} of {sample.num_tokens} tokens; the prompt needs at least one"
+        )
+    for name in ("loss_mask", "advantages", "rollout_logprobs"):
+        if getattr(sample, name).shape != (num_response,):
+            raise ValueError(
+                f"sample {sample.sample_id!r}: {name} has shape {tuple(getattr(sample, name).shape)}, its response has {num_response} tokens"
+            )
+    integers[0, start : start + sample.num_tokens] = sample.tokens
+    place = slice(start + sample.prompt_length - 1, start + sample.num_tokens - 1)
+    integers[1, place] = sample.tokens[sample.prompt_length :]
+    reals[0, place] = sample.loss_mask
+    reals[1, place] = sample.loss_mask * weight
+    reals[2, place] = sample.advantages
+    reals[3, place] = sample.rollout_logprobs
+
+
+def pad_to_longest(samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout) -> MicroBatch:
+    """The rectangular variant of `pack`: every sequence is padded to the longest of the micro-batch."""
+    return pack(samples, loss_weights, layout, sequence_length=max((sample.num_tokens for sample in samples), default=0))
+
+
+def unpack_responses(values: torch.Tensor, micro_batch: MicroBatch, prompt_lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Per-token `values` [P, ...] of a packed micro-batch as {sample id: [R, ...]}, response token j at index j.
+
+    prompt_lengths: of the micro-batch's samples in their order, without its padding sequence.
+    """
+    starts = micro_batch.cu_seqlens.tolist()
+    real = [place for place, name in enumerate(micro_batch.sample_ids) if name != PADDING_ID]
+    assert len(real) == len(prompt_lengths), f"{len(real)} samples in the micro-batch, {len(prompt_lengths)} prompt lengths"
+    return {
+        micro_batch.sample_ids[place]: values[starts[place] + prompt - 1 : starts[place] + micro_batch.sequence_lengths[place] - 1]
+        for place, prompt in zip(real, prompt_lengths, strict=True)
+    }

@@ -1,0 +1,68 @@
+"""The layout's arithmetic against megatron-core's own rank generator."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dapo.parallel.layout import ParallelLayout, RankCoordinates
+
+LAYOUTS = [
+    ParallelLayout(1),
+    ParallelLayout(8, tensor=2, pipeline=2),
+    ParallelLayout(16, tensor=2, pipeline=2, context=2),
+    ParallelLayout(24, tensor=3, context=2, pipeline=2),
+    ParallelLayout(4, pipeline=4),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)
+def test_coordinates_follow_megatron_core_order(layout) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    generator = RankGenerator(
+        tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order="tp-cp-ep-dp-pp"
+    )
+    for axis, token in (("tensor", "tp"), ("context", "cp"), ("data", "dp"), ("pipeline", "pp")):
+        for group in generator.get_ranks(token):
+            assert [getattr(layout.coordinates(rank), axis) for rank in group] == list(range(getattr(layout, axis)))
+    for rank in range(layout.world_size):
+        assert layout.rank_of(layout.coordinates(rank)) == rank
+
+
+def test_layers_are_interleaved_over_stages_under_virtual_pipelining() -> None:
+    layout = ParallelLayout(2, pipeline=2, virtual_pipeline=2)
+    chunks = {(stage, vp): list(layout.layers_of(stage, vp, 8)) for stage in range(2) for vp in range(2)}
+    assert chunks == {(0, 0): [0, 1], (1, 0): [2, 3], (0, 1): [4, 5], (1, 1): [6, 7]}
+
+
+def test_alignments() -> None:
+    assert ParallelLayout(1).sequence_alignment == ParallelLayout(1).micro_batch_alignment == 1
+    assert ParallelLayout(4, tensor=4, sequence_parallel=True).micro_batch_alignment == 4
+    assert ParallelLayout(6, tensor=3, context=2, sequence_parallel=True).micro_batch_alignment == 12
+    assert ParallelLayout(4, tensor=2, context=2).sequence_alignment == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"world_size": 4, "tensor": 3}, r"tensor 3 x pipeline 1 x context 1 = 3 does not divide the 4 processes"),
+        ({"world_size": 2, "virtual_pipeline": 2}, "virtual_pipeline 2 needs pipeline > 1"),
+        ({"world_size": 2, "sequence_parallel": True}, "tensor = 1"),
+        ({"world_size": 2, "tensor": 0}, "tensor = 0, must be at least 1"),
+        ({"world_size": 2, "expert": 3}, "expert 3 does not divide context x data = 2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_errors(sizes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelLayout(**sizes)
+
+
+def test_layers_that_do_not_split_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"6 layers do not split over pipeline 2 x virtual_pipeline 2 = 4 chunks"):
+        ParallelLayout(2, pipeline=2, virtual_pipeline=2).layers_of(0, 0, 6)
+
+
+def test_describe_names_every_axis_in_use() -> None:
+    layout = ParallelLayout(8, tensor=2, pipeline=2, virtual_pipeline=2, sequence_parallel=True)
+    assert layout.describe() == "TP2 PP2 VPP2 CP1 DP2 SP"
+    assert layout.coordinates(7) == RankCoordinates(tensor=1, context=0, data=1, pipeline=1)
