@@ -1,0 +1,222 @@
+"""Runs an evaluation on any engine: sample n responses per problem, score them, estimate.
+
+The result depends on the protocol and the model alone. Every response has a seed of its own, derived from the protocol's
+seed, the problem and the sample number, so neither the order of the problems nor the engine's batching matters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from megatron_dapo.evaluation.estimators import ProblemRecord, estimate_metrics, response_rates
+from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, ScoredSample
+
+# (key, response text, gold answer, is truncated) of many responses -> key -> score
+Scorer = Callable[[Sequence[tuple[str, str, str, bool]]], Mapping[str, Score]]
+
+
+class RolloutEngine(Protocol):
+    """What an evaluation needs of an engine."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
+
+    def poll(self) -> list[Completion]: ...
+
+    def abort(self) -> list[Completion]: ...
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt to evaluate, and how many rows of the file were it."""
+
+    prompt: Prompt
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """Handed to the progress callback after every poll that finished something."""
+
+    num_finished: int
+    num_total: int
+    num_tokens: int  # response tokens of the finished ones
+
+
+def unique_problems(prompts: Sequence[Prompt]) -> tuple[Problem, ...]:
+    """Prompts grouped by (what the model reads, answer), in the order of first appearance.
+
+    Published evaluation files repeat each problem: AIME's holds 30 problems 32 times. ValueError where two different
+    problems have one prompt_id.
+    """
+    first: dict[tuple[tuple[int, ...], str], Prompt] = {}
+    rows: dict[tuple[tuple[int, ...], str], int] = {}
+    for prompt in prompts:
+        key = (prompt.token_ids, prompt.answer)
+        first.setdefault(key, prompt)
+        rows[key] = rows.get(key, 0) + 1
+    if not first:
+        raise ValueError("an evaluation needs at least one prompt")
+    ids = [prompt.prompt_id for prompt in first.values()]
+    repeated = {name for name in ids if ids.count(name) > 1} if len(set(ids)) < len(ids) else set()
+    if repeated:
+        raise ValueError(f"{len(repeated)} prompt_ids stand for different problems, e.g. {min(repeated)!r}; make them unique")
+    return tuple(Problem(prompt, rows[key]) for key, prompt in first.items())
+
+
+def sample_seed(seed: int, prompt_id: str, sample: int) -> int:
+    """A 63-bit seed of one response, the same wherever and whenever it is drawn."""
+    digest = hashlib.sha256(f"{seed}/{prompt_id}/{sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def build_requests(problems: Sequence[Problem], protocol: EvaluationProtocol) -> dict[str, GenerationRequest]:
+    """request id -> request, all samples of the first problem first."""
+    requests = {}
+    for number, problem in enumerate(problems):
+        for sample in range(protocol.num_samples):
+            name = request_name(number, sample)
+            seed = sample_seed(protocol.seed, problem.prompt.prompt_id, sample)
+            requests[name] = GenerationRequest(name, problem.prompt.token_ids, protocol.sampling, seed)
+    return requests
+
+
+def request_name(problem_number: int, sample: int) -> str:
+    """Id of a response within one evaluation."""
+    return f"evaluation/{problem_number}/{sample}"
+
+
+def generate(
+    requests: Mapping[str, GenerationRequest],
+    engine: RolloutEngine,
+    progress: Callable[[EvaluationProgress], None],
+    max_in_flight: int,
+) -> dict[str, Completion]:
+    """Drive the engine until every request has its completion, at most `max_in_flight` of them submitted at a time.
+
+    RuntimeError where the engine returns something that was not asked for, stops short or aborts. Whatever is unfinished
+    when an error passes through is aborted, so that the engine can be used again.
+    """
+    if engine.num_unfinished:
+        raise ValueError(f"the engine still has {engine.num_unfinished} unfinished requests; abort or finish them before evaluating")
+    waiting = list(reversed(list(requests.values())))
+    done: dict[str, Completion] = {}
+    num_tokens = 0
+    try:
+        while len(done) < len(requests):
+            room = min(max_in_flight - engine.num_unfinished, len(waiting))
+            if room > 0:
+                engine.submit([waiting.pop() for _ in range(room)])
+            stalled = engine.num_unfinished == 0
+            finished = engine.poll()
+            if stalled and not finished:
+                raise RuntimeError(f"the engine is idle, but {len(requests) - len(done)} of {len(requests)} responses are missing")
+            for completion in finished:
+                _accept(completion, requests, done)
+                num_tokens += len(completion.token_ids)
+            if finished:
+                progress(EvaluationProgress(len(done), len(requests), num_tokens))
+    finally:
+        if engine.num_unfinished:
+            engine.abort()
+    return done
+
+
+def _accept(completion: Completion, requests: Mapping[str, GenerationRequest], done: dict[str, Completion]) -> None:
+    name = completion.request_id
+    if name not in requests or name in done:
+        raise RuntimeError(f"the engine returned {name!r}, which is not an open request of this evaluation")
+    if completion.finish_reason == "abort":
+        raise RuntimeError(f"the engine aborted {name!r}; a score without it would be of another benchmark: evaluate again")
+    done[name] = completion
+
+
+def evaluate(
+    prompts: Sequence[Prompt],
+    engine: RolloutEngine,
+    scorer: Scorer,
+    decode: Callable[[Sequence[int]], str],
+    protocol: EvaluationProtocol,
+    *,
+    progress: Callable[[EvaluationProgress], None] = lambda report: None,
+    on_sample: Callable[[Prompt, ScoredSample], None] = lambda prompt, sample: None,
+    max_in_flight: int = 1024,
+) -> EvaluationResult:
+    """Sample, score and estimate by `protocol`.
+
+    `scorer` gets every response at once (`VerifierPool.score_many` fits); `decode` turns response token ids into the text
+    it reads. A truncated response is never correct, whatever the scorer says. `on_sample` sees every response afterwards,
+    problem by problem, for a samples file. The result's `num_problems` is the number of distinct problems in `prompts`.
+    """
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight {max_in_flight} must be at least 1")
+    problems = unique_problems(prompts)
+    requests = build_requests(problems, protocol)
+    completions = generate(requests, engine, progress, max_in_flight)
+    samples = _score(problems, protocol.num_samples, completions, scorer, decode)
+    for problem, row in zip(problems, samples):
+        for sample in row:
+            on_sample(problem.prompt, sample)
+    records = tuple(_record(problem, row) for problem, row in zip(problems, samples))
+    rates = {**response_rates(records), "duplicate_rate": _duplicate_rate(samples)}
+    return EvaluationResult(
+        protocol=replace(protocol, num_problems=len(problems)),
+        metrics=estimate_metrics(records),
+        rates=rates,
+        problems=records,
+    )
+
+
+def _score(
+    problems: Sequence[Problem],
+    num_samples: int,
+    completions: Mapping[str, Completion],
+    scorer: Scorer,
+    decode: Callable[[Sequence[int]], str],
+) -> list[list[ScoredSample]]:
+    """Scored samples, a row per problem."""
+    texts = {name: decode(completion.token_ids) for name, completion in completions.items()}
+    names = [[request_name(number, sample) for sample in range(num_samples)] for number in range(len(problems))]
+    scores = scorer(
+        [
+            (name, texts[name], problem.prompt.answer, completions[name].is_truncated)
+            for problem, row in zip(problems, names)
+            for name in row
+        ]
+    )
+    missing = [name for name in texts if name not in scores]
+    if missing:
+        raise RuntimeError(f"the scorer left out {len(missing)} of {len(texts)} responses, e.g. {missing[0]!r}")
+    return [[_sample(name, completions[name], texts[name], scores[name]) for name in row] for row in names]
+
+
+def _sample(name: str, completion: Completion, text: str, score: Score) -> ScoredSample:
+    if completion.is_truncated and score.accuracy > 0:
+        score = replace(score, accuracy=0.0, outcome="truncated")
+    return ScoredSample(name, completion, text, score, {"verifier": score.reward})
+
+
+def _record(problem: Problem, row: Sequence[ScoredSample]) -> ProblemRecord:
+    return ProblemRecord(
+        problem_id=problem.prompt.prompt_id,
+        answer=problem.prompt.answer,
+        num_rows=problem.num_rows,
+        accuracies=tuple(sample.score.accuracy for sample in row),
+        extracted=tuple(sample.score.extracted for sample in row),
+        outcomes=tuple(sample.score.outcome for sample in row),
+        truncated=tuple(sample.completion.is_truncated for sample in row),
+        response_tokens=tuple(len(sample.completion.token_ids) for sample in row),
+    )
+
+
+def _duplicate_rate(samples: Sequence[Sequence[ScoredSample]]) -> float:
+    """Share of responses that repeat an earlier one to the same problem token by token: near 1, the seeds do not reach the engine."""
+    total = sum(len(row) for row in samples)
+    distinct = sum(len({sample.completion.token_ids for sample in row}) for row in samples)
+    return (total - distinct) / total

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import fields, replace
+
+import pytest
+
+from megatron_dapo.evaluation.protocol import FREE_FIELDS, EvaluationProtocol, EvaluationResult, compare, differing_fields
+from megatron_dapo.evaluation.runner import evaluate, sample_seed, unique_problems
+from megatron_dapo.types import Completion, Prompt, Score, VersionRange
+
+PROTOCOL = EvaluationProtocol(
+    model="runs/a",
+    dataset_path="aime.parquet",
+    dataset_sha256="0" * 64,
+    num_dataset_rows=960,
+    num_problems=1,
+    num_samples=4,
+    temperature=1.0,
+    top_p=0.7,
+    top_k=0,
+    max_new_tokens=20,
+    stop_token_ids=(2,),
+    seed=11,
+    engine="fake",
+    engine_version="1",
+    chat_template_sha256="1" * 64,
+    verifier="dapo",
+    verifier_version="1",
+)
+
+
+class FakeEngine:
+    """Answers right with a probability that its seed decides; finishes requests in an order of its own."""
+
+    def __init__(self, order_seed: int = 0, skill: float = 0.5, drop: int = 0) -> None:
+        self.random = random.Random(order_seed)
+        self.skill = skill
+        self.drop = drop
+        self.pending = []
+        self.seen = []
+        self.largest = 0
+        self.num_aborts = 0
+
+    def submit(self, requests) -> None:
+        self.pending += requests
+        self.seen += requests
+        self.largest = max(self.largest, len(self.pending))
+
+    def poll(self) -> list[Completion]:
+        self.random.shuffle(self.pending)
+        count = min(len(self.pending), self.random.randint(0, 5))
+        taken, self.pending = self.pending[:count], self.pending[count:]
+        if self.drop and taken:
+            self.drop -= 1
+            taken.pop()
+        return [self.answer(request) for request in taken]
+
+    def answer(self, request) -> Completion:
+        draw = random.Random(request.seed)
+        value = request.prompt_ids[0] if draw.random() < self.skill else 900 + draw.randrange(3)
+        reason = "length" if draw.random() < 0.2 else "stop"
+        tokens = (value, draw.randrange(1000), 2)
+        return Completion(request.request_id, tokens, (-1.0,) * 3, reason, (VersionRange(0, 3, 0),))
+
+    def abort(self) -> list[Completion]:
+        self.num_aborts += 1
+        self.pending = []
+        return []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.pending)
+
+
+def prompt(number: int, name: str | None = None) -> Prompt:
+    content = ({"role": "user", "content": str(number)},)
+    return Prompt(name or f"p{number}", content, (number, 7), str(number))
+
+
+def decode(token_ids) -> str:
+    return str(token_ids[0])
+
+
+def scorer(items) -> dict[str, Score]:
+    """Says "correct" for truncated responses too: the runner must not believe it."""
+    return {
+        key: Score(float(text == answer), 1.0 if text == answer else -1.0, "correct" if text == answer else "wrong", text)
+        for key, text, answer, truncated in items
+    }
+
+
+PROMPTS = [prompt(number) for number in (5, 3, 8, 1, 6)]
+
+
+def run(prompts=PROMPTS, engine=None, protocol=PROTOCOL, **options) -> EvaluationResult:
+    return evaluate(prompts, engine or FakeEngine(), scorer, decode, protocol, **options)
+
+
+def test_result_does_not_depend_on_the_engines_order_nor_on_how_much_is_in_flight():
+    expected = run()
+    for order in (1, 2, 3):
+        assert run(engine=FakeEngine(order), max_in_flight=order) == expected
+    backwards = run(prompts=PROMPTS[::-1])
+    assert backwards.problems == expected.problems[::-1]
+
+
+def test_every_sample_has_a_seed_of_its_own_and_the_protocols_sampling():
+    engine = FakeEngine()
+    run(engine=engine)
+    assert len({request.seed for request in engine.seen}) == len(engine.seen) == 20
+    assert {request.sampling for request in engine.seen} == {PROTOCOL.sampling}
+    assert all(0 <= request.seed < 2**63 for request in engine.seen)
+    assert sample_seed(1, "p", 0) != sample_seed(2, "p", 0)
+    other = run(protocol=replace(PROTOCOL, seed=12))
+    assert other.problems != run().problems
+
+
+def test_a_file_that_repeats_its_problems_does_not_define_k():
+    repeated = run(prompts=PROMPTS * 32)
+    assert [record.num_rows for record in repeated.problems] == [32] * 5
+    assert repeated.protocol.num_problems == 5 and len(repeated.problems[0].accuracies) == 4
+    assert repeated.metrics == run().metrics
+    kept = unique_problems([prompt(4), replace(prompt(4), prompt_id="p4b", answer="other"), prompt(4)])
+    assert [(problem.prompt.answer, problem.num_rows) for problem in kept] == [("4", 2), ("other", 1)]
+
+
+def test_numbers_follow_from_the_table():
+    result = run()
+    truncated = [flag for record in result.problems for flag in record.truncated]
+    correct = [accuracy for record in result.problems for accuracy in record.accuracies]
+    assert any(truncated) and 0 < sum(correct) < 20
+    assert result.rates["truncation_rate"] == sum(truncated) / 20
+    assert result.headline.value == pytest.approx(sum(correct) / 20)
+    assert result.rates["mean_response_tokens"] == 3
+    for record in result.problems:
+        for accuracy, extracted, was_truncated, outcome in zip(
+            record.accuracies, record.extracted, record.truncated, record.outcomes
+        ):
+            right = extracted == record.answer
+            assert accuracy == float(right and not was_truncated)
+            assert outcome == ("truncated" if right and was_truncated else "correct" if right else "wrong")
+
+
+def test_duplicates_are_counted():
+    class Deaf(FakeEngine):
+        def answer(self, request):
+            return super().answer(replace(request, seed=1))
+
+    assert run().rates["duplicate_rate"] == 0.0
+    assert run(engine=Deaf()).rates["duplicate_rate"] == 15 / 20
+
+
+def test_callbacks():
+    reports, samples = [], []
+    result = run(progress=reports.append, on_sample=lambda source, sample: samples.append((source.prompt_id, sample)))
+    assert reports[-1].num_finished == reports[-1].num_total == 20 and reports[-1].num_tokens == 60
+    finished = [report.num_finished for report in reports]
+    assert finished == sorted(set(finished))
+    assert [name for name, _ in samples] == [record.problem_id for record in result.problems for _ in range(4)]
+    assert [sample.score.accuracy for _, sample in samples] == [a for record in result.problems for a in record.accuracies]
+
+
+def test_in_flight_is_bounded():
+    engine = FakeEngine()
+    run(engine=engine, max_in_flight=3)
+    assert engine.largest == 3
+
+
+def test_an_engine_that_misbehaves_is_named_and_left_clean():
+    with pytest.raises(RuntimeError, match="idle, but 2 of 20 responses are missing"):
+        run(engine=FakeEngine(drop=2))
+
+    class Aborting(FakeEngine):
+        def answer(self, request):
+            return replace(super().answer(request), finish_reason="abort")
+
+    engine = Aborting()
+    with pytest.raises(RuntimeError, match="aborted 'evaluation/"):
+        run(engine=engine)
+    assert engine.num_unfinished == 0 and engine.num_aborts == 1
+
+    class Confused(FakeEngine):
+        def answer(self, request):
+            return replace(super().answer(request), request_id="train/0")
+
+    with pytest.raises(RuntimeError, match="'train/0', which is not an open request"):
+        run(engine=Confused())
+    busy = FakeEngine()
+    busy.submit(["left over"])
+    with pytest.raises(ValueError, match="still has 1 unfinished"):
+        run(engine=busy)
+
+
+def test_bad_inputs_are_named():
+    with pytest.raises(ValueError, match="at least one prompt"):
+        run(prompts=[])
+    with pytest.raises(ValueError, match="'same'"):
+        run(prompts=[prompt(1, "same"), prompt(2, "same")])
+    with pytest.raises(ValueError, match="max_in_flight 0"):
+        run(max_in_flight=0)
+    with pytest.raises(RuntimeError, match="left out 20 of 20"):
+        evaluate(PROMPTS, FakeEngine(), lambda items: {}, decode, PROTOCOL)
+    with pytest.raises(ValueError, match="4 equal responses"):
+        replace(PROTOCOL, temperature=0.0)
+
+
+def test_json_round_trip_is_exact():
+    result = run()
+    assert EvaluationResult.from_json(result.to_json()) == result
+
+
+def test_json_of_another_kind_is_refused():
+    document = json.loads(run().to_json())
+    with pytest.raises(ValueError, match="not an evaluation result: format None"):
+        EvaluationResult.from_json("[]")
+    with pytest.raises(ValueError, match="format 'x'"):
+        EvaluationResult.from_json(json.dumps({**document, "format": "x"}))
+    del document["protocol"]["top_p"]
+    document["protocol"]["nucleus"] = 0.7
+    with pytest.raises(ValueError, match=r"EvaluationProtocol: missing \['top_p'\], unknown \['nucleus'\]"):
+        EvaluationResult.from_json(json.dumps(document))
+
+
+def test_comparison_is_paired_by_problem():
+    before = run(engine=FakeEngine(skill=0.2))
+    after = run(prompts=PROMPTS[::-1], engine=FakeEngine(skill=0.9), protocol=replace(PROTOCOL, model="runs/b"))
+    difference = compare(before, after)["avg@4"]
+    assert difference.value == pytest.approx(after.headline.value - before.headline.value)
+    assert 0 < difference.low <= difference.value <= difference.high
+    same = compare(before, before)
+    assert all((entry.value, entry.low, entry.high) == (0.0, 0.0, 0.0) for entry in same.values())
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(EvaluationProtocol)])
+def test_unlike_protocols_are_refused_by_the_name_of_the_field(name):
+    value = getattr(PROTOCOL, name)
+    other = {int: lambda: value + 1, float: lambda: value / 2, str: lambda: value + "x", tuple: lambda: (*value, 9)}
+    changed = replace(PROTOCOL, **{name: other[type(value)]()})
+    assert (name in differing_fields(PROTOCOL, changed)) == (name not in FREE_FIELDS)
+    result = run()
+    if name not in FREE_FIELDS:
+        with pytest.raises(ValueError, match=f"unlike protocols .{name}:"):
+            compare(result, replace(result, protocol=replace(result.protocol, **{name: getattr(changed, name)})))
+
+
+def test_different_problems_are_refused():
+    a, b = run(prompts=PROMPTS[:3]), run(prompts=PROMPTS[1:4])
+    with pytest.raises(ValueError, match="2 problems are in one result only"):
+        compare(a, b)
