@@ -1,0 +1,210 @@
+"""Embedded engines of all ranks of a group, driven in lockstep by its first rank.
+
+    rank 0                    others
+    collector                 serve()
+      submit: kept, assigned to ranks
+      poll: broadcast new requests ->  submit to the local engine
+            every rank advances K ticks
+            completions gathered  <-
+      finish: broadcast         ->  serve() returns
+
+What runs where depends on counts only, never on time: equal submissions give equal completions in equal order. The deadline of
+every wait is the timeout the group was created with; choose it longer than the longest pause between two polls (scoring).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_dapo.engines.embedded import EmbeddedEngine
+from megatron_dapo.parallel.collectives import all_gather_json, broadcast_json
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+
+Result = TypeVar("Result")
+
+
+class DistributedEmbeddedEngine:
+    """`RolloutEngine` on rank 0 of `group`; the other ranks `serve`. Weights are set on every rank's own engine."""
+
+    def __init__(self, local_engine: EmbeddedEngine, group: dist.ProcessGroup | None = None):
+        self.local_engine = local_engine
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._num_ranks = dist.get_world_size(group)
+        self._new: list[GenerationRequest] = []  # rank 0: submitted since the last poll
+        self._rank_of: dict[str, int] = {}  # rank 0: where each unfinished request runs
+        self._load = [0] * self._num_ranks  # rank 0: unfinished requests a rank
+
+    # Every rank
+
+    def parameters_by_name(self) -> dict[str, Any]:
+        """This rank's destination tensors, see `EmbeddedEngine.parameters_by_name`."""
+        return self.local_engine.parameters_by_name()
+
+    @property
+    def policy_version(self) -> int:
+        return self.local_engine.policy_version
+
+    def set_policy_version(self, version: int) -> None:
+        """Called on every rank once its own tensors are in place."""
+        self.local_engine.set_policy_version(version)
+
+    def drive(self, body: Callable[[], Result]) -> Result | None:
+        """Run `body` on rank 0 while all other ranks serve; its result on rank 0, None elsewhere. A failure reaches every rank."""
+        if self._rank != 0:
+            self.serve()
+            return None
+        try:
+            result = body()
+        except _RanksFailed:
+            raise  # the others know already
+        except BaseException as error:
+            self._announce({"op": "finish", "error": f"{type(error).__name__}: {error}"})
+            raise
+        self.finish()
+        return result
+
+    def serve(self) -> None:
+        """Every rank but 0: take part in rank 0's polls until it calls `finish`. RuntimeError where another rank failed."""
+        assert self._rank != 0, "rank 0 of the group drives; the others serve"
+        while (command := self._announce(None))["op"] != "finish":
+            self._take_part(command)
+        if command["error"]:
+            raise RuntimeError(f"rollout rank 0 stopped: {command['error']}")
+
+    # Rank 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._rank_of) + len(self._new)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        names = [request.request_id for request in requests]
+        taken = {request.request_id for request in self._new} | self._rank_of.keys()
+        if len(set(names)) < len(names) or not taken.isdisjoint(names):
+            raise ValueError(f"request ids {sorted({n for n in names if n in taken or names.count(n) > 1})} are already in use")
+        for request in requests:
+            self.local_engine.check(request)
+        self._new.extend(requests)
+
+    def poll(self) -> list[Completion]:
+        """Advance every rank by the engine's ticks_per_poll; what finished, by rank and then in the order it did."""
+        return self._all_ranks("advance") if self.num_unfinished else []
+
+    def abort(self) -> list[Completion]:
+        return self._all_ranks("abort") if self.num_unfinished else []
+
+    def finish(self) -> None:
+        """Let the other ranks return from `serve`. Unfinished requests stay where they are for the next round."""
+        self._announce({"op": "finish", "error": ""})
+
+    def _all_ranks(self, operation: str) -> list[Completion]:
+        assert self._rank == 0, "rank 0 of the group drives; the others serve"
+        shares = self._assign()
+        completions = self._take_part(self._announce({"op": operation, **_encode_requests(shares)}))
+        for completion in completions:
+            self._load[self._rank_of.pop(completion.request_id)] -= 1
+        return completions
+
+    def _assign(self) -> list[list[GenerationRequest]]:
+        """The new requests of each rank."""
+        shares = assign(self._new, self._load)
+        for rank, share in enumerate(shares):
+            self._load[rank] += len(share)
+            self._rank_of.update((request.request_id, rank) for request in share)
+        self._new = []
+        return shares
+
+    # The exchange
+
+    def _announce(self, command: dict[str, Any] | None) -> dict[str, Any]:
+        """Rank 0's command, on every rank."""
+        try:
+            return broadcast_json(command, 0, self._group)
+        except RuntimeError as error:
+            raise TimeoutError(f"rollout rank {self._rank} of {self._num_ranks} waited for rank 0's next command: {error}") from error
+
+    def _take_part(self, command: dict[str, Any]) -> list[Completion]:
+        """Do this rank's part of a command; the completions of all ranks."""
+        try:
+            self.local_engine.submit(_decode_requests(command, self._rank))
+            report: dict[str, Any] = {"completions": [asdict(done) for done in _OPERATIONS[command["op"]](self.local_engine)]}
+        except Exception as error:  # reported to every rank instead of leaving them to wait
+            report = {"error": f"{type(error).__name__}: {error}"}
+        try:
+            reports = all_gather_json(report, self._group)
+        except RuntimeError as error:
+            raise TimeoutError(f"rollout rank {self._rank} of {self._num_ranks} waited for the completions of all ranks: {error}") from error
+        failures = [f"rank {rank}: {entry['error']}" for rank, entry in enumerate(reports) if "error" in entry]
+        if failures:
+            raise _RanksFailed("generation failed on " + "; ".join(failures))
+        return [_decode_completion(done) for entry in reports for done in entry["completions"]]
+
+
+class _RanksFailed(RuntimeError):
+    """A local engine failed; raised on every rank at the same exchange."""
+
+
+_OPERATIONS: dict[str, Callable[[EmbeddedEngine], list[Completion]]] = {
+    "advance": lambda engine: engine.poll(),
+    "abort": lambda engine: engine.abort(),
+}
+
+
+def assign(requests: Iterable[GenerationRequest], load: Sequence[int]) -> list[list[GenerationRequest]]:
+    """Split requests over ranks that already run `load` requests each.
+
+    Neighbouring requests with equal prompts (a group) stay on one rank, which prefills them once, unless that rank would then run
+    more than 1/8 above the even share; then the group is cut at the even share. Ties go to the lower rank.
+    """
+    requests = list(requests)
+    shares: list[list[GenerationRequest]] = [[] for _ in load]
+    even = -(-(sum(load) + len(requests)) // len(load))
+    for _, run in groupby(requests, key=lambda request: request.prompt_ids):
+        group = list(run)
+        while group:
+            rank = min(range(len(load)), key=lambda rank: load[rank] + len(shares[rank]))
+            running = load[rank] + len(shares[rank])
+            whole = running + len(group) <= even + even // 8
+            count = len(group) if whole else max(1, min(len(group), even - running))
+            shares[rank].extend(group[:count])
+            group = group[count:]
+    return shares
+
+
+def _encode_requests(shares: Sequence[Sequence[GenerationRequest]]) -> dict[str, Any]:
+    """Requests of all ranks as JSON; each prompt and each set of sampling parameters once."""
+    prompts: dict[tuple[int, ...], int] = {}
+    samplings: dict[SamplingParams, int] = {}
+    encoded = [
+        [
+            [r.request_id, prompts.setdefault(r.prompt_ids, len(prompts)), samplings.setdefault(r.sampling, len(samplings)), r.seed]
+            for r in share
+        ]
+        for share in shares
+    ]
+    return {"prompts": list(prompts), "samplings": [asdict(sampling) for sampling in samplings], "requests": encoded}
+
+
+def _decode_requests(command: dict[str, Any], rank: int) -> list[GenerationRequest]:
+    prompts = [tuple(ids) for ids in command["prompts"]]
+    samplings = [SamplingParams(**{**entry, "stop_token_ids": tuple(entry["stop_token_ids"])}) for entry in command["samplings"]]
+    return [
+        GenerationRequest(request_id, prompts[prompt], samplings[sampling], seed)
+        for request_id, prompt, sampling, seed in command["requests"][rank]
+    ]
+
+
+def _decode_completion(entry: dict[str, Any]) -> Completion:
+    return Completion(
+        request_id=entry["request_id"],
+        token_ids=tuple(entry["token_ids"]),
+        logprobs=tuple(entry["logprobs"]),
+        finish_reason=entry["finish_reason"],
+        versions=tuple(VersionRange(**version) for version in entry["versions"]),
+    )
