@@ -1,0 +1,301 @@
+"""What a Hugging Face config.json says about a decoder, with nothing assumed: every field is used, neutral, or an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+RopeKind = Literal["linear", "llama3"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of the rotary frequencies.
+
+    linear: every frequency divided by `factor`. llama3: frequencies of wavelength above original / low_freq_factor are divided by
+    `factor`, those below original / high_freq_factor are kept, between them they are blended.
+    """
+
+    kind: RopeKind
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model_type means where its config.json has no field for it."""
+
+    architecture: str  # class name in "architectures"
+    qkv_bias: bool
+    qk_norm: bool
+    derives_head_dim: bool  # hidden_size / num_attention_heads where the config has no head_dim
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False, derives_head_dim=True),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, derives_head_dim=True),
+    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, derives_head_dim=False),
+}
+
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+_USED = frozenset(
+    "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings torch_dtype dtype "
+    "layer_types sliding_window use_sliding_window".split()
+)
+# Fields that say nothing about logits or gradients: bookkeeping, generation, outputs to return, initialisation.
+_NEUTRAL = frozenset(
+    "_name_or_path _attn_implementation attn_implementation transformers_version use_cache initializer_range max_window_layers "
+    "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id "
+    "output_attentions output_hidden_states return_dict return_dict_in_generate output_scores torchscript id2label label2id "
+    "num_labels problem_type tokenizer_class prefix task_specific_params finetuning_task pruned_heads is_decoder "
+    "is_encoder_decoder chunk_size_feed_forward max_length min_length do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences suppress_tokens begin_suppress_tokens "
+    "exponential_decay_length_penalty remove_invalid_values tf_legacy_loss use_bfloat16".split()
+)
+# Fields that would change the math: the values with which they do not.
+_REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0, None),
+    "hidden_dropout": (0, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False, None),
+    "quantization_config": (None,),
+    "use_mrope": (False, None),
+}
+_ROPE_FIELDS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+}
+
+
+@dataclass(frozen=True)
+class ModelArchitecture:
+    """A dense decoder of one of FAMILIES: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    dtype: torch.dtype | None  # what config.json says the weights are; None where it does not say
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, *, neutral_fields: Collection[str] = ()) -> ModelArchitecture:
+        """`from_config` of the folder's config.json."""
+        path = Path(folder) / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from None
+        return cls.from_config(config, neutral_fields=neutral_fields)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, neutral_fields: Collection[str] = ()) -> ModelArchitecture:
+        """The architecture of a parsed config.json (transformers 4 or 5).
+
+        Raises ValueError that names the field for an unknown model_type, for a field whose value changes the math in a way
+        that is not supported, for a missing field, and for an unknown field that is set, unless `neutral_fields` names it.
+        """
+        family = _family(config)
+        _check_fields(config, neutral_fields)
+        _check_full_attention(config)
+        heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
+        key_value_heads = heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads")
+        if heads % key_value_heads:
+            raise ValueError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {key_value_heads}")
+        theta, scaling = _rope(config)
+        return cls(
+            model_type=config["model_type"],
+            num_layers=_positive(config, "num_hidden_layers"),
+            hidden_size=hidden,
+            intermediate_size=_positive(config, "intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
+            head_dim=_head_dim(config, family, hidden, heads),
+            vocab_size=_positive(config, "vocab_size"),
+            rms_norm_eps=float(_required(config, "rms_norm_eps")),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=_positive(config, "max_position_embeddings"),
+            tie_word_embeddings=bool(_required(config, "tie_word_embeddings")),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            dtype=_dtype(config),
+        )
+
+    @property
+    def query_groups_ratio(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of one layer's tensors, in the order of a forward pass."""
+        hidden, head = self.hidden_size, self.head_dim
+        query, key_value = self.num_attention_heads * head, self.num_key_value_heads * head
+        prefix = f"model.layers.{layer}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        shapes: dict[str, tuple[int, ...]] = {prefix + "input_layernorm.weight": (hidden,)}
+        for name, rows in (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value)):
+            shapes[attention + name + ".weight"] = (rows, hidden)
+            if self.qkv_bias:
+                shapes[attention + name + ".bias"] = (rows,)
+        if self.qk_norm:
+            shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (head,)
+        shapes[attention + "o_proj.weight"] = (hidden, query)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        shapes[mlp + "gate_proj.weight"] = shapes[mlp + "up_proj.weight"] = (self.intermediate_size, hidden)
+        shapes[mlp + "down_proj.weight"] = (hidden, self.intermediate_size)
+        return shapes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of every distinct tensor; a tied model has no lm_head.weight."""
+        shapes = {EMBEDDING: (self.vocab_size, self.hidden_size)}
+        for layer in range(self.num_layers):
+            shapes.update(self.layer_shapes(layer))
+        shapes[FINAL_NORM] = (self.hidden_size,)
+        if not self.tie_word_embeddings:
+            shapes[LM_HEAD] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    def aliases(self) -> dict[str, str]:
+        """Names under which a folder may store a tensor a second time -> the tensor."""
+        return {LM_HEAD: EMBEDDING} if self.tie_word_embeddings else {}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes().values())
+
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    model_type = _required(config, "model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[model_type]
+    declared = config.get("architectures")
+    if declared and list(declared) != [family.architecture]:
+        raise ValueError(f"config.json: architectures {list(declared)} of a {model_type} is not supported, only [{family.architecture!r}]")
+    return family
+
+
+def _required(config: Mapping[str, Any], field: str) -> Any:
+    if config.get(field) is None:
+        raise ValueError(f"config.json: {field} is missing; it changes the model, so no default is taken: write it there")
+    return config[field]
+
+
+def _positive(config: Mapping[str, Any], field: str) -> int:
+    value = _required(config, field)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {field} = {value!r} must be a positive integer")
+    return value
+
+
+def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
+    if config.get("head_dim") is not None or not family.derives_head_dim:
+        return _positive(config, "head_dim")
+    if hidden % heads:
+        raise ValueError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; write head_dim there")
+    return hidden // heads
+
+
+def _check_fields(config: Mapping[str, Any], neutral_fields: Collection[str]) -> None:
+    for field, value in config.items():
+        if field in _REQUIRED_VALUES:
+            if value not in _REQUIRED_VALUES[field]:
+                raise ValueError(f"config.json: {field} = {value!r} is not supported, only {_REQUIRED_VALUES[field][0]!r}")
+        elif field not in _USED and field not in _NEUTRAL and field not in neutral_fields and value not in (None, False):
+            raise ValueError(
+                f"config.json: unknown field {field} = {value!r} may change the model; remove it, or name it in neutral_fields "
+                "if it does not change logits or gradients"
+            )
+    _required(config, "hidden_act")
+
+
+def _check_full_attention(config: Mapping[str, Any]) -> None:
+    others = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    if others:
+        raise ValueError(f"config.json: layer_types holds {others}, supported is only 'full_attention'")
+    window = config.get("sliding_window")
+    # Qwen configs carry a window that use_sliding_window = false switches off; elsewhere a window acts by being there.
+    if config.get("use_sliding_window") or (window is not None and "use_sliding_window" not in config):
+        raise ValueError(
+            f"config.json: sliding_window = {window} (use_sliding_window = {config.get('use_sliding_window')}) is not supported; "
+            "set use_sliding_window to false if the model attends to everything"
+        )
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling) from rope_parameters (transformers 5) or rope_theta and rope_scaling (4); both must agree."""
+    new, old = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
+    # transformers 4 wrote "type" at first.
+    for fields in (new, old):
+        if "type" in fields:
+            fields.setdefault("rope_type", fields.pop("type"))
+    thetas = {float(v) for v in (new.pop("rope_theta", None), old.pop("rope_theta", None), config.get("rope_theta")) if v is not None}
+    if len(thetas) != 1:
+        stated = f"is {sorted(thetas)} at once" if thetas else "is missing (at top level or in rope_parameters); no default is taken"
+        raise ValueError(f"config.json: rope_theta {stated}: write the one it was trained with")
+    scalings = {_rope_scaling(fields) for fields in (new, old) if fields}
+    if len(scalings) > 1:
+        raise ValueError(f"config.json: rope_parameters {new} and rope_scaling {old} disagree; keep one")
+    return thetas.pop(), scalings.pop() if scalings else None
+
+
+def _rope_scaling(fields: dict[str, Any]) -> RopeScaling | None:
+    kind = fields.get("rope_type", "default")
+    if kind not in _ROPE_FIELDS:
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; supported are {', '.join(sorted(_ROPE_FIELDS))}")
+    if fields.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(f"config.json: partial_rotary_factor = {fields['partial_rotary_factor']} is not supported, only 1.0")
+    given = {name for name, value in fields.items() if value is not None} - {"rope_type", "partial_rotary_factor"}
+    if given != _ROPE_FIELDS[kind]:
+        raise ValueError(
+            f"config.json: rope type {kind!r} takes {sorted(_ROPE_FIELDS[kind])}, the config has {sorted(given)}"
+        )
+    if kind == "default":
+        return None
+    values = {name: float(fields[name]) for name in _ROPE_FIELDS[kind]}
+    original = values.pop("original_max_position_embeddings", None)
+    return RopeScaling(kind, original_max_position_embeddings=None if original is None else int(original), **values)
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    names = {str(config[field]).removeprefix("torch.") for field in ("dtype", "torch_dtype") if config.get(field) is not None}
+    if not names:
+        return None
+    if len(names) > 1 or not names <= set(DTYPES):
+        raise ValueError(f"config.json: dtype {sorted(names)} is not one of {', '.join(DTYPES)}")
+    return DTYPES[names.pop()]

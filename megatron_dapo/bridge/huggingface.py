@@ -1,0 +1,173 @@
+"""A Hugging Face model folder as a layout: one box a tensor, read and written by boxes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.atomic_folder import plain_file_name
+from megatron_dapo.bridge.safetensors_file import SafetensorsReader
+from megatron_dapo.parallel.reshard.boxes import Box
+from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_COMPARE_BYTES = 16 << 20
+
+# Buffers that old exports store although they are derived from the config.
+_DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+def huggingface_layout(
+    architecture: ModelArchitecture, dtype: torch.dtype | Mapping[str, torch.dtype], *, num_ranks: int = 1, holder: int = 0
+) -> SingleHolderLayout:
+    """Rank `holder` has every tensor whole under its Hugging Face name."""
+    dtypes = dict.fromkeys(architecture.shapes(), dtype) if isinstance(dtype, torch.dtype) else dtype
+    specs = {name: TensorSpec(shape, dtypes[name]) for name, shape in architecture.shapes().items()}
+    return SingleHolderLayout(specs, num_ranks, holder)
+
+
+class HuggingFaceFolder:
+    """The safetensors files of a model folder. Headers are checked at once: missing or truncated files never get further.
+
+    `specs` are the tensors as stored, in stored order; `files` says which file has which. A context manager.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.files = _weight_map(self.path)
+        self._readers: dict[str, SafetensorsReader] = {}
+        try:
+            for file in dict.fromkeys(self.files.values()):
+                self._readers[file] = SafetensorsReader(self.path / file)
+            self._check_index()
+        except BaseException:
+            self.close()
+            raise
+        self.specs: dict[str, TensorSpec] = {name: self._readers[file].tensors[name].spec for name, file in self.files.items()}
+
+    def __enter__(self) -> HuggingFaceFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(spec.num_bytes for spec in self.specs.values())
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(reader.bytes_read for reader in self._readers.values())
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        spec = self.specs[name]
+        out = torch.empty(spec.shape, dtype=spec.dtype)
+        self._readers[self.files[name]].read(name, out)
+        return out
+
+    def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
+        """The `PieceReader` of `layout`: there is one rank and a buffer is a tensor."""
+        self._readers[self.files[piece.tensor]].read(piece.tensor, out, box)
+
+    def layout(self, architecture: ModelArchitecture, *, num_ranks: int = 1) -> SingleHolderLayout:
+        """Layout of the architecture's tensors in this folder; ValueError unless they are here, complete and in their shapes."""
+        self.check(architecture)
+        return SingleHolderLayout({name: self.specs[name] for name in architecture.shapes()}, num_ranks)
+
+    def dtypes(self, architecture: ModelArchitecture) -> dict[str, torch.dtype]:
+        return {name: self.specs[name].dtype for name in architecture.shapes()}
+
+    def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
+        """Stored tensors that are no parameters of the architecture and no copies of one; an export takes them over."""
+        return tuple(name for name in self.specs if name not in architecture.shapes() and name not in architecture.aliases())
+
+    def check(self, architecture: ModelArchitecture) -> None:
+        """ValueError that lists tensors which are missing, unknown, or of another shape than the config.json says."""
+        shapes, aliases = architecture.shapes(), architecture.aliases()
+        missing = [name for name in shapes if name not in self.specs]
+        unknown = [n for n in self.specs if n not in shapes and n not in aliases and not _DERIVED.fullmatch(n)]
+        expected = {**shapes, **{alias: shapes[name] for alias, name in aliases.items()}}
+        wrong = [f"{n} {self.specs[n].shape} instead of {s}" for n, s in expected.items() if n in self.specs and self.specs[n].shape != s]
+        problems = [
+            f"{len(names)} {what}: {_first(names)}"
+            for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", wrong))
+            if names
+        ]
+        if problems:
+            raise ValueError(
+                f"{self.path}: the tensors do not fit the {architecture.model_type} of its config.json "
+                f"({len(self.specs)} stored, {len(shapes)} expected): {'; '.join(problems)}"
+            )
+
+    def check_aliases(self, architecture: ModelArchitecture) -> None:
+        """ValueError where a tied model's folder stores a second copy with other values: which one counts would be a guess."""
+        for alias, name in architecture.aliases().items():
+            if alias not in self.specs:
+                continue
+            rows = max(1, _COMPARE_BYTES * self.specs[name].shape[0] // max(1, self.specs[name].num_bytes))
+            for start in range(0, self.specs[name].shape[0], rows):
+                if not torch.equal(self._rows(alias, start, rows), self._rows(name, start, rows)):
+                    raise ValueError(
+                        f"{self.path}: tie_word_embeddings is true, but {alias} and {name} differ from row {start} on; "
+                        f"remove {alias} or set tie_word_embeddings to false"
+                    )
+
+    def _rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        spec = self.specs[name]
+        shape = (min(count, spec.shape[0] - start), *spec.shape[1:])
+        out = torch.empty(shape, dtype=spec.dtype)
+        self._readers[self.files[name]].read(name, out, Box((start, *(0 for _ in shape[1:])), shape))
+        return out
+
+    def _check_index(self) -> None:
+        for name, file in self.files.items():
+            if name not in self._readers[file].tensors:
+                raise ValueError(f"{self.path}: the index says {name!r} is in {file}, whose header does not have it")
+        for file, reader in self._readers.items():
+            unlisted = [name for name in reader.tensors if self.files.get(name) != file]
+            if unlisted:
+                raise ValueError(f"{self.path / file}: {len(unlisted)} tensors are not in the index: {_first(unlisted)}")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index or from the single file's header."""
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.exists() and index.exists():
+        raise ValueError(f"{folder}: has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not the model")
+    if index.exists():
+        return _read_index(index)
+    if not single.exists():
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)) if folder.is_dir() else []
+        hint = f"; {pickled[0]} is a pickle, which is not read: save the model as safetensors" if pickled else ""
+        raise ValueError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there{hint}")
+    with SafetensorsReader(single) as reader:
+        return dict.fromkeys(reader.tensors, SINGLE_FILE)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        pairs = dict(weight_map.items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: broken index: {error!r}") from None
+    if not pairs:
+        raise ValueError(f"{path}: the index lists no tensor")
+    return {name: plain_file_name(file, path) for name, file in pairs.items()}
+
+
+def _first(names: Iterable[str], count: int = 5) -> str:
+    names = list(names)
+    return ", ".join(names[:count]) + (f", ... ({len(names)} in all)" if len(names) > count else "")

@@ -1,0 +1,194 @@
+"""Where a Megatron-core GPT model under TP x PP x VPP keeps each Hugging Face tensor: names, rows and padding.
+
+Local names are "{vp_stage}.{parameter path inside that model chunk}" with Transformer Engine's parameter names. Data- and
+context-parallel ranks hold replicas. See the table in `MegatronLayout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ModelArchitecture
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.reshard.boxes import Box, intersect
+from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
+
+VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this times the tensor-parallel size
+
+Local = tuple[str, tuple[int, ...], tuple[Piece, ...]]  # name, shape, what fills it
+
+
+def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: Megatron pads with zero rows."""
+    multiple = VOCABULARY_MULTIPLE * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+class MegatronLayout:
+    """Layout of the actor's parameters (per tensor-parallel rank t of T):
+
+    | local buffer | rows |
+    |---|---|
+    | embedding.word_embeddings, output_layer | rows [t V'/T, ...) of the vocabulary padded to V' |
+    | linear_qkv | for each key-value head: its query heads, the key head, the value head; cut evenly into T |
+    | linear_fc1 | [gate rows of t; up rows of t] |
+    | linear_proj, linear_fc2 | columns of t |
+    | norms | whole on every rank |
+
+    With fewer key-value heads than T, the cut of linear_qkv goes through a head's group, as Megatron-core does it (it gathers
+    the activations). A tied model has a second copy of the embedding as output_layer on the last pipeline stage.
+    """
+
+    def __init__(self, architecture: ModelArchitecture, parallel: ParallelLayout, dtypes: Mapping[str, torch.dtype]) -> None:
+        _check_divisible(architecture, parallel)
+        self.architecture = architecture
+        self.parallel = parallel
+        self.tensors = {name: TensorSpec(shape, dtypes[name]) for name, shape in architecture.shapes().items()}
+        self._cache: dict[tuple[int, int], tuple[tuple[Piece, ...], dict[str, TensorSpec]]] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self.parallel.world_size
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        return self._rank(rank)[0]
+
+    def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
+        """Shape and dtype of every local buffer of a rank, in model order."""
+        return self._rank(rank)[1]
+
+    def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        return {name: spec.shape for name, spec in self.local_specs(rank).items()}
+
+    def model_parallel_ranks(self) -> tuple[int, ...]:
+        """The ranks of the first data- and context-parallel replica, in order of (pipeline, tensor): together one model."""
+        ranks = range(self.num_ranks)
+        return tuple(r for r in ranks if self.parallel.coordinates(r).data == self.parallel.coordinates(r).context == 0)
+
+    def _rank(self, rank: int) -> tuple[tuple[Piece, ...], dict[str, TensorSpec]]:
+        coordinates = self.parallel.coordinates(rank)
+        key = (coordinates.tensor, coordinates.pipeline)
+        if key not in self._cache:
+            locals_ = list(self._locals(*key))
+            specs = {name: TensorSpec(shape, self._dtype_of(name, pieces)) for name, shape, pieces in locals_}
+            self._cache[key] = (tuple(piece for _, _, pieces in locals_ for piece in pieces), specs)
+        return self._cache[key]
+
+    def _dtype_of(self, local: str, pieces: tuple[Piece, ...]) -> torch.dtype:
+        # Only vocabulary rows can be all padding.
+        dtypes = {self.tensors[piece.tensor].dtype for piece in pieces} or {self.tensors[EMBEDDING].dtype}
+        if len(dtypes) > 1:
+            parts = sorted({f"{piece.tensor} {self.tensors[piece.tensor].dtype}" for piece in pieces})
+            raise ValueError(f"{local} fuses tensors of different types, which Megatron cannot hold: {', '.join(parts)}")
+        return dtypes.pop()
+
+    def _locals(self, tensor: int, pipeline: int) -> Iterator[Local]:
+        parallel, architecture = self.parallel, self.architecture
+        last_stage = parallel.virtual_pipeline - 1
+        for stage in range(parallel.virtual_pipeline):
+            first_chunk = pipeline == 0 and stage == 0
+            last_chunk = pipeline == parallel.pipeline - 1 and stage == last_stage
+            if first_chunk:
+                yield self._vocabulary(f"{stage}.embedding.word_embeddings.weight", EMBEDDING, tensor)
+            for index, layer in enumerate(parallel.layers_of(pipeline, stage, architecture.num_layers)):
+                yield from self._layer(f"{stage}.decoder.layers.{index}.", f"model.layers.{layer}.", tensor)
+            if last_chunk:
+                yield self._whole(f"{stage}.decoder.final_layernorm.weight", FINAL_NORM)
+                if not architecture.tie_word_embeddings:
+                    yield self._vocabulary(f"{stage}.output_layer.weight", LM_HEAD, tensor)
+                elif not first_chunk:
+                    yield self._vocabulary(f"{stage}.output_layer.weight", EMBEDDING, tensor)
+
+    def _layer(self, local: str, name: str, tensor: int) -> Iterator[Local]:
+        attention, qkv = local + "self_attention.", local + "self_attention.linear_qkv."
+        yield self._whole(qkv + "layer_norm_weight", name + "input_layernorm.weight")
+        yield self._qkv(qkv + "weight", name + "self_attn.{}_proj.weight", tensor)
+        if self.architecture.qkv_bias:
+            yield self._qkv(qkv + "bias", name + "self_attn.{}_proj.bias", tensor)
+        if self.architecture.qk_norm:
+            yield self._whole(attention + "q_layernorm.weight", name + "self_attn.q_norm.weight")
+            yield self._whole(attention + "k_layernorm.weight", name + "self_attn.k_norm.weight")
+        yield self._columns(attention + "linear_proj.weight", name + "self_attn.o_proj.weight", tensor)
+        yield self._whole(local + "mlp.linear_fc1.layer_norm_weight", name + "post_attention_layernorm.weight")
+        yield self._gate_up(local + "mlp.linear_fc1.weight", name + "mlp.", tensor)
+        yield self._columns(local + "mlp.linear_fc2.weight", name + "mlp.down_proj.weight", tensor)
+
+    def _whole(self, local: str, name: str) -> Local:
+        shape = self.tensors[name].shape
+        zeros = (0,) * len(shape)
+        return local, shape, (Piece(name, zeros, shape, local, zeros),)
+
+    def _columns(self, local: str, name: str, tensor: int) -> Local:
+        rows, columns = self.tensors[name].shape
+        width = columns // self.parallel.tensor
+        return local, (rows, width), (Piece(name, (0, tensor * width), (rows, width), local, (0, 0)),)
+
+    def _vocabulary(self, local: str, name: str, tensor: int) -> Local:
+        vocab_size, hidden = self.tensors[name].shape
+        rows = padded_vocabulary(vocab_size, self.parallel.tensor) // self.parallel.tensor
+        start = tensor * rows
+        real = min(vocab_size - start, rows)
+        pieces = (Piece(name, (start, 0), (real, hidden), local, (0, 0)),) if real > 0 else ()
+        return local, (rows, hidden), pieces
+
+    def _gate_up(self, local: str, prefix: str, tensor: int) -> Local:
+        rows, hidden = self.tensors[prefix + "gate_proj.weight"].shape
+        rows //= self.parallel.tensor
+        pieces = tuple(
+            Piece(prefix + name + ".weight", (tensor * rows, 0), (rows, hidden), local, (position * rows, 0))
+            for position, name in enumerate(("gate_proj", "up_proj"))
+        )
+        return local, (2 * rows, hidden), pieces
+
+    def _qkv(self, local: str, pattern: str, tensor: int) -> Local:
+        """Rows of rank `tensor` of the interleaved matrix of all heads; a bias is one without columns."""
+        tail = self.tensors[pattern.format("q")].shape[1:]
+        zeros = (0,) * len(tail)
+        segments = list(_interleaved_rows(self.architecture))
+        num_rows = sum(rows for _, _, rows in segments) // self.parallel.tensor
+        mine = Box((tensor * num_rows,), (num_rows,))
+        pieces, position = [], 0
+        for projection, start, rows in segments:
+            common = intersect(mine, Box((position,), (rows,)))
+            if common is not None:
+                offset, size = common.offset[0], common.shape[0]
+                source = (start + offset - position, *zeros)
+                pieces.append(Piece(pattern.format(projection), source, (size, *tail), local, (offset - mine.offset[0], *zeros)))
+            position += rows
+        return local, (num_rows, *tail), tuple(pieces)
+
+
+def _interleaved_rows(architecture: ModelArchitecture) -> Iterator[tuple[str, int, int]]:
+    """(projection, first row in it, rows) in the order of Megatron's fused QKV."""
+    head, ratio = architecture.head_dim, architecture.query_groups_ratio
+    for group in range(architecture.num_key_value_heads):
+        yield "q", group * ratio * head, ratio * head
+        yield "k", group * head, head
+        yield "v", group * head, head
+
+
+def _check_divisible(architecture: ModelArchitecture, parallel: ParallelLayout) -> None:
+    tensor, groups = parallel.tensor, architecture.num_key_value_heads
+    for field in ("num_attention_heads", "intermediate_size"):
+        if getattr(architecture, field) % tensor:
+            raise ValueError(f"tensor parallel size {tensor} does not divide {field} {getattr(architecture, field)}; choose a divisor")
+    if groups % tensor and tensor % groups:
+        raise ValueError(
+            f"tensor parallel size {tensor} is neither a multiple nor a divisor of num_key_value_heads {groups}, which Megatron-core needs"
+        )
+    if (architecture.num_attention_heads + 2 * groups) * architecture.head_dim % tensor:
+        raise ValueError(f"tensor parallel size {tensor} does not divide the rows of the fused QKV; choose a smaller one")
+    if parallel.expert > 1:
+        raise ValueError(f"expert parallel size {parallel.expert} needs a mixture-of-experts model; {architecture.model_type} is dense")
+    parallel.layers_of(0, 0, architecture.num_layers)  # raises where the layers do not split
+
+
+def megatron_layout(
+    architecture: ModelArchitecture, parallel: ParallelLayout, dtype: torch.dtype | Mapping[str, torch.dtype]
+) -> MegatronLayout:
+    """Layout of the model's parameters under `parallel`; dtype of all of them, or of each Hugging Face tensor."""
+    if isinstance(dtype, torch.dtype):
+        dtype = dict.fromkeys(architecture.shapes(), dtype)
+    return MegatronLayout(architecture, parallel, dtype)

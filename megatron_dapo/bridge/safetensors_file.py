@@ -1,0 +1,211 @@
+"""Safetensors files read and written by offset: any box of a tensor without the rest of the file, any tensor without the others.
+
+The format: 8 bytes little-endian length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data; offsets count from
+the end of the header. The reader keeps no mapping of the file, so host memory holds only what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.parallel.reshard.boxes import Box, whole
+from megatron_dapo.parallel.reshard.layout import TensorSpec
+
+DTYPE_OF_CODE: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+CODE_OF_DTYPE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor's bytes are: [start, start + spec.num_bytes) of the file."""
+
+    spec: TensorSpec
+    start: int
+
+
+class SafetensorsReader:
+    """Random access to one file. Raises ValueError that names the file where it is missing, truncated or not this format."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.bytes_read = 0  # of tensor data
+        try:
+            self._file = open(self.path, "rb", buffering=0)
+        except FileNotFoundError:
+            raise ValueError(f"{self.path}: the file is missing; download the model again") from None
+        try:
+            self.tensors: dict[str, StoredTensor] = self._header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, name: str, out: torch.Tensor, box: Box | None = None) -> None:
+        """Fills `out` (CPU; shape of the box; any dtype, any strides) with box `box` of tensor `name`, or with all of it."""
+        stored = self.tensors[name]
+        box = box or whole(stored.spec.shape)
+        assert tuple(out.shape) == tuple(box.shape), f"{name}: box {box} into a tensor of shape {tuple(out.shape)}"
+        direct = out.is_contiguous() and out.dtype == stored.spec.dtype and out.device.type == "cpu"
+        if direct:
+            self._read_box(stored, box, out)
+            return
+        staging = torch.empty(box.shape, dtype=stored.spec.dtype)
+        self._read_box(stored, box, staging)
+        out.copy_(staging)
+
+    def _read_box(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
+        """Reads exactly the bytes of the box: one read for each run that is contiguous in the file."""
+        target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())
+        position = 0
+        for start, size in _runs(stored.spec, box):
+            self._read_at(stored.start + start, target[position : position + size])
+            position += size
+        assert position == len(target), f"{self.path}: {position} of {len(target)} bytes"
+        self.bytes_read += position
+
+    def _read_at(self, offset: int, target: memoryview) -> None:
+        while target:
+            count = os.preadv(self._file.fileno(), [target], offset)
+            if count == 0:
+                raise ValueError(f"{self.path}: ends at byte {offset}, {len(target)} bytes early; it was cut while being read")
+            target, offset = target[count:], offset + count
+
+    def _header(self) -> dict[str, StoredTensor]:
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+            raise ValueError(
+                f"{self.path}: not a safetensors file, or truncated: it has {size} bytes and its header should have {length}"
+            )
+        header = bytearray(length)
+        self._read_at(_LENGTH_BYTES, memoryview(header))
+        try:
+            entries = json.loads(header)
+            tensors = {
+                name: _stored(name, entry, _LENGTH_BYTES + length) for name, entry in entries.items() if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self.path}: broken safetensors header: {error}") from None
+        expected = max((t.start + t.spec.num_bytes for t in tensors.values()), default=_LENGTH_BYTES + length)
+        if size != expected:
+            raise ValueError(
+                f"{self.path}: {'truncated' if size < expected else 'too long'}: the file has {size} bytes, its header describes "
+                f"{expected}; download or copy it again"
+            )
+        return tensors
+
+
+def _stored(name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
+    if entry["dtype"] not in DTYPE_OF_CODE:
+        raise ValueError(f"dtype {entry['dtype']!r} of {name} is not one of {', '.join(DTYPE_OF_CODE)}")
+    spec = TensorSpec(tuple(int(n) for n in entry["shape"]), DTYPE_OF_CODE[entry["dtype"]])
+    begin, end = entry["data_offsets"]
+    if begin < 0 or min(spec.shape, default=0) < 0 or end - begin != spec.num_bytes:
+        raise ValueError(f"{name} {spec.shape} {entry['dtype']} needs {spec.num_bytes} bytes, offsets are [{begin}, {end})")
+    return StoredTensor(spec, data_start + begin)
+
+
+def _runs(spec: TensorSpec, box: Box) -> list[tuple[int, int]]:
+    """(byte offset in the tensor, bytes) of the contiguous runs of a box, in row-major order."""
+    if box.volume == 0:
+        return []
+    dims = len(spec.shape)
+    strides = [prod(spec.shape[dim + 1 :]) for dim in range(dims)]
+    # Dimensions from `inner` on are contiguous within the box.
+    inner = dims
+    while inner > 0 and all(box.shape[dim] == spec.shape[dim] for dim in range(inner, dims)):
+        inner -= 1
+    size = prod(box.shape[inner:]) * spec.dtype.itemsize
+    starts = [sum(o * s for o, s in zip(box.offset, strides))]
+    for dim in range(inner):
+        starts = [start + index * strides[dim] for start in starts for index in range(box.shape[dim])]
+    return [(start * spec.dtype.itemsize, size) for start in starts]
+
+
+class SafetensorsWriter:
+    """Writes one file tensor by tensor, in any order; `close` fails unless every tensor was written exactly once.
+
+    A failed write (full disk) raises OSError; the file is then incomplete and the caller removes it.
+    """
+
+    def __init__(self, path: str | Path, specs: Mapping[str, TensorSpec]) -> None:
+        self.path = Path(path)
+        self._file = open(self.path, "xb", buffering=0)
+        self._stored: dict[str, StoredTensor] = {}
+        self._missing = dict(specs)
+        header = self._header(specs)
+        self.num_bytes = len(header) + sum(spec.num_bytes for spec in specs.values())
+        self._write_at(0, memoryview(header))
+
+    def _header(self, specs: Mapping[str, TensorSpec]) -> bytes:
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        # Widest elements first keep every tensor aligned to its element size.
+        for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
+            end = position + spec.num_bytes
+            entries[name] = {"dtype": CODE_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, end]}
+            self._stored[name] = StoredTensor(spec, position)
+            position = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _LENGTH_BYTES)
+        self._data_start = _LENGTH_BYTES + len(text)
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        spec = self._missing.pop(name, None)
+        if spec is None:
+            raise ValueError(f"{self.path}: {name} is {'written twice' if name in self._stored else 'not a tensor of this file'}")
+        if TensorSpec(tuple(tensor.shape), tensor.dtype) != spec:
+            raise ValueError(f"{self.path}: {name} is {tuple(tensor.shape)} {tensor.dtype}, announced as {spec.shape} {spec.dtype}")
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._write_at(self._data_start + self._stored[name].start, memoryview(data.numpy()))
+
+    def _write_at(self, offset: int, data: memoryview) -> None:
+        while data:
+            count = os.pwrite(self._file.fileno(), data, offset)
+            data, offset = data[count:], offset + count
+
+    def close(self) -> None:
+        """Flushes to the disk. Raises ValueError where a tensor is missing."""
+        try:
+            if self._missing:
+                raise ValueError(f"{self.path}: {len(self._missing)} tensors were not written, first {next(iter(self._missing))}")
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Closes without the check, for a file about to be removed."""
+        self._file.close()
