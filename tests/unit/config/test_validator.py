@@ -123,12 +123,13 @@ def test_the_declared_ways_out_are_accepted(values: dict[str, Any]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.sets(st.sampled_from(range(len(BROKEN))), max_size=8))
 def test_all_violations_come_at_once(chosen: set[int]) -> None:
-    # Rules of one section may lean on the same fields: combine one of each section.
+    # Rules of one section may lean on the same fields, and rollout and algorithm on each other: combine one of each.
+    together = {"rollout": "algorithm"}
     combined: dict[str, Any] = {}
     expected = set()
     for path, values in (BROKEN[index] for index in sorted(chosen)):
-        sections = {name.split("__")[0] for name in values}
-        if not sections & {name.split("__")[0] for name in combined}:
+        sections, taken = ({together.get(name.split("__")[0], name.split("__")[0]) for name in names} for names in (values, combined))
+        if not sections & taken:
             combined.update(values)
             expected.add(path)
     assert expected <= set(paths(make(**combined)))

@@ -1,0 +1,348 @@
+"""Checkpoints that are whole or not there: written beside, verified, renamed into place, the newest valid one is loaded.
+
+    <folder>/step_000123.tmp/     while ranks write: their files, and one part of the manifest a rank
+    <folder>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file) and renamed
+
+A kill at any point leaves either the old folder or the new one. Old checkpoints are deleted only after the new one is in place.
+This module knows neither torch.distributed nor what is saved: ranks agree through a callable, content comes from a callable.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.recovery.durable_files import FileEntry, hash_file, sync_folder, write_json, write_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step_(\d{6,})")
+_PART = re.compile(r"manifest_rank_(\d+)\.json")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+Agree = Callable[[bool], bool]  # collective: True on every rank if every rank passed True; also a barrier
+
+
+def alone(ok: bool) -> bool:
+    """`Agree` for a single process."""
+    return ok
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or none can be loaded; the message says which, why and what is left."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    step: int
+    folder: Path
+    files: Mapping[str, FileEntry]
+    metadata: Mapping[str, Any]
+
+    def load_json(self, name: str) -> Any:
+        return json.loads(self._path(name).read_text(encoding="utf-8"))
+
+    def load_tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors of one safetensors file, on the CPU."""
+        from safetensors.torch import load_file
+
+        return load_file(self._path(name))
+
+    def _path(self, name: str) -> Path:
+        if name not in self.files:
+            raise CheckpointError(f"checkpoint {self.folder}: no file {name!r}; it holds {', '.join(sorted(self.files))}")
+        return self.folder / name
+
+
+class CheckpointWriter:
+    """What one rank writes into the folder of an unfinished checkpoint."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._entries: list[FileEntry] = []
+
+    def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+        """Write a safetensors file. Names are plain and differ between ranks."""
+        self._entries.append(write_tensors(self._new_path(name), tensors, metadata))
+
+    def save_json(self, name: str, document: Any) -> None:
+        """Write a JSON file. Names are plain and differ between ranks."""
+        self._entries.append(write_json(self._new_path(name), document))
+
+    def finish(self) -> None:
+        """Declare this rank's files complete."""
+        write_json(self._folder / f"manifest_rank_{self._rank}.json", [entry.to_json() for entry in self._entries])
+
+    def _new_path(self, name: str) -> Path:
+        if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST or _PART.fullmatch(name):
+            raise ValueError(f"checkpoint file {name!r}: use letters, digits, '_', '-', '.', and not a manifest's name")
+        path = self._folder / name
+        if path.exists():
+            raise ValueError(f"checkpoint file {name!r} is written twice; put the rank into its name")
+        return path
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Only rank 0 calls what changes the folder (`begin`, `commit`, `abandon`, `clean`)."""
+
+    def __init__(self, folder: str | Path, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"checkpoint.keep = {keep}: keep at least 1")
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
+
+    def partial_path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}.tmp"
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoint folders there are, valid or not, newest first."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
+        return sorted((int(match.group(1)) for match in matches if match), reverse=True)
+
+    def begin(self, step: int) -> None:
+        """Make the empty folder that ranks write into."""
+        self.clean()
+        self.partial_path(step).mkdir(parents=True)
+
+    def writer(self, step: int, rank: int) -> CheckpointWriter:
+        return CheckpointWriter(self.partial_path(step), rank)
+
+    def commit(self, step: int, num_ranks: int, metadata: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Merge the ranks' parts, put the checkpoint in place, then delete what is beyond `keep`."""
+        partial, final = self.partial_path(step), self.path(step)
+        entries = list(_merged_entries(partial, num_ranks))
+        document = {"format": FORMAT, "step": step, "files": [entry.to_json() for entry in entries], "metadata": dict(metadata or {})}
+        write_json(partial / MANIFEST, document)
+        for rank in range(num_ranks):
+            (partial / f"manifest_rank_{rank}.json").unlink()
+        sync_folder(partial)
+        if final.exists():
+            # The same step again, e.g. over a corrupt one: `clean` undoes this if the next rename never happens.
+            os.replace(final, self._replaced_path(final))
+        os.replace(partial, final)
+        sync_folder(self.folder)
+        checkpoint = self.open(step)
+        self._delete_old(step)
+        return checkpoint
+
+    def abandon(self, step: int) -> None:
+        """Remove the unfinished checkpoint of `step` so that its space is free again."""
+        shutil.rmtree(self.partial_path(step), ignore_errors=True)
+        self.clean()
+
+    def clean(self) -> None:
+        """Undo or finish what a killed process left half done."""
+        if not self.folder.is_dir():
+            return
+        for entry in sorted(self.folder.iterdir()):
+            name, _, suffix = entry.name.rpartition(".")
+            if suffix == "replaced" and _STEP.fullmatch(name) and not (self.folder / name).exists():
+                os.replace(entry, self.folder / name)
+            elif suffix in ("tmp", "replaced", "deleting") and _STEP.fullmatch(name):
+                logger.info("removing %s, left by an interrupted run", entry)
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def open(self, step: int) -> Checkpoint:
+        """The checkpoint of `step`, its manifest and file sizes checked (not its contents: `wrong_files`).
+
+        Raises CheckpointError with the reason where it is not whole.
+        """
+        folder = self.path(step)
+        checkpoint = _read_manifest(folder, step)
+        for entry in checkpoint.files.values():
+            path = folder / entry.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry.size:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise CheckpointError(f"checkpoint {folder}: {entry.name} {found}, the manifest says {entry.size} bytes")
+        return checkpoint
+
+    def _delete_old(self, newest: int) -> None:
+        """Keep `newest` and the next valid ones up to `keep`; a broken one does not count and goes with the older ones."""
+        kept = 0
+        for step in self.steps():
+            if kept >= self.keep and step != newest:
+                self._delete(step)
+            elif step == newest or self._is_whole(step):
+                kept += 1
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            self.open(step)
+        except CheckpointError:
+            return False
+        return True
+
+    def _delete(self, step: int) -> None:
+        # Renamed first: a kill in the middle must not leave a folder that looks like a checkpoint.
+        doomed = self.folder / f"{self.path(step).name}.deleting"
+        try:
+            os.replace(self.path(step), doomed)
+        except OSError as error:  # the new checkpoint is in place: not a reason to fail
+            logger.warning("could not delete the old checkpoint %s: %s", self.path(step), error)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    @staticmethod
+    def _replaced_path(final: Path) -> Path:
+        return final.with_name(final.name + ".replaced")
+
+
+def wrong_files(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+    """Those of `names` whose contents are not what was written (a full read)."""
+    return [name for name in names if hash_file(checkpoint.folder / name) != checkpoint.files[name].sha256]
+
+
+def save_checkpoint(
+    store: CheckpointStore,
+    step: int,
+    write: Callable[[CheckpointWriter], None],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
+    agree: Agree = alone,
+) -> Path:
+    """Every rank calls this; `write` saves this rank's files. Returns the folder once the checkpoint is in place.
+
+    If anything fails on any rank (a full disk, a bug in `write`), all ranks raise, the unfinished folder is gone, and earlier
+    checkpoints are as they were.
+    """
+
+    def write_own() -> None:
+        writer = store.writer(step, rank)
+        write(writer)
+        writer.finish()
+
+    phases: list[tuple[bool, Callable[[], object]]] = [
+        (rank == 0, lambda: store.begin(step)),
+        (True, write_own),
+        (rank == 0, lambda: store.commit(step, num_ranks, metadata)),
+    ]
+    for mine, phase in phases:
+        problem = _attempt(phase) if mine else None
+        if not agree(problem is None):
+            if rank == 0:
+                store.abandon(step)
+            raise CheckpointError(_save_message(store, step, problem)) from problem
+    return store.path(step)
+
+
+def _attempt(phase: Callable[[], object]) -> Exception | None:
+    """Whatever goes wrong here must be agreed on before it is raised, or the other ranks would wait for this one."""
+    try:
+        phase()
+    except Exception as error:
+        return error
+    return None
+
+
+def _save_message(store: CheckpointStore, step: int, problem: Exception | None) -> str:
+    what = "another rank failed; its own message says why" if problem is None else str(problem)
+    if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
+        free = shutil.disk_usage(store.folder if store.folder.is_dir() else Path.cwd()).free
+        what = f"the disk is full ({free / 2**20:.0f} MiB free); free space, lower checkpoint.keep, or move checkpoint.folder"
+    earlier = [other for other in store.steps() if other != step]
+    left = f"the newest earlier checkpoint is {store.path(earlier[0])}" if earlier else "there is no earlier checkpoint"
+    return f"checkpoint of step {step} was not saved in {store.folder}: {what}; {left}"
+
+
+def newest_valid(store: CheckpointStore, *, rank: int = 0, num_ranks: int = 1, agree: Agree = alone) -> Checkpoint | None:
+    """The newest checkpoint whose every byte is what was written; each rank reads its share of the files.
+
+    None where there is no checkpoint folder at all. A broken newer one is reported and skipped; if all are broken, CheckpointError.
+    """
+    if rank == 0:
+        store.clean()
+    agree(True)
+    reasons = []
+    for step in store.steps():
+        problem = _problem(store, step, rank, num_ranks)
+        if agree(problem is None):
+            return store.open(step)
+        reason = problem or f"checkpoint {store.path(step)}: another rank found it broken"
+        logger.warning("%s; trying the one before", reason)
+        reasons.append(reason)
+    if reasons:
+        raise CheckpointError(
+            f"none of the checkpoints in {store.folder} can be loaded: {'; '.join(reasons)}. "
+            "Restore one, or start anew with another run.folder"
+        )
+    return None
+
+
+def _problem(store: CheckpointStore, step: int, rank: int, num_ranks: int) -> str | None:
+    try:
+        checkpoint = store.open(step)
+        wrong = wrong_files(checkpoint, sorted(checkpoint.files)[rank::num_ranks])
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return f"checkpoint {checkpoint.folder}: contents of {', '.join(wrong)} changed since they were written" if wrong else None
+
+
+def find_resume(mode: str, store: CheckpointStore, *, rank: int = 0, num_ranks: int = 1, agree: Agree = alone) -> Checkpoint | None:
+    """The checkpoint to continue from under checkpoint.resume = `mode`, or None to start from the initial policy.
+
+    auto: the newest valid one if there is any. must: CheckpointError if there is none. never: CheckpointError if there is one.
+    """
+    if mode not in ("auto", "must", "never"):
+        raise ValueError(f"checkpoint.resume = {mode!r}; choose one of: auto, must, never")
+    if mode == "never":
+        if store.steps():
+            raise CheckpointError(
+                f'checkpoint.resume = "never", but {store.folder} holds checkpoints of steps {store.steps()}; '
+                "choose another run.folder, or resume"
+            )
+        return None
+    found = newest_valid(store, rank=rank, num_ranks=num_ranks, agree=agree)
+    if found is None and mode == "must":
+        raise CheckpointError(f'checkpoint.resume = "must", but there is no checkpoint in {store.folder}; check run.folder')
+    return found
+
+
+def _merged_entries(partial: Path, num_ranks: int) -> Iterator[FileEntry]:
+    parts = {int(match.group(1)) for match in map(_PART.fullmatch, os.listdir(partial)) if match}
+    missing = sorted(set(range(num_ranks)) - parts)
+    if missing:
+        raise CheckpointError(f"checkpoint {partial}: ranks {missing} of {num_ranks} wrote nothing here; is the folder shared by all nodes?")
+    for rank in range(num_ranks):
+        for entry in json.loads((partial / f"manifest_rank_{rank}.json").read_text(encoding="utf-8")):
+            yield FileEntry(**entry)
+
+
+def _read_manifest(folder: Path, step: int) -> Checkpoint:
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        entries = [FileEntry(str(e["name"]), int(e["size"]), str(e["sha256"])) for e in document["files"]]
+        form, stated, metadata = document["format"], document["step"], document["metadata"]
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {folder}: no {MANIFEST}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {folder}: {MANIFEST} is not readable ({error!r})") from None
+    if form != FORMAT or stated != step:
+        raise CheckpointError(f"checkpoint {folder}: manifest of format {form}, step {stated}; expected format {FORMAT}, step {step}")
+    bad = [entry.name for entry in entries if not _PLAIN_NAME.fullmatch(entry.name)]
+    if bad:
+        raise CheckpointError(f"checkpoint {folder}: {MANIFEST} names files outside the folder: {bad}")
+    return Checkpoint(step, folder, {entry.name: entry for entry in entries}, metadata)

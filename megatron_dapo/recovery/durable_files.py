@@ -1,0 +1,123 @@
+"""Files that are on disk when the call returns, with the size and hash of what was written.
+
+Everything goes through os.write and os.fsync in this module, so that a full disk or a kill at any write point can be tested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file must be: name within its folder, bytes, SHA-256 in hex."""
+
+    name: str
+    size: int
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+    """Write `chunks` to a new file, flushed to the disk. Raises OSError (ENOSPC where the disk is full)."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            digest.update(view)
+            size += len(view)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileEntry(path.name, size, digest.hexdigest())
+
+
+def write_json(path: Path, document: Any) -> FileEntry:
+    """Write `document` as JSON. Raises ValueError for what JSON cannot hold (NaN included)."""
+    return write_file(path, [json.dumps(document, allow_nan=False, indent=1).encode()])
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
+    """Write a safetensors file, one tensor in memory at a time beyond those given. Any layout and device; 0-size tensors too."""
+    return write_file(path, _safetensors_chunks(tensors, metadata))
+
+
+def _safetensors_chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> Iterable[bytes | memoryview]:
+    # Widest types first keeps every tensor aligned to its own type, which readers that map the file rely on.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in order:
+        yield _bytes_of(tensors[name])
+
+
+_DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(f"tensor {name}: safetensors has no {dtype}; it has {', '.join(_DTYPE_NAMES)}")
+    return _DTYPE_NAMES[dtype]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries (creations and renames in it) to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

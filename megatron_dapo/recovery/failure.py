@@ -1,0 +1,64 @@
+"""The first root cause of a failed run, in failure.json and as the last line printed.
+
+Once one rank fails, the others fail because of it. The first to record wins; every rank's own record is kept beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["exception", "deadline", "signal"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process ended."""
+
+    rank: int
+    kind: Kind
+    message: str  # one line
+    detail: str = ""  # traceback or stacks
+    time: float = field(default_factory=time.time)  # seconds since 1970
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """The record of an exception."""
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return Failure(rank=rank, kind="exception", message=f"{type(error).__name__}: {error}", detail=lines)
+
+
+def record_failure(run_folder: Path, failure: Failure) -> bool:
+    """Write this rank's record, and failure.json if it is the first. Returns whether it was."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    own = run_folder / f"failure_rank_{failure.rank}.json"
+    partial = own.with_suffix(".tmp")
+    partial.write_text(json.dumps(asdict(failure), indent=1), encoding="utf-8")
+    os.replace(partial, own)
+    try:
+        os.link(own, run_folder / "failure.json")  # fails if another rank was first
+    except FileExistsError:
+        return False
+    return True
+
+
+def read_failure(run_folder: Path) -> Failure | None:
+    """The first root cause, or None where no process recorded one."""
+    path = run_folder / "failure.json"
+    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def clear_failures(run_folder: Path) -> None:
+    """Forget an earlier attempt's failures; rank 0 calls it before the work starts."""
+    for path in [run_folder / "failure.json", *run_folder.glob("failure_rank_*.json")]:
+        path.unlink(missing_ok=True)
+
+
+def last_line(failure: Failure) -> str:
+    """The line to print last."""
+    return f"first failure: rank {failure.rank}, {failure.kind}: {failure.message}"

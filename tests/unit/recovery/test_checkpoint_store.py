@@ -1,0 +1,347 @@
+"""A checkpoint is whole or not there: kills and full disks at every write point, broken files, retention, several ranks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dapo.recovery.checkpoint_store import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    CheckpointWriter,
+    find_resume,
+    newest_valid,
+    save_checkpoint,
+)
+
+CALLS = ("write", "fsync", "open", "replace", "mkdir", "unlink")
+
+
+def content(step: int) -> Callable[[CheckpointWriter], None]:
+    def write(writer: CheckpointWriter) -> None:
+        writer.save_tensors("model.safetensors", {"w": torch.full((64,), float(step))})
+        writer.save_json("trainer.json", {"step": step})
+
+    return write
+
+
+def is_of(checkpoint: Checkpoint | None, step: int) -> bool:
+    assert checkpoint is not None and checkpoint.step == step
+    return checkpoint.load_json("trainer.json") == {"step": step} and bool((checkpoint.load_tensors("model.safetensors")["w"] == step).all())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+def test_save_and_load(store: CheckpointStore) -> None:
+    assert newest_valid(store) is None
+    folder = save_checkpoint(store, 7, content(7), metadata={"layout": "TP2"})
+    found = newest_valid(store)
+    assert is_of(found, 7) and found.folder == folder == store.folder / "step_000007"
+    assert found.metadata == {"layout": "TP2"}
+    assert sorted(os.listdir(folder)) == ["manifest.json", "model.safetensors", "trainer.json"]
+
+
+def test_newest_counts_by_number_not_by_spelling(store: CheckpointStore) -> None:
+    for step in (999999, 1000000):
+        save_checkpoint(store, step, content(step))
+    assert is_of(newest_valid(store), 1000000)
+
+
+def test_retention(store: CheckpointStore) -> None:
+    for step in range(1, 6):
+        save_checkpoint(store, step, content(step))
+        assert store.steps() == list(range(step, max(0, step - 2), -1))
+
+
+def test_retention_after_resume_and_with_leftovers(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        save_checkpoint(store, step, content(step))
+    (store.folder / "step_000003.tmp").mkdir()
+    (store.folder / "step_000000.deleting").mkdir()
+    (store.folder / "notes").mkdir()
+    again = CheckpointStore(store.folder, keep=1)
+    assert is_of(newest_valid(again), 2)
+    save_checkpoint(again, 4, content(4))
+    assert sorted(os.listdir(again.folder)) == ["notes", "step_000004"]
+
+
+def test_a_broken_checkpoint_does_not_count_as_kept(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        save_checkpoint(store, step, content(step))
+    (store.path(2) / "trainer.json").unlink()
+    save_checkpoint(store, 3, content(3))
+    assert is_of(store.open(1), 1) and is_of(store.open(3), 3)
+
+
+def corrupt_contents(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "one bit": corrupt_contents,
+    "truncated": lambda folder: os.truncate(folder / "model.safetensors", 40),
+    "missing file": lambda folder: (folder / "trainer.json").unlink(),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest cut": lambda folder: os.truncate(folder / "manifest.json", 20),
+    "manifest of another step": lambda folder: (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text().replace('"step": 2', '"step": 9')
+    ),
+    "path in manifest": lambda folder: (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text().replace("trainer.json", "../../trainer.json")
+    ),
+    "file becomes folder": lambda folder: ((folder / "trainer.json").unlink(), (folder / "trainer.json").mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_broken_newest_is_reported_and_the_one_before_used(store: CheckpointStore, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        save_checkpoint(store, step, content(step))
+    DAMAGE[damage](store.path(2))
+    with caplog.at_level(logging.WARNING):
+        assert is_of(newest_valid(store), 1)
+    assert "step_000002" in caplog.text and "trying the one before" in caplog.text
+
+
+def test_saving_over_a_broken_checkpoint_of_the_same_step(store: CheckpointStore) -> None:
+    for step in (1, 2, 2):
+        save_checkpoint(store, step, content(step))
+        if step == 2:
+            corrupt_contents(store.path(2))
+    save_checkpoint(store, 2, content(2))
+    assert is_of(newest_valid(store), 2) and store.steps() == [2, 1]
+
+
+def test_all_broken_is_an_error_with_every_reason(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        save_checkpoint(store, step, content(step))
+        DAMAGE["no manifest"](store.path(step))
+    with pytest.raises(CheckpointError, match="step_000002.*step_000001"):
+        newest_valid(store)
+
+
+def test_resume_modes(store: CheckpointStore) -> None:
+    assert find_resume("auto", store) is None and find_resume("never", store) is None
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        find_resume("must", store)
+    save_checkpoint(store, 3, content(3))
+    assert is_of(find_resume("auto", store), 3) and is_of(find_resume("must", store), 3)
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of steps \[3\]"):
+        find_resume("never", store)
+    with pytest.raises(ValueError, match="auto, must, never"):
+        find_resume("maybe", store)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/b", "", ".hidden", "manifest.json", "manifest_rank_0.json"])
+def test_names_are_no_paths(store: CheckpointStore, name: str) -> None:
+    with pytest.raises(CheckpointError, match="use letters"):
+        save_checkpoint(store, 1, lambda writer: writer.save_json(name, 1))
+    assert store.steps() == []
+
+
+def test_a_name_twice_is_an_error(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="written twice"):
+        save_checkpoint(store, 1, lambda writer: (writer.save_json("a.json", 1), writer.save_json("a.json", 2)))
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, point: int) -> list[str]:
+    """Make the `point`-th call of the os functions raise ENOSPC; returns the list the calls are recorded in."""
+    calls: list[str] = []
+
+    def wrap(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            calls.append(name)
+            if len(calls) == point:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, wrap(name, getattr(os, name)))
+    return calls
+
+
+def test_full_disk_at_every_write_point(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        store = CheckpointStore(tmp_path / "count", keep=1)
+        save_checkpoint(store, 1, content(1))
+        calls = fail_at(patch, point=0)
+        save_checkpoint(store, 2, content(2))
+    assert {"write", "fsync", "replace", "mkdir"} <= set(calls) and len(calls) > 12
+    for point in range(1, len(calls) + 1):
+        store = CheckpointStore(tmp_path / str(point), keep=1)
+        save_checkpoint(store, 1, content(1))
+        with pytest.MonkeyPatch.context() as patch:
+            fail_at(patch, point)
+            try:
+                save_checkpoint(store, 2, content(2))
+                failed = False
+            except CheckpointError as error:
+                failed = True
+                assert "the disk is full" in str(error) and "step_000001" in str(error)
+        found = newest_valid(store)
+        assert is_of(found, 2 if found is not None and found.step == 2 else 1)
+        assert failed or is_of(found, 2), f"point {point}: reported as saved, but it is not"
+        assert [path.name for path in store.folder.iterdir() if path.suffix] == []
+        save_checkpoint(store, 3, content(3))
+        assert is_of(newest_valid(store), 3)
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[3])
+from megatron_dapo.recovery.checkpoint_store import CheckpointStore, save_checkpoint
+point, calls = int(sys.argv[2]), 0
+def wrap(real):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return call
+store = CheckpointStore(sys.argv[1], keep=1)
+write = lambda step: lambda writer: [writer.save_json(f"{name}.json", [step] * 500) for name in "abc"]
+save_checkpoint(store, 1, write(1))
+for name in %r:
+    setattr(os, name, wrap(getattr(os, name)))
+save_checkpoint(store, 2, write(2))
+save_checkpoint(store, 2, write(2))
+print(calls)
+""" % (CALLS,)
+
+
+def run_killed(folder: Path, point: int) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).resolve().parents[3])
+    return subprocess.run([sys.executable, "-c", KILLED, str(folder), str(point), root], capture_output=True, text=True, timeout=60)
+
+
+def test_kill_at_random_write_points(tmp_path: Path) -> None:
+    total = int(run_killed(tmp_path / "count", 0).stdout)
+    assert total > 30
+    points = random.Random(0).sample(range(1, total + 1), 16)
+    for point in points:
+        folder = tmp_path / str(point)
+        assert run_killed(folder, point).returncode == -9
+        store = CheckpointStore(folder, keep=1)
+        found = newest_valid(store)
+        assert found is not None, f"nothing loadable after a kill at write point {point}"
+        assert all(found.load_json(f"{name}.json") == [found.step] * 500 for name in "abc")
+        assert [path.name for path in folder.iterdir() if path.suffix] == []
+
+
+class Ranks:
+    """Threads that stand for ranks, agreeing through a barrier."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=20)
+        self._votes: dict[int, bool] = {}
+
+    def agree(self, rank: int) -> Callable[[bool], bool]:
+        def vote(ok: bool) -> bool:
+            self._votes[rank] = ok
+            self._barrier.wait()
+            result = all(self._votes.values())
+            self._barrier.wait()
+            return result
+
+        return vote
+
+    def run(self, work: Callable[[int, Callable[[bool], bool]], object]) -> list[object]:
+        results: list[object] = [None] * self.num_ranks
+
+        def target(rank: int) -> None:
+            try:
+                results[rank] = work(rank, self.agree(rank))
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(self.num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+def test_several_ranks(store: CheckpointStore) -> None:
+    def save(step: int) -> Callable[[int, Callable[[bool], bool]], object]:
+        def work(rank: int, agree: Callable[[bool], bool]) -> object:
+            write = lambda writer: writer.save_tensors(f"rank_{rank}.safetensors", {"w": torch.full((8,), float(rank + step))})
+            return save_checkpoint(store, step, write, rank=rank, num_ranks=3, agree=agree)
+
+        return work
+
+    assert Ranks(3).run(save(1)) == [store.path(1)] * 3
+    Ranks(3).run(save(2))
+    path = store.path(2) / "rank_2.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"abcd")
+    # Rank 2 alone reads the broken file; all must take the one before.
+    found = Ranks(3).run(lambda rank, agree: newest_valid(store, rank=rank, num_ranks=3, agree=agree))
+    assert [checkpoint.step for checkpoint in found] == [1, 1, 1]
+    assert found[0].load_tensors("rank_2.safetensors")["w"][0] == 3.0
+
+
+def test_one_failing_rank_fails_all_and_leaves_the_old(store: CheckpointStore) -> None:
+    def save(step: int, bad: int | None) -> list[object]:
+        def work(rank: int, agree: Callable[[bool], bool]) -> object:
+            def write(writer: CheckpointWriter) -> None:
+                if rank == bad:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                writer.save_json(f"rank_{rank}.json", step)
+
+            return save_checkpoint(store, step, write, rank=rank, num_ranks=2, agree=agree)
+
+        return Ranks(2).run(work)
+
+    save(1, bad=None)
+    results = save(2, bad=1)
+    assert all(isinstance(result, CheckpointError) for result in results)
+    assert "another rank failed" in str(results[0]) and "the disk is full" in str(results[1])
+    assert sorted(os.listdir(store.folder)) == ["step_000001"]
+    assert newest_valid(store).load_json("rank_1.json") == 1
+
+
+def test_ranks_that_do_not_share_the_folder_are_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.begin(1)
+    store.writer(1, 0).finish()
+    with pytest.raises(CheckpointError, match=r"ranks \[1, 2\] of 3.*shared"):
+        store.commit(1, 3)
+
+
+def test_loading_a_file_that_is_not_there_lists_what_is(store: CheckpointStore) -> None:
+    save_checkpoint(store, 1, content(1))
+    with pytest.raises(CheckpointError, match="model.safetensors, trainer.json"):
+        newest_valid(store).load_json("optimizer.json")
+
+
+def test_manifest_is_plain_json(store: CheckpointStore) -> None:
+    save_checkpoint(store, 1, content(1))
+    document = json.loads((store.path(1) / "manifest.json").read_text())
+    assert document["step"] == 1 and {entry["name"] for entry in document["files"]} == {"model.safetensors", "trainer.json"}
+
+
+def test_keep_zero_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        CheckpointStore(tmp_path, keep=0)
