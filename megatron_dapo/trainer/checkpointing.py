@@ -1,0 +1,133 @@
+"""What a checkpoint of a run holds, so that the run goes on bit for bit as if it had never stopped.
+
+    rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 masters, moments, steps and random states
+    run.json                                  rank 0: counters, prompt stream, replay buffer, what was measured so far
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.recovery.checkpoint_store import Agree, Checkpoint, CheckpointStore, CheckpointWriter, save_checkpoint
+
+
+class Stateful(Protocol):
+    """An actor whose rank-local state can be taken and put back."""
+
+    def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
+
+    def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None: ...
+
+
+class JsonStateful(Protocol):
+    """Something whose whole state is JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class RunProgress:
+    """Counters of a run, and what it has measured; part of every checkpoint."""
+
+    train_step: int = 0  # rollout batches trained; the learning-rate schedule and TensorBoard count these
+    train_seconds: float = 0.0  # time in steps, over all attempts
+    num_samples: int = 0  # responses trained on
+    num_generated_samples: int = 0
+    num_generated_tokens: int = 0
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)  # train step -> headline metrics
+
+
+@dataclass
+class RunState:
+    """Everything that is saved. `collector` exists on rank 0 only."""
+
+    actor: Stateful
+    progress: RunProgress
+    learner_counters: Any  # a dataclass
+    collector: JsonStateful | None
+    layout: ParallelLayout
+    rank: int
+
+
+class Checkpoints:
+    """Saves and restores a RunState. Every method is collective."""
+
+    def __init__(self, store: CheckpointStore, state: RunState, agree: Agree) -> None:
+        self._store = store
+        self._state = state
+        self._agree = agree
+
+    def save(self) -> Path:
+        """Write the checkpoint of the current train step; on any failure all ranks raise CheckpointError and older ones are intact."""
+        state = self._state
+        return save_checkpoint(
+            self._store,
+            state.progress.train_step,
+            self._write,
+            metadata={"train_step": state.progress.train_step, "layout": asdict(state.layout)},
+            rank=state.rank,
+            num_ranks=state.layout.world_size,
+            agree=self._agree,
+        )
+
+    def _write(self, writer: CheckpointWriter) -> None:
+        state = self._state
+        tensors, description = state.actor.state_shards()
+        writer.save_tensors(_tensor_file(state.rank), tensors)
+        writer.save_json(_description_file(state.rank), description)
+        if state.collector is not None:
+            writer.save_json(
+                "run.json",
+                {
+                    "progress": asdict(state.progress),
+                    "learner": asdict(state.learner_counters),
+                    "collector": state.collector.state_dict(),
+                },
+            )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Put a checkpoint's state back. Raises ValueError where it was written under another layout."""
+        state = self._state
+        saved, current = checkpoint.metadata["layout"], asdict(state.layout)
+        if saved != current:
+            different = {name: (saved.get(name), current[name]) for name in current if saved.get(name) != current[name]}
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} was written under another layout (saved, asked for): {different}; "
+                "resume with the layout it was written under, or start a new run from its Hugging Face export"
+            )
+        state.actor.load_state_shards(
+            checkpoint.load_tensors(_tensor_file(state.rank)), checkpoint.load_json(_description_file(state.rank))
+        )
+        counters = None
+        if state.collector is not None:
+            document = checkpoint.load_json("run.json")
+            state.collector.load_state_dict(document.pop("collector"))
+            counters = document
+        counters = broadcast_json(counters)
+        _restore_dataclass(state.progress, counters["progress"])
+        _restore_dataclass(state.learner_counters, counters["learner"])
+
+
+def _tensor_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _description_file(rank: int) -> str:
+    return f"rank_{rank:05d}.json"
+
+
+def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
+    unknown = set(values) ^ set(asdict(target))
+    if unknown:
+        raise ValueError(f"checkpoint: {type(target).__name__} has other fields than were saved ({sorted(unknown)}); it is of another version")
+    for name, value in values.items():
+        setattr(target, name, value)

@@ -1,0 +1,286 @@
+"""What happens to a rollout batch in the trainer: optimizer steps on mini-batches, with exact global denominators.
+
+    samples -> mini-batches -> loss weights from global counts -> packed micro-batches
+            -> old log-probs (same packing, same kernel) -> importance weights, mismatch with the engine
+            -> for every mini-batch: forward, backward, guarded step
+
+Every rank holds all samples and computes the same plan, so nothing about the batch has to be agreed on. Where a rollout batch makes
+a single optimizer step, the old log-probs are those of the training forward itself: same weights, same numbers, one pass less.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
+from megatron_dapo.algorithms.off_policy import MismatchSums, mismatch_metrics, mismatch_sums, normalise_by_batch_mean
+from megatron_dapo.megatron.context import slice_for_context
+from megatron_dapo.parallel.collectives import max_over, sum_over
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.mini_batch import build_micro_batches, split_mini_batches
+from megatron_dapo.parallel.packing import MicroBatchLimits
+from megatron_dapo.trainer.learning_rate import LearningRateSchedule
+from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
+from megatron_dapo.types import MicroBatch, TrainSample
+
+logger = logging.getLogger(__name__)
+
+
+class Outputs(Protocol):
+    """Log-probs and entropies of the targets of one micro-batch, [P_local]."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+class StepResult(Protocol):
+    """What an optimizer step gives back; the same on every rank."""
+
+    metrics: dict[str, float]
+    grad_norm: float
+    applied: bool
+
+
+class Actor(Protocol):
+    """What the learner needs of the policy that is trained. Every call is collective."""
+
+    def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Outputs | None]: ...
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: Callable[..., object], temperature: float, learning_rate: float
+    ) -> StepResult: ...
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How a rollout batch becomes optimizer steps."""
+
+    groups_per_mini_batch: int
+    epochs: int
+    micro_batch_tokens: int
+    aggregation: str
+    aggregation_length: int  # constant of dr_grpo, in tokens
+    temperature: float
+    shuffle_seed: int | None  # None keeps the order of the rollout batch
+    schedule_counts_optimizer_steps: bool
+    max_consecutive_skips: int
+
+
+@dataclass
+class LearnerCounters:
+    """What survives a restart."""
+
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
+
+
+@dataclass
+class _MiniBatch:
+    """One optimizer step's work for this rank. Behaviour terms are known per micro-batch on last pipeline stages only."""
+
+    micro_batches: list[MicroBatch]
+    num_tokens: int  # trained tokens of the whole mini-batch
+    behaviour: list[BehaviourTerms | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LearnResult:
+    """Metrics of one rollout batch; the same on every rank."""
+
+    metrics: dict[str, float]
+    num_optimizer_steps: int
+
+
+class TooManySkips(RuntimeError):
+    """Several optimizer steps in a row had a loss or gradient that was not finite."""
+
+
+class Learner:
+    """Trains the actor on rollout batches. All ranks call `learn` with the same samples."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        objective: PolicyObjective,
+        layout: ParallelLayout,
+        rank: int,
+        settings: LearnerSettings,
+        schedule: LearningRateSchedule,
+        phase: Callable[[str], AbstractContextManager[object]],
+        reference: Actor | None = None,
+    ) -> None:
+        self.counters = LearnerCounters()
+        self._actor = actor
+        self._reference = reference
+        self._objective = objective
+        self._layout = layout
+        self._coordinates = layout.coordinates(rank)
+        # One tensor rank a last stage speaks for its tokens: the others hold the same numbers.
+        self._speaks = self._coordinates.tensor == 0 and self._coordinates.pipeline == layout.pipeline - 1
+        self._settings = settings
+        self._schedule = schedule
+        self._phase = phase
+
+    def learn(self, samples: Sequence[TrainSample], train_step: int) -> LearnResult:
+        """One pass over a rollout batch (`epochs` of them). Raises TooManySkips; ValueError where a batch cannot be cut."""
+        with self._phase("pack"):
+            mini_batches = self._cut(samples, train_step)
+        recompute = len(mini_batches) * self._settings.epochs > 1 or self._normalises
+        mismatch: list[MismatchSums] = []
+        if recompute:
+            with self._phase("old_logprobs"):
+                for mini_batch in mini_batches:
+                    mini_batch.behaviour = self._old_policy(mini_batch, mismatch)
+        totals: dict[str, float] = {}
+        steps: list[StepResult] = []
+        with self._phase("train"):
+            for epoch in range(self._settings.epochs):
+                for mini_batch in mini_batches:
+                    steps.append(self._step(mini_batch, train_step, mismatch if not recompute else None))
+                    _add(totals, steps[-1].metrics)
+        return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
+
+    @property
+    def _normalises(self) -> bool:
+        correction = self._objective.correction
+        return correction is not None and correction.batch_normalise
+
+    def _cut(self, samples: Sequence[TrainSample], train_step: int) -> list[_MiniBatch]:
+        settings = self._settings
+        seed = None if settings.shuffle_seed is None else settings.shuffle_seed * 1_000_003 + train_step
+        parts = split_mini_batches([sample.group_index for sample in samples], settings.groups_per_mini_batch, seed=seed)
+        limits = MicroBatchLimits(max_tokens=settings.micro_batch_tokens)
+        return [self._mini_batch([samples[index] for index in part], limits) for part in parts]
+
+    def _mini_batch(self, samples: list[TrainSample], limits: MicroBatchLimits) -> _MiniBatch:
+        micro_batches = build_micro_batches(samples, self._weigh, self._layout, self._coordinates.data, limits)
+        return _MiniBatch(micro_batches, num_tokens=int(sum(float(sample.loss_mask.sum()) for sample in samples)))
+
+    def _weigh(self, samples: Sequence[TrainSample]) -> list[float]:
+        trained = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
+        groups = torch.tensor([sample.group_index for sample in samples])
+        settings = self._settings
+        denominators = global_denominators(trained, groups)
+        return sample_token_weights(settings.aggregation, trained, groups, denominators, settings.aggregation_length).tolist()
+
+    def _old_policy(self, mini_batch: _MiniBatch, mismatch: list[MismatchSums]) -> list[BehaviourTerms | None]:
+        """Old and reference log-probs and importance weights of this rank's part, before any step of this rollout batch."""
+        old = self._actor.forward_logprobs(mini_batch.micro_batches, self._settings.temperature)
+        reference = self._reference_logprobs(mini_batch)
+        terms: list[BehaviourTerms | None] = []
+        sums: dict[str, float] = {}
+        for index, outputs in enumerate(old):
+            if outputs is None:
+                terms.append(None)
+                continue
+            micro_batch = self._local(mini_batch.micro_batches[index])
+            mismatch.append(mismatch_sums(outputs.logprobs, micro_batch.rollout_logprobs, micro_batch.loss_mask))
+            weights, weight_sums = self._objective.importance(micro_batch, outputs.logprobs)
+            _add(sums, {name: float(value) for name, value in weight_sums.items()})
+            terms.append(BehaviourTerms(outputs.logprobs, weights, reference[index]))
+        return self._normalised(terms, sums) if self._normalises else terms
+
+    def _normalised(self, terms: list[BehaviourTerms | None], sums: Mapping[str, float]) -> list[BehaviourTerms | None]:
+        mine = {name: sums.get(name, 0.0) if self._speaks else 0.0 for name in ("is_weight_sum", "num_tokens")}
+        total = sum_over(mine)
+        weight_sum, num_tokens = float(total["is_weight_sum"]), float(total["num_tokens"])
+        return [
+            term
+            if term is None or term.importance_weights is None
+            else replace(term, importance_weights=normalise_by_batch_mean(term.importance_weights, weight_sum, num_tokens))
+            for term in terms
+        ]
+
+    def _reference_logprobs(self, mini_batch: _MiniBatch) -> list[torch.Tensor | None]:
+        if self._reference is None:
+            return [None] * len(mini_batch.micro_batches)
+        outputs = self._reference.forward_logprobs(mini_batch.micro_batches, self._settings.temperature)
+        return [None if output is None else output.logprobs for output in outputs]
+
+    def _local(self, micro_batch: MicroBatch) -> MicroBatch:
+        return slice_for_context(micro_batch, self._coordinates.context, self._layout.context)
+
+    def _step(self, mini_batch: _MiniBatch, train_step: int, mismatch: list[MismatchSums] | None) -> StepResult:
+        reference = [] if mini_batch.behaviour else self._reference_logprobs(mini_batch)
+
+        def loss_fn(micro_batch: MicroBatch, outputs: Outputs, index: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+            behaviour = mini_batch.behaviour[index] if mini_batch.behaviour else None
+            if behaviour is None:  # the only step on this batch: the old policy is the current one
+                old = outputs.logprobs.detach()
+                weights, weight_sums = self._objective.importance(micro_batch, old)
+                behaviour = BehaviourTerms(old, weights, reference[index])
+                if mismatch is not None:
+                    mismatch.append(mismatch_sums(old, micro_batch.rollout_logprobs, micro_batch.loss_mask))
+            return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behaviour)
+
+        counted = self.counters.optimizer_steps if self._settings.schedule_counts_optimizer_steps else train_step
+        result = self._actor.train_step(mini_batch.micro_batches, loss_fn, self._settings.temperature, self._schedule.at(counted))
+        self._count(result)
+        return result
+
+    def _count(self, result: StepResult) -> None:
+        counters = self.counters
+        if result.applied:
+            counters.optimizer_steps += 1
+            counters.consecutive_skips = 0
+            return
+        counters.skipped_steps += 1
+        counters.consecutive_skips += 1
+        logger.warning("optimizer step skipped: gradient norm %s is not finite; no rank changed anything", result.grad_norm)
+        if counters.consecutive_skips >= self._settings.max_consecutive_skips:
+            raise TooManySkips(
+                f"{counters.consecutive_skips} optimizer steps in a row had a gradient that is not finite (limit "
+                f"{self._settings.max_consecutive_skips}); lower the learning rate or resume from an earlier checkpoint"
+            )
+
+    def _metrics(
+        self,
+        totals: Mapping[str, float],
+        steps: Sequence[StepResult],
+        mini_batches: Sequence[_MiniBatch],
+        mismatch: Sequence[MismatchSums],
+        train_step: int,
+    ) -> dict[str, float]:
+        num_tokens = max(1.0, totals.get("num_tokens", 0.0))
+        means = {
+            f"actor/{name.removesuffix('_sum')}": value / num_tokens
+            for name, value in totals.items()
+            if name.endswith("_sum") and name != "loss_sum"
+        }
+        norms = [step.grad_norm for step in steps]
+        return {
+            **means,
+            "actor/loss": totals.get("loss_sum", 0.0) / len(steps),
+            "actor/grad_norm": sum(norms) / len(norms),
+            "actor/grad_norm_max": max(norms),
+            "actor/learning_rate": self._schedule.at(
+                max(0, self.counters.optimizer_steps - 1) if self._settings.schedule_counts_optimizer_steps else train_step
+            ),
+            "actor/num_trained_tokens": float(sum(mini_batch.num_tokens for mini_batch in mini_batches)),
+            "actor/num_micro_batches": float(sum(len(mini_batch.micro_batches) for mini_batch in mini_batches)),
+            "actor/skipped_steps": float(self.counters.skipped_steps),
+            **self._mismatch(mismatch),
+        }
+
+    def _mismatch(self, parts: Sequence[MismatchSums]) -> dict[str, float]:
+        """Over all ranks; ranks that do not speak for tokens add nothing."""
+        empty = mismatch_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0))
+        total = empty
+        for part in parts if self._speaks else ():
+            total = total.combine(part)
+        if dist.is_initialized():
+            total = MismatchSums(sum_over(total.sums), max_over(total.maxima))
+        return mismatch_metrics(total)
+
+
+def _add(totals: dict[str, float], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + float(value)
