@@ -1,0 +1,167 @@
+"""The metric schema: every name, its unit and what it means. A step emits exactly these names, whatever is switched on.
+
+A term that is off still has its metric (entropy without an entropy bonus, KL without a KL loss), so that runs compare.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+# Parts of a train step, in order. Times of all of them and of "unaccounted" sum to the step's.
+PHASES: Mapping[str, str] = MappingProxyType(
+    {
+        "generate": "sampling responses and scoring what is not hidden behind it",
+        "logprobs": "old and reference log-probs by the trainer",
+        "advantages": "rewards to advantages, packing and balancing",
+        "train": "forward, backward and optimizer",
+        "weight_sync": "new weights into the engine, verified",
+        "evaluate": "held-out evaluation",
+        "checkpoint": "saving a checkpoint",
+        "record": "writing metrics and samples",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name of the schema."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+def _section(prefix: str, *rows: tuple[str, str, str]) -> list[Metric]:
+    return [Metric(f"{prefix}/{name}", unit, meaning) for name, unit, meaning in rows]
+
+
+_STEP = [
+    *_section(
+        "progress",
+        ("generation_steps", "steps", "times the collector was asked for a batch, so far"),
+        ("optimizer_steps", "steps", "optimizer steps applied, so far"),
+        ("skipped_optimizer_steps", "steps", "optimizer steps skipped for a non-finite loss or gradient, so far"),
+        ("policy_version", "version", "version of the policy after this step"),
+        ("epoch", "passes", "passes over the prompts, so far"),
+    ),
+    *_section(
+        "rollout",
+        ("groups_trained", "groups", "groups in this step's batch"),
+        ("groups_generated", "groups", "groups that finished generating for this step, surplus of earlier steps not counted"),
+        ("groups_filtered_share", "fraction", "share of the finished groups that dynamic sampling filtered"),
+        ("groups_all_correct_share", "fraction", "share of the finished groups in which every response was correct"),
+        ("groups_all_wrong_share", "fraction", "share of the finished groups in which no response was correct"),
+        ("groups_carried_over", "groups", "surplus groups kept for the next step"),
+        ("groups_dropped_stale", "groups", "surplus groups dropped for their age; their prompts were queued again"),
+        ("generation_rounds", "rounds", "prompts submitted / (prompts_per_step * oversample), rounded up"),
+        ("staleness_mean", "versions", "policy versions the trained groups are behind, mean"),
+        ("staleness_max", "versions", "the same, largest"),
+        ("accuracy_trained", "fraction", "mean accuracy of the trained responses"),
+        ("accuracy_generated", "fraction", "mean accuracy of all responses generated for this step, filtered ones included"),
+        ("response_tokens_mean", "tokens", "mean length of the trained responses"),
+        ("response_tokens_max", "tokens", "longest trained response"),
+        ("response_tokens_filtered_mean", "tokens", "mean length of the filtered responses (0 if none)"),
+        ("prompt_tokens_mean", "tokens", "mean length of their prompts"),
+        ("truncated_share", "fraction", "share of the trained responses cut at the length limit"),
+        ("duplicate_share", "fraction", "share of the trained responses equal to another one of their group"),
+        ("repetition", "fraction", "1 - distinct 20-grams / 20-grams, mean over the trained responses"),
+    ),
+    *_section(
+        "reward",
+        ("mean", "reward", "mean total reward of the trained responses"),
+        ("std", "reward", "its standard deviation (divisor n)"),
+        ("group_std_mean", "reward", "mean of the groups' standard deviations"),
+        ("verifier_mean", "reward", "mean of the verifier's part"),
+        ("overlong_mean", "reward", "mean of the soft overlong punishment"),
+        ("outcome_correct", "fraction", "share of the trained responses with this outcome"),
+        ("outcome_wrong", "fraction", "the same for wrong answers"),
+        ("outcome_unparsable", "fraction", "the same where no answer was found"),
+        ("outcome_timeout", "fraction", "the same where the verifier ran out of time"),
+        ("outcome_truncated", "fraction", "the same where the response was cut"),
+        ("outcome_error", "fraction", "the same where the verifier failed"),
+        ("disagreement_share", "fraction", "share of responses the shadow verifier judges otherwise (0 without one)"),
+    ),
+    *_section(
+        "advantage",
+        ("mean", "1", "mean over the trained responses"),
+        ("std", "1", "standard deviation over the trained responses"),
+        ("abs_max", "1", "largest magnitude"),
+        ("zero_std_groups_share", "fraction", "share of trained groups whose rewards are all equal"),
+    ),
+    *_section(
+        "actor",
+        ("loss", "1", "policy loss, mean over the step's optimizer steps"),
+        ("entropy", "nat", "entropy of the policy at the sampled temperature, mean over trained tokens"),
+        ("kl_loss", "nat", "KL to the initial policy by algorithm.kl_estimator (0 without a reference)"),
+        ("ratio_mean", "1", "mean of new / old probability over trained tokens"),
+        ("approx_kl_k1", "nat", "KL(old || new) by k1 over trained tokens"),
+        ("approx_kl_k3", "nat", "KL(old || new) by k3 over trained tokens"),
+        ("clip_low_share", "fraction", "share of trained tokens clipped at the lower bound"),
+        ("clip_high_share", "fraction", "share of trained tokens clipped at the upper bound"),
+        ("dual_clip_share", "fraction", "share of trained tokens bounded by the dual clip"),
+        ("trained_tokens", "tokens", "response tokens in the loss, over all optimizer steps of this step"),
+        ("grad_norm", "1", "global gradient norm before clipping, mean over the step's optimizer steps"),
+        ("grad_norm_max", "1", "the same, largest"),
+        ("learning_rate", "1", "of the last optimizer step"),
+    ),
+    *_section(
+        "mismatch",
+        ("abs_logprob_diff_mean", "nat", "mean |old_logprobs - rollout_logprobs| over trained tokens"),
+        ("abs_logprob_diff_max", "nat", "the same, largest"),
+        ("abs_prob_diff_mean", "probability", "mean difference of the probabilities"),
+        ("abs_prob_diff_max", "probability", "the same, largest"),
+        ("kl_k1", "nat", "KL(rollout || old) by k1"),
+        ("kl_k3", "nat", "KL(rollout || old) by k3"),
+        ("ess", "fraction", "effective sample size of the importance weights, (sum w)^2 / (n sum w^2)"),
+        ("ppl_ratio", "1", "perplexity under the trainer / under the engine"),
+        ("weight_mean", "1", "mean of the off-policy correction's weights (1 without a correction)"),
+        ("bounded_share", "fraction", "share of trained tokens whose weight the correction bounded or masked"),
+    ),
+    *_section(
+        "throughput",
+        ("samples_per_s", "responses/s", "trained responses / step time"),
+        ("generated_tokens_per_s", "tokens/s", "response tokens generated / generate time"),
+        ("trained_tokens_per_s", "tokens/s", "prompt and response tokens trained / train time"),
+        ("generated_tokens", "tokens", "response tokens generated in this step, filtered ones included"),
+    ),
+    *_section("memory", ("host_rss_mib", "MiB", "resident host memory of rank 0 at the end of the step")),
+    *_section(
+        "time",
+        *((name, "s", meaning) for name, meaning in PHASES.items()),
+        ("unaccounted", "s", "step time outside all phases"),
+        ("step", "s", "wall time of the whole step"),
+    ),
+]
+
+_EVALUATION = _section(
+    "eval",
+    ("avg_at_k", "fraction", "accuracy of all responses, mean over problems"),
+    ("avg_at_k_low", "fraction", "lower end of its bootstrap interval over problems"),
+    ("avg_at_k_high", "fraction", "upper end of it"),
+    ("pass_at_k", "fraction", "problems with at least one correct response"),
+    ("cons_at_k", "fraction", "problems whose most frequent answer is correct"),
+    ("truncated_share", "fraction", "responses cut at the length limit"),
+    ("response_tokens_mean", "tokens", "mean length of a response"),
+    ("seconds", "s", "time the evaluation took"),
+)
+
+STEP_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _STEP})
+EVALUATION_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _EVALUATION})
+
+
+def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[str, float]:
+    """`values` as floats in the schema's order. Raises ValueError naming every unknown and every missing metric."""
+    unknown = [f"{name}{_near(name, schema)}" for name in values if name not in schema]
+    missing = [name for name in schema if name not in values]
+    if unknown or missing:
+        parts = [f"unknown: {', '.join(unknown)}" if unknown else "", f"missing: {', '.join(missing)}" if missing else ""]
+        raise ValueError("metrics of a step are exactly those of the schema; " + "; ".join(part for part in parts if part))
+    return {name: float(values[name]) for name in schema}
+
+
+def _near(name: str, schema: Mapping[str, Metric]) -> str:
+    close = difflib.get_close_matches(name, schema, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,131 @@
+"""What is shown while a run is going: a live line on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The numbers shown after a train step."""
+
+    finished: int  # train steps
+    accuracy: float  # of all generated responses
+    tokens_per_s: float
+    filtered_share: float
+    mismatch: float  # mean |old_logprobs - rollout_logprobs|, nats
+
+
+class ProgressView(Protocol):
+    """Where progress is shown."""
+
+    def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
+        """What is going on now, e.g. ("generate", 17, 32)."""
+
+    def step(self, report: StepReport) -> None:
+        """A train step is finished."""
+
+    def close(self) -> None: ...
+
+
+class Eta:
+    """Seconds left, from the steps of this process alone (a resumed run does not count what it did not do)."""
+
+    def __init__(self, total: int, finished: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._first, self._clock, self._start = total, finished, clock, clock()
+
+    def seconds(self, finished: int) -> float | None:
+        made = finished - self._first
+        return (self._clock() - self._start) / made * (self._total - finished) if made > 0 else None
+
+
+def duration(seconds: float | None) -> str:
+    """1:02:03, 2:03, or "-" where it is not known."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def mismatch_meter(value: float, alarm: float, width: int = 8) -> str:
+    """A bar on a logarithmic scale: empty at a millionth of the alarm, full at the alarm."""
+    if not math.isfinite(value):
+        return "!" * width
+    decades = math.log10(value / alarm) + 6 if value > 0 else 0.0
+    filled = min(width, max(0, round(decades / 6 * width)))
+    return "#" * filled + "." * (width - filled)
+
+
+class LiveProgress:
+    """A live line at the bottom of a terminal."""
+
+    def __init__(self, total: int, alarm: float, finished: int = 0, console: Console | None = None) -> None:
+        self._eta = Eta(total, finished)
+        self._alarm = alarm
+        fields = ("phase", "speed", "filtered", "accuracy", "mismatch", "eta")
+        columns = [TextColumn("{task.fields[" + name + "]}") for name in fields]
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), *columns, console=console, transient=True
+        )
+        self._task = self._progress.add_task("train", total=total, completed=finished, **dict.fromkeys(fields, ""))
+        self._progress.start()
+
+    def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
+        self._progress.update(self._task, phase=f"{text} {done:.0f}/{total:.0f}" if total else text)
+
+    def step(self, report: StepReport) -> None:
+        self._progress.update(
+            self._task,
+            completed=report.finished,
+            speed=f"{report.tokens_per_s:,.0f} tok/s",
+            filtered=f"filtered {report.filtered_share:.0%}",
+            accuracy=f"acc {report.accuracy:.2f}",
+            mismatch=f"mismatch {report.mismatch:.1e} {mismatch_meter(report.mismatch, self._alarm)}",
+            eta=f"ETA {duration(self._eta.seconds(report.finished))}",
+        )
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class LogProgress:
+    """A log line a step, and one when the phase changes to something slow."""
+
+    def __init__(self, total: int, alarm: float, finished: int = 0) -> None:
+        self._total, self._alarm, self._eta = total, alarm, Eta(total, finished)
+
+    def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
+        logger.debug("%s %g/%g", text, done, total)
+
+    def step(self, report: StepReport) -> None:
+        logger.info(
+            "step %d/%d  acc %.2f  %s tok/s  filtered %.0f%%  mismatch %.1e [%s]  ETA %s",
+            report.finished,
+            self._total,
+            report.accuracy,
+            f"{report.tokens_per_s:,.0f}",
+            100 * report.filtered_share,
+            report.mismatch,
+            mismatch_meter(report.mismatch, self._alarm),
+            duration(self._eta.seconds(report.finished)),
+        )
+
+    def close(self) -> None:
+        return None
+
+
+def progress_view(total: int, alarm: float, finished: int = 0, console: Console | None = None) -> ProgressView:
+    """Live on a terminal, log lines elsewhere. `alarm` is the mismatch at which the meter is full."""
+    console = console or Console(stderr=True)
+    return LiveProgress(total, alarm, finished, console) if console.is_terminal else LogProgress(total, alarm, finished)

@@ -1,0 +1,91 @@
+"""Responses as JSONL for people to read: capped per step, written by a thread, never in the way of training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.telemetry.writers import drop_steps_from
+from megatron_dapo.types import Group
+
+logger = logging.getLogger(__name__)
+
+
+def sample_record(train_step: int, group: Group, index: int, advantage: float) -> dict[str, Any]:
+    """What is recorded of response `index` of `group`."""
+    sample = group.samples[index]
+    return {
+        "train_step": train_step,
+        "sample_id": sample.sample_id,
+        "prompt_id": group.prompt.prompt_id,
+        "data_source": group.prompt.data_source,
+        "prompt": [dict(message) for message in group.prompt.messages],
+        "answer": group.prompt.answer,
+        "response": sample.text,
+        "response_ids": list(sample.completion.token_ids),
+        "finish_reason": sample.completion.finish_reason,
+        "extracted": sample.score.extracted,
+        "outcome": sample.score.outcome,
+        "accuracy": sample.score.accuracy,
+        "reward": sample.reward,
+        "reward_parts": dict(sample.reward_parts),
+        "advantage": advantage,
+        "versions": [asdict(part) for part in sample.completion.versions],
+        "generation_step": group.generation_step,
+    }
+
+
+def choose(groups: Sequence[Group], limit: int) -> list[tuple[int, int]]:
+    """At most `limit` (group, response) indices, whole groups first, spread evenly over the batch."""
+    if limit <= 0 or not groups:
+        return []
+    num_groups = min(len(groups), max(1, limit // max(len(groups[0].samples), 1)))
+    picked = [position * len(groups) // num_groups for position in range(num_groups)]
+    return [(group, index) for group in picked for index in range(len(groups[group].samples))][:limit]
+
+
+class SampleWriter:
+    """Appends records in a thread. A full queue or a failed write loses records and counts them; nothing is raised or waited for."""
+
+    def __init__(self, path: Path, first_step: int, queue_size: int = 4096) -> None:
+        self.num_lost = 0
+        self._path = path
+        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(queue_size)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drop_steps_from(path, first_step)
+        self._thread = threading.Thread(target=self._run, name="sample writer", daemon=True)
+        self._thread.start()
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for record in records:
+            try:
+                self._queue.put_nowait(record)
+            except queue.Full:
+                self._lose("the disk is slower than the samples come")
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Write what is queued, for at most `seconds`."""
+        try:
+            self._queue.put(None, timeout=seconds)
+        except queue.Full:
+            self._lose("the disk does not take them")
+        self._thread.join(timeout=seconds)
+
+    def _run(self) -> None:
+        while (record := self._queue.get()) is not None:
+            try:
+                with open(self._path, "a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+            except Exception as error:  # no sample is worth a training run
+                self._lose(repr(error))
+
+    def _lose(self, why: str) -> None:
+        self.num_lost += 1
+        if self.num_lost == 1:
+            logger.warning("a sample was not written (further losses are only counted): %s", why)

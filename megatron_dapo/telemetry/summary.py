@@ -1,0 +1,69 @@
+"""The end of a run: summary.json for programs, a table for people."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from megatron_dapo.telemetry.progress import duration
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run achieved, and where its output lies."""
+
+    name: str
+    layout: str  # e.g. "TP2 PP1 CP1 DP1"
+    stopped: str  # why it ended: "finished", "signal SIGTERM", "data exhausted", ...
+    train_steps: int
+    optimizer_steps: int
+    accuracy_before: float | None  # held-out avg@k of the initial policy; None: not evaluated
+    accuracy_after: float | None
+    train_seconds: float  # of the train steps, evaluation and start-up not counted
+    total_seconds: float
+    samples_per_s: float  # trained responses / train_seconds
+    generated_tokens_per_s: float
+    folders: Mapping[str, str] = field(default_factory=dict)  # e.g. {"tensorboard": ..., "samples": ..., "huggingface": ...}
+    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON-serialisable: intervals, truncation rate, losses of samples
+
+
+def write_summary(path: Path, summary: RunSummary) -> None:
+    """Write summary.json in one piece."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_summary(path: Path) -> RunSummary:
+    """The summary a finished run left."""
+    return RunSummary(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def summary_table(summary: RunSummary) -> Table:
+    """The summary for the terminal."""
+    table = Table(title=f"{summary.name}: {summary.stopped}", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    rows = {
+        "layout": summary.layout,
+        "train steps": f"{summary.train_steps} ({summary.optimizer_steps} optimizer steps)",
+        "accuracy before": _accuracy(summary.accuracy_before),
+        "accuracy after": _accuracy(summary.accuracy_after),
+        "training time": f"{duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})",
+        "speed": f"{summary.samples_per_s:.1f} samples/s, {summary.generated_tokens_per_s:,.0f} generated tokens/s",
+        **summary.folders,
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _accuracy(value: float | None) -> str:
+    return "not evaluated" if value is None else f"{value:.3f}"

@@ -1,0 +1,55 @@
+"""The display shows the numbers, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from megatron_dapo.telemetry.progress import Eta, LiveProgress, LogProgress, StepReport, duration, mismatch_meter, progress_view
+
+REPORT = StepReport(finished=3, accuracy=0.42, tokens_per_s=12345.6, filtered_share=0.25, mismatch=1e-6)
+
+
+def test_live_line_shows_everything() -> None:
+    stream = io.StringIO()
+    view = progress_view(10, alarm=0.05, console=Console(file=stream, force_terminal=True, width=200))
+    assert isinstance(view, LiveProgress)
+    view.phase("generate", 17, 32)
+    view.step(REPORT)
+    view.close()
+    for text in ("3/10", "generate 17/32", "12,346 tok/s", "filtered 25%", "acc 0.42", "mismatch 1.0e-06", "ETA"):
+        assert text in stream.getvalue(), text
+
+
+def test_log_line_shows_everything(caplog: pytest.LogCaptureFixture) -> None:
+    view = progress_view(10, alarm=0.05, console=Console(file=io.StringIO()))
+    assert isinstance(view, LogProgress)
+    with caplog.at_level(logging.INFO):
+        view.phase("generate", 1, 2)
+        view.step(REPORT)
+        view.close()
+    for text in ("step 3/10", "acc 0.42", "12,346 tok/s", "filtered 25%", "mismatch 1.0e-06", "ETA"):
+        assert text in caplog.text
+
+
+def test_eta_counts_this_process_alone() -> None:
+    now = [0.0]
+    eta = Eta(total=100, finished=90, clock=lambda: now[0])
+    assert eta.seconds(90) is None
+    now[0] = 20.0
+    assert eta.seconds(95) == 20.0
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (0, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])
+def test_duration(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "meter"), [(0.0, "........"), (5e-9, "........"), (5e-5, "####...."), (0.05, "########"), (9.0, "########"), (float("nan"), "!!!!!!!!")]
+)
+def test_meter(value: float, meter: str) -> None:
+    assert mismatch_meter(value, 0.05) == meter

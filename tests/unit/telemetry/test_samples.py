@@ -1,0 +1,81 @@
+"""Samples: what is recorded, how many, and that nothing of it can stop training."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.telemetry import samples as module
+from megatron_dapo.telemetry.samples import SampleWriter, choose, sample_record
+from megatron_dapo.types import Group
+
+
+def test_record_holds_all_a_reader_asks_for(groups: list[Group]) -> None:
+    record = sample_record(12, groups[1], 2, advantage=-0.5)
+    assert json.loads(json.dumps(record)) == {
+        "train_step": 12,
+        "sample_id": "g1/2",
+        "prompt_id": "g1",
+        "data_source": "unit",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "answer": "2",
+        "response": "Answer: 2 \u2264 \n",
+        "response_ids": [5, 8],
+        "finish_reason": "stop",
+        "extracted": "2",
+        "outcome": "correct",
+        "accuracy": 1.0,
+        "reward": 0.75,
+        "reward_parts": {"verifier": 1.0, "overlong": -0.25},
+        "advantage": -0.5,
+        "versions": [{"start": 0, "end": 1, "version": 3}, {"start": 1, "end": 2, "version": 4}],
+        "generation_step": 9,
+    }
+
+
+@pytest.mark.parametrize(("limit", "picked"), [(0, []), (3, [(0, 0), (0, 1), (0, 2)]), (8, [(g, i) for g in (0, 5) for i in range(4)])])
+def test_choice_is_whole_groups_spread_over_the_batch(groups: list[Group], limit: int, picked: list[tuple[int, int]]) -> None:
+    assert choose(groups, limit) == picked
+
+
+def test_choice_never_exceeds_what_there_is(groups: list[Group]) -> None:
+    assert len(choose(groups, 1000)) == len(set(choose(groups, 1000))) == 40
+    assert choose([], 5) == []
+
+
+def test_written_in_order_and_resumed(tmp_path: Path, groups: list[Group]) -> None:
+    path = tmp_path / "samples.jsonl"
+    for first, steps in ((1, (1, 2, 3)), (3, (3,))):
+        writer = SampleWriter(path, first_step=first)
+        for step in steps:
+            writer.write([sample_record(step, groups[0], index, float(first)) for index in range(2)])
+        writer.close()
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(row["train_step"], row["advantage"]) for row in rows] == [(1, 1.0)] * 2 + [(2, 1.0)] * 2 + [(3, 3.0)] * 2
+
+
+def test_what_cannot_be_written_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = SampleWriter(tmp_path / "s.jsonl", first_step=1)
+    writer.write([{"train_step": 1, "bad": {1, 2}}, {"train_step": 1, "bad": object()}, {"train_step": 1}])
+    writer.close()
+    assert writer.num_lost == 2 and caplog.text.count("was not written") == 1
+    assert (tmp_path / "s.jsonl").read_text() == '{"train_step": 1}\n'
+
+
+def test_a_slow_disk_never_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlowJson:
+        @staticmethod
+        def dumps(record: object, **options: object) -> str:
+            time.sleep(0.2)
+            return json.dumps(record)
+
+    monkeypatch.setattr(module, "json", SlowJson)
+    writer = SampleWriter(tmp_path / "s.jsonl", first_step=1, queue_size=2)
+    start = time.perf_counter()
+    writer.write([{"train_step": 1}] * 50)
+    assert time.perf_counter() - start < 0.15
+    assert writer.num_lost >= 46
+    writer.close()
