@@ -55,6 +55,9 @@ class MegatronLayout:
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         return self._rank(rank)[0]
 
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return frozenset(self.local_specs(rank))
+
     def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
         """Shape and dtype of every local buffer of a rank, in model order."""
         return self._rank(rank)[1]

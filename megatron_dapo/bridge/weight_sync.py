@@ -63,13 +63,12 @@ class WeightSync:
         """
         start = time.perf_counter()
         self._check_digest(next(iter(sources.values())).device if sources else torch.device("cpu"))
-        held = self._held(self.destination)
-        _check_names("source", {piece.local for piece in self._held(self.source)}, sources)
-        _check_names("destination", {piece.local for piece in held}, destinations)
+        _check_names("source", self.source, self.rank, sources)
+        _check_names("destination", self.destination, self.rank, destinations)
         with torch.no_grad():
             traffic = execute_distributed(self.plan, sources, destinations, self.group, bucket_bytes=self.bucket_bytes)
         return SyncReport(
-            num_tensors=len({piece.tensor for piece in held}),
+            num_tensors=len({piece.tensor for piece in self._held(self.destination)}),
             bytes_sent=traffic.sent,
             bytes_received=traffic.received,
             bytes_local=traffic.local,
@@ -144,7 +143,8 @@ class WeightSync:
             raise ValueError(f"weight sync: ranks {other} have another plan than rank {self.rank}; start all with one config")
 
 
-def _check_names(side: str, expected: set[str], buffers: Buffers) -> None:
+def _check_names(side: str, layout: Layout, rank: int, buffers: Buffers) -> None:
+    expected = layout.buffer_names(rank) if rank < layout.num_ranks else frozenset()
     different = sorted(expected ^ set(buffers))
     if different:
         raise ValueError(

@@ -61,6 +61,9 @@ class Layout(Protocol):
 
     def pieces(self, rank: int) -> tuple[Piece, ...]: ...
 
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        """Local buffers of a rank, those that are padding only included."""
+
 
 @dataclass(frozen=True)
 class ExplicitLayout:
@@ -76,6 +79,9 @@ class ExplicitLayout:
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         return self.pieces_of[rank]
 
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return frozenset(piece.local for piece in self.pieces_of[rank])
+
 
 class ReplicatedLayout:
     """Every rank holds every tensor whole, in a buffer of the tensor's name."""
@@ -88,6 +94,9 @@ class ReplicatedLayout:
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         assert 0 <= rank < self.num_ranks, f"rank {rank} outside {self.num_ranks}"
         return self._pieces
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return frozenset(self.tensors)
 
 
 class SingleHolderLayout:
@@ -103,6 +112,9 @@ class SingleHolderLayout:
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         assert 0 <= rank < self.num_ranks, f"rank {rank} outside {self.num_ranks}"
         return self._pieces if rank == self.holder else ()
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return frozenset(self.tensors if rank == self.holder else ())
 
 
 def _whole_pieces(tensors: Mapping[str, TensorSpec]) -> tuple[Piece, ...]:

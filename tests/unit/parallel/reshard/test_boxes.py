@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dapo.parallel.reshard.boxes import Box, flat_range_boxes, intersect, subtract, uncovered, whole
 
-# (shape, range, boxes as (offset, shape)): golden.json systems.irregular_decomposition.
-FLAT_RANGES = [
-    ((3, 4), (2, 11), [([0, 2], [1, 2]), ([1, 0], [1, 4]), ([2, 0], [1, 3])]),
-    ((3, 4), (4, 8), [([1, 0], [1, 4])]),
-    ((3, 4), (5, 7), [([1, 1], [1, 2])]),
-    ((3, 4), (0, 12), [([0, 0], [3, 4])]),
-    ((2, 3, 4), (5, 20), [([0, 1, 1], [1, 1, 3]), ([0, 2, 0], [1, 1, 4]), ([1, 0, 0], [1, 2, 4])]),
-    (
-        (2, 3, 4),
-        (1, 23),
-        [([0, 0, 1], [1, 1, 3]), ([0, 1, 0], [1, 2, 4]), ([1, 0, 0], [1, 2, 4]), ([1, 2, 0], [1, 1, 3])],
-    ),
-    ((10,), (3, 7), [([3], [4])]),
-    ((3, 4), (2, 6), [([0, 2], [1, 2]), ([1, 0], [1, 2])]),
-]
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "golden.json").read_text())["systems"]["irregular_decomposition"]
 
 
 def _elements(box: Box) -> set[tuple[int, ...]]:
@@ -36,12 +25,22 @@ def _random_box(generator: random.Random, ndim: int) -> Box:
     return Box(offset, tuple(generator.randrange(1, 4) for _ in range(ndim)))
 
 
-@pytest.mark.parametrize(("shape", "flat", "boxes"), FLAT_RANGES)
-def test_flat_range_golden(shape, flat, boxes):
-    assert [(list(b.offset), list(b.shape)) for b in flat_range_boxes(shape, *flat)] == [(o, n) for o, n in boxes]
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))
 
 
-@pytest.mark.parametrize(("shape", "max_boxes"), [((4, 5), 3), ((3, 4, 5), 5), ((2, 3, 2, 3), 6), ((7,), 1), ((), 1)])
+@pytest.mark.parametrize("example", GOLDEN["examples (offsets,lengths)"])
+def test_flat_range_golden(example):
+    """Keys are like "(3, 4)[2:11)": a shape and a range."""
+    shape, flat = (_numbers(part) for part in example.split("["))
+    boxes = [[list(box.offset), list(box.shape)] for box in flat_range_boxes(shape, *flat)]
+    assert boxes == GOLDEN["examples (offsets,lengths)"][example]
+
+
+@pytest.mark.parametrize(
+    ("shape", "max_boxes"),
+    [(_numbers(shape), bound["max_boxes"]) for shape, bound in GOLDEN["max_boxes"].items()] + [((7,), 1), ((), 1)],
+)
 def test_flat_range_exhaustive(shape, max_boxes):
     """Every range of every listed shape: disjoint, complete, in memory order, at most 2 ndim - 1 boxes."""
     values = torch.arange(torch.Size(shape).numel()).view(shape)

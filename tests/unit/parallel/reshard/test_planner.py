@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from megatron_dapo.parallel.reshard.layout import (
     piece_view,
 )
 from megatron_dapo.parallel.reshard.planner import assign_owners, owned_boxes, plan
+
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "golden.json").read_text())["systems"]
 
 
 def _specs(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.int64) -> dict[str, TensorSpec]:
@@ -149,16 +153,19 @@ def test_replicas_share_the_load():
 
 
 def test_golden_tp2_to_tp3():
-    """golden.json systems.reshard_TP2_to_TP3_shape(6,4)."""
     reshard = plan(_rows_layout((6, 4), [0, 3, 6]), _rows_layout((6, 4), [0, 2, 4, 6]))
-    parts = [[(t.source, t.box.offset, t.box.shape) for t in reshard.receives(rank)] for rank in range(3)]
-    assert parts == [[(0, (0, 0), (2, 4))], [(0, (2, 0), (1, 4)), (1, (3, 0), (1, 4))], [(1, (4, 0), (2, 4))]]
+    for rank, parts in enumerate(GOLDEN["reshard_TP2_to_TP3_shape(6,4)"].values()):
+        mine = [{"from_file": t.source, "global_off": list(t.box.offset), "len": list(t.box.shape)} for t in reshard.receives(rank)]
+        assert mine == parts
 
 
 def test_golden_worst_fit():
-    """golden.json systems.dedup_worst_fit."""
-    items = [("w1", 100, [0, 1]), ("w2", 80, [0, 1]), ("w3", 60, [0, 1]), ("w4", 50, [2, 3]), ("w5", 40, [0, 1]), ("step", 8, [0, 1, 2, 3])]
-    assert assign_owners(items) == {"w1": 0, "w2": 1, "w3": 1, "w4": 2, "w5": 0, "step": 3}
+    golden = GOLDEN["dedup_worst_fit"]
+    owner = assign_owners([(name, size, holders) for name, size, holders in golden["items"]])
+    assert owner == golden["owner"]
+    sizes = {name: size for name, size, _ in golden["items"]}
+    load = {rank: sum(size for name, size in sizes.items() if owner[name] == int(rank)) for rank in golden["load"]}
+    assert load == golden["load"]
 
 
 @pytest.mark.parametrize("seed", range(10))

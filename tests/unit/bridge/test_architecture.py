@@ -1,0 +1,153 @@
+"""config.json -> architecture: what transformers builds is the oracle; every field that changes the math is used or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from megatron_dapo.bridge.architecture import ModelArchitecture, RopeScaling
+
+MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+# As transformers 4 wrote it for Qwen2.5-7B.
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def _with(**fields) -> dict:
+    return {**QWEN25, **fields}
+
+
+def test_qwen25_of_transformers_4():
+    architecture = ModelArchitecture.from_config(QWEN25)
+    assert (architecture.head_dim, architecture.query_groups_ratio, architecture.rope_theta) == (128, 7, 1e6)
+    assert architecture.qkv_bias and not architecture.qk_norm and architecture.rope_scaling is None
+    assert architecture.dtype == torch.bfloat16
+    assert architecture.num_parameters == 7_615_616_512
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", MODELS)
+def test_names_and_shapes_are_those_of_transformers(family, tied, tmp_path):
+    config_class, model_class = MODELS[family]
+    config = config_class(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = model_class(config)
+    model.save_pretrained(tmp_path)
+    architecture = ModelArchitecture.from_folder(tmp_path)
+    assert architecture.shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert architecture.aliases() == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    assert architecture.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING},
+        {"rope_theta": None, "rope_scaling": None, "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}},
+    ],
+)
+def test_rope_of_transformers_4_and_5(fields):
+    architecture = ModelArchitecture.from_config(_with(**fields))
+    assert architecture.rope_theta == 5e5
+    assert architecture.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def test_linear_rope_with_the_old_key():
+    architecture = ModelArchitecture.from_config(_with(rope_scaling={"type": "linear", "factor": 2.0}))
+    assert architecture.rope_scaling == RopeScaling("linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama, qwen2, qwen3"),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*'silu'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"use_sliding_window": True}, "sliding_window = 131072"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported are default, linear, llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "attention_factor": 2.0}}, "attention_factor"),
+        ({"rope_scaling": {"type": "linear"}}, r"takes \['factor'\]"),
+        ({"rope_theta": None}, "rope_theta is missing"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, r"rope_theta is \[1.0, 1000000.0\]"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is missing"),
+        ({"hidden_act": None}, "hidden_act"),
+        ({"logit_scale": 0.5}, "unknown field logit_scale = 0.5"),
+        ({"num_key_value_heads": 3}, "28 is no multiple of num_key_value_heads 3"),
+        ({"hidden_size": 3585}, "3585 is no multiple of num_attention_heads 28"),
+        ({"vocab_size": "many"}, "vocab_size = 'many'"),
+        ({"torch_dtype": "int8"}, "int8"),
+        ({"model_type": "qwen3", "architectures": None}, "head_dim is missing"),
+    ],
+)
+def test_what_is_not_supported_is_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArchitecture.from_config(_with(**fields))
+
+
+def test_a_window_of_a_family_without_the_switch_is_refused():
+    config = {k: v for k, v in QWEN25.items() if k != "use_sliding_window"}
+    with pytest.raises(ValueError, match="sliding_window = 131072"):
+        ModelArchitecture.from_config(config)
+
+
+def test_unknown_field_can_be_declared_neutral():
+    assert ModelArchitecture.from_config(_with(trained_by="someone"), neutral_fields=("trained_by",)).vocab_size == 152064
+
+
+def test_folder_without_config(tmp_path: Path):
+    with pytest.raises(ValueError, match="no config.json"):
+        ModelArchitecture.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        ModelArchitecture.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25))
+    assert ModelArchitecture.from_folder(tmp_path).model_type == "qwen2"

@@ -1,0 +1,194 @@
+"""Hugging Face folder -> Megatron shards: against tensors chunked, interleaved and padded by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.load import load_from_huggingface
+from megatron_dapo.bridge.megatron_layout import megatron_layout, padded_vocabulary
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.reshard.layout import check_layout
+
+PARALLEL = [
+    ParallelLayout(1),
+    ParallelLayout(2, tensor=2),
+    ParallelLayout(4, tensor=4),
+    ParallelLayout(2, pipeline=2),
+    ParallelLayout(4, tensor=2, pipeline=2),
+    ParallelLayout(2, pipeline=2, virtual_pipeline=2),
+    ParallelLayout(8, tensor=2, pipeline=2, context=2),
+    ParallelLayout(4, tensor=2),
+]
+
+
+def _empty_parameters(layout, rank: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    """NaN everywhere, so that an element nobody writes shows."""
+    shapes = layout.local_shapes(rank)
+    return {name: torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype)) for name, shape in shapes.items()}
+
+
+def _expected(hf: dict[str, torch.Tensor], a: ModelArchitecture, parallel: ParallelLayout, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's parameters by cat, chunk and pad on whole tensors: independent of boxes."""
+    c, size = parallel.coordinates(rank), parallel.tensor
+
+    def shard(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return tensor.chunk(size, dim)[c.tensor]
+
+    def vocabulary(tensor: torch.Tensor) -> torch.Tensor:
+        padding = padded_vocabulary(a.vocab_size, size) - a.vocab_size
+        return shard(torch.cat([tensor, torch.zeros(padding, a.hidden_size, dtype=tensor.dtype)]))
+
+    def qkv(prefix: str, suffix: str) -> torch.Tensor:
+        heads = [hf[f"{prefix}self_attn.{p}_proj.{suffix}"] for p in "qkv"]
+        grouped = [t.view(a.num_key_value_heads, -1, *t.shape[1:]) for t in heads]
+        return shard(torch.cat(grouped, dim=1).reshape(-1, *heads[0].shape[1:]))
+
+    result: dict[str, torch.Tensor] = {}
+    chunks = parallel.virtual_pipeline
+    per_chunk = a.num_layers // (parallel.pipeline * chunks)
+    for stage in range(chunks):
+        if stage == 0 and c.pipeline == 0:
+            result["0.embedding.word_embeddings.weight"] = vocabulary(hf["model.embed_tokens.weight"])
+        for index in range(per_chunk):
+            prefix = f"model.layers.{(stage * parallel.pipeline + c.pipeline) * per_chunk + index}."
+            local = f"{stage}.decoder.layers.{index}."
+            result[local + "self_attention.linear_qkv.layer_norm_weight"] = hf[prefix + "input_layernorm.weight"]
+            result[local + "self_attention.linear_qkv.weight"] = qkv(prefix, "weight")
+            if a.model_type == "qwen2":
+                result[local + "self_attention.linear_qkv.bias"] = qkv(prefix, "bias")
+            if a.model_type == "qwen3":
+                for x in "qk":
+                    result[local + f"self_attention.{x}_layernorm.weight"] = hf[prefix + f"self_attn.{x}_norm.weight"]
+            result[local + "self_attention.linear_proj.weight"] = shard(hf[prefix + "self_attn.o_proj.weight"], 1)
+            result[local + "mlp.linear_fc1.layer_norm_weight"] = hf[prefix + "post_attention_layernorm.weight"]
+            gate, up = (shard(hf[prefix + f"mlp.{x}_proj.weight"]) for x in ("gate", "up"))
+            result[local + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
+            result[local + "mlp.linear_fc2.weight"] = shard(hf[prefix + "mlp.down_proj.weight"], 1)
+        if stage == chunks - 1 and c.pipeline == parallel.pipeline - 1:
+            result[f"{stage}.decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+            if not a.tie_word_embeddings:
+                result[f"{stage}.output_layer.weight"] = vocabulary(hf["lm_head.weight"])
+            elif parallel.pipeline > 1:
+                result[f"{stage}.output_layer.weight"] = vocabulary(hf["model.embed_tokens.weight"])
+    return result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_folder):
+    folder = make_folder(family, tied=tied)
+    architecture, hf = ModelArchitecture.from_folder(folder), load_file(folder / "model.safetensors")
+    for parallel in PARALLEL:
+        layout = megatron_layout(architecture, parallel, torch.float32)
+        check_layout(layout)
+        for rank in range(parallel.world_size):
+            parameters = _empty_parameters(layout, rank)
+            report = load_from_huggingface(folder, layout, rank, parameters)
+            expected = _expected(hf, architecture, parallel, rank)
+            assert list(parameters) == list(expected)
+            for name, value in expected.items():
+                assert torch.equal(parameters[name], value), f"{parallel.describe()} rank {rank} {name}"
+            assert report.num_elements + report.num_padding_elements == sum(p.numel() for p in parameters.values())
+            assert report.bytes_read == 4 * report.num_elements
+
+
+def test_fewer_key_value_heads_than_tensor_ranks(make_folder):
+    """Megatron-core cuts the interleaved rows evenly, through a head's group."""
+    folder = make_folder("qwen2", num_key_value_heads=2)
+    architecture, hf = ModelArchitecture.from_folder(folder), load_file(folder / "model.safetensors")
+    parallel = ParallelLayout(4, tensor=4)
+    layout = megatron_layout(architecture, parallel, torch.float32)
+    check_layout(layout)
+    for rank in range(4):
+        parameters = _empty_parameters(layout, rank)
+        load_from_huggingface(folder, layout, rank, parameters)
+        for name, value in _expected(hf, architecture, parallel, rank).items():
+            assert torch.equal(parameters[name], value), name
+
+
+def test_values_are_cast_to_the_parameters_type(make_folder):
+    folder = make_folder("qwen3", dtype=torch.bfloat16, shard="20KB")
+    architecture = ModelArchitecture.from_folder(folder)
+    layout = megatron_layout(architecture, ParallelLayout(2, tensor=2), torch.float32)
+    parameters = _empty_parameters(layout, 1)
+    load_from_huggingface(folder, layout, 1, parameters)
+    stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert stored["model.norm.weight"].dtype == torch.bfloat16
+    columns = stored["model.layers.2.mlp.down_proj.weight"][:, 24:]
+    assert torch.equal(parameters["0.decoder.layers.2.mlp.linear_fc2.weight"], columns.float())
+
+
+def test_rank_of_padding_only(make_folder):
+    """A vocabulary of 301 over four ranks is padded to 512: the last rank's 128 rows are all padding."""
+    folder = make_folder("llama", tied=True)
+    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(4, tensor=4), torch.float32)
+    parameters = _empty_parameters(layout, 3)
+    assert load_from_huggingface(folder, layout, 3, parameters).num_padding_elements == 128 * 32
+    assert not parameters["0.embedding.word_embeddings.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sizes", "message"),
+    [
+        (ParallelLayout(3, tensor=3), {}, "3 does not divide num_attention_heads 8"),
+        (ParallelLayout(4, tensor=4), {"intermediate_size": 50}, "4 does not divide intermediate_size 50"),
+        (ParallelLayout(4, tensor=4), {"num_key_value_heads": 6, "num_attention_heads": 12, "hidden_size": 48}, "neither a multiple nor a divisor"),
+        (ParallelLayout(3, pipeline=3), {}, "4 layers do not split"),
+        (ParallelLayout(2, expert=2), {}, "llama is dense"),
+    ],
+)
+def test_layouts_that_do_not_fit(parallel, sizes, message, make_folder):
+    architecture = ModelArchitecture.from_folder(make_folder("llama", **sizes))
+    with pytest.raises(ValueError, match=message):
+        megatron_layout(architecture, parallel, torch.float32)
+
+
+def test_parameters_that_are_not_the_layouts(make_folder):
+    folder = make_folder("llama")
+    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    parameters = _empty_parameters(layout, 0)
+    lost = parameters.pop("0.output_layer.weight")
+    with pytest.raises(ValueError, match=r"1 parameters of the layout are missing \['0.output_layer.weight'\]"):
+        load_from_huggingface(folder, layout, 0, parameters)
+    with pytest.raises(ValueError, match=r"not in it \['0.extra'\]"):
+        load_from_huggingface(folder, layout, 0, {**parameters, "0.output_layer.weight": lost, "0.extra": lost})
+    with pytest.raises(ValueError, match=r"0.output_layer.weight is \(301, 32\), the layout says \(384, 32\)"):
+        load_from_huggingface(folder, layout, 0, {**parameters, "0.output_layer.weight": lost[:301]})
+
+
+def test_tied_model_with_a_stored_head(make_folder):
+    """Equal copies are accepted; different ones are an error, not a choice."""
+    folder = make_folder("qwen2", tied=True)
+    tensors = load_file(folder / "model.safetensors")
+    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+    tensors["lm_head.weight"][300, 31] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight and model.embed_tokens.weight differ"):
+        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+
+
+def test_missing_and_unknown_tensors_are_named(make_folder):
+    folder = make_folder("qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    moved = {("score.weight" if name == "lm_head.weight" else name): tensor for name, tensor in tensors.items()}
+    save_file(moved, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"1 missing: lm_head.weight; 1 unknown: score.weight"):
+        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+
+
+def test_config_of_another_size_is_named(make_folder):
+    folder = make_folder("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    with pytest.raises(ValueError, match=r"gate_proj.weight \(48, 32\) instead of \(64, 32\)"):
+        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))

@@ -1,0 +1,137 @@
+"""The reader and the writer against the safetensors library, and against broken files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dapo.bridge.safetensors_file import SafetensorsReader, SafetensorsWriter
+from megatron_dapo.parallel.reshard.boxes import Box, flat_range_boxes
+from megatron_dapo.parallel.reshard.layout import TensorSpec
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "f32": torch.randn(5, 6, 7, generator=generator),
+        "bf16": torch.randn(8, 3, generator=generator).to(torch.bfloat16),
+        "f8": torch.randn(4, 4, generator=generator).to(torch.float8_e4m3fn),
+        "i64": torch.arange(11),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bytes(_bits(a)) == bytes(_bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def test_reads_what_the_library_wrote(tmp_path: Path):
+    save_file(_tensors(), tmp_path / "x.safetensors")
+    with SafetensorsReader(tmp_path / "x.safetensors") as reader:
+        for name, tensor in _tensors().items():
+            out = torch.empty_like(tensor)
+            reader.read(name, out)
+            assert _equal(out, tensor), name
+        assert reader.bytes_read == sum(t.nbytes for t in _tensors().values())
+
+
+def test_library_reads_what_we_wrote(tmp_path: Path):
+    tensors = _tensors()
+    writer = SafetensorsWriter(tmp_path / "x.safetensors", {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()})
+    for name in reversed(tensors):
+        writer.write(name, tensors[name])
+    writer.close()
+    assert writer.num_bytes == (tmp_path / "x.safetensors").stat().st_size
+    read = load_file(tmp_path / "x.safetensors")
+    assert set(read) == set(tensors)
+    assert all(_equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_boxes_read_only_their_bytes(tmp_path: Path):
+    values = _tensors()["f32"]
+    save_file({"f32": values}, tmp_path / "x.safetensors")
+    boxes = [Box((1, 0, 0), (3, 6, 7)), Box((0, 2, 0), (5, 3, 7)), Box((2, 1, 3), (2, 4, 2)), *flat_range_boxes((5, 6, 7), 9, 173)]
+    for box in boxes:
+        with SafetensorsReader(tmp_path / "x.safetensors") as reader:
+            out = torch.empty(box.shape)
+            reader.read("f32", out, box)
+            assert torch.equal(out, values[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape))])
+            assert reader.bytes_read == 4 * box.volume
+
+
+def test_reads_into_strided_and_other_types(tmp_path: Path):
+    values = _tensors()["bf16"]
+    save_file({"w": values}, tmp_path / "x.safetensors")
+    target = torch.zeros(3, 8, dtype=torch.float64)
+    with SafetensorsReader(tmp_path / "x.safetensors") as reader:
+        reader.read("w", target.t())
+    assert torch.equal(target, values.t().double())
+
+
+@pytest.mark.parametrize("cut", [1, 100, 1000])
+def test_truncated_file_names_both_sizes(cut: int, tmp_path: Path):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.zeros(400)}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    with pytest.raises(ValueError, match=rf"x.safetensors: truncated: the file has {len(whole) - cut} bytes, .* {len(whole)};"):
+        SafetensorsReader(path)
+
+
+def test_broken_files(tmp_path: Path):
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(ValueError, match="x.safetensors: the file is missing"):
+        SafetensorsReader(path)
+    for content in (b"", b"PK\x03\x04", (10**12).to_bytes(8, "little") + b"{}"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"it has {len(content)} bytes"):
+            SafetensorsReader(path)
+    for header in (
+        "[1]",
+        "{{",
+        '{"w": {"dtype": "F32", "shape": [2]}}',
+        '{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        '{"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}',
+        '{"w": {"dtype": "X9", "shape": [2], "data_offsets": [0, 8]}}',
+    ):
+        path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+        with pytest.raises(ValueError, match="x.safetensors: broken safetensors header"):
+            SafetensorsReader(path)
+
+
+def test_trailing_bytes_are_refused(tmp_path: Path):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.zeros(4)}, path)
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(ValueError, match="too long"):
+        SafetensorsReader(path)
+
+
+def test_writer_refuses_what_was_not_announced(tmp_path: Path):
+    writer = SafetensorsWriter(tmp_path / "x.safetensors", {"w": TensorSpec((2,), torch.float32), "v": TensorSpec((), torch.int64)})
+    with pytest.raises(ValueError, match=r"w is \(3,\) torch.float32, announced as \(2,\)"):
+        writer.write("w", torch.zeros(3))
+    with pytest.raises(ValueError, match="u is not a tensor of this file"):
+        writer.write("u", torch.zeros(3))
+    with pytest.raises(ValueError, match="1 tensors were not written, first v"):
+        writer.close()
+
+
+def test_writer_refuses_a_second_time(tmp_path: Path):
+    writer = SafetensorsWriter(tmp_path / "x.safetensors", {"w": TensorSpec((2,), torch.float32)})
+    writer.write("w", torch.zeros(2))
+    with pytest.raises(ValueError, match="w is written twice"):
+        writer.write("w", torch.zeros(2))
+    writer.close()
+    header = (tmp_path / "x.safetensors").read_bytes()
+    assert json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"] == {"format": "pt"}
