@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 # All samples of one mini-batch -> the weight of each trained token of each sample in that optimizer step's loss.
 WeighSamples = Callable[[Sequence[TrainSample]], Sequence[float]]
+Packing = Callable[[Sequence[TrainSample], Sequence[float], ParallelLayout], MicroBatch]
 
 
 def split_by_groups(group_indices: Sequence[int], groups_per_mini_batch: int, order: Random | None) -> list[list[int]]:
@@ -75,10 +76,12 @@ def build_micro_batches(
     layout: ParallelLayout,
     data_rank: int,
     limits: MicroBatchLimits,
+    pack: Packing = pack,
 ) -> list[MicroBatch]:
-    """The packed micro-batches of data-parallel rank `data_rank` for one mini-batch.
+    """The micro-batches of data-parallel rank `data_rank` for one mini-batch.
 
-    samples: ALL samples of the mini-batch, the same on every rank: the weights are global and the plan is common.
+    samples: ALL samples of the mini-batch, the same on every rank: the weights are global and the plan is common. pack: how a
+    micro-batch's sequences are laid out.
     """
     weights = weigh(samples)
     if len(weights) != len(samples):

@@ -12,6 +12,7 @@ and padding hold 0 in every field.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -164,6 +165,12 @@ def _write(sample: TrainSample, weight: float, start: int, integers: torch.Tenso
 def pad_to_longest(samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout) -> MicroBatch:
     """The rectangular variant of `pack`: every sequence is padded to the longest of the micro-batch."""
     return pack(samples, loss_weights, layout, sequence_length=max((sample.num_tokens for sample in samples), default=0))
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
+    """The micro-batch with its tensors on `device`."""
+    fields = vars(micro_batch)
+    return dataclasses.replace(micro_batch, **{name: value.to(device) for name, value in fields.items() if isinstance(value, torch.Tensor)})
 
 
 def unpack_responses(values: torch.Tensor, micro_batch: MicroBatch, prompt_lengths: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,50 @@
+"""What is compared: every layout the number of processes allows, times every cut into micro-batches, packing and aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from megatron_dapo.algorithms.aggregation import AGGREGATIONS
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.mini_batch import Packing
+from megatron_dapo.parallel.packing import MicroBatchLimits, pack, pad_to_longest
+
+# The largest sequence of the batch always fits a dynamic micro-batch: `longest` padded tokens of it -> limits.
+MICRO_BATCHES: Mapping[str, Callable[[int], MicroBatchLimits]] = {
+    "1": lambda longest: MicroBatchLimits(max_sequences=1),
+    "2": lambda longest: MicroBatchLimits(max_sequences=2),
+    "4": lambda longest: MicroBatchLimits(max_sequences=4),
+    "dynamic": lambda longest: MicroBatchLimits(max_tokens=2 * longest),
+}
+PACKINGS: Mapping[str, Packing] = {"packed": pack, "padded": pad_to_longest}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the mini-batch is cut and laid out."""
+
+    micro_batch: str  # key of MICRO_BATCHES
+    packing: str  # key of PACKINGS
+
+
+def cuts() -> list[Cut]:
+    """Every cut; one sequence a micro-batch is the same packed and padded, so it is listed once."""
+    return [Cut(size, packing) for size, packing in product(MICRO_BATCHES, PACKINGS) if (size, packing) != ("1", "padded")]
+
+
+def aggregations() -> list[str]:
+    return list(AGGREGATIONS)
+
+
+def layouts(world_size: int) -> list[ParallelLayout]:
+    """Every TP x PP x CP x DP of exactly `world_size` processes, with and without sequence parallelism and two virtual stages."""
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    return [
+        ParallelLayout(world_size, tensor, pipeline, virtual, context, sequence_parallel=sequence)
+        for tensor, pipeline, context in product(sizes, repeat=3)
+        if world_size % (tensor * pipeline * context) == 0
+        for virtual in ((1, 2) if pipeline > 1 else (1,))
+        for sequence in ((False, True) if tensor > 1 else (False,))
+    ]

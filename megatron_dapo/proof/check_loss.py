@@ -1,0 +1,80 @@
+"""`megatron-dapo check-loss`: the gradient of the token loss under every layout, cut, packing and aggregation, against a plain model.
+
+Processes are started here, unless this runs under torchrun or srun already: then the ranks that were started are the world, and rank 0
+prints. With CUDA each process takes one device (NCCL), else the CPU (gloo).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.launch.environment import process_environment
+from megatron_dapo.launch.local import launch_workers
+from megatron_dapo.proof.report import TOLERANCES, CheckLossReport, CheckLossSettings, Row, print_report
+
+WORKER = "megatron_dapo.proof.start_worker"
+
+
+def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: str = "float32") -> CheckLossReport:
+    """Check on `num_processes` local processes, or on the processes of the launcher this runs under (all of them call it).
+
+    model: a Hugging Face folder, None for a small random model. Raises ValueError for settings that make no sense and RuntimeError
+    where a process fails (its own output says why).
+    """
+    if dtype not in TOLERANCES:
+        raise ValueError(f"check-loss: dtype {dtype!r} is unknown; choose one of {', '.join(TOLERANCES)}")
+    if num_processes < 1:
+        raise ValueError(f"check-loss: {num_processes} processes; at least 1 is needed")
+    if model is not None and not (Path(model) / "config.json").is_file():
+        raise ValueError(f"check-loss: {model} holds no config.json; give a Hugging Face model folder")
+    settings = CheckLossSettings(model=str(Path(model).resolve()) if model else "", dtype=dtype)
+    start = time.monotonic()
+    launched = process_environment().world_size
+    result = _join_and_check(settings) if launched > 1 else _start_and_check(settings, num_processes)
+    return CheckLossReport(
+        num_processes=launched if launched > 1 else num_processes,
+        dtype=dtype,
+        tolerance=TOLERANCES[dtype],
+        rows=tuple(Row(**row) for row in result["rows"]),
+        skipped=tuple(result["skipped"]),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _join_and_check(settings: CheckLossSettings) -> dict[str, Any]:
+    # Only processes that compute load megatron-core.
+    from megatron_dapo.proof.worker import join_and_check
+
+    return join_and_check(settings)
+
+
+def _start_and_check(settings: CheckLossSettings, num_processes: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="check-loss-") as name:
+        folder = Path(name)
+        (folder / "settings.json").write_text(json.dumps(asdict(settings)))
+        arguments = [str(folder / "settings.json"), str(folder / "result.json")]
+        code = launch_workers(WORKER, arguments, num_processes, folder)
+        if code or not (folder / "result.json").exists():
+            raise RuntimeError(f"check-loss: a process failed (exit code {code}); its output above says why")
+        return json.loads((folder / "result.json").read_text())
+
+
+def check_loss(num_processes: int = 4, json_output: bool = False, model: str | None = None, dtype: str = "float32") -> int:
+    """Run the check and print a table, or one JSON object. Exit code 0: within the tolerance, 1: not, 2: it could not be run."""
+    try:
+        report = run_check_loss(num_processes, model=model, dtype=dtype)
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if process_environment().rank == 0:
+        if json_output:
+            print(json.dumps(report.to_json()))
+        else:
+            print_report(report)
+    return 0 if report.passed else 1

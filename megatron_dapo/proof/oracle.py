@@ -1,0 +1,143 @@
+"""The right answer: a plain transformers model in fp64, one sequence at a time, and the loss written out from the papers.
+
+Nothing of the training path is used here: no packing, no weights from `algorithms`, no log-prob kernel, no process group. Gradients
+are linear in the samples' weights, so one backward pass a sequence gives those of every aggregation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_dapo.proof.batch import MAX_RESPONSE_TOKENS, ProofBatch
+from megatron_dapo.types import TrainSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 3.0
+TEMPERATURE = 0.9
+
+# Sizes of the model of the proof: small enough for a laptop, and with everything in it that a layout can get wrong: grouped queries, a
+# bias on the fused QKV, a vocabulary that does not divide, norms and biases away from 1 and 0.
+MODEL_FIELDS = {
+    "vocab_size": 203,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "architectures": ["Qwen2ForCausalLM"],
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one aggregation gives."""
+
+    loss: float
+    loss_scale: float  # the same sum of absolute values: what an error of the loss is relative to
+    gradients: Mapping[str, torch.Tensor]  # Hugging Face name -> fp64
+
+
+def random_model(seed: int = 7) -> PreTrainedModel:
+    """A small Qwen2 with random weights, the same for the same seed."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(Qwen2Config(**MODEL_FIELDS))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    return model
+
+
+def folder_model(folder: str) -> PreTrainedModel:
+    """The model of a Hugging Face folder, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+
+
+def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample], dict[str, Answer]]:
+    """The batch with the old log-probs that give its ratios (in `rollout_logprobs`), and the answer of every aggregation."""
+    model = model.double().eval()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    samples, losses, scales, gradients = [], [], [], []
+    for sample, ratios in zip(batch.samples, batch.ratios, strict=True):
+        logprobs = _response_logprobs(model, sample)
+        sample = replace(sample, rollout_logprobs=(logprobs.detach() - ratios.log()).float())
+        token_losses = sample.loss_mask.double() * _token_losses(logprobs, sample)
+        gradients.append(torch.autograd.grad(token_losses.sum(), parameters))
+        losses.append(float(token_losses.detach().sum()))
+        scales.append(float(token_losses.detach().abs().sum()))
+        samples.append(sample)
+    answers = {}
+    for name, weigh in WEIGHTS.items():
+        weights = weigh([int(sample.loss_mask.sum()) for sample in samples], [sample.group_index for sample in samples])
+        total = [sum(w * g for w, g in zip(weights, column, strict=True)) for column in zip(*gradients, strict=True)]
+        loss, scale = math.fsum(map(_times, weights, losses)), math.fsum(map(_times, weights, scales))
+        answers[name] = Answer(loss, scale, dict(zip(names, total, strict=True)))
+    return samples, answers
+
+
+def _times(left: float, right: float) -> float:
+    return left * right
+
+
+def _response_logprobs(model: PreTrainedModel, sample: TrainSample) -> torch.Tensor:
+    """[R] log-probs of the response tokens at the temperature."""
+    tokens = sample.tokens.to(model.device)
+    log_p = torch.log_softmax(model(tokens[None]).logits[0] / TEMPERATURE, dim=-1).cpu()
+    places = range(sample.prompt_length, sample.num_tokens)
+    return torch.stack([log_p[place - 1, sample.tokens[place]] for place in places])
+
+
+def _token_losses(logprobs: torch.Tensor, sample: TrainSample) -> torch.Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at most -c A (DAPO, arXiv 2503.14476, Eq 10; dual clip, arXiv 1912.09729)."""
+    ratio = (logprobs - sample.rollout_logprobs.double()).exp()
+    advantage = sample.advantages.double()
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
+    return torch.where(advantage < 0, torch.minimum(loss, -advantage * DUAL_CLIP), loss)
+
+
+def _token_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
+    return [1 / sum(lengths)] * len(lengths)
+
+
+def _sample_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
+    num_samples = sum(length > 0 for length in lengths)
+    return [1 / (num_samples * length) if length else 0.0 for length in lengths]
+
+
+def _per_group(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
+    tokens = {group: sum(length for length, other in zip(lengths, groups, strict=True) if other == group) for group in set(groups)}
+    num_groups = sum(count > 0 for count in tokens.values())
+    return [1 / (num_groups * tokens[group]) if tokens[group] else 0.0 for group in groups]
+
+
+def _dr_grpo(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
+    return [1 / (len(lengths) * MAX_RESPONSE_TOKENS)] * len(lengths)
+
+
+def _seq_sum_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
+    return [1 / sum(length > 0 for length in lengths)] * len(lengths)
+
+
+# Trained tokens and group of each sample -> weight of each of its trained tokens.
+WEIGHTS: Mapping[str, Callable[[Sequence[int], Sequence[int]], list[float]]] = {
+    "token_mean": _token_mean,
+    "sample_mean": _sample_mean,
+    "per_group": _per_group,
+    "dr_grpo": _dr_grpo,
+    "seq_sum_mean": _seq_sum_mean,
+}

@@ -1,0 +1,171 @@
+"""What every process of `check-loss` does: for each layout build the real actor, then compare the gradients of every cut and aggregation.
+
+Started by torchrun (by `check_loss` through `start_worker`, or by the user on a cluster). The processes are used for all layouts one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
+from megatron_dapo.algorithms.policy_loss import build_policy_loss
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.load import load_from_huggingface
+from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.launch.environment import prepare_rendezvous, process_environment
+from megatron_dapo.megatron.actor import ActorSettings, Loader, MegatronActor, TokenOutputs
+from megatron_dapo.megatron.model_config import DTYPES, ModelSettings
+from megatron_dapo.megatron.parallel_state import initialize_process_group
+from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.mini_batch import WeighSamples, build_micro_batches
+from megatron_dapo.parallel.packing import padded_length, to_device
+from megatron_dapo.proof import oracle
+from megatron_dapo.proof.batch import MAX_RESPONSE_TOKENS, make_batch
+from megatron_dapo.proof.cases import MICRO_BATCHES, PACKINGS, Cut, aggregations, cuts, layouts
+from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
+from megatron_dapo.proof.report import CheckLossSettings, Row
+from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
+from megatron_dapo.trainer.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.types import MicroBatch, TrainSample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The same on every rank: the batch, the model and the right answers."""
+
+    samples: list[TrainSample]
+    answers: Mapping[str, oracle.Answer]
+    architecture: ModelArchitecture
+    load: Loader
+
+
+def pose_problem(settings: CheckLossSettings) -> Problem:
+    """Rank 0 solves the batch with the plain model and tells the others."""
+    config, description, tensors, numbers, weights, gradients = None, None, None, None, None, {}
+    if dist.get_rank() == 0:
+        model = oracle.folder_model(settings.model) if settings.model else oracle.random_model()
+        model = model.to(DTYPES[settings.dtype])  # the rounded weights are the ones both sides compute with
+        config = model.config.to_dict()
+        weights = {} if settings.model else {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        samples, answers = oracle.solve(model.to(communication_device()), make_batch(config["vocab_size"]))
+        description, tensors = to_tensors(samples)
+        numbers = {name: (answer.loss, answer.loss_scale) for name, answer in answers.items()}
+        gradients = {name: dict(answer.gradients) for name, answer in answers.items()}
+    samples = from_tensors(broadcast_json(description), {name: part.cpu() for name, part in broadcast_tensors(tensors).items()})
+    weights = broadcast_tensors(weights)
+    numbers = broadcast_json(numbers)
+    answers = {name: oracle.Answer(*numbers[name], broadcast_tensors(gradients.get(name))) for name in numbers}
+    architecture = ModelArchitecture.from_folder(settings.model) if settings.model else ModelArchitecture.from_config(broadcast_json(config))
+    return Problem(samples, answers, architecture, _loader(settings.model, weights))
+
+
+def _loader(folder: str, weights: Mapping[str, torch.Tensor]) -> Loader:
+    def load(parameters: Mapping[str, torch.Tensor], layout: MegatronLayout) -> None:
+        if folder:
+            load_from_huggingface(folder, layout, dist.get_rank(), parameters)
+        else:
+            fill_from_whole(parameters, layout, dist.get_rank(), weights)
+
+    return load
+
+
+def weigh_by(aggregation: str) -> WeighSamples:
+    """The training path's weights of an aggregation."""
+
+    def weigh(samples: Sequence[TrainSample]) -> list[float]:
+        trained = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
+        groups = torch.tensor([sample.group_index for sample in samples])
+        return sample_token_weights(aggregation, trained, groups, global_denominators(trained, groups), MAX_RESPONSE_TOKENS).tolist()
+
+    return weigh
+
+
+def dapo_loss(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The training path's loss with clip-higher and dual clip; the batch carries the old log-probs as its rollout log-probs."""
+    bounds = {"clip_ratio_low": oracle.CLIP_LOW, "clip_ratio_high": oracle.CLIP_HIGH}
+    objective = PolicyObjective(build_policy_loss("clip_higher", bounds, oracle.DUAL_CLIP))
+    return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviourTerms(micro_batch.rollout_logprobs))
+
+
+def check_layout(problem: Problem, layout: ParallelLayout, dtype: str, weigh_with: Any = weigh_by) -> list[Row]:
+    """All cuts and aggregations of one layout. `weigh_with`: aggregation -> weights (replaced in tests of the check itself)."""
+    actor = MegatronActor(problem.architecture, layout, ActorSettings(model=ModelSettings(dtype=dtype)), problem.load)
+    return [
+        _check_one(problem, actor, cut, aggregation, weigh_with(aggregation)) for cut in cuts() for aggregation in aggregations()
+    ]
+
+
+def _check_one(problem: Problem, actor: MegatronActor, cut: Cut, aggregation: str, weigh: WeighSamples) -> Row:
+    layout, rank = actor.layout, actor.rank
+    longest = padded_length(max(sample.num_tokens for sample in problem.samples), layout.micro_batch_alignment)
+    limits = MICRO_BATCHES[cut.micro_batch](longest)
+    micro_batches = build_micro_batches(problem.samples, weigh, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing])
+    device = communication_device()
+    metrics = actor.accumulate_gradients([to_device(part, device) for part in micro_batches], dapo_loss, oracle.TEMPERATURE)
+    answer = problem.answers[aggregation]
+    trained = sum(float(sample.loss_mask.sum()) for sample in problem.samples)
+    assert metrics["num_tokens"] == trained, f"{metrics['num_tokens']} tokens were trained, the batch has {trained}"
+    difference = compare_gradients(actor.gradients(), actor.tensors, rank, answer.gradients)
+    return Row(
+        layout=layout.describe(),
+        micro_batch=cut.micro_batch,
+        packing=cut.packing,
+        aggregation=aggregation,
+        num_micro_batches=len(micro_batches),
+        rel_diff=difference.relative,
+        worst_tensor=difference.tensor,
+        loss_rel_diff=abs(metrics["loss_sum"] - answer.loss) / answer.loss_scale,
+    )
+
+
+def check_all(settings: CheckLossSettings) -> dict[str, Any]:
+    """{"rows": [...], "skipped": [...]}: every layout of the world; skipped are those that the model does not divide into."""
+    problem = pose_problem(settings)
+    rows, skipped = [], []
+    candidates = layouts(dist.get_world_size())
+    for number, layout in enumerate(candidates, 1):
+        try:
+            megatron_layout(problem.architecture, layout, DTYPES[settings.dtype])
+        except ValueError as error:
+            skipped.append({"layout": layout.describe(), "reason": str(error)})
+            continue
+        done = check_layout(problem, layout, settings.dtype)
+        rows += [asdict(row) for row in done]
+        if dist.get_rank() == 0:
+            worst = max(row.rel_diff for row in done)
+            logger.info("%d/%d %s: largest relative difference %.1e", number, len(candidates), layout.describe(), worst)
+    return {"rows": rows, "skipped": skipped}
+
+
+def join_and_check(settings: CheckLossSettings) -> dict[str, Any]:
+    """Join the processes that a launcher started and check; the result is the same on every rank."""
+    process = process_environment()
+    prepare_rendezvous(process)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(process.local_rank)
+    initialize_process_group(settings.wait_timeout_s)
+    try:
+        return check_all(settings)
+    finally:
+        dist.destroy_process_group()
+
+
+def main(settings_file: str, result_file: str) -> None:
+    """Read settings, check, write the result on rank 0."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logger.setLevel(logging.INFO)
+    result = join_and_check(CheckLossSettings(**json.loads(Path(settings_file).read_text())))
+    if process_environment().rank == 0:
+        Path(result_file).write_text(json.dumps(result))
