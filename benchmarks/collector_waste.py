@@ -1,0 +1,131 @@
+"""How many groups the collector generates for each group it trains, against what dynamic sampling cannot do without.
+
+A prompt with pass rate p gives a group of G responses that disagree with probability 1 - p^G - (1-p)^G (DAPO, arXiv 2503.14476,
+Eq 11), so at least 1 / E[1 - p^G - (1-p)^G] groups are generated per trained group, the mean over the prompts' pass rates. The engine
+here is a coin: only the collector's own policy of starting, keeping and dropping groups is measured, over many train steps. The policy
+version moves every step, so surplus would be stale; responses finish in random order.
+
+    python benchmarks/collector_waste.py [--json] [--steps 60] [--groups 64] [--group-size 16]
+
+`waste_ratio` is the largest (generated / trained) / bound over the pass-rate mixtures, at the default oversample = 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, wasted_fraction
+from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.rollout.buffer import ReplayBuffer
+from megatron_dapo.rollout.collector import Collector, CollectorSettings
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, Score, VersionRange
+
+RIGHT, WRONG = 1, 0
+NUM_PROMPTS = 1000
+MIXTURES: dict[str, tuple[float, ...]] = {
+    "p=0.5": (0.5,),
+    "p=0.1": (0.1,),
+    "p=0.95": (0.95,),
+    "p=0.02": (0.02,),
+    "early training": (0.0, 0.0, 0.01, 0.05, 0.2),
+    "late training": (0.3, 0.8, 0.95, 0.99, 1.0, 1.0),
+    "uniform": tuple((i + 0.5) / 20 for i in range(20)),
+}
+
+
+class CoinEngine:
+    """Answers right with the probability (in millionths) in the second prompt token; a random third of what runs finishes at a poll."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+        self._running: list[GenerationRequest] = []
+        self._random = random.Random(0)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._running)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._running.extend(requests)
+
+    def poll(self) -> list[Completion]:
+        self._random.shuffle(self._running)
+        num_finished = -(-len(self._running) // 3)
+        finished, self._running = self._running[:num_finished], self._running[num_finished:]
+        return [self._completion(request, self._toss(request), "stop") for request in finished]
+
+    def abort(self) -> list[Completion]:
+        aborted, self._running = self._running, []
+        return [self._completion(request, WRONG, "abort") for request in aborted]
+
+    def _toss(self, request: GenerationRequest) -> int:
+        return RIGHT if random.Random(request.seed).random() < request.prompt_ids[1] / 1e6 else WRONG
+
+    def _completion(self, request: GenerationRequest, answer: int, reason: Any) -> Completion:
+        return Completion(request.request_id, (answer,), (0.0,), reason, (VersionRange(0, 1, self.policy_version),))
+
+
+class CoinVerifier:
+    def score_many(self, items: Iterable[tuple[Any, str, str, bool]]) -> Mapping[Any, Score]:
+        return {key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, _, _ in items}
+
+
+def measure(pass_rates: Sequence[float], *, num_steps: int, num_groups: int, group_size: int, oversample: float) -> dict[str, float]:
+    """Groups generated per trained group over `num_steps` batches of prompts that take `pass_rates` in turn."""
+    rates = [pass_rates[index % len(pass_rates)] for index in range(NUM_PROMPTS // len(pass_rates) * len(pass_rates))]
+    prompts = {f"{index}": Prompt(f"{index}", (), (0, round(1e6 * rate)), "1") for index, rate in enumerate(rates)}
+    engine = CoinEngine()
+    collector = Collector(
+        stream=PromptStream(list(prompts), seed=0),
+        prompts=prompts,
+        engine=engine,
+        scorer=SampleScorer(CoinVerifier(), lambda token_ids: str(token_ids[0])),
+        buffer=ReplayBuffer(max_staleness=0),
+        settings=CollectorSettings(group_size, SamplingParams(), seed=0, oversample=oversample, max_rounds=0),
+        verdict=GroupFilter().verdict,
+    )
+    for _ in range(num_steps):
+        batch = collector.collect(num_groups)
+        assert len(batch.groups) == num_groups, f"a batch has {len(batch.groups)} groups instead of {num_groups}"
+        engine.policy_version += 1
+    ledger = collector.accounting()
+    assert ledger.is_balanced, f"prompts were lost: {ledger}"
+    bound = 1 / (1 - sum(wasted_fraction(rate, group_size) for rate in rates) / len(rates))
+    generated = ledger.drawn / ledger.trained
+    return {"trained": ledger.trained, "generated": ledger.drawn, "generated_per_trained": generated, "bound": bound, "waste_ratio": generated / bound}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Groups generated per trained group against the bound of dynamic sampling.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--steps", type=int, default=60, help="train steps a mixture")
+    parser.add_argument("--groups", type=int, default=64, help="groups a train step")
+    parser.add_argument("--group-size", type=int, default=16, help="responses a group")
+    arguments = parser.parse_args()
+    sizes = {"num_steps": arguments.steps, "num_groups": arguments.groups, "group_size": arguments.group_size}
+    rows = [{"pass_rates": name, "oversample": 1.0, **measure(rates, oversample=1.0, **sizes)} for name, rates in MIXTURES.items()]
+    result = {
+        "waste_ratio": max(row["waste_ratio"] for row in rows),
+        **sizes,
+        "rows": rows,
+        # For comparison: more in flight than needed gives up unfinished groups and drops surplus.
+        "oversampled": {"pass_rates": "uniform", "oversample": 1.5, **measure(MIXTURES["uniform"], oversample=1.5, **sizes)},
+    }
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    for row in [*rows, result["oversampled"]]:
+        print(
+            f"{row['pass_rates']:16} oversample {row['oversample']:.1f}  generated/trained {row['generated_per_trained']:6.3f}  "
+            f"bound {row['bound']:6.3f}  ratio {row['waste_ratio']:.4f}"
+        )
+    print(f"waste_ratio {result['waste_ratio']:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Groups as JSON values and back, exactly: floats keep every bit (Python writes the shortest digits that read back the same)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    """`group` as JSON-serialisable dictionaries and lists."""
+    return asdict(group)
+
+
+def group_from_json(value: Mapping[str, Any]) -> Group:
+    """The group `group_to_json` was given. KeyError or TypeError where the value is something else."""
+    return Group(
+        group_id=value["group_id"],
+        prompt=_prompt(value["prompt"]),
+        samples=tuple(_sample(sample) for sample in value["samples"]),
+        policy_version=value["policy_version"],
+        generation_step=value["generation_step"],
+    )
+
+
+def _prompt(value: Mapping[str, Any]) -> Prompt:
+    return Prompt(**{**value, "messages": tuple(value["messages"]), "token_ids": tuple(value["token_ids"])})
+
+
+def _sample(value: Mapping[str, Any]) -> ScoredSample:
+    return ScoredSample(
+        sample_id=value["sample_id"],
+        completion=completion_from_json(value["completion"]),
+        text=value["text"],
+        score=Score(**value["score"]),
+        reward_parts=dict(value["reward_parts"]),
+    )
+
+
+def completion_from_json(value: Mapping[str, Any]) -> Completion:
+    return Completion(
+        request_id=value["request_id"],
+        token_ids=tuple(value["token_ids"]),
+        logprobs=tuple(value["logprobs"]),
+        finish_reason=value["finish_reason"],
+        versions=tuple(VersionRange(**version) for version in value["versions"]),
+    )

@@ -1,0 +1,132 @@
+"""Counts of one collection: what was generated, what was kept, and what the rest was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from megatron_dapo.types import Completion, Group
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """Response lengths in tokens."""
+
+    num_responses: int = 0
+    mean: float = 0.0
+    max: int = 0
+
+    @classmethod
+    def of(cls, lengths: list[int]) -> LengthSummary:
+        return cls(len(lengths), sum(lengths) / len(lengths), max(lengths)) if lengths else cls()
+
+
+@dataclass(frozen=True)
+class CollectStatistics:
+    """One call of `Collector.collect`. Rates are over everything generated, before the filter."""
+
+    num_started: int  # groups sent to the engine
+    verdicts: Mapping[str, int]  # scored groups by the filter's word: kept, all_right, all_wrong
+    num_aborted: int  # groups given up unfinished; their prompts were queued again
+    num_stale: int  # buffered groups that had become too stale; their prompts were queued again
+    num_carried_over: int  # groups of the batch that were generated in an earlier collection
+    num_left_over: int  # kept groups that stay in the buffer
+    num_tokens: int  # response tokens generated
+    num_kept_tokens: int  # of them in kept groups
+    num_responses: int  # complete ones
+    num_truncated: int
+    num_duplicates: int  # responses equal to an earlier one of their group
+    mean_accuracy: float
+    mean_reward: float
+    outcomes: Mapping[str, int]  # the verifier's outcomes
+    kept_lengths: LengthSummary
+    dropped_lengths: LengthSummary  # of filtered groups
+    aborted_lengths: LengthSummary  # of groups given up, as far as they got
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers for the log."""
+        num_scored = max(1, sum(self.verdicts.values()))
+        num_responses = max(1, self.num_responses)
+        return {
+            "groups_started": float(self.num_started),
+            **{f"groups_{verdict}": float(count) for verdict, count in self.verdicts.items()},
+            **{f"share_{verdict}": count / num_scored for verdict, count in self.verdicts.items()},
+            "groups_aborted": float(self.num_aborted),
+            "groups_stale": float(self.num_stale),
+            "groups_carried_over": float(self.num_carried_over),
+            "groups_left_over": float(self.num_left_over),
+            "tokens": float(self.num_tokens),
+            "kept_token_share": self.num_kept_tokens / max(1, self.num_tokens),
+            "responses": float(self.num_responses),
+            "truncated_share": self.num_truncated / num_responses,
+            "duplicate_completions_in_group": self.num_duplicates / num_responses,
+            "accuracy": self.mean_accuracy,
+            "reward": self.mean_reward,
+            **{f"outcome_{outcome}": count / num_responses for outcome, count in self.outcomes.items()},
+            "length_kept_mean": self.kept_lengths.mean,
+            "length_kept_max": float(self.kept_lengths.max),
+            "length_dropped_mean": self.dropped_lengths.mean,
+            "length_aborted_mean": self.aborted_lengths.mean,
+        }
+
+
+@dataclass
+class StatisticsBuilder:
+    """Accumulates while a collection runs."""
+
+    num_started: int = 0
+    num_aborted: int = 0
+    num_stale: int = 0
+    verdicts: Counter[str] = field(default_factory=lambda: Counter(kept=0, all_right=0, all_wrong=0))
+    outcomes: Counter[str] = field(default_factory=Counter)
+    num_truncated: int = 0
+    num_duplicates: int = 0
+    accuracy_sum: float = 0.0
+    reward_sum: float = 0.0
+    lengths: dict[str, list[int]] = field(default_factory=lambda: {"kept": [], "dropped": [], "aborted": []})
+
+    def add_scored(self, group: Group, verdict: str) -> None:
+        self.verdicts[verdict] += 1
+        completions = [sample.completion for sample in group.samples]
+        self.lengths["kept" if verdict == "kept" else "dropped"] += [len(completion.token_ids) for completion in completions]
+        self.num_truncated += sum(completion.is_truncated for completion in completions)
+        self.num_duplicates += len(completions) - len({completion.token_ids for completion in completions})
+        self.outcomes.update(sample.score.outcome for sample in group.samples)
+        self.accuracy_sum += sum(sample.score.accuracy for sample in group.samples)
+        self.reward_sum += sum(sample.reward for sample in group.samples)
+
+    def add_aborted(self, completions: Iterable[Completion]) -> None:
+        """One group given up, with what there was of it."""
+        self.num_aborted += 1
+        self.lengths["aborted"] += [len(completion.token_ids) for completion in completions]
+
+    @property
+    def num_scored_responses(self) -> int:
+        return len(self.lengths["kept"]) + len(self.lengths["dropped"])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sum(lengths) for lengths in self.lengths.values())
+
+    def build(self, *, num_carried_over: int, num_left_over: int) -> CollectStatistics:
+        num_responses = max(1, self.num_scored_responses)
+        return CollectStatistics(
+            num_started=self.num_started,
+            verdicts=dict(self.verdicts),
+            num_aborted=self.num_aborted,
+            num_stale=self.num_stale,
+            num_carried_over=num_carried_over,
+            num_left_over=num_left_over,
+            num_tokens=self.num_tokens,
+            num_kept_tokens=sum(self.lengths["kept"]),
+            num_responses=self.num_scored_responses,
+            num_truncated=self.num_truncated,
+            num_duplicates=self.num_duplicates,
+            mean_accuracy=self.accuracy_sum / num_responses,
+            mean_reward=self.reward_sum / num_responses,
+            outcomes=dict(self.outcomes),
+            kept_lengths=LengthSummary.of(self.lengths["kept"]),
+            dropped_lengths=LengthSummary.of(self.lengths["dropped"]),
+            aborted_lengths=LengthSummary.of(self.lengths["aborted"]),
+        )

@@ -1,0 +1,64 @@
+"""Scored samples: text, reward parts, and that a truncated response is never correct."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
+from megatron_dapo.types import Completion, Prompt, Score, VersionRange
+
+PROMPT = Prompt("p", ({"role": "user", "content": "?"},), (1, 2), "7")
+
+
+class Recorder:
+    """A verifier that calls a response correct iff its text ends with the answer, and remembers what it saw."""
+
+    def __init__(self, trusts_truncated: bool = False, forgets: str = "") -> None:
+        self.items: list = []
+        self._trusts_truncated = trusts_truncated
+        self._forgets = forgets
+
+    def score_many(self, items) -> dict:
+        self.items = list(items)
+        scores = {}
+        for key, text, answer, cut in self.items:
+            right = text.endswith(answer) and (self._trusts_truncated or not cut)
+            scores[key] = Score(float(right), 2.0 if right else -1.0, "correct" if right else "wrong")
+        scores.pop(self._forgets, None)
+        return scores
+
+
+def sample(name: str, tokens: tuple[int, ...], reason: str = "stop") -> UnscoredSample:
+    completion = Completion(name, tokens, (-1.0,) * len(tokens), reason, (VersionRange(0, len(tokens), 0),))
+    return UnscoredSample(name, PROMPT, completion)
+
+
+def decode(tokens) -> str:
+    return "".join(map(str, tokens))
+
+
+def test_rewards_are_the_sum_of_named_parts() -> None:
+    verifier = Recorder()
+    scorer = SampleScorer(verifier, decode, lambda length: -0.5 if length > 2 else 0.0)
+    scored = scorer.score([sample("a", (5, 7)), sample("b", (5, 6, 7)), sample("c", (5,))])
+    assert verifier.items == [("a", "57", "7", False), ("b", "567", "7", False), ("c", "5", "7", False)]
+    assert scored["a"].reward_parts == {"verifier": 2.0, "overlong": 0.0}
+    assert scored["b"].reward_parts == {"verifier": 2.0, "overlong": -0.5} and scored["b"].reward == 1.5
+    assert scored["b"].score.accuracy == 1.0  # shaping never touches it
+    assert scored["c"].reward == -1.0 and scored["c"].text == "5"
+
+
+def test_without_a_penalty_there_is_no_such_part() -> None:
+    assert SampleScorer(Recorder(), decode).score([sample("a", (7,))])["a"].reward_parts == {"verifier": 2.0}
+
+
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_a_truncated_response_is_never_correct(reason: str) -> None:
+    assert SampleScorer(Recorder(), decode).score([sample("a", (7,), reason)])["a"].score.accuracy == 0.0
+    with pytest.raises(ValueError, match="truncated response is never correct"):
+        SampleScorer(Recorder(trusts_truncated=True), decode).score([sample("a", (7,), reason)])
+
+
+def test_a_missing_score_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no score for 1 of 2 responses, such as b"):
+        SampleScorer(Recorder(forgets="b"), decode).score([sample("a", (7,)), sample("b", (7,))])
