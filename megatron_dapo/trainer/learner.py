@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -89,6 +89,7 @@ class _MiniBatch:
     micro_batches: list[MicroBatch]
     num_tokens: int  # trained tokens of the whole mini-batch
     behaviour: list[BehaviourTerms | None] = field(default_factory=list)
+    correction_sums: dict[str, float] = field(default_factory=dict)  # of this rank's tokens, without a correction empty
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ class LearnResult:
 
     metrics: dict[str, float]
     num_optimizer_steps: int
+
+
+class MismatchError(RuntimeError):
+    """The engine's log-probs are not those of the trainer's weights."""
 
 
 class TooManySkips(RuntimeError):
@@ -129,16 +134,22 @@ class Learner:
         self._schedule = schedule
         self._phase = phase
 
-    def learn(self, samples: Sequence[TrainSample], train_step: int) -> LearnResult:
-        """One pass over a rollout batch (`epochs` of them). Raises TooManySkips; ValueError where a batch cannot be cut."""
-        with self._phase("pack"):
+    def learn(self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None) -> LearnResult:
+        """One pass over a rollout batch (`epochs` of them).
+
+        With `mismatch_gate` nothing is trained unless the mean |old - rollout log-prob| is at most that many nats. Raises
+        MismatchError, TooManySkips; ValueError where a batch cannot be cut.
+        """
+        with self._phase("advantages"):
             mini_batches = self._cut(samples, train_step)
-        recompute = len(mini_batches) * self._settings.epochs > 1 or self._normalises
+        recompute = len(mini_batches) * self._settings.epochs > 1 or self._normalises or mismatch_gate is not None
         mismatch: list[MismatchSums] = []
         if recompute:
-            with self._phase("old_logprobs"):
+            with self._phase("logprobs"):
                 for mini_batch in mini_batches:
                     mini_batch.behaviour = self._old_policy(mini_batch, mismatch)
+        if mismatch_gate is not None:
+            self._check_mismatch(self._mismatch(mismatch), mismatch_gate)
         totals: dict[str, float] = {}
         steps: list[StepResult] = []
         with self._phase("train"):
@@ -147,6 +158,16 @@ class Learner:
                     steps.append(self._step(mini_batch, train_step, mismatch if not recompute else None))
                     _add(totals, steps[-1].metrics)
         return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
+
+    @staticmethod
+    def _check_mismatch(metrics: Mapping[str, float], gate: float) -> None:
+        gap = metrics["mismatch/abs_logprob_diff_mean"]
+        if not gap <= gate:
+            raise MismatchError(
+                f"trainer and engine do not hold the same model: mean |log-prob difference| {gap:.3g} nats on the first batch, "
+                f"mismatch.step0_max_mean_abs allows {gate:.3g}. Check the model folder and the precision of both sides; raise the gate only "
+                "if the gap is understood (e.g. bfloat16 engines)"
+            )
 
     @property
     def _normalises(self) -> bool:
@@ -176,17 +197,16 @@ class Learner:
         old = self._actor.forward_logprobs(mini_batch.micro_batches, self._settings.temperature)
         reference = self._reference_logprobs(mini_batch)
         terms: list[BehaviourTerms | None] = []
-        sums: dict[str, float] = {}
         for index, outputs in enumerate(old):
             if outputs is None:
                 terms.append(None)
                 continue
             micro_batch = self._local(mini_batch.micro_batches[index])
             mismatch.append(mismatch_sums(outputs.logprobs, micro_batch.rollout_logprobs, micro_batch.loss_mask))
-            weights, weight_sums = self._objective.importance(micro_batch, outputs.logprobs)
-            _add(sums, {name: float(value) for name, value in weight_sums.items()})
+            weights, sums = self._objective.importance(micro_batch, outputs.logprobs)
+            _add(mini_batch.correction_sums, sums)
             terms.append(BehaviourTerms(outputs.logprobs, weights, reference[index]))
-        return self._normalised(terms, sums) if self._normalises else terms
+        return self._normalised(terms, mini_batch.correction_sums) if self._normalises else terms
 
     def _normalised(self, terms: list[BehaviourTerms | None], sums: Mapping[str, float]) -> list[BehaviourTerms | None]:
         mine = {name: sums.get(name, 0.0) if self._speaks else 0.0 for name in ("is_weight_sum", "num_tokens")}
@@ -215,7 +235,8 @@ class Learner:
             behaviour = mini_batch.behaviour[index] if mini_batch.behaviour else None
             if behaviour is None:  # the only step on this batch: the old policy is the current one
                 old = outputs.logprobs.detach()
-                weights, weight_sums = self._objective.importance(micro_batch, old)
+                weights, sums = self._objective.importance(micro_batch, old)
+                _add(mini_batch.correction_sums, sums)
                 behaviour = BehaviourTerms(old, weights, reference[index])
                 if mismatch is not None:
                     mismatch.append(mismatch_sums(old, micro_batch.rollout_logprobs, micro_batch.loss_mask))
@@ -250,24 +271,34 @@ class Learner:
         train_step: int,
     ) -> dict[str, float]:
         num_tokens = max(1.0, totals.get("num_tokens", 0.0))
-        means = {
-            f"actor/{name.removesuffix('_sum')}": value / num_tokens
-            for name, value in totals.items()
-            if name.endswith("_sum") and name != "loss_sum"
-        }
+        means = {name: totals.get(sums, 0.0) / num_tokens for name, sums in _TOKEN_MEANS.items()}
         norms = [step.grad_norm for step in steps]
+        counted = self.counters.optimizer_steps - 1 if self._settings.schedule_counts_optimizer_steps else train_step
         return {
             **means,
+            "actor/kl_loss": totals.get(f"kl_{self._objective.kl_estimator}_sum", 0.0) / num_tokens,
             "actor/loss": totals.get("loss_sum", 0.0) / len(steps),
             "actor/grad_norm": sum(norms) / len(norms),
             "actor/grad_norm_max": max(norms),
-            "actor/learning_rate": self._schedule.at(
-                max(0, self.counters.optimizer_steps - 1) if self._settings.schedule_counts_optimizer_steps else train_step
-            ),
-            "actor/num_trained_tokens": float(sum(mini_batch.num_tokens for mini_batch in mini_batches)),
-            "actor/num_micro_batches": float(sum(len(mini_batch.micro_batches) for mini_batch in mini_batches)),
-            "actor/skipped_steps": float(self.counters.skipped_steps),
+            "actor/learning_rate": self._schedule.at(max(0, counted)),
+            "actor/trained_tokens": float(sum(mini_batch.num_tokens for mini_batch in mini_batches) * self._settings.epochs),
             **self._mismatch(mismatch),
+            **self._correction_metrics(mini_batches),
+        }
+
+    def _correction_metrics(self, mini_batches: Sequence[_MiniBatch]) -> dict[str, float]:
+        """Mean weight of the off-policy correction and the share of tokens it bounded; 1 and 0 without one."""
+        names = ("num_tokens", "is_weight_sum", "is_bounded_sum")
+        sums = dict.fromkeys(names, 0.0)
+        for mini_batch in mini_batches if self._speaks else ():
+            for name in names:
+                sums[name] += mini_batch.correction_sums.get(name, 0.0)
+        total = {name: float(value) for name, value in sum_over(sums).items()} if dist.is_initialized() else sums
+        if not total["num_tokens"]:
+            return {"mismatch/weight_mean": 1.0, "mismatch/bounded_share": 0.0}
+        return {
+            "mismatch/weight_mean": total["is_weight_sum"] / total["num_tokens"],
+            "mismatch/bounded_share": total["is_bounded_sum"] / total["num_tokens"],
         }
 
     def _mismatch(self, parts: Sequence[MismatchSums]) -> dict[str, float]:
@@ -281,6 +312,18 @@ class Learner:
         return mismatch_metrics(total)
 
 
-def _add(totals: dict[str, float], values: Mapping[str, float]) -> None:
+# Metric -> the sum over trained tokens it is the mean of.
+_TOKEN_MEANS = {
+    "actor/entropy": "entropy_sum",
+    "actor/ratio_mean": "ratio_sum",
+    "actor/approx_kl_k1": "approx_kl_k1_sum",
+    "actor/approx_kl_k3": "approx_kl_k3_sum",
+    "actor/clip_low_share": "clip_low_sum",
+    "actor/clip_high_share": "clip_high_sum",
+    "actor/dual_clip_share": "dual_clip_sum",
+}
+
+
+def _add(totals: dict[str, float], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         totals[name] = totals.get(name, 0.0) + float(value)

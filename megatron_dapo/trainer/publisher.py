@@ -1,0 +1,30 @@
+"""From the trainer's weights to the engines': resharded in memory, verified, and only then a new version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megatron_dapo.bridge.weight_sync import SyncReport, WeightSync
+from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
+
+
+class WeightPublisher:
+    """Publishes policy versions. Collective: every rank holds shards and an engine."""
+
+    def __init__(
+        self, sync: WeightSync, parameters: Callable[[], Mapping[str, torch.Tensor]], engine: DistributedEmbeddedEngine
+    ) -> None:
+        self._sync = sync
+        self._parameters = parameters
+        self._engine = engine
+
+    def publish(self, version: int) -> SyncReport:
+        """Bring the current weights into the engines and declare them `version`. A mismatch of checksums raises before that."""
+        sources = {name: tensor.detach() for name, tensor in self._parameters().items()}
+        destinations = self._engine.parameters_by_name()
+        report = self._sync.execute(sources, destinations)
+        self._sync.verify(sources, destinations)
+        self._engine.set_policy_version(version)
+        return report

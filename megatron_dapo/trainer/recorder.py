@@ -1,0 +1,129 @@
+"""What rank 0 writes about a run: metrics, samples, batch dumps, the live display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dapo.config.schema import Config
+from megatron_dapo.telemetry.batch_dump import dump_batch
+from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS, checked
+from megatron_dapo.telemetry.progress import ProgressView, StepReport, progress_view
+from megatron_dapo.telemetry.samples import SampleWriter, choose, sample_record
+from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricWriter, TensorBoardWriter
+from megatron_dapo.types import Group, TrainSample
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Where a run's output lies."""
+
+    folder: Path
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.folder / "tensorboard"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def evaluation_metrics(self) -> Path:
+        return self.folder / "evaluations.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.folder / "evaluations"
+
+    @property
+    def samples(self) -> Path:
+        return self.folder / "samples.jsonl"
+
+    @property
+    def disagreements(self) -> Path:
+        return self.folder / "disagreements.jsonl"
+
+    @property
+    def dumps(self) -> Path:
+        return self.folder / "batches"
+
+    @property
+    def huggingface(self) -> Path:
+        return self.folder / "huggingface"
+
+    @property
+    def summary(self) -> Path:
+        return self.folder / "summary.json"
+
+
+class Recorder:
+    """Writes by train step; a resumed run continues its files without a step twice."""
+
+    def __init__(self, config: Config, first_step: int) -> None:
+        telemetry = config.telemetry
+        self.paths = RunPaths(config.run.folder)
+        self._telemetry = telemetry
+        tensorboard: list[MetricWriter] = [TensorBoardWriter(self.paths.tensorboard, first_step)] if telemetry.tensorboard else []
+        self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step), *tensorboard])
+        self._evaluations = MetricRecorder([JsonlWriter(self.paths.evaluation_metrics, first_step), *tensorboard])
+        self._samples = SampleWriter(self.paths.samples, first_step) if telemetry.samples_per_step else None
+        self.progress: ProgressView | None = None
+        if telemetry.progress:
+            self.progress = progress_view(config.run.total_steps, config.mismatch.alarm, first_step)
+
+    def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
+        """Show what is going on now."""
+        if self.progress is not None:
+            self.progress.phase(text, done, total)
+
+    def step(self, train_step: int, metrics: Mapping[str, float]) -> None:
+        """Write a finished train step; `metrics` are exactly those of the schema."""
+        values = checked(STEP_METRICS, metrics)
+        self._steps.write(train_step, values)
+        if self.progress is not None:
+            self.progress.step(
+                StepReport(
+                    finished=train_step,
+                    accuracy=values["rollout/accuracy_generated"],
+                    tokens_per_s=values["throughput/generated_tokens_per_s"],
+                    filtered_share=values["rollout/groups_filtered_share"],
+                    mismatch=values["mismatch/abs_logprob_diff_mean"],
+                )
+            )
+
+    def evaluation(self, train_step: int, metrics: Mapping[str, float]) -> None:
+        """Write an evaluation of the policy after `train_step`."""
+        self._evaluations.write(train_step, checked(EVALUATION_METRICS, metrics))
+
+    def batch(self, train_step: int, groups: Sequence[Group], samples: Sequence[TrainSample]) -> None:
+        """Write some responses for people, and the whole batch where a dump is due."""
+        by_id = {sample.sample_id: sample for sample in samples}
+        if self._samples is not None:
+            self._samples.write(
+                [
+                    sample_record(train_step, groups[group], index, _advantage(by_id[groups[group].samples[index].sample_id]))
+                    for group, index in choose(groups, self._telemetry.samples_per_step)
+                ]
+            )
+        if self._telemetry.dump_batches and train_step % self._telemetry.dump_batches == 0:
+            dump_batch(self.paths.dumps / f"step_{train_step:06d}", samples, {"train_step": train_step})
+
+    @property
+    def num_lost(self) -> int:
+        """Records that could not be written."""
+        return self._steps.num_failures + self._evaluations.num_failures + (self._samples.num_lost if self._samples else 0)
+
+    def close(self) -> None:
+        """Write what is queued and end the display."""
+        self._steps.close()
+        self._evaluations.close()
+        if self._samples is not None:
+            self._samples.close()
+        if self.progress is not None:
+            self.progress.close()
+
+
+def _advantage(sample: TrainSample) -> float:
+    return float(sample.advantages[0]) if sample.num_response_tokens else 0.0

@@ -1,0 +1,57 @@
+"""Generation seen from the loop: rank 0 collects and turns groups into samples, every rank ends up with the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
+from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
+from megatron_dapo.rollout.collector import Collector, RolloutBatch
+from megatron_dapo.trainer.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.trainer.train_samples import TrainSamples
+from megatron_dapo.types import Group, TrainSample
+
+BuildSamples = Callable[[Sequence[Group]], TrainSamples]
+
+
+@dataclass(frozen=True)
+class CollectedBatch:
+    """What one collection gives every rank. `rollout` and `advantage_metrics` are rank 0's alone."""
+
+    samples: list[TrainSample]
+    should_stop: bool
+    generation_step: int
+    rollout: RolloutBatch | None
+    advantage_metrics: dict[str, float]
+
+
+class RolloutPhase:
+    """Drives the engines of all ranks. `collector` and `build` exist on rank 0."""
+
+    def __init__(self, engine: DistributedEmbeddedEngine, collector: Collector | None, build: BuildSamples) -> None:
+        self._engine = engine
+        self._collector = collector
+        self._build = build
+
+    def collect(self, num_groups: int) -> CollectedBatch:
+        """The next rollout batch, the same samples on every rank."""
+        rollout = self._engine.drive(lambda: self._collect(num_groups))
+        if rollout is None:
+            return self._receive()
+        built = self._build(rollout.groups)
+        description, tensors = to_tensors(built.samples)
+        assert self._collector is not None, "rank 0 drives and has the collector"
+        facts = {"should_stop": rollout.should_stop, "generation_step": self._collector.generation_step}
+        broadcast_json({"description": description, **facts})
+        broadcast_tensors(tensors)
+        return CollectedBatch(list(built.samples), rollout=rollout, advantage_metrics=built.metrics, **facts)
+
+    def _collect(self, num_groups: int) -> RolloutBatch:
+        assert self._collector is not None, "rank 0 drives and has the collector"
+        return self._collector.collect(num_groups)
+
+    def _receive(self) -> CollectedBatch:
+        header = broadcast_json(None)
+        samples = from_tensors(header["description"], {name: part.cpu() for name, part in broadcast_tensors(None).items()})
+        return CollectedBatch(samples, header["should_stop"], header["generation_step"], rollout=None, advantage_metrics={})

@@ -1,0 +1,121 @@
+"""The metrics of one train step under the names of the schema, from what each hop reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from megatron_dapo.algorithms.repetition import ngram_repetition
+from megatron_dapo.evaluation.protocol import EvaluationResult
+from megatron_dapo.rollout.collector import RolloutBatch
+from megatron_dapo.types import Group, ScoredSample
+
+REPETITION_NGRAM = 20
+OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "truncated", "error")
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 for nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def _std(values: Sequence[float]) -> float:
+    center = mean(values)
+    return math.sqrt(mean([(value - center) ** 2 for value in values]))
+
+
+def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -> dict[str, float]:
+    """The "rollout/" section."""
+    statistics, groups = batch.statistics, batch.groups
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = [len(sample.completion.token_ids) for sample in samples]
+    staleness = [policy_version - group.policy_version for group in groups]
+    num_finished = max(1, sum(statistics.verdicts.values()))
+    duplicates = sum(len(group.samples) - len({sample.completion.token_ids for sample in group.samples}) for group in groups)
+    return {
+        "rollout/groups_trained": len(groups),
+        "rollout/groups_generated": sum(statistics.verdicts.values()),
+        "rollout/groups_filtered_share": 1.0 - statistics.verdicts.get("kept", 0) / num_finished,
+        "rollout/groups_all_correct_share": statistics.verdicts.get("all_right", 0) / num_finished,
+        "rollout/groups_all_wrong_share": statistics.verdicts.get("all_wrong", 0) / num_finished,
+        "rollout/groups_carried_over": statistics.num_left_over,
+        "rollout/groups_dropped_stale": statistics.num_stale,
+        "rollout/generation_rounds": math.ceil(statistics.num_started / round_size),
+        "rollout/staleness_mean": mean(staleness),
+        "rollout/staleness_max": max(staleness, default=0),
+        "rollout/accuracy_trained": mean([sample.score.accuracy for sample in samples]),
+        "rollout/accuracy_generated": statistics.mean_accuracy,
+        "rollout/response_tokens_mean": mean(lengths),
+        "rollout/response_tokens_max": max(lengths, default=0),
+        "rollout/response_tokens_filtered_mean": statistics.dropped_lengths.mean,
+        "rollout/prompt_tokens_mean": mean([len(group.prompt.token_ids) for group in groups]),
+        "rollout/truncated_share": mean([sample.completion.is_truncated for sample in samples]),
+        "rollout/duplicate_share": duplicates / max(1, len(samples)),
+        "rollout/repetition": mean([ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM) for sample in samples]),
+    }
+
+
+def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[str, float]:
+    """The "reward/" section."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [sample.reward for sample in samples]
+    outcomes = [sample.score.outcome for sample in samples]
+    return {
+        "reward/mean": mean(rewards),
+        "reward/std": _std(rewards),
+        "reward/group_std_mean": mean([_std([sample.reward for sample in group.samples]) for group in groups]),
+        "reward/verifier_mean": mean(_part(samples, "verifier")),
+        "reward/overlong_mean": mean(_part(samples, "overlong")),
+        **{f"reward/outcome_{outcome}": outcomes.count(outcome) / max(1, len(outcomes)) for outcome in OUTCOMES},
+        "reward/disagreement_share": disagreement_share,
+    }
+
+
+def _part(samples: Sequence[ScoredSample], name: str) -> list[float]:
+    return [sample.reward_parts.get(name, 0.0) for sample in samples]
+
+
+def advantage_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
+    """The "advantage/" section from the estimator's diagnostics."""
+    return {
+        "advantage/mean": diagnostics.get("advantage_mean", 0.0),
+        "advantage/std": diagnostics.get("advantage_std", 0.0),
+        "advantage/abs_max": diagnostics.get("advantage_abs_max", 0.0),
+        "advantage/zero_std_groups_share": diagnostics.get("frac_zero_std_groups", 0.0),
+    }
+
+
+def throughput_metrics(batch: RolloutBatch, times: Mapping[str, float]) -> dict[str, float]:
+    """The "throughput/" section; `times` in seconds by phase."""
+    samples = [(group, sample) for group in batch.groups for sample in group.samples]
+    trained_tokens = sum(len(group.prompt.token_ids) + len(sample.completion.token_ids) for group, sample in samples)
+    generated = batch.statistics.num_tokens
+    return {
+        "throughput/samples_per_s": len(samples) / max(times["step"], 1e-9),
+        "throughput/generated_tokens_per_s": generated / max(times["generate"], 1e-9),
+        "throughput/trained_tokens_per_s": trained_tokens / max(times["train"], 1e-9),
+        "throughput/generated_tokens": generated,
+    }
+
+
+def memory_metrics() -> dict[str, float]:
+    """The "memory/" section, of this process."""
+    return {"memory/host_rss_mib": psutil.Process().memory_info().rss / 2**20}
+
+
+def evaluation_metrics(result: EvaluationResult, seconds: float) -> dict[str, float]:
+    """The "eval/" metrics of a result."""
+    k = result.protocol.num_samples
+    headline = result.headline
+    return {
+        "eval/avg_at_k": headline.value,
+        "eval/avg_at_k_low": headline.low,
+        "eval/avg_at_k_high": headline.high,
+        "eval/pass_at_k": result.metrics[f"pass@{k}"].value,
+        "eval/cons_at_k": result.metrics[f"cons@{k}"].value,
+        "eval/truncated_share": result.rates["truncation_rate"],
+        "eval/response_tokens_mean": result.rates["mean_response_tokens"],
+        "eval/seconds": seconds,
+    }
