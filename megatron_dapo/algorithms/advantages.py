@@ -208,8 +208,8 @@ def _check(inputs: AdvantageInputs) -> None:
     bad = (~torch.isfinite(inputs.rewards)).nonzero().flatten().tolist()
     if bad:
         raise ValueError(
-            f"reward of response {bad[0]} is {float(inputs.rewards[bad[0]])} ({len(bad)} of {shape[0]} are not finite); "
-            "make the reward function return a finite number"
+            f"reward of response {bad[0]} is {float(inputs.rewards[bad[0]])} ({len(bad)} of {shape[0]} are not "
+            "finite); make the reward function return a finite number"
         )
 
 

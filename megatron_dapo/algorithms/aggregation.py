@@ -11,9 +11,9 @@
 | seq_sum_mean | mean_i sum_t l                              | 1 / N                                    |
 
 The denominators are those of the whole optimizer mini-batch: every micro-batch of every data-parallel rank, after every
-filter. The weights are then right for any cut of that mini-batch, and gradients are SUMMED over micro-batches and ranks;
-a mean over micro-batches with unequal token counts is another objective and exists nowhere here. per_group is DAPO's Eq 8
-as written (arXiv 2503.14476); its text and public code mean token_mean.
+filter. The weights are then right for any cut of that mini-batch, and gradients are SUMMED over micro-batches and
+ranks; a mean over micro-batches with unequal token counts is another objective and exists nowhere here. per_group is
+DAPO's Eq 8 as written (arXiv 2503.14476); its text and public code mean token_mean.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_dapo.algorithms.tables import lookup
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over one optimizer mini-batch. Samples and groups without a trained token do not count, except where said."""
+    """Counts over one optimizer mini-batch; what has no trained token does not count, except where said."""
 
     num_tokens: int  # trained tokens
     num_sequences: int  # samples with a trained token
@@ -75,8 +75,8 @@ def _tokens_of_groups(group_index: torch.Tensor, denominators: Denominators) -> 
     unseen = denominators.group_ids[place] != group_index
     if bool(unseen.any()):
         raise ValueError(
-            f"group {int(group_index[unseen][0])} is not among the {denominators.group_ids.numel()} groups the denominators were "
-            "computed from; compute them over the whole optimizer mini-batch"
+            f"group {int(group_index[unseen][0])} is not among the {denominators.group_ids.numel()} groups the "
+            "denominators were computed from; compute them over the whole optimizer mini-batch"
         )
     return denominators.tokens_per_group[place].to(torch.float64)
 
@@ -97,8 +97,8 @@ def sample_token_weights(
     """The weight, float64 [S], that every trained token of each sample gets under `mode`.
 
     `trained_tokens` and `group_index` [S] describe any part of the mini-batch that `denominators` was computed from;
-    `max_length` is Dr. GRPO's constant (the maximum response length, not the longest one of the batch). Samples without a
-    trained token get 0, so a mini-batch without any has weights 0 and not NaN.
+    `max_length` is Dr. GRPO's constant (the maximum response length, not the longest one of the batch). Samples
+    without a trained token get 0, so a mini-batch without any has weights 0 and not NaN.
     """
     divisor_of = lookup(AGGREGATIONS, "loss aggregation", mode)
     if max_length < 1:

@@ -13,8 +13,8 @@ GroupVerdict = Literal["kept", "all_wrong", "all_right"]
 class GroupFilter:
     """Keeps a group iff accuracy_min < mean accuracy < accuracy_max, both exclusive.
 
-    The accuracy is the verifier's 0/1. Never the shaped reward: an all-correct group with length penalties has a spread of
-    rewards, but nothing to teach except brevity.
+    The accuracy is the verifier's 0/1. Never the shaped reward: an all-correct group with length penalties has a
+    spread of rewards, but nothing to teach except brevity.
     """
 
     accuracy_min: float = 0.0
@@ -27,7 +27,7 @@ class GroupFilter:
             )
 
     def verdict(self, accuracies: Sequence[float]) -> GroupVerdict:
-        """Of one group's accuracies [G]: "kept", or "all_wrong" / "all_right" for at or beyond the lower / upper bound."""
+        """Of one group's accuracies [G]: "kept", or "all_wrong" / "all_right" at or beyond the lower / upper bound."""
         assert len(accuracies) > 0, "a group without a response has no accuracy"
         mean = sum(accuracies) / len(accuracies)
         if mean <= self.accuracy_min:

@@ -2,10 +2,10 @@
 
 With d = log pi - log pi_ref:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d.
 
-As a METRIC on samples of pi, k1 and k3 are unbiased (k3 with less variance, and never negative), k2 is biased. As a LOSS
-what counts is the gradient, and there the order is another one: E[grad k1] = 0, E[grad k2] = grad KL(pi || pi_ref) exactly,
-E[grad k3] = grad KL(pi_ref || pi), the other direction. All of this is for samples of the current pi; on a batch reused
-for several updates every estimator is biased, the more the further pi has moved.
+As a METRIC on samples of pi, k1 and k3 are unbiased (k3 with less variance, and never negative), k2 is biased. As a
+LOSS what counts is the gradient, and there the order is another one: E[grad k1] = 0, E[grad k2] = grad KL(pi || pi_ref)
+exactly, E[grad k3] = grad KL(pi_ref || pi), the other direction. All of this is for samples of the current pi; on a
+batch reused for several updates every estimator is biased, the more the further pi has moved.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def kl_loss(
     """Token losses [P] (0 where masked) of estimator `name` and the sums of all three estimators as metrics.
 
     Multiply by the coefficient and by the same token weights as the policy loss. `name` is k2 (gradient of
-    KL(pi || pi_ref)) or k3 (GRPO, arXiv 2402.03300 Eq 4; gradient of KL(pi_ref || pi)). k1 is refused: its gradient is 0
-    in expectation, so it would only add noise.
+    KL(pi || pi_ref)) or k3 (GRPO, arXiv 2402.03300 Eq 4; gradient of KL(pi_ref || pi)). k1 is refused: its gradient is
+    0 in expectation, so it would only add noise.
     """
     if name == "k1":
         raise ValueError("KL loss 'k1' has a gradient of zero mean: it adds noise and no pull; choose k2 (or k3)")

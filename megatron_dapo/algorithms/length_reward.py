@@ -1,4 +1,4 @@
-"""Two separate answers to responses that grow too long: a penalty before the limit, a mask beyond it (arXiv 2503.14476, 3.4).
+"""Two separate answers to overlong responses: a penalty before the limit, a mask beyond it (arXiv 2503.14476, 3.4).
 
 They are alternatives for a truncated response: one whose loss is masked never feels its penalty.
 """
@@ -13,9 +13,9 @@ def soft_overlong_penalty(
 ) -> torch.Tensor:
     """Soft overlong punishment (Eq 13), float64 [S], to be ADDED to the verifier's reward.
 
-    0 up to max_length - cache_length, then linearly down to -factor at `max_length`, and -factor beyond it (never lower).
-    `max_length` is the hard limit of generation: "16384 with a cache of 4096" in the paper means max_length 20480, so that
-    the penalty starts at 16384.
+    0 up to max_length - cache_length, then linearly down to -factor at `max_length`, and -factor beyond it (never
+    lower). `max_length` is the hard limit of generation: "16384 with a cache of 4096" in the paper means max_length
+    20480, so that the penalty starts at 16384.
     """
     if not 0 < cache_length <= max_length:
         raise ValueError(

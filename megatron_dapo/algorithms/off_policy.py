@@ -111,7 +111,8 @@ class OffPolicyCorrection:
         lookup(LEVELS, "off-policy level", self.level)
         if not 0.0 <= self.lower <= 1.0 <= self.upper:
             raise ValueError(
-                f"off-policy bounds [{self.lower}, {self.upper}] must hold 1, the weight without mismatch, and be at least 0"
+                f"off-policy bounds [{self.lower}, {self.upper}] must hold 1, the weight without mismatch, "
+                "and be at least 0"
             )
         if self.method == "icepop" and self.lower == 0.0:
             raise ValueError("icepop drops both tails: set lower above 0 (e.g. 0.5), or use mis")
@@ -142,7 +143,7 @@ def importance_weights(
 
 
 def normalise_by_batch_mean(weights: torch.Tensor, weight_sum: float, num_tokens: float) -> torch.Tensor:
-    """Weights [P] divided by their token mean over the optimizer mini-batch (the GLOBAL sum and count), after the bounds.
+    """Bounded weights [P] divided by their token mean over the optimizer mini-batch (the GLOBAL sum and count).
 
     A sum of 0 (every token dropped) leaves the zeros.
     """
@@ -151,7 +152,7 @@ def normalise_by_batch_mean(weights: torch.Tensor, weight_sum: float, num_tokens
 
 @dataclass(frozen=True)
 class MismatchSums:
-    """Raw material of the mismatch metrics: add `sums` and take the maximum of `maxima` over micro-batches and ranks."""
+    """Raw material of the mismatch metrics: over micro-batches and ranks, add `sums` and take maxima of `maxima`."""
 
     sums: dict[str, torch.Tensor]  # scalars, float64
     maxima: dict[str, torch.Tensor]  # scalars, float64

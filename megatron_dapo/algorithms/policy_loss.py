@@ -1,8 +1,9 @@
 """Policy losses: per-token losses [P] and metric sums, from log-probabilities and advantages.
 
 Common notation: log r_t = log pi(o_t) - log pi_old(o_t), clamped to +-20 before exp; losses are minimised. A loss gives
-one value per token and never averages: weights from `aggregation` turn the values into the step's loss. Metrics are SUMS
-over the trained tokens of the call, so sums over micro-batches and ranks divided by the global `num_tokens` are the means.
+one value per token and never averages: weights from `aggregation` turn the values into the step's loss. Metrics are
+SUMS over the trained tokens of the call, so sums over micro-batches and ranks divided by the global `num_tokens` are
+the means.
 
 The gradient passes at a bound: a token is clipped only where its ratio lies strictly outside.
 """
@@ -113,7 +114,7 @@ class ClipHigher:
 
 @dataclass(frozen=True)
 class PpoClip:
-    """l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps) A_t). PPO (arXiv 1707.06347, Eq 7): `ClipHigher` with equal bounds."""
+    """l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps) A_t): equal bounds. PPO (arXiv 1707.06347, Eq 7)."""
 
     clip_ratio: float = 0.2
 
@@ -137,8 +138,8 @@ class DualClip:
     def __post_init__(self) -> None:
         if not isinstance(self.inner, (PpoClip, ClipHigher)):
             raise ValueError(
-                f"dual clip bounds the ratio of a ratio-clipped loss (ppo_clip, clip_higher), not of {type(self.inner).__name__}; "
-                "drop the dual clip"
+                "dual clip bounds the ratio of a ratio-clipped loss (ppo_clip, clip_higher), "
+                f"not of {type(self.inner).__name__}; drop the dual clip"
             )
         if self.dual_clip_ratio <= 1.0:
             raise ValueError(f"dual clip ratio {self.dual_clip_ratio} must be above 1 (usual: 3 or 10)")
@@ -191,23 +192,22 @@ class GspoToken:
         self, inputs: PolicyLossInputs, mean_log_ratio: torch.Tensor, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, Metrics]:
         """The loss for given sequence means [N] and token advantages [P]."""
-        ratio = mean_log_ratio.exp()[inputs.sequence_ids]
-        ratio, below, above = _clipped(
-            _straight_through(ratio, inputs.logprobs, inputs.trained), advantages, self.clip_ratio_low, self.clip_ratio_high
-        )
+        sequence_ratio = mean_log_ratio.exp()[inputs.sequence_ids]
+        ratio = _straight_through(sequence_ratio, inputs.logprobs, inputs.trained)
+        ratio, below, above = _clipped(ratio, advantages, self.clip_ratio_low, self.clip_ratio_high)
         token_loss = -advantages * ratio
         return token_loss, _metrics(inputs, token_loss, below, above)
 
 
 @dataclass(frozen=True)
 class Gspo:
-    """l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i), s_i = exp(mean_t log r_t). GSPO (arXiv 2507.18071, Eq 5-7).
+    """l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i), s_i = exp(mean_t log r_t).
 
-    Each of a sequence's tokens carries l_i; under "sample_mean" weights they add up to mean_i l_i. A_i is the mean of the
-    tokens' advantages. The gradient of w sum_t l_i with respect to log pi_t is -w s_i A_i, which is what GSPO-token gives
-    each token on its own: it is computed that way, so that nothing has to be differentiated through the reduction over
-    context-parallel parts. That needs one weight for all tokens of a sequence: importance-sampling corrections on top
-    have to be at sequence or geometric level.
+    GSPO (arXiv 2507.18071, Eq 5-7). Each of a sequence's tokens carries l_i; under "sample_mean" weights they add up
+    to mean_i l_i. A_i is the mean of the tokens' advantages. The gradient of w sum_t l_i with respect to log pi_t is
+    -w s_i A_i, which is what GSPO-token gives each token on its own: it is computed that way, so that nothing has to
+    be differentiated through the reduction over context-parallel parts. That needs one weight for all tokens of a
+    sequence: importance-sampling corrections on top have to be at sequence or geometric level.
     """
 
     clip_ratio_low: float = 3e-4
@@ -226,9 +226,9 @@ class Gspo:
 class Cispo:
     """l_t = -sg[clip(r_t, 1 - low, 1 + high)] A_t log pi_t. CISPO, MiniMax-M1 (arXiv 2506.13585, Eq 4-5).
 
-    The weight is clipped, never the gradient: every token keeps learning. Only the gradient means something; the value is
-    that of no objective. The lower bound is off by default (1 - 1 = 0), as in the paper, which gives no value for the
-    upper one: the default bounds the weight at 5.
+    The weight is clipped, never the gradient: every token keeps learning. Only the gradient means something; the value
+    is that of no objective. The lower bound is off by default (1 - 1 = 0), as in the paper, which gives no value for
+    the upper one: the default bounds the weight at 5.
     """
 
     clip_ratio_low: float = 1.0

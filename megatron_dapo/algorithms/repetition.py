@@ -1,4 +1,4 @@
-"""How repetitive a response is: n-grams, a loop at its end, compressibility. Metrics only, never a reward by themselves."""
+"""How repetitive a response is: n-grams, a loop at its end, compressibility. Metrics, not rewards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def tail_loop(token_ids: Sequence[int], min_repeats: int = 3, max_period: int = 
     """The loop that covers most of the end of the response, the shortest period among equals."""
     best = TailLoop(0, 0)
     for period in range(1, min(max_period, len(token_ids) // min_repeats) + 1):
-        # A multiple of the best period, if it fits into what that covers, covers no more: skipping it keeps long loops linear.
+        # A multiple of the best period that fits into what that covers, covers no more: skipping it keeps long loops
+        # linear.
         if best.period and period % best.period == 0 and period <= best.period * best.repeats:
             continue
         repeats = _matching_tail(token_ids, period) // period + 1

@@ -1,7 +1,7 @@
 """avg@k, pass@k and cons@k by problem, and bootstrap intervals over problems.
 
-A problem is counted once, however many rows of a file repeat it: k is the number of responses sampled for it. Problems are
-the unit of resampling, because the responses to one problem are not independent draws from the benchmark.
+A problem is counted once, however many rows of a file repeat it: k is the number of responses sampled for it. Problems
+are the unit of resampling, because the responses to one problem are not independent draws from the benchmark.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def cons_at_k(extracted: Sequence[str | None], accuracies: Sequence[float], k: int) -> float:
     """Accuracy of the majority answer of the first k responses (self-consistency, arXiv 2203.11171): 0 or 1.
 
-    Responses without an answer do not vote; if none votes the score is 0. A tie goes to the answer that was given first.
-    The majority answer is right if any of its k voters was scored right: a truncated response may carry the right answer and
-    still be scored wrong.
+    Responses without an answer do not vote; if none votes the score is 0. A tie goes to the answer that was given
+    first. The majority answer is right if any of its k voters was scored right: a truncated response may carry the
+    right answer and still be scored wrong.
     """
     _check_k(k, len(extracted))
     votes = Counter(answer for answer in extracted[:k] if answer is not None)
@@ -80,7 +80,9 @@ def cons_at_k(extracted: Sequence[str | None], accuracies: Sequence[float], k: i
 
 def _check_k(k: int, num_samples: int) -> None:
     if not 1 <= k <= num_samples:
-        raise ValueError(f"k = {k} needs between 1 and all of the {num_samples} responses of a problem; sample at least {k}")
+        raise ValueError(
+            f"k = {k} needs between 1 and all of the {num_samples} responses of a problem; sample at least {k}"
+        )
 
 
 def reported_ks(num_samples: int) -> tuple[int, ...]:
@@ -120,7 +122,9 @@ def bootstrap_mean(
     Equal seeds resample the same problems whatever the metric. One problem has no interval: low = high = value.
     """
     if not 0.0 < confidence < 1.0 or num_resamples < 1:
-        raise ValueError(f"bootstrap: confidence {confidence} must be in (0, 1), num_resamples {num_resamples} at least 1")
+        raise ValueError(
+            f"bootstrap: confidence {confidence} must be in (0, 1), num_resamples {num_resamples} at least 1"
+        )
     data = torch.tensor(values, dtype=torch.float64)
     if data.numel() == 0:
         raise ValueError("bootstrap: no values to resample")

@@ -41,11 +41,13 @@ class EvaluationProtocol:
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.num_problems < 1:
             raise ValueError(
-                f"evaluation of {self.num_problems} problems with {self.num_samples} samples each: both must be at least 1"
+                f"evaluation of {self.num_problems} problems with {self.num_samples} samples each: "
+                "both must be at least 1"
             )
         if self.temperature == 0 and self.num_samples > 1:
             raise ValueError(
-                f"evaluation with temperature 0 gives {self.num_samples} equal responses; set num_samples = 1 or a temperature"
+                f"evaluation with temperature 0 gives {self.num_samples} equal responses; "
+                "set num_samples = 1 or a temperature"
             )
 
     @property
@@ -124,7 +126,9 @@ def compare(a: EvaluationResult, b: EvaluationResult, *, seed: int = 0) -> dict[
     order = {record.problem_id: index for index, record in enumerate(b.problems)}
     only_one = {record.problem_id for record in a.problems} ^ set(order)
     if only_one:
-        raise ValueError(f"{len(only_one)} problems are in one result only, e.g. {min(only_one)}; evaluate the same problems")
+        raise ValueError(
+            f"{len(only_one)} problems are in one result only, e.g. {min(only_one)}; evaluate the same problems"
+        )
     right = problem_values([b.problems[order[record.problem_id]] for record in a.problems])
     return {
         name: bootstrap_mean([y - x for x, y in zip(values, right[name])], seed=seed)

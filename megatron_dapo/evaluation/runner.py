@@ -1,7 +1,8 @@
 """Runs an evaluation on any engine: sample n responses per problem, score them, estimate.
 
-The result depends on the protocol and the model alone. Every response has a seed of its own, derived from the protocol's
-seed, the problem and the sample number, so neither the order of the problems nor the engine's batching matters.
+The result depends on the protocol and the model alone. Every response has a seed of its own, derived from the
+protocol's seed, the problem and the sample number, so neither the order of the problems nor the engine's batching
+matters.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def unique_problems(prompts: Sequence[Prompt]) -> tuple[Problem, ...]:
     ids = [prompt.prompt_id for prompt in first.values()]
     repeated = {name for name in ids if ids.count(name) > 1} if len(set(ids)) < len(ids) else set()
     if repeated:
-        raise ValueError(f"{len(repeated)} prompt_ids stand for different problems, e.g. {min(repeated)!r}; make them unique")
+        raise ValueError(
+            f"{len(repeated)} prompt_ids stand for different problems, e.g. {min(repeated)!r}; make them unique"
+        )
     return tuple(Problem(prompt, rows[key]) for key, prompt in first.items())
 
 
@@ -100,11 +103,13 @@ def generate(
 ) -> dict[str, Completion]:
     """Drive the engine until every request has its completion, at most `max_in_flight` of them submitted at a time.
 
-    RuntimeError where the engine returns something that was not asked for, stops short or aborts. Whatever is unfinished
-    when an error passes through is aborted, so that the engine can be used again.
+    RuntimeError where the engine returns something that was not asked for, stops short or aborts. Whatever is
+    unfinished when an error passes through is aborted, so that the engine can be used again.
     """
     if engine.num_unfinished:
-        raise ValueError(f"the engine still has {engine.num_unfinished} unfinished requests; abort or finish them before evaluating")
+        raise ValueError(
+            f"the engine still has {engine.num_unfinished} unfinished requests; abort or finish them before evaluating"
+        )
     waiting = list(reversed(list(requests.values())))
     done: dict[str, Completion] = {}
     num_tokens = 0
@@ -116,7 +121,8 @@ def generate(
             stalled = engine.num_unfinished == 0
             finished = engine.poll()
             if stalled and not finished:
-                raise RuntimeError(f"the engine is idle, but {len(requests) - len(done)} of {len(requests)} responses are missing")
+                num_missing = len(requests) - len(done)
+                raise RuntimeError(f"the engine is idle, but {num_missing} of {len(requests)} responses are missing")
             for completion in finished:
                 _accept(completion, requests, done)
                 num_tokens += len(completion.token_ids)
@@ -133,7 +139,9 @@ def _accept(completion: Completion, requests: Mapping[str, GenerationRequest], d
     if name not in requests or name in done:
         raise RuntimeError(f"the engine returned {name!r}, which is not an open request of this evaluation")
     if completion.finish_reason == "abort":
-        raise RuntimeError(f"the engine aborted {name!r}; a score without it would be of another benchmark: evaluate again")
+        raise RuntimeError(
+            f"the engine aborted {name!r}; a score without it would be of another benchmark: evaluate again"
+        )
     done[name] = completion
 
 
@@ -150,9 +158,10 @@ def evaluate(
 ) -> EvaluationResult:
     """Sample, score and estimate by `protocol`.
 
-    `scorer` gets every response at once (`VerifierPool.score_many` fits); `decode` turns response token ids into the text
-    it reads. A truncated response is never correct, whatever the scorer says. `on_sample` sees every response afterwards,
-    problem by problem, for a samples file. The result's `num_problems` is the number of distinct problems in `prompts`.
+    `scorer` gets every response at once (`VerifierPool.score_many` fits); `decode` turns response token ids into the
+    text it reads. A truncated response is never correct, whatever the scorer says. `on_sample` sees every response
+    afterwards, problem by problem, for a samples file. The result's `num_problems` is the number of distinct problems
+    in `prompts`.
     """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight {max_in_flight} must be at least 1")
@@ -216,7 +225,7 @@ def _record(problem: Problem, row: Sequence[ScoredSample]) -> ProblemRecord:
 
 
 def _duplicate_rate(samples: Sequence[Sequence[ScoredSample]]) -> float:
-    """Share of responses that repeat an earlier one to the same problem token by token: near 1, the seeds do not reach the engine."""
+    """Share of responses equal to another one to the same problem. Near 1, the seeds do not reach the engine."""
     total = sum(len(row) for row in samples)
     distinct = sum(len({sample.completion.token_ids for sample in row}) for row in samples)
     return (total - distinct) / total

@@ -1,4 +1,5 @@
-"""Every golden value of what is built so far. A leaf that no check reads fails the test; sections for later are named."""
+"""Every golden value of what is built so far. A leaf that no check reads fails the test; sections for later are
+named."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def check_reinforce_baseline(section) -> None:
         ReinforceBaseline("paper", "token", "biased", "variance_floor")(inputs), token["adv_biased_rsqrt_clamp1e-8"]
     )
     assert_equal(
-        ReinforceBaseline("paper", "token", "unbiased", "variance_plus_eps")(inputs), token["adv_unbiased_rsqrt_plus1e-8"]
+        ReinforceBaseline("paper", "token", "unbiased", "variance_plus_eps")(inputs),
+        token["adv_unbiased_rsqrt_plus1e-8"],
     )
     tokens = DrGrpo()(inputs).repeat_interleave(inputs.response_lengths)
     assert_equal(tokens.mean(), token["token_mean"])

@@ -71,7 +71,12 @@ def test_sequences_cut_in_parts_get_the_same_weights(level):
 
     def part(chosen, reduce) -> OffPolicyInputs:
         return OffPolicyInputs(
-            whole.old_logprobs[chosen], whole.rollout_logprobs[chosen], whole.loss_mask[chosen], whole.sequence_ids[chosen], 2, reduce
+            whole.old_logprobs[chosen],
+            whole.rollout_logprobs[chosen],
+            whole.loss_mask[chosen],
+            whole.sequence_ids[chosen],
+            2,
+            reduce,
         )
 
     for chosen in halves:
@@ -98,7 +103,10 @@ def test_batch_normalisation_uses_the_sums_of_all_parts():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.booleans()), min_size=1, max_size=12), st.integers(0, 12))
+@given(
+    st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.booleans()), min_size=1, max_size=12),
+    st.integers(0, 12),
+)
 def test_mismatch_sums_combine(tokens, cut):
     old, rollout, mask = (torch.tensor(column, dtype=torch.float64) for column in zip(*tokens))
     whole = mismatch_metrics(mismatch_sums(old, rollout, mask))

@@ -31,7 +31,8 @@ def test_overlong_filter_drops_truncated_responses_only():
 
 def test_filter_bounds_are_exclusive():
     band = GroupFilter(0.25, 0.75)
-    assert [band.verdict(group) for group in ([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0])] == ["all_wrong", "kept", "all_right"]
+    verdicts = [band.verdict(group) for group in ([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0])]
+    assert verdicts == ["all_wrong", "kept", "all_right"]
     with pytest.raises(ValueError, match="0 <= min < max <= 1"):
         GroupFilter(0.5, 0.5)
 
@@ -62,7 +63,8 @@ def test_tail_loop(tokens, expected):
 def test_tail_loop_agrees_with_a_search_over_every_period():
     generator = torch.Generator().manual_seed(1)
     for _ in range(300):
-        tokens = torch.randint(0, 2, (int(torch.randint(1, 20, (1,), generator=generator)),), generator=generator).tolist()
+        length = int(torch.randint(1, 20, (1,), generator=generator))
+        tokens = torch.randint(0, 2, (length,), generator=generator).tolist()
         best = TailLoop(0, 0)
         for period in range(1, len(tokens) // 3 + 1):
             repeats = 1

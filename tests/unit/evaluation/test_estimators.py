@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_dapo.evaluation.estimators import (
+    Estimate,
     ProblemRecord,
     avg_at_k,
     bootstrap_mean,
@@ -72,6 +73,7 @@ def test_cons_at_k(extracted, accuracies, expected):
 def test_cons_at_k_ignores_later_votes():
     extracted, accuracies = ["7", "42", "42"], [0, 1, 1]
     assert [cons_at_k(extracted, accuracies, k) for k in (1, 2, 3)] == [0, 0, 1]
+    assert [cons_at_k(["42", "42"], [0, 1], k) for k in (1, 2)] == [0, 1]
 
 
 def test_k_out_of_range_is_refused():
@@ -117,7 +119,7 @@ def test_bootstrap_is_seeded_and_nested_by_confidence():
     assert bootstrap_mean(values, seed=1) == bootstrap_mean(values, seed=1) != bootstrap_mean(values, seed=2)
     narrow, wide = (bootstrap_mean(values, confidence=level) for level in (0.5, 0.99))
     assert wide.low < narrow.low < narrow.value == wide.value < narrow.high < wide.high
-    assert bootstrap_mean([0.3]) == bootstrap_mean([0.3] * 1) and bootstrap_mean([0.3]).low == bootstrap_mean([0.3]).high
+    assert bootstrap_mean([0.25]) == Estimate(0.25, 0.25, 0.25)
     with pytest.raises(ValueError, match="no values"):
         bootstrap_mean([])
     with pytest.raises(ValueError, match="confidence 95"):

@@ -6,7 +6,13 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_dapo.evaluation.protocol import FREE_FIELDS, EvaluationProtocol, EvaluationResult, compare, differing_fields
+from megatron_dapo.evaluation.protocol import (
+    FREE_FIELDS,
+    EvaluationProtocol,
+    EvaluationResult,
+    compare,
+    differing_fields,
+)
 from megatron_dapo.evaluation.runner import evaluate, sample_seed, unique_problems
 from megatron_dapo.types import Completion, Prompt, Score, VersionRange
 
@@ -85,10 +91,8 @@ def decode(token_ids) -> str:
 
 def scorer(items) -> dict[str, Score]:
     """Says "correct" for truncated responses too: the runner must not believe it."""
-    return {
-        key: Score(float(text == answer), 1.0 if text == answer else -1.0, "correct" if text == answer else "wrong", text)
-        for key, text, answer, truncated in items
-    }
+    right, wrong = (1.0, 1.0, "correct"), (0.0, -1.0, "wrong")
+    return {key: Score(*(right if text == answer else wrong), text) for key, text, answer, _ in items}
 
 
 PROMPTS = [prompt(number) for number in (5, 3, 8, 1, 6)]
@@ -159,7 +163,8 @@ def test_callbacks():
     finished = [report.num_finished for report in reports]
     assert finished == sorted(set(finished))
     assert [name for name, _ in samples] == [record.problem_id for record in result.problems for _ in range(4)]
-    assert [sample.score.accuracy for _, sample in samples] == [a for record in result.problems for a in record.accuracies]
+    accuracies = [accuracy for record in result.problems for accuracy in record.accuracies]
+    assert [sample.score.accuracy for _, sample in samples] == accuracies
 
 
 def test_in_flight_is_bounded():
@@ -229,7 +234,7 @@ def test_comparison_is_paired_by_problem():
     difference = compare(before, after)["avg@4"]
     assert difference.value == pytest.approx(after.headline.value - before.headline.value)
     assert 0 < difference.low <= difference.value <= difference.high
-    same = compare(before, before)
+    same = compare(before, replace(before, problems=before.problems[::-1]))
     assert all((entry.value, entry.low, entry.high) == (0.0, 0.0, 0.0) for entry in same.values())
 
 
