@@ -8,6 +8,8 @@ import pytest
 
 from megatron_dapo.algorithms.registry import algorithm_names
 from megatron_dapo.config import schema
+from megatron_dapo.config.validator import VERIFIER_PRESETS
+from megatron_dapo.rewards.verifier import PRESETS
 
 PAIRS = [
     (schema.AdvantageName, "advantage_estimator", ()),
@@ -22,3 +24,7 @@ PAIRS = [
 @pytest.mark.parametrize(("names", "kind", "own"), PAIRS, ids=[kind for _, kind, _ in PAIRS])
 def test_names_agree(names: Any, kind: str, own: tuple[str, ...]) -> None:
     assert set(get_args(names)) == {*algorithm_names()[kind], *own}
+
+
+def test_verifier_presets_agree() -> None:
+    assert set(VERIFIER_PRESETS) == set(PRESETS)

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# DAPO on Qwen2.5-32B with torchrun: run this on each of 16 nodes with 8 accelerators.
+#
+#   NODE_RANK=0 MASTER_ADDR=node0 examples/launch/dapo_qwen2.5_32b.sh MODEL TRAIN EVAL [--set a.b=value]...
+#
+# MODEL: Hugging Face folder of Qwen2.5-32B. TRAIN: dapo-math-17k.parquet. EVAL: aime-2024.parquet. All on storage every node sees,
+# as is this checkout, whose folder runs/ takes the output. To end it with a checkpoint send SIGTERM to the workers, whose process ids are in
+# runs/dapo_qwen2.5_32b/workers: torchrun itself kills its workers 30 s after a signal.
+set -euo pipefail
+
+if [ $# -lt 3 ]; then
+    sed -n '2,8p' "$0"
+    exit 2
+fi
+: "${NODE_RANK:?the rank of this node, 0 to 15}"
+: "${MASTER_ADDR:?the host name of node 0}"
+settings=(--set "model.path=$(realpath "$1")" --set "data.train_paths=['$(realpath "$2")']" --set "data.eval_paths=['$(realpath "$3")']")
+cd "$(dirname "$0")/../.."
+shift 3
+recipe=examples/recipes/dapo_qwen2.5_32b.toml
+
+if [ "$NODE_RANK" = 0 ]; then
+    megatron-dapo train "$recipe" "${settings[@]}" "$@" --dry-run
+fi
+export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+exec torchrun --nnodes 16 --nproc-per-node 8 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
+    --module megatron_dapo.launch.worker "$recipe" "${settings[@]}" "$@"

@@ -1,0 +1,160 @@
+"""The `megatron-dapo` command: parse, load, check, then call. Heavy libraries are imported inside the commands that need them.
+
+Exit codes: 0 done, 1 failed (a check did not hold, a process failed), 2 refused (everything that is wrong is listed).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from megatron_dapo import __version__
+from megatron_dapo.cli.plan import Plan, describe, make_plan
+
+app = typer.Typer(name="megatron-dapo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
+
+REFUSED = 2
+WORKER = "megatron_dapo.launch.worker"
+CONVERTERS = {"hf-to-megatron": "hf_to_megatron", "megatron-to-hf": "megatron_to_hf", "verify": "verify"}
+
+RecipeArgument = Annotated[Path, typer.Argument(help="TOML recipe, e.g. examples/quickstart/quickstart.toml")]
+SetOption = Annotated[Optional[list[str]], typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")]
+LayoutOption = Annotated[Optional[str], typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")]
+RunFolderOption = Annotated[Optional[Path], typer.Option(help="where the run writes; replaces run.folder")]
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    run_folder: RunFolderOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")] = False,
+) -> None:
+    """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face folder and summary.json."""
+    plan = _plan(recipe, overrides, layout, run_folder, num_devices=None if dry_run else _num_devices())
+    for line in describe(plan):
+        typer.echo(line)
+    if not dry_run:
+        raise typer.Exit(_run(recipe, plan))
+
+
+def _plan(recipe: Path, overrides: list[str] | None, layout: str | None, run_folder: Path | None, num_devices: int | None) -> Plan:
+    try:
+        return make_plan(recipe, overrides or [], layout, run_folder, num_devices)
+    except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+
+
+def _num_devices() -> int:
+    """Accelerators torch sees. torch is imported only where there is a driver: it takes seconds."""
+    if not Path("/dev/nvidiactl").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _run(recipe: Path, plan: Plan) -> int:
+    """Start the workers, wait, and end with the summary or with the first root cause as the last line."""
+    from megatron_dapo.launch.local import launch_workers
+    from megatron_dapo.recovery.failure import clear_failures, last_line, read_failure
+    from megatron_dapo.telemetry.summary import read_summary, summary_table
+
+    folder = plan.loaded.config.run.folder
+    summary = folder / "summary.json"
+    clear_failures(folder)
+    summary.unlink(missing_ok=True)
+    arguments = [str(recipe), *(part for override in plan.overrides for part in ("--set", override))]
+    code = launch_workers(WORKER, arguments, plan.layout.world_size, folder)
+    failure = read_failure(folder)
+    if failure is not None:
+        typer.echo(last_line(failure), err=True)
+        return code or 1
+    if code == 0 and summary.is_file():
+        Console().print(summary_table(read_summary(summary)))
+    return code
+
+
+@app.command("eval")
+def evaluate(
+    recipe: RecipeArgument,
+    model: Annotated[Optional[Path], typer.Option(help="Hugging Face folder; default: model.path of the recipe")] = None,
+    overrides: SetOption = None,
+    output: Annotated[Optional[Path], typer.Option(help="write the whole result, protocol included, as JSON")] = None,
+) -> None:
+    """Evaluate a Hugging Face folder on the recipe's held-out data, in this process."""
+    chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
+    # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
+    plan = _plan(recipe, chosen, "tp1", None, num_devices=None)
+    config = plan.loaded.config
+    if not config.data.eval_paths:
+        typer.echo("error: data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'", err=True)
+        raise typer.Exit(REFUSED)
+    from megatron_dapo.cli.evaluate import evaluate_folder
+
+    try:
+        result = evaluate_folder(config, config.model.path, lambda report: None)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(result.to_json() + "\n", encoding="utf-8")
+    for name, estimate in result.metrics.items():
+        typer.echo(f"{name}: {estimate.value:.4f}  [{estimate.low:.4f}, {estimate.high:.4f}]")
+    for name, rate in result.rates.items():
+        typer.echo(f"{name}: {rate:.4g}")
+
+
+@app.command("check-loss")
+def check_loss(
+    processes: Annotated[int, typer.Option(min=1, help="processes to start; layouts that fit them are compared")] = 4,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    model: Annotated[Optional[Path], typer.Option(help="Hugging Face folder; default: a small random model")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+) -> None:
+    """Prove that the gradient does not depend on layout, packing, micro-batches or accumulation."""
+    from megatron_dapo.proof.check_loss import check_loss as run_check
+
+    raise typer.Exit(run_check(processes, json_output, str(model) if model else None, dtype))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def convert(context: typer.Context, direction: Annotated[str, typer.Argument(help=" | ".join(CONVERTERS))] = "") -> None:
+    """Convert checkpoints: megatron-dapo convert {hf-to-megatron|megatron-to-hf|verify} ARGUMENTS..."""
+    if direction not in CONVERTERS:
+        typer.echo(f"error: convert {direction!r}: choose one of {', '.join(CONVERTERS)}, then --help for its arguments", err=True)
+        raise typer.Exit(REFUSED)
+    module = importlib.import_module(f"checkpoint_converters.{CONVERTERS[direction]}")
+    raise typer.Exit(module.main(context.args))
+
+
+@app.command()
+def version() -> None:
+    """Versions of this package and of what it stands on."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    typer.echo(f"megatron-dapo {__version__}, Python {sys.version.split()[0]}")
+    for name in ("torch", "megatron-core", "transformers", "safetensors", "transformer-engine", "sglang"):
+        try:
+            typer.echo(f"{name} {installed(name)}")
+        except PackageNotFoundError:
+            typer.echo(f"{name} not installed")
+
+
+@app.callback()
+def configure() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,100 @@
+"""What a configuration comes to, in lines a person checks before the run starts, and everything that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dapo.config import (
+    ArchitectureFacts,
+    Config,
+    ConfigError,
+    LoadedConfig,
+    Violation,
+    layout_overrides,
+    load_config,
+    missing_inputs,
+    read_architecture,
+    validate,
+)
+from megatron_dapo.parallel.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration that may be run."""
+
+    loaded: LoadedConfig
+    overrides: tuple[str, ...]  # all of them, for the processes that load the recipe again
+    layout: ParallelLayout
+
+
+def make_plan(
+    recipe: Path, overrides: Sequence[str], layout: str | None, run_folder: Path | None, num_devices: int | None, world_size: int | None = None
+) -> Plan:
+    """Load, check everything, and raise ConfigError with all violations at once.
+
+    `num_devices` accelerators are visible (0: run on the CPU; None: not for this machine). Without `world_size` the processes are
+    those the configuration asks for.
+    """
+    merged = [*overrides]
+    merged += layout_overrides(layout) if layout else []
+    merged += [f"run.folder={run_folder}"] if run_folder else []
+    loaded = load_config(recipe, merged)
+    config = loaded.config
+    architecture, problems = _architecture(config)
+    processes = world_size or config.num_processes
+    problems += validate(config, processes, architecture)
+    problems += _devices(processes, num_devices or 0)
+    if problems:
+        raise ConfigError(problems, str(recipe))
+    p = config.parallel
+    return Plan(
+        loaded=loaded,
+        overrides=tuple(merged),
+        layout=ParallelLayout(processes, p.tensor, p.pipeline, p.virtual_pipeline, p.context, p.expert, p.sequence_parallel),
+    )
+
+
+def _architecture(config: Config) -> tuple[ArchitectureFacts | None, list[Violation]]:
+    problems = missing_inputs(config)
+    if any(problem.path == "model.path" for problem in problems):
+        return None, problems
+    try:
+        return read_architecture(config.model.path), problems
+    except ValueError as error:
+        return None, [*problems, Violation("model.path", "a model folder this package knows", str(error))]
+
+
+def _devices(needed: int, num_devices: int) -> list[Violation]:
+    if num_devices == 0 or needed <= num_devices:
+        return []
+    values = {"processes": needed, "accelerators": num_devices}
+    fix = f"use a layout for {num_devices} processes, or start one worker a device on several machines (examples/launch)"
+    return [Violation("parallel", "processes <= accelerators of this machine", fix, values)]
+
+
+def describe(plan: Plan) -> list[str]:
+    """The resolved numbers that decide what is trained."""
+    config = plan.loaded.config
+    rollout, training, optimizer = config.rollout, config.training, config.optimizer
+    mini_batches = rollout.prompts_per_step // training.mini_batch_prompts * training.epochs
+    return [
+        f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes, {config.model.dtype}",
+        f"a train step: {rollout.prompts_per_step} prompts x {rollout.group_size} responses, {mini_batches} optimizer steps of "
+        f"{training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
+        f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; {_overlong(config)}",
+        f"loss: {config.algorithm.policy_loss}, ratio in [{1 - config.algorithm.clip_ratio_low:g}, "
+        f"{1 + config.algorithm.clip_ratio_high:g}], {config.algorithm.aggregation}; advantage {config.algorithm.advantage}",
+        f"learning rate: {optimizer.learning_rate:g} {optimizer.schedule} after {optimizer.warmup_steps} {optimizer.warmup_unit}s",
+        f"output: {config.run.folder}",
+    ]
+
+
+def _overlong(config: Config) -> str:
+    punishment = config.reward.overlong_punishment
+    if not punishment.enabled:
+        return "no overlong punishment"
+    start = punishment.max_length - punishment.cache_length
+    return f"overlong punishment from {start} (0) to {punishment.max_length} tokens (-{punishment.factor:g})"

@@ -1,0 +1,48 @@
+"""A recipe whose model is four facts of shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+FACTS = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+}
+RECIPE = """
+[run]
+total_steps = 7
+[model]
+path = "model"
+[data]
+train_paths = ["train.jsonl"]
+eval_paths = ["train.jsonl"]
+max_prompt_tokens = 64
+[rollout]
+prompts_per_step = 8
+group_size = 4
+max_response_tokens = 128
+[reward.overlong_punishment]
+enabled = true
+max_length = 112
+cache_length = 32
+[training]
+mini_batch_prompts = 2
+micro_batch_tokens = 512
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(FACTS))
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path

@@ -1,0 +1,109 @@
+"""The command line: exit codes, what is printed, and what the workers are told."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dapo.cli.main import WORKER, app
+from megatron_dapo.launch import local
+from megatron_dapo.recovery.failure import Failure, record_failure
+from megatron_dapo.telemetry.summary import RunSummary, write_summary
+
+runner = CliRunner()
+SUMMARY = RunSummary("run", "TP2", "finished", 7, 28, 0.1, 0.9, 60.0, 70.0, 5.0, 100.0)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, Path]]:
+    """Calls of the launcher, which here only writes a summary."""
+    calls = []
+
+    def launch(module: str, arguments: list[str], num_processes: int, run_folder: Path) -> int:
+        calls.append((module, list(arguments), num_processes, run_folder))
+        write_summary(run_folder / "summary.json", SUMMARY)
+        return 0
+
+    monkeypatch.setattr(local, "launch_workers", launch)
+    return calls
+
+
+def test_train_starts_the_workers_it_was_asked_for(recipe: Path, tmp_path: Path, started: list) -> None:
+    folder = tmp_path / "run"
+    result = runner.invoke(app, ["train", str(recipe), "--set", "run.seed=5", "--layout", "tp2", "--run-folder", str(folder)])
+    assert result.exit_code == 0, result.output
+    ((module, arguments, num_processes, run_folder),) = started
+    assert (module, num_processes, run_folder) == (WORKER, 2, folder)
+    assert arguments[:3] == [str(recipe), "--set", "run.seed=5"] and "parallel.tensor=2" in arguments and f"run.folder={folder}" in arguments
+    assert "TP2" in result.output and "accuracy after" in result.output and "0.900" in result.output
+
+
+def test_refusal_lists_everything_and_starts_nothing(recipe: Path, started: list) -> None:
+    result = runner.invoke(app, ["train", str(recipe), "--set", "rollout.top_k=3", "--set", "training.mini_batch_prompts=3"])
+    assert result.exit_code == 2 and started == []
+    assert "2 problems" in result.output and "rollout.top_k" in result.output and "training.mini_batch_prompts" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--layout", "zz3"], ["--set", "rollout.groop_size=3"], ["--set", "nonsense"]])
+def test_bad_flags_are_refused(recipe: Path, started: list, arguments: list[str]) -> None:
+    result = runner.invoke(app, ["train", str(recipe), *arguments])
+    assert result.exit_code == 2 and started == [] and "error:" in result.output
+
+
+def test_dry_run_starts_nothing(recipe: Path, started: list) -> None:
+    result = runner.invoke(app, ["train", str(recipe), "--dry-run"])
+    assert result.exit_code == 0 and started == [] and "train step" in result.output
+
+
+def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    record_failure(folder, Failure(rank=9, kind="exception", message="of an earlier attempt"))
+    write_summary(folder / "summary.json", SUMMARY)
+
+    def launch(module: str, arguments: list[str], num_processes: int, run_folder: Path) -> int:
+        assert not (run_folder / "summary.json").exists(), "an earlier run's summary would be taken for this one's"
+        record_failure(run_folder, Failure(rank=1, kind="exception", message="ValueError: bad gold"))
+        record_failure(run_folder, Failure(rank=0, kind="exception", message="connection closed"))
+        return 1
+
+    monkeypatch.setattr(local, "launch_workers", launch)
+    result = runner.invoke(app, ["train", str(recipe), "--run-folder", str(folder)])
+    assert result.exit_code == 1
+    assert result.output.strip().splitlines()[-1] == "first failure: rank 1, exception: ValueError: bad gold"
+
+
+def test_eval_refuses_without_data(recipe: Path) -> None:
+    switches = [f"evaluation.{name}=false" for name in ("at_start", "at_end")]
+    result = runner.invoke(app, ["eval", str(recipe), "--set", "data.eval_paths=[]", "--set", switches[0], "--set", switches[1]])
+    assert result.exit_code == 2 and "data.eval_paths is empty" in result.output
+
+
+def test_convert_hands_over_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = []
+    package, module = types.ModuleType("checkpoint_converters"), types.ModuleType("checkpoint_converters.hf_to_megatron")
+    module.main = lambda arguments: got.append(arguments) or 3
+    monkeypatch.setitem(sys.modules, "checkpoint_converters", package)
+    monkeypatch.setitem(sys.modules, "checkpoint_converters.hf_to_megatron", module)
+    result = runner.invoke(app, ["convert", "hf-to-megatron", "in", "--tensor", "2", "--help"])
+    assert result.exit_code == 3 and got == [["in", "--tensor", "2", "--help"]]
+
+
+def test_convert_lists_its_directions() -> None:
+    for arguments in (["convert"], ["convert", "sideways"]):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 2 and "hf-to-megatron, megatron-to-hf, verify" in result.output
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["version"])
+    assert result.exit_code == 0 and "megatron-dapo 0." in result.output and "torch 2" in result.output
+
+
+def test_help_names_every_command() -> None:
+    result = runner.invoke(app, ["--help"])
+    for command in ("train", "eval", "check-loss", "convert", "version"):
+        assert command in result.output

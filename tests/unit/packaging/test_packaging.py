@@ -1,0 +1,112 @@
+"""What an install pulls, that locks satisfy it, and that what ships can be started."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import megatron_dapo
+
+COMPILED = ("transformer-engine", "flash-attn", "apex", "sglang", "flashinfer", "triton", "nvidia", "vllm", "modelopt", "cuda")
+
+
+@pytest.fixture(scope="module")
+def metadata(repository: Path) -> dict[str, Any]:
+    """The keyword arguments of setup()."""
+    caught: dict[str, Any] = {}
+    source = (repository / "setup.py").read_text(encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", lambda **arguments: caught.update(arguments))
+        patch.chdir(repository)
+        exec(compile(source, str(repository / "setup.py"), "exec"), {"__file__": str(repository / "setup.py"), "__name__": "setup"})
+    return caught
+
+
+def pins(path: Path) -> dict[str, str]:
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    for requirement in requirements:
+        assert re.fullmatch(r"==[0-9][0-9A-Za-z.+]*", str(requirement.specifier)), f"{path.name}: {requirement} is not an exact pin"
+    return {canonicalize_name(requirement.name): str(requirement.specifier)[2:] for requirement in requirements}
+
+
+def test_metadata(metadata: dict[str, Any]) -> None:
+    assert metadata["name"] == "megatron-dapo" and metadata["version"] == megatron_dapo.__version__
+    assert set(metadata["extras_require"]) == {"gpu", "sglang", "dev"}
+    assert {"megatron_dapo", "megatron_dapo.config", "megatron_dapo.cli"} <= set(metadata["packages"])
+    assert not [name for name in metadata["packages"] if name.startswith("tests")]
+
+
+def test_base_install_pulls_no_compiled_cuda_package(metadata: dict[str, Any]) -> None:
+    names = [canonicalize_name(Requirement(line).name) for line in metadata["install_requires"]]
+    assert "torch" in names and not [name for name in names if name.startswith(COMPILED)]
+
+
+@pytest.mark.parametrize(("lock", "python", "extras"), [("cpu-py311.txt", "3.11", ["dev"]), ("cuda-py312.txt", "3.12", ["gpu", "sglang"])])
+def test_lock_satisfies_the_requirements(repository: Path, metadata: dict[str, Any], lock: str, python: str, extras: list[str]) -> None:
+    pinned = pins(repository / "requirements" / lock)
+    wanted = metadata["install_requires"] + [line for extra in extras for line in metadata["extras_require"][extra]]
+    for requirement in map(Requirement, wanted):
+        if requirement.marker and not requirement.marker.evaluate({"python_version": python}):
+            continue
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{lock} does not pin {requirement.name}"
+        assert requirement.specifier.contains(version, prereleases=True), f"{lock}: {requirement.name} {version} is not {requirement.specifier}"
+
+
+def test_cpu_lock_has_no_cuda_package(repository: Path) -> None:
+    assert not [name for name in pins(repository / "requirements" / "cpu-py311.txt") if name.startswith(COMPILED)]
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11) or sys.platform != "linux", reason="the tested CPU lock is for Python 3.11 on Linux")
+def test_installed_is_what_the_lock_says(repository: Path) -> None:
+    wrong = {}
+    for name, version in pins(repository / "requirements" / "cpu-py311.txt").items():
+        installed = importlib.metadata.version(name).partition("+")[0]
+        if installed != version:
+            wrong[name] = (installed, version)
+    assert not wrong, f"(installed, locked): {wrong}; run `make clean .venv`"
+
+
+def test_console_script_points_to_the_app(metadata: dict[str, Any]) -> None:
+    (script,) = metadata["entry_points"]["console_scripts"]
+    assert script == "megatron-dapo = megatron_dapo.cli.main:app"
+    from megatron_dapo.cli.main import app
+
+    assert callable(app)
+
+
+def test_versions_are_never_compared_as_text() -> None:
+    for path in Path(megatron_dapo.__file__).parent.rglob("*.py"):
+        assert not re.search(r"__version__\s*(<|>|==|!=)", path.read_text(encoding="utf-8")), path
+
+
+def test_shell_scripts_parse_and_name_what_exists(repository: Path) -> None:
+    scripts = [*sorted((repository / "examples" / "launch").glob("*.sh")), repository / ".ci" / "run"]
+    assert len(scripts) >= 3
+    for script in scripts:
+        text = script.read_text(encoding="utf-8")
+        assert script.stat().st_mode & 0o100, f"{script.name} is not executable"
+        assert "set -euo pipefail" in text and "pkill" not in text
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+        for recipe in re.findall(r"examples/[\w./-]+\.toml", text):
+            assert (repository / recipe).is_file(), f"{script.name} names {recipe}"
+        for module in re.findall(r"megatron_dapo(?:\.\w+)+", text):
+            assert (repository / (module.replace(".", "/") + ".py")).is_file(), f"{script.name} names {module}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(("flags", "expected"), [([], "quickstart.toml"), (["LAYOUT=tp1pp2"], "quickstart.toml --layout tp1pp2")])
+def test_make_quickstart_runs_the_train_command(repository: Path, flags: list[str], expected: str) -> None:
+    done = subprocess.run(["make", "-n", "quickstart", *flags], cwd=repository, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip().splitlines()[-1].rstrip().endswith(f"megatron-dapo train examples/quickstart/{expected}")

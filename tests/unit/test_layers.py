@@ -1,0 +1,99 @@
+"""The arrows between packages point one way: a module imports only from lower layers; heavy libraries stay in one folder each."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megatron_dapo
+
+PACKAGE = Path(megatron_dapo.__file__).parent
+
+LAYERS = {
+    **dict.fromkeys(("types", "config"), 0),
+    **dict.fromkeys(("algorithms", "rewards", "data"), 1),
+    **dict.fromkeys(("parallel", "ops"), 2),
+    **dict.fromkeys(("megatron", "engines", "bridge"), 3),
+    **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation"), 4),
+    **dict.fromkeys(("trainer", "launch", "proof", "cli"), 5),
+}
+# (importer, imported) within one layer, beside the programs of layer 5 among themselves.
+SIDEWAYS = {
+    ("megatron", "bridge"),  # the actor is a layout of the bridge's tensors
+}
+# External module -> the only packages that may import it.
+HEAVY = {
+    "megatron": {"megatron"},
+    "sglang": {"engines"},
+    "transformer_engine": {"megatron", "ops"},
+    "triton": {"ops"},
+    "rich": {"telemetry", "cli", "proof"},
+    "typer": {"cli"},
+    "tensorboard": {"telemetry"},
+    "pickle": set(),
+}
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def runtime_imports(tree: ast.AST) -> Iterator[str]:
+    """Modules a file imports when it runs; those for type checkers alone do not count."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}: write it absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from runtime_imports(node)
+
+
+def imports_of(path: Path) -> list[str]:
+    return list(runtime_imports(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_point_down(path: Path) -> None:
+    own = package_of(module_name(path))
+    assert own in LAYERS, f"package {own} has no layer; add it to LAYERS"
+    for imported in imports_of(path):
+        if imported.split(".")[0] != "megatron_dapo" or imported == "megatron_dapo.__version__":
+            continue
+        other = package_of(imported)
+        same = own == other or (own, other) in SIDEWAYS or LAYERS[own] == LAYERS[other] in (0, 5)
+        assert same or LAYERS[other] < LAYERS[own], f"{module_name(path)} (layer {LAYERS[own]}) imports {imported} (layer {LAYERS[other]})"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_heavy_libraries_stay_in_their_folder(path: Path) -> None:
+    own = package_of(module_name(path))
+    for imported in imports_of(path):
+        root = imported.split(".")[0]
+        assert root not in HEAVY or own in HEAVY[root], f"{module_name(path)} imports {imported}; only {sorted(HEAVY[root])} may"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if LAYERS.get(package_of(module_name(path))) in (0, 1)], ids=module_name)
+def test_lower_layers_know_no_process_groups(path: Path) -> None:
+    assert not [imported for imported in imports_of(path) if imported.startswith("torch.distributed")]
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if package_of(module_name(path)) == "config"], ids=module_name)
+def test_configuration_needs_no_torch(path: Path) -> None:
+    assert not [imported for imported in imports_of(path) if imported.split(".")[0] in ("torch", "transformers", "numpy")]
+
+
+def test_every_package_with_a_layer_exists() -> None:
+    there = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert set(LAYERS) <= there
