@@ -114,7 +114,9 @@ def huggingface_writer(
             writer.finish()
         finally:
             writer.abandon()
-        _copy_side_files(source.path, folder, dtype)
+        copy_side_files(source.path, folder)
+        if dtype is not None:
+            _set_config_dtype(folder / "config.json", dtype)
         _verify(folder, specs)
 
 
@@ -148,13 +150,14 @@ def _assign_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str
     }
 
 
-def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+def copy_side_files(source: Path, folder: Path) -> None:
+    """Config, tokenizer and generation config, where the source has them."""
     for name in _SIDE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if dtype is None:
-        return
-    path = folder / "config.json"
+
+
+def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     field = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[field] = next(name for name, value in DTYPES.items() if value == dtype)

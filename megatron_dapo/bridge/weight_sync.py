@@ -34,8 +34,7 @@ class SyncReport:
 class WeightSync:
     """The plan from `source` to `destination` over one process group (None: a single process).
 
-    Made on every rank of the group at the same time: ranks compare the plan's digest, and a difference is an error before
-    anything moves. Rank r of both layouts is rank r of the group.
+    In the first `execute` ranks compare the plan's digest, and a difference is an error before anything moves. Rank r of both layouts is rank r of the group.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class WeightSync:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.bucket_bytes = bucket_bytes
+        self._agreed = group is None
         self.plan = plan(source, destination)
         self._owned = owned_boxes(source).get(self.rank, [])
         self._check_exactly_once(self.plan.receives(self.rank))
@@ -133,7 +133,7 @@ class WeightSync:
             assert filled.get(piece, 0) == piece.box.volume, f"{piece} is filled with {filled.get(piece, 0)} elements"
 
     def _check_digest(self, device: torch.device) -> None:
-        if self.group is None:
+        if self._agreed:
             return
         mine = torch.tensor(list(self.plan.digest), dtype=torch.uint8, device=device)
         digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
@@ -141,6 +141,7 @@ class WeightSync:
         other = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, mine)]
         if other:
             raise ValueError(f"weight sync: ranks {other} have another plan than rank {self.rank}; start all with one config")
+        self._agreed = True
 
 
 def _check_names(side: str, layout: Layout, rank: int, buffers: Buffers) -> None:
@@ -166,4 +167,3 @@ def replica_sync(
     Destinations of `execute` are the engine's tensors by Hugging Face name, without aliases: a tied lm_head is the embedding.
     """
     return WeightSync(source, replica_layout(source, dtype), group, bucket_bytes=bucket_bytes)
-

@@ -15,6 +15,7 @@ from megatron_dapo.bridge.load import load_from_huggingface
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.bridge.weight_sync import WeightSync, replica_sync
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.reshard.layout import ExplicitLayout, Piece, TensorSpec, flat_range_pieces
 from megatron_dapo.parallel.reshard.planner import owned_boxes
 
 Tensors = dict[str, torch.Tensor]
@@ -107,6 +108,30 @@ def mismatch(rank: int, world: int, folder: Path, output: Path) -> None:
     assert not any(tensor.any() for tensor in engine.values())
 
 
+def ranges(rank: int, world: int, folder: Path, output: Path) -> None:
+    """Flat ZeRO ranges that cut rows in the middle -> uneven rows, in several types, buckets smaller than a row."""
+    shapes = {"w": (7, 5, 3), "b": (11,), "s": ()}
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        specs = {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
+        values = {name: torch.arange(spec.num_elements).view(spec.shape).to(dtype) for name, spec in specs.items()}
+        cuts, rows = [0, 13, 13, 62, 105], [0, 1, 1, 4, 7]
+        flat = [flat_range_pieces("w", shapes["w"], *cut, "w", 2) for cut in zip(cuts, cuts[1:])]
+        others = (Piece("b", (0,), (11,), "b", (0,)), Piece("s", (), (), "s", ()))
+        source = ExplicitLayout(specs, tuple(flat[:-1]) + (flat[-1] + others,))
+        destination = ExplicitLayout(
+            specs, tuple((Piece("w", (a, 0, 0), (b - a, 5, 3), "w", (0, 0, 0)), *others) for a, b in zip(rows, rows[1:]))
+        )
+        held = {name: tensor.clone() for name, tensor in values.items() if name != "w" and rank == world - 1}
+        if flat[rank]:
+            held["w"] = torch.cat([torch.zeros(2, dtype=dtype), values["w"].view(-1)[cuts[rank] : cuts[rank + 1]]])
+        filled = {"w": torch.zeros(rows[rank + 1] - rows[rank], 5, 3, dtype=dtype), "b": torch.zeros(11, dtype=dtype), "s": torch.zeros((), dtype=dtype)}
+        update = WeightSync(source, destination, dist.group.WORLD, bucket_bytes=20)
+        update.execute(held, filled)
+        update.verify(held, filled)
+        assert torch.equal(filled["w"], values["w"][rows[rank] : rows[rank + 1]])
+        assert torch.equal(filled["b"], values["b"]) and torch.equal(filled["s"], values["s"])
+
+
 def subgroup(rank: int, world: int, folder: Path, output: Path) -> None:
     """Ranks of a group need not be ranks of the world: the last two processes hold a TP2 model of their own."""
     group = dist.new_group([2, 3])
@@ -122,7 +147,7 @@ def subgroup(rank: int, world: int, folder: Path, output: Path) -> None:
     export_to_huggingface(output / "subgroup", folder, layout, parameters, group)
 
 
-SCENARIOS = {f.__name__: f for f in (sync, megatron, export, mismatch, subgroup)}
+SCENARIOS = {f.__name__: f for f in (sync, megatron, export, mismatch, ranges, subgroup)}
 
 
 def run(arguments: dict) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 from zlib import crc32
 
@@ -121,12 +122,14 @@ class ReshardPlan:
             name: partition((group, piece) for group, _, piece in held.get(name, ())) for name in destination.tensors
         }
         self._parts: dict[tuple[str, Box], tuple[Region, ...]] = {}
+        self._received: dict[int, tuple[Transfer, ...]] = {}
+        self._sent: dict[int, tuple[Transfer, ...]] = {}
 
     @property
     def num_ranks(self) -> int:
         return max(self.source.num_ranks, self.destination.num_ranks)
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes that are equal exactly where the two layouts and the planner are: ranks compare it before they exchange."""
         canonical = hashlib.sha256(f"reshard plan {PLANNER_VERSION} node {self.ranks_per_node}".encode())
@@ -136,32 +139,16 @@ class ReshardPlan:
 
     def receives(self, rank: int, tensors: Collection[str] | None = None) -> tuple[Transfer, ...]:
         """Transfers into `rank`, those from itself included, in the order of its pieces; only of `tensors` where given."""
-        if rank >= self.destination.num_ranks:
-            return ()
-        return tuple(
-            transfer
-            for piece in self.destination.pieces(rank)
-            if tensors is None or piece.tensor in tensors
-            for transfer in self._into(rank, piece)
-        )
+        if rank not in self._received:
+            pieces = self.destination.pieces(rank) if rank < self.destination.num_ranks else ()
+            self._received[rank] = tuple(transfer for piece in pieces for transfer in self._into(rank, piece))
+        return _only(self._received[rank], tensors)
 
     def sends(self, rank: int, tensors: Collection[str] | None = None) -> tuple[Transfer, ...]:
         """Transfers out of `rank`, those to itself included, by destination rank, then in the order of its pieces."""
-        if rank >= self.source.num_ranks:
-            return ()
-        own_group = self._sources.group_of[rank]
-        held = dict.fromkeys(piece.tensor for piece in self._sources.pieces[own_group])
-        keyed = [
-            ((destination, position), transfer)
-            for tensor in held
-            if tensors is None or tensor in tensors
-            for group, position, piece in self._destination_index.get(tensor, ())
-            for destination in self._destinations.ranks[group]
-            for transfer in self._into(destination, piece, only=own_group)
-            if transfer.source == rank
-        ]
-        # The sort is stable, so parts of one piece keep the order in which the receiver lists them.
-        return tuple(transfer for _, transfer in sorted(keyed, key=lambda pair: pair[0]))
+        if rank not in self._sent:
+            self._sent[rank] = self._out_of(rank) if rank < self.source.num_ranks else ()
+        return _only(self._sent[rank], tensors)
 
     def traffic(self, rank: int) -> Traffic:
         """Bytes that `rank` sends, receives, and copies within itself."""
@@ -174,6 +161,20 @@ class ReshardPlan:
 
     def num_bytes(self, transfer: Transfer) -> int:
         return transfer.box.volume * self.source.tensors[transfer.tensor].dtype.itemsize
+
+    def _out_of(self, rank: int) -> tuple[Transfer, ...]:
+        own_group = self._sources.group_of[rank]
+        held = dict.fromkeys(piece.tensor for piece in self._sources.pieces[own_group])
+        keyed = [
+            ((destination, position), transfer)
+            for tensor in held
+            for group, position, piece in self._destination_index.get(tensor, ())
+            for destination in self._destinations.ranks[group]
+            for transfer in self._into(destination, piece, only=own_group)
+            if transfer.source == rank
+        ]
+        # The sort is stable, so parts of one piece keep the order in which the receiver lists them.
+        return tuple(transfer for _, transfer in sorted(keyed, key=lambda pair: pair[0]))
 
     def _into(self, destination: int, piece: Piece, only: int | None = None) -> Iterator[Transfer]:
         """Transfers that fill one destination piece (those of holder group `only` where given)."""
@@ -208,6 +209,10 @@ class ReshardPlan:
                 return ranks[turn]
             turn -= len(ranks)
         raise AssertionError(f"no holder of {tensor}")
+
+
+def _only(transfers: tuple[Transfer, ...], tensors: Collection[str] | None) -> tuple[Transfer, ...]:
+    return transfers if tensors is None else tuple(transfer for transfer in transfers if transfer.tensor in tensors)
 
 
 def plan(source: Layout, destination: Layout, *, ranks_per_node: int = 8) -> ReshardPlan:

@@ -1,0 +1,30 @@
+"""Cut a Hugging Face model into one safetensors file a Megatron rank: hf_to_megatron.py MODEL OUTPUT --tensor 2 --pipeline 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_dapo.bridge.convert import huggingface_to_megatron
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", help="Hugging Face folder with safetensors")
+    parser.add_argument("target", help="folder to be written; must not exist")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
+    parser.add_argument("--virtual-pipeline", type=int, default=1, help="model chunks a pipeline rank")
+    options = parser.parse_args(arguments)
+    sizes = {"tensor": options.tensor, "pipeline": options.pipeline, "virtual_pipeline": options.virtual_pipeline}
+    try:
+        report = huggingface_to_megatron(options.source, options.target, **sizes)
+    except (ValueError, OSError) as error:
+        print(f"hf_to_megatron: {error}", file=sys.stderr)
+        return 1
+    print(f"{report.num_tensors} tensors, {report.bytes_read:,} bytes read, {report.num_files} files of {report.bytes_written:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

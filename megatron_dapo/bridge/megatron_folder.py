@@ -1,0 +1,156 @@
+"""A converted model on disk: one safetensors file a model-parallel rank, and a manifest that says how the model was cut.
+
+Files: layout.json (format, parallel sizes, the source's tensors, every file's size), rank_00000.safetensors ... with the local names
+of `MegatronLayout`, untouched.safetensors for stored tensors that are no parameters, and the source's config and tokenizer.
+The layout itself is not stored: it follows from config.json and the parallel sizes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.bridge.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.reshard.boxes import Box, whole
+from megatron_dapo.parallel.reshard.executors import execute_from_reader
+from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
+from megatron_dapo.parallel.reshard.planner import plan
+
+MANIFEST_FILE = "layout.json"
+UNTOUCHED_FILE = "untouched.safetensors"
+FORMAT = "megatron_dapo sharded model"
+VERSION = 1
+
+
+def rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes: Mapping[str, int]) -> dict[str, Any]:
+    """The manifest of a layout of one replica; `specs` are the source's tensors in stored order."""
+    parallel = layout.parallel
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "parallel": {
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "virtual_pipeline": parallel.virtual_pipeline,
+        },
+        "tensors": {name: [CODE_OF_DTYPE[spec.dtype], list(spec.shape)] for name, spec in specs.items()},
+        "files": dict(file_bytes),
+    }
+
+
+class MegatronFolder:
+    """A converted model, opened and checked: every file there, of its size, with the layout's buffers. A context manager."""
+
+    def __init__(self, path: str | Path, architecture: ModelArchitecture | None = None) -> None:
+        self.path = Path(path)
+        self.architecture = architecture or ModelArchitecture.from_folder(self.path)
+        parallel, self.specs, files = _read_manifest(self.path / MANIFEST_FILE)
+        self.layout = _layout(self.architecture, parallel, self.specs, self.path)
+        self._readers: dict[str, SafetensorsReader] = {}
+        try:
+            self._open(files)
+        except BaseException:
+            self.close()
+            raise
+        self._whole = plan(self.layout, SingleHolderLayout(self.layout.tensors))
+
+    def __enter__(self) -> MegatronFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(reader.bytes_read for reader in self._readers.values())
+
+    def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
+        """The `PieceReader` of `layout`."""
+        offset = tuple(l + g - p for l, g, p in zip(piece.local_offset, box.offset, piece.global_offset))
+        self._readers[rank_file(rank)].read(piece.local, out, Box(offset, box.shape))
+
+    def read_local(self, rank: int, local: str) -> torch.Tensor:
+        """One local buffer of a rank, padding included."""
+        spec = self.layout.local_specs(rank)[local]
+        out = torch.empty(spec.shape, dtype=spec.dtype)
+        self._readers[rank_file(rank)].read(local, out, whole(spec.shape))
+        return out
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """One whole tensor by its Hugging Face name, put together from the ranks' files."""
+        spec = self.specs[name]
+        out = torch.empty(spec.shape, dtype=spec.dtype)
+        if name in self.untouched(self.architecture):
+            self._readers[UNTOUCHED_FILE].read(name, out)
+            return out
+        name = self.architecture.aliases().get(name, name)
+        execute_from_reader(self._whole.receives(0, {name}), self, {name: out})
+        return out
+
+    def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
+        """Stored tensors that are no parameters of the architecture and no copies of one."""
+        return tuple(name for name in self.specs if name not in architecture.shapes() and name not in architecture.aliases())
+
+    def _open(self, files: Mapping[str, int]) -> None:
+        expected = {rank_file(rank): dict(self.layout.local_specs(rank)) for rank in range(self.layout.num_ranks)}
+        untouched = self.untouched(self.architecture)
+        if untouched:
+            expected[UNTOUCHED_FILE] = {name: self.specs[name] for name in untouched}
+        if set(files) != set(expected):
+            raise ValueError(f"{self.path / MANIFEST_FILE}: lists {sorted(files)}, the layout has {sorted(expected)}")
+        for file, specs in expected.items():
+            self._readers[file] = reader = SafetensorsReader(self.path / file)
+            size = (self.path / file).stat().st_size
+            if size != files[file]:
+                raise ValueError(f"{self.path / file}: {size} bytes, the manifest says {files[file]}")
+            stored = {name: tensor.spec for name, tensor in reader.tensors.items()}
+            if stored != specs:
+                different = sorted(n for n in {*stored, *specs} if stored.get(n) != specs.get(n))
+                raise ValueError(f"{self.path / file}: {len(different)} buffers are not those of the layout, first {different[0]}")
+
+
+def is_megatron_folder(path: str | Path) -> bool:
+    return (Path(path) / MANIFEST_FILE).is_file()
+
+
+def _layout(
+    architecture: ModelArchitecture, parallel: ParallelLayout, specs: Mapping[str, TensorSpec], path: Path
+) -> MegatronLayout:
+    shapes = architecture.shapes()
+    wrong = [name for name, shape in shapes.items() if name not in specs or tuple(specs[name].shape) != shape]
+    if wrong:
+        raise ValueError(f"{path}: {len(wrong)} tensors of config.json are missing or of another shape in {MANIFEST_FILE}: {wrong[:5]}")
+    return megatron_layout(architecture, parallel, {name: specs[name].dtype for name in shapes})
+
+
+def _read_manifest(path: Path) -> tuple[ParallelLayout, dict[str, TensorSpec], dict[str, int]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent}: no {MANIFEST_FILE}; this is not a converted Megatron folder") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    try:
+        if (content["format"], content["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"format {content['format']!r} version {content['version']}, this program reads {FORMAT!r} {VERSION}")
+        sizes = {axis: int(content["parallel"][axis]) for axis in ("tensor", "pipeline", "virtual_pipeline")}
+        parallel = ParallelLayout(world_size=sizes["tensor"] * sizes["pipeline"], **sizes)
+        specs = {n: TensorSpec(tuple(int(d) for d in shape), DTYPE_OF_CODE[code]) for n, (code, shape) in content["tensors"].items()}
+        return parallel, specs, {str(name): int(size) for name, size in content["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: broken manifest: {error}") from None

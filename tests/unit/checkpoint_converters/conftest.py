@@ -1,0 +1,44 @@
+"""Tiny model folders made by transformers: three families, tied and untied, a vocabulary that no padding fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+SIZES = {
+    "vocab_size": 301,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path) -> Callable[..., Path]:
+    """make_folder(family, tied=..., dtype=..., name=..., shard=..., **sizes) -> folder with random weights."""
+
+    def make(family: str, *, tied: bool = False, dtype=torch.float32, name: str = "model", shard: str = "50GB", **sizes) -> Path:
+        config_class, model_class = MODELS[family]
+        torch.manual_seed(0)
+        model = model_class(config_class(**{**SIZES, "tie_word_embeddings": tied, **sizes}))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+        folder = tmp_path / name
+        model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+        return folder
+
+    return make

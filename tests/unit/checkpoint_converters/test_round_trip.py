@@ -1,0 +1,194 @@
+"""Hugging Face -> Megatron -> Hugging Face through the programs: bit-identical, or an error and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.load import load_from_huggingface
+from megatron_dapo.bridge.megatron_layout import megatron_layout
+from megatron_dapo.parallel.layout import ParallelLayout
+
+PROGRAMS = Path(__file__).parents[3] / "checkpoint_converters"
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)]
+
+
+def _program(name: str):
+    specification = importlib.util.spec_from_file_location(name, PROGRAMS / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return lambda *arguments: module.main([str(a) for a in arguments])
+
+
+hf_to_megatron, megatron_to_hf, verify = (_program(name) for name in ("hf_to_megatron", "megatron_to_hf", "verify"))
+
+
+def _stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def _change(file: Path, name: str) -> None:
+    """Flips the lowest bit of the last element of a stored tensor."""
+    tensors = load_file(file)
+    tensors[name].view(-1).view(torch.uint8)[-1] ^= 1
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_bit_identical_through_every_layout(family, tied, make_folder, tmp_path, capsys):
+    folder = make_folder(family, tied=tied, dtype=torch.bfloat16, shard="20KB")
+    before = _stored(folder)
+    for tensor, pipeline, virtual in LAYOUTS:
+        cut, back = (tmp_path / f"{name}{tensor}{pipeline}{virtual}" for name in ("cut", "back"))
+        sizes = ("--tensor", tensor, "--pipeline", pipeline, "--virtual-pipeline", virtual)
+        assert hf_to_megatron(folder, cut, *sizes) == 0
+        assert verify(folder, cut) == 0 and verify(cut, folder) == 0
+        assert megatron_to_hf(cut, back, "--shard-bytes", 40_000) == 0
+        assert verify(folder, back) == 0
+        after = _stored(back)
+        assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+        assert (back / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert "different" not in capsys.readouterr().out
+
+
+def test_files_are_what_each_rank_loads(make_folder, tmp_path):
+    """The conversion and the loader agree buffer by buffer, padding included."""
+    folder = make_folder("qwen2", tied=True)
+    hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2, "--pipeline", 2)
+    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(4, tensor=2, pipeline=2), torch.float32)
+    for rank in range(4):
+        parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(rank).items()}
+        load_from_huggingface(folder, layout, rank, parameters)
+        stored = load_file(tmp_path / "cut" / f"rank_{rank:05d}.safetensors")
+        assert stored.keys() == parameters.keys() and all(torch.equal(stored[n], parameters[n]) for n in stored)
+
+
+def test_bytes_are_read_once(make_folder, tmp_path, capsys):
+    """Only norms and biases of norms, which every tensor rank holds, are read more than once."""
+    folder = make_folder("llama")
+    architecture = ModelArchitecture.from_folder(folder)
+    hf_to_megatron(folder, tmp_path / "cut", "--tensor", 4)
+    norms = sum(shape[0] for name, shape in architecture.shapes().items() if "norm" in name)
+    assert f"{4 * (architecture.num_parameters + 3 * norms):,} bytes read" in capsys.readouterr().out
+
+
+def test_aliases_and_derived_buffers_survive(make_folder, tmp_path):
+    folder = make_folder("llama", tied=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
+    save_file(tensors, folder / "model.safetensors")
+    assert hf_to_megatron(folder, tmp_path / "cut", "--pipeline", 2) == 0
+    assert verify(tmp_path / "cut", folder) == 0
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 0
+    assert _stored(tmp_path / "back").keys() == tensors.keys()
+    assert verify(tmp_path / "back", folder) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "buffer"),
+    [
+        ("rank_00001.safetensors", "0.embedding.word_embeddings.weight"),  # a row of padding
+        ("rank_00003.safetensors", "0.output_layer.weight"),  # the tied copy's padding
+        ("rank_00003.safetensors", "0.decoder.final_layernorm.weight"),  # a replica
+        ("rank_00002.safetensors", "0.decoder.layers.0.self_attention.linear_qkv.bias"),
+    ],
+)
+def test_verify_finds_one_bit_anywhere(file, buffer, make_folder, tmp_path, capsys):
+    folder = make_folder("qwen2", tied=True)
+    hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2, "--pipeline", 2)
+    tensors = load_file(tmp_path / "cut" / file)
+    tensors[buffer].view(-1)[-1] += 1
+    # In place, so that the header and the file's size stay as they are.
+    data = (tmp_path / "cut" / file).read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    end = 8 + int.from_bytes(data[:8], "little") + header[buffer]["data_offsets"][1]
+    changed = data[: end - 4] + tensors[buffer].view(-1)[-1:].numpy().tobytes() + data[end:]
+    (tmp_path / "cut" / file).write_bytes(changed)
+    assert verify(folder, tmp_path / "cut") == 1
+    assert f"different: {file} {buffer}: 1 of" in capsys.readouterr().out
+
+
+def test_verify_names_the_first_difference(make_folder, tmp_path, capsys):
+    first, second = make_folder("llama", name="a"), make_folder("llama", name="b")
+    _change(second / "model.safetensors", "model.norm.weight")
+    assert verify(first, second) == 1
+    assert "model.norm.weight: 1 of 32 elements differ in their bits, first at flat index 31" in capsys.readouterr().out
+    third = make_folder("llama", name="c", dtype=torch.bfloat16)
+    assert verify(first, third) == 1 and "torch.float32 and torch.bfloat16" in capsys.readouterr().out
+    fourth = make_folder("llama", name="d", tied=True)
+    assert verify(first, fourth) == 1 and "lm_head.weight: only in" in capsys.readouterr().out
+    fifth = make_folder("llama", name="e", intermediate_size=64)
+    assert verify(first, fifth) == 1 and "down_proj.weight: shape (32, 48) and (32, 64)" in capsys.readouterr().out
+    assert verify(first, tmp_path / "nowhere") == 2
+
+
+def test_incomplete_input_fails_and_leaves_nothing(make_folder, tmp_path, capsys):
+    folder = make_folder("llama", shard="20KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[2]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert hf_to_megatron(folder, tmp_path / "cut") == 1
+    message = capsys.readouterr().err
+    assert shard.name in message and f"{len(whole) - 1} bytes" in message and str(len(whole)) in message
+    shard.unlink()
+    assert hf_to_megatron(folder, tmp_path / "cut") == 1
+    assert f"{shard.name}: the file is missing" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+def test_incomplete_megatron_folder_fails(make_folder, tmp_path, capsys):
+    folder = make_folder("llama")
+    hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2)
+    path = tmp_path / "cut" / "layout.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "files": {**manifest["files"], "rank_00001.safetensors": 17}}))
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    assert "the manifest says 17" in capsys.readouterr().err
+    path.write_text(json.dumps({**manifest, "files": {**manifest["files"], "../x": 17}}))
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    assert "'../x'" in capsys.readouterr().err
+    path.write_text(json.dumps({**manifest, "parallel": {**manifest["parallel"], "tensor": 4}}))
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    path.write_text(json.dumps({**manifest, "version": 2}))
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    path.write_text(json.dumps(manifest))
+    (tmp_path / "cut" / "rank_00001.safetensors").unlink()
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 1
+    assert "rank_00001.safetensors: the file is missing" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_layout_or_target_that_does_not_fit(make_folder, tmp_path, capsys):
+    folder = make_folder("llama")
+    assert hf_to_megatron(folder, tmp_path / "cut", "--tensor", 3) == 1
+    assert "3 does not divide num_attention_heads 8" in capsys.readouterr().err
+    (tmp_path / "cut").mkdir()
+    assert hf_to_megatron(folder, tmp_path / "cut") == 1
+    assert "exists already" in capsys.readouterr().err
+    assert list((tmp_path / "cut").iterdir()) == []
+
+
+def test_fused_tensors_of_two_types_are_refused(make_folder, tmp_path, capsys):
+    folder = make_folder("llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].bfloat16()}, folder / "model.safetensors")
+    assert hf_to_megatron(folder, tmp_path / "cut") == 1
+    assert "fuses tensors of different types" in capsys.readouterr().err and not (tmp_path / "cut").exists()
+
+
+def test_norms_may_have_another_type(make_folder, tmp_path):
+    folder = make_folder("llama", dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t.float() if "norm" in n else t for n, t in tensors.items()}, folder / "model.safetensors")
+    assert hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2) == 0
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 0
+    assert verify(folder, tmp_path / "back") == 0
