@@ -25,8 +25,10 @@ quickstart: .venv
 
 # Unit tests share the cores; tests that start processes of their own run one after the other.
 test: .venv
-	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2
-	$(RUN) .venv/bin/python -m pytest -q tests --ignore=tests/unit
+	@status=0; \
+	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 || status=1; \
+	$(RUN) .venv/bin/python -m pytest -q tests --ignore=tests/unit || status=1; \
+	exit $$status
 
 clean:
 	rm -rf .venv build dist runs *.egg-info .pytest_cache .hypothesis

@@ -8,7 +8,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
-VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "megatron_dapo" / "__init__.py").read_text(encoding="utf-8"), re.M).group(1)
+VERSION = re.search(
+    r'^__version__ = "([^"]+)"', (ROOT / "megatron_dapo" / "__init__.py").read_text(encoding="utf-8"), re.M
+).group(1)
 
 BASE = [
     "torch>=2.6",
@@ -38,7 +40,7 @@ EXTRAS = {
 setup(
     name="megatron-dapo",
     version=VERSION,
-    description="DAPO, VAPO and T-PPO on Megatron-core: exact losses under any layout, verified weight sync, exact resume",
+    description="DAPO, VAPO and T-PPO on Megatron-core: exact losses in any layout, verified weight sync, exact resume",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["megatron_dapo", "megatron_dapo.*", "checkpoint_converters"]),
     install_requires=BASE,

@@ -20,7 +20,9 @@ from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
 from megatron_dapo.rewards.pool import VerifierPool
 
 
-def evaluate_folder(config: Config, model_folder: Path, progress: Callable[[EvaluationProgress], None]) -> EvaluationResult:
+def evaluate_folder(
+    config: Config, model_folder: Path, progress: Callable[[EvaluationProgress], None]
+) -> EvaluationResult:
     """avg@k and its like of the model in `model_folder`, by the evaluation section of `config`."""
     trust = config.model.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(str(model_folder), trust_remote_code=trust)
@@ -29,7 +31,12 @@ def evaluate_folder(config: Config, model_folder: Path, progress: Callable[[Eval
     engine = loaded_engine(config, model_folder)
     reward = config.reward
     with VerifierPool(
-        reward.verifier, reward.num_workers, reward.timeout_seconds, reward.memory_limit_mb, reward.correct, reward.incorrect
+        reward.verifier,
+        reward.num_workers,
+        reward.timeout_seconds,
+        reward.memory_limit_mb,
+        reward.correct,
+        reward.incorrect,
     ) as pool:
         return evaluate(
             dataset.prompts,
@@ -64,7 +71,9 @@ def _stop_tokens(model_folder: Path, tokenizer: Any, trust_remote_code: bool) ->
     return resolve_stop_token_ids(config.eos_token_id, generation, tokenizer.eos_token_id)
 
 
-def _protocol(config: Config, model_folder: Path, dataset: PromptDataset, stops: StopTokens) -> Callable[[str], EvaluationProtocol]:
+def _protocol(
+    config: Config, model_folder: Path, dataset: PromptDataset, stops: StopTokens
+) -> Callable[[str], EvaluationProtocol]:
     evaluation, report = config.evaluation, dataset.report
 
     def with_verifier(version: str) -> EvaluationProtocol:

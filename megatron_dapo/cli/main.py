@@ -1,4 +1,5 @@
-"""The `megatron-dapo` command: parse, load, check, then call. Heavy libraries are imported inside the commands that need them.
+"""The `megatron-dapo` command: parse, load, check, then call. Heavy libraries are imported inside the commands that
+need them.
 
 Exit codes: 0 done, 1 failed (a check did not hold, a process failed), 2 refused (everything that is wrong is listed).
 """
@@ -17,15 +18,25 @@ from rich.console import Console
 from megatron_dapo import __version__
 from megatron_dapo.cli.plan import Plan, describe, make_plan
 
-app = typer.Typer(name="megatron-dapo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
+app = typer.Typer(
+    name="megatron-dapo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help=__doc__.splitlines()[0],
+)
 
 REFUSED = 2
 WORKER = "megatron_dapo.launch.worker"
 CONVERTERS = {"hf-to-megatron": "hf_to_megatron", "megatron-to-hf": "megatron_to_hf", "verify": "verify"}
 
 RecipeArgument = Annotated[Path, typer.Argument(help="TOML recipe, e.g. examples/quickstart/quickstart.toml")]
-SetOption = Annotated[Optional[list[str]], typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")]
-LayoutOption = Annotated[Optional[str], typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")]
+SetOption = Annotated[
+    Optional[list[str]], typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")
+]
+LayoutOption = Annotated[
+    Optional[str], typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")
+]
 RunFolderOption = Annotated[Optional[Path], typer.Option(help="where the run writes; replaces run.folder")]
 
 
@@ -35,7 +46,9 @@ def train(
     overrides: SetOption = None,
     layout: LayoutOption = None,
     run_folder: RunFolderOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")
+    ] = False,
 ) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face folder and summary.json."""
     plan = _plan(recipe, overrides, layout, run_folder, num_devices=None if dry_run else _num_devices())
@@ -45,7 +58,9 @@ def train(
         raise typer.Exit(_run(recipe, plan))
 
 
-def _plan(recipe: Path, overrides: list[str] | None, layout: str | None, run_folder: Path | None, num_devices: int | None) -> Plan:
+def _plan(
+    recipe: Path, overrides: list[str] | None, layout: str | None, run_folder: Path | None, num_devices: int | None
+) -> Plan:
     try:
         return make_plan(recipe, overrides or [], layout, run_folder, num_devices)
     except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
@@ -86,7 +101,9 @@ def _run(recipe: Path, plan: Plan) -> int:
 @app.command("eval")
 def evaluate(
     recipe: RecipeArgument,
-    model: Annotated[Optional[Path], typer.Option(help="Hugging Face folder; default: model.path of the recipe")] = None,
+    model: Annotated[
+        Optional[Path], typer.Option(help="Hugging Face folder; default: model.path of the recipe")
+    ] = None,
     overrides: SetOption = None,
     output: Annotated[Optional[Path], typer.Option(help="write the whole result, protocol included, as JSON")] = None,
 ) -> None:
@@ -96,7 +113,9 @@ def evaluate(
     plan = _plan(recipe, chosen, "tp1", None, num_devices=None)
     config = plan.loaded.config
     if not config.data.eval_paths:
-        typer.echo("error: data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'", err=True)
+        typer.echo(
+            "error: data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'", err=True
+        )
         raise typer.Exit(REFUSED)
     from megatron_dapo.cli.evaluate import evaluate_folder
 
@@ -128,10 +147,15 @@ def check_loss(
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-def convert(context: typer.Context, direction: Annotated[str, typer.Argument(help=" | ".join(CONVERTERS))] = "") -> None:
+def convert(
+    context: typer.Context, direction: Annotated[str, typer.Argument(help=" | ".join(CONVERTERS))] = ""
+) -> None:
     """Convert checkpoints: megatron-dapo convert {hf-to-megatron|megatron-to-hf|verify} ARGUMENTS..."""
     if direction not in CONVERTERS:
-        typer.echo(f"error: convert {direction!r}: choose one of {', '.join(CONVERTERS)}, then --help for its arguments", err=True)
+        typer.echo(
+            f"error: convert {direction!r}: choose one of {', '.join(CONVERTERS)}, then --help for its arguments",
+            err=True,
+        )
         raise typer.Exit(REFUSED)
     module = importlib.import_module(f"checkpoint_converters.{CONVERTERS[direction]}")
     raise typer.Exit(module.main(context.args))

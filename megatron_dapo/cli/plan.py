@@ -1,4 +1,5 @@
-"""What a configuration comes to, in lines a person checks before the run starts, and everything that is wrong with it."""
+"""What a configuration comes to, in lines a person checks before the run starts, and everything that is wrong with
+it."""
 
 from __future__ import annotations
 
@@ -31,12 +32,17 @@ class Plan:
 
 
 def make_plan(
-    recipe: Path, overrides: Sequence[str], layout: str | None, run_folder: Path | None, num_devices: int | None, world_size: int | None = None
+    recipe: Path,
+    overrides: Sequence[str],
+    layout: str | None,
+    run_folder: Path | None,
+    num_devices: int | None,
+    world_size: int | None = None,
 ) -> Plan:
     """Load, check everything, and raise ConfigError with all violations at once.
 
-    `num_devices` accelerators are visible (0: run on the CPU; None: not for this machine). Without `world_size` the processes are
-    those the configuration asks for.
+    `num_devices` accelerators are visible (0: run on the CPU; None: not for this machine). Without `world_size` the
+    processes are those the configuration asks for.
     """
     merged = [*overrides]
     merged += layout_overrides(layout) if layout else []
@@ -53,7 +59,9 @@ def make_plan(
     return Plan(
         loaded=loaded,
         overrides=tuple(merged),
-        layout=ParallelLayout(processes, p.tensor, p.pipeline, p.virtual_pipeline, p.context, p.expert, p.sequence_parallel),
+        layout=ParallelLayout(
+            processes, p.tensor, p.pipeline, p.virtual_pipeline, p.context, p.expert, p.sequence_parallel
+        ),
     )
 
 
@@ -71,23 +79,27 @@ def _devices(needed: int, num_devices: int) -> list[Violation]:
     if num_devices == 0 or needed <= num_devices:
         return []
     values = {"processes": needed, "accelerators": num_devices}
-    fix = f"use a layout for {num_devices} processes, or start one worker a device on several machines (examples/launch)"
+    fix = (
+        f"use a layout for {num_devices} processes, or start one worker a device on several machines (examples/launch)"
+    )
     return [Violation("parallel", "processes <= accelerators of this machine", fix, values)]
 
 
 def describe(plan: Plan) -> list[str]:
     """The resolved numbers that decide what is trained."""
     config = plan.loaded.config
-    rollout, training, optimizer = config.rollout, config.training, config.optimizer
+    rollout, training, optimizer, algorithm = config.rollout, config.training, config.optimizer, config.algorithm
     mini_batches = rollout.prompts_per_step // training.mini_batch_prompts * training.epochs
     return [
         f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes, {config.model.dtype}",
-        f"a train step: {rollout.prompts_per_step} prompts x {rollout.group_size} responses, {mini_batches} optimizer steps of "
-        f"{training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
-        f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; {_overlong(config)}",
-        f"loss: {config.algorithm.policy_loss}, ratio in [{1 - config.algorithm.clip_ratio_low:g}, "
-        f"{1 + config.algorithm.clip_ratio_high:g}], {config.algorithm.aggregation}; advantage {config.algorithm.advantage}",
-        f"learning rate: {optimizer.learning_rate:g} {optimizer.schedule} after {optimizer.warmup_steps} {optimizer.warmup_unit}s",
+        f"a train step: {rollout.prompts_per_step} prompts x {rollout.group_size} responses, {mini_batches} optimizer "
+        f"steps of {training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
+        f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
+        f"{_overlong(config)}",
+        f"loss: {algorithm.policy_loss}, ratio in [{1 - algorithm.clip_ratio_low:g}, "
+        f"{1 + algorithm.clip_ratio_high:g}], {algorithm.aggregation}; advantage {algorithm.advantage}",
+        f"learning rate: {optimizer.learning_rate:g} {optimizer.schedule} after {optimizer.warmup_steps} "
+        f"{optimizer.warmup_unit}s",
         f"output: {config.run.folder}",
     ]
 

@@ -1,4 +1,5 @@
-"""The typed configuration tree, its loader and its validator. Imports neither torch nor anything of the package above layer 0."""
+"""The typed configuration tree, its loader and its validator. Imports neither torch nor anything of the package above
+layer 0."""
 
 from megatron_dapo.config.architecture import ArchitectureFacts, read_architecture
 from megatron_dapo.config.errors import ConfigError, Violation

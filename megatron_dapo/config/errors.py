@@ -18,7 +18,11 @@ class Violation:
 
     def __str__(self) -> str:
         values = ", ".join(f"{name} = {value!r}" for name, value in self.values.items())
-        return f"{self.path}: expected {self.formula}" + (f"; have {values}" if values else "") + f". Fix: {self.suggestion}"
+        return (
+            f"{self.path}: expected {self.formula}"
+            + (f"; have {values}" if values else "")
+            + f". Fix: {self.suggestion}"
+        )
 
 
 class ConfigError(ValueError):

@@ -1,4 +1,5 @@
-"""Whether the files a configuration names are there: the only check that looks at the disk, apart from the pure validator."""
+"""Whether the files a configuration names are there: the only check that looks at the disk, apart from the pure
+validator."""
 
 from __future__ import annotations
 

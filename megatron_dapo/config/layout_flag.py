@@ -9,7 +9,8 @@ _TOKEN = re.compile(r"(vpp|tp|pp|cp|ep|dp)(\d+)|(sp)")
 
 
 def layout_overrides(text: str) -> list[str]:
-    """Overrides that make the layout what `text` says: sizes of tp, pp, vpp, cp, ep, dp in any order, and sp; the rest is 1 / off.
+    """Overrides that make the layout what `text` says: sizes of tp, pp, vpp, cp, ep, dp in any order, and sp; the rest
+    is 1 / off.
 
     "tp2pp1" starts 2 processes, "tp2dp2sp" 4. Raises ValueError for anything else.
     """
@@ -25,4 +26,8 @@ def layout_overrides(text: str) -> list[str]:
     data = sizes.pop("data")
     num_processes = sizes["tensor"] * sizes["pipeline"] * sizes["context"] * data
     overrides = [f"parallel.{axis}={size}" for axis, size in sizes.items()]
-    return [*overrides, f"parallel.sequence_parallel={str('sp' in names).lower()}", f"parallel.num_processes={num_processes}"]
+    return [
+        *overrides,
+        f"parallel.sequence_parallel={str('sp' in names).lower()}",
+        f"parallel.num_processes={num_processes}",
+    ]

@@ -1,7 +1,7 @@
 """From recipe files and --set overrides to one Config in which the origin of every value is known.
 
-A recipe is a TOML file; `base = "other.toml"` (relative to the file) takes everything from another recipe and the file then holds
-only what differs. Order: schema defaults < base < recipe < --set. Lists are replaced, never merged.
+A recipe is a TOML file; `base = "other.toml"` (relative to the file) takes everything from another recipe and the file
+then holds only what differs. Order: schema defaults < base < recipe < --set. Lists are replaced, never merged.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> LoadedConf
 
 
 def config_from_dict(tree: Mapping[str, Any], folder: str | Path = ".") -> Config:
-    """A Config from nested plain values (lists for tuples, strings for paths), e.g. in tests. Relative inputs are from `folder`."""
+    """A Config from nested plain values (lists for tuples, strings for paths), e.g. in tests. Relative inputs are from
+    `folder`."""
     return _build(_flatten(tree, origin="dict", folder=Path(folder)), source="configuration").config
 
 
@@ -84,14 +85,18 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
     resolved = recipe.resolve()
     if resolved in chain:
         loop = " -> ".join(str(path) for path in (*chain, resolved))
-        raise ConfigError([_violation("base", "recipes that do not inherit from themselves", f"break the loop {loop}")], str(recipe))
+        raise ConfigError(
+            [_violation("base", "recipes that do not inherit from themselves", f"break the loop {loop}")], str(recipe)
+        )
     tree = _read_toml(recipe)
     base = tree.pop("base", None)
     own = _flatten(tree, origin=str(recipe), folder=recipe.parent)
     if base is None:
         return own
     if not isinstance(base, str):
-        raise ConfigError([_violation("base", "the path of one recipe", 'write base = "other.toml"', base=base)], str(recipe))
+        raise ConfigError(
+            [_violation("base", "the path of one recipe", 'write base = "other.toml"', base=base)], str(recipe)
+        )
     return {**_recipe_values(recipe.parent / base, (*chain, resolved)), **own}
 
 
@@ -101,9 +106,13 @@ def _read_toml(recipe: Path) -> dict[str, Any]:
     except FileNotFoundError:
         near = difflib.get_close_matches(recipe.name, [p.name for p in recipe.parent.glob("*.toml")], n=1)
         hint = f"did you mean {recipe.parent / near[0]}?" if near else "check the path"
-        raise ConfigError([_violation("recipe", "a recipe file that exists", hint, file=str(recipe))], str(recipe)) from None
+        raise ConfigError(
+            [_violation("recipe", "a recipe file that exists", hint, file=str(recipe))], str(recipe)
+        ) from None
     except IsADirectoryError:
-        raise ConfigError([_violation("recipe", "a recipe file", "name a .toml file", file=str(recipe))], str(recipe)) from None
+        raise ConfigError(
+            [_violation("recipe", "a recipe file", "name a .toml file", file=str(recipe))], str(recipe)
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([_violation("recipe", "valid TOML", f"correct it: {error}")], str(recipe)) from None
 
@@ -137,7 +146,8 @@ def _override_values(overrides: Sequence[str]) -> dict[str, _Value]:
 
 
 def _parse_override(path: str, text: str) -> Any:
-    """TOML, except that a field of text takes the bare word: no shell double quoting, and no guessing of types either."""
+    """TOML, except that a field of text takes the bare word: no shell double quoting, and no guessing of types
+    either."""
     field = leaf_fields().get(path)
     if field is not None and _is_text(field.annotation) and text[:1] not in ("'", '"'):
         return text
@@ -195,7 +205,11 @@ def _absolute_inputs(path: str, value: _Value) -> Any:
         return _absolute(value.value, value.folder)
     inner = typing.get_args(field.annotation)
     if inner and any(isinstance(mark, RelativeToRecipe) for mark in getattr(inner[0], "__metadata__", ())):
-        return [_absolute(item, value.folder) for item in value.value] if isinstance(value.value, (list, tuple)) else value.value
+        return (
+            [_absolute(item, value.folder) for item in value.value]
+            if isinstance(value.value, (list, tuple))
+            else value.value
+        )
     return value.value
 
 
@@ -208,7 +222,12 @@ def _absolute(value: Any, folder: Path) -> Any:
 def _unknown(path: str, value: _Value) -> Violation:
     if path in section_types():
         fields = ", ".join(section_types()[path].model_fields)
-        return _violation(path, f"fields of the section {path}", f"set its fields ({fields}), e.g. in a table [{path}]", value=value.value)
+        return _violation(
+            path,
+            f"fields of the section {path}",
+            f"set its fields ({fields}), e.g. in a table [{path}]",
+            value=value.value,
+        )
     nearest = _nearest(path)
     rule = f"a known key (this one is given by {value.origin})"
     return _violation(path, rule, f"did you mean {nearest}?" if nearest else "remove it")
@@ -243,7 +262,9 @@ def _from_pydantic(entry: Mapping[str, Any], known: Mapping[str, _Value]) -> Vio
     given = known[path].value if path in known else entry.get("input")
     origin = known[path].origin if path in known else DEFAULT_ORIGIN
     rule = entry["msg"].removeprefix("Input should be ")
-    return Violation(path=path, formula=rule, values={path: given}, suggestion=f"change it in {origin}{_close_choice(path, given)}")
+    return Violation(
+        path=path, formula=rule, values={path: given}, suggestion=f"change it in {origin}{_close_choice(path, given)}"
+    )
 
 
 def _close_choice(path: str, given: Any) -> str:

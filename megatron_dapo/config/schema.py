@@ -1,8 +1,8 @@
 """The typed, immutable configuration of a run: one section a class, a docstring under every field.
 
-Types, allowed names and unknown keys are checked here; ranges and relations between fields are checked by `validator.validate`,
-which reports all of them at once. TOML has no null, so "off" and "take it from elsewhere" are written 0 or "" and said so in the
-field's docstring. Defaults live only here: a recipe holds what differs.
+Types, allowed names and unknown keys are checked here; ranges and relations between fields are checked by
+`validator.validate`, which reports all of them at once. TOML has no null, so "off" and "take it from elsewhere" are
+written 0 or "" and said so in the field's docstring. Defaults live only here: a recipe holds what differs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ Resume = Literal["auto", "never", "must"]
 class Section(BaseModel):
     """Immutable, no unknown keys, no silent conversion between types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class RunConfig(Section):
@@ -57,32 +59,34 @@ class RunConfig(Section):
     """Folder everything is written to (metrics, samples, checkpoints, summary); relative to the current directory."""
 
     seed: int = 0
-    """Seed of parameter initialisation, of every sample's random numbers and of mini-batch shuffling. Change it to repeat a run."""
+    """Seed of parameter initialisation, of every sample's random numbers and of mini-batch shuffling. Change it to
+    repeat a run."""
 
     total_steps: int = 100
     """Train steps (rollout batches trained); the run ends after this many. Learning-rate schedules are laid over it."""
 
     max_generation_steps: int = 0
-    """Generation steps (times the collector was asked for a batch) after which the run ends even if fewer train steps were made.
-    0: no limit. Set it when the data may be too easy or too hard to fill batches."""
+    """Generation steps (times the collector was asked for a batch) after which the run ends even if fewer train steps
+    were made. 0: no limit. Set it when the data may be too easy or too hard to fill batches."""
 
     wait_timeout_seconds: float = 1800.0
-    """Seconds any wait (collective, engine, verifier pool, checkpoint) may take before stacks are dumped and the run ends with
-    an error. Raise it when one generation step of the largest responses takes longer."""
+    """Seconds any wait (collective, engine, verifier pool, checkpoint) may take before stacks are dumped and the run
+    ends with an error. Raise it when one generation step of the largest responses takes longer."""
 
 
 class ModelConfig(Section):
     """The policy and how its numbers are held."""
 
     path: InputPath
-    """Hugging Face folder of the initial policy (config.json, tokenizer, *.safetensors). Relative: from the recipe's folder."""
+    """Hugging Face folder of the initial policy (config.json, tokenizer, *.safetensors). Relative: from the recipe's
+    folder."""
 
     dtype: Dtype = "float32"
     """Precision of parameters and activations; masters and moments are float32 either way. bfloat16 on accelerators."""
 
     recompute: Recompute = "none"
-    """Activations recomputed in the backward pass: none, selective (attention only) or full (whole layers). Raise it when
-    activations do not fit in memory."""
+    """Activations recomputed in the backward pass: none, selective (attention only) or full (whole layers). Raise it
+    when activations do not fit in memory."""
 
     trust_remote_code: bool = False
     """Run Python code that ships in the model folder. Only for folders whose author you trust."""
@@ -91,11 +95,13 @@ class ModelConfig(Section):
     """Start from random parameters where the folder holds no weights. Otherwise missing weights are an error."""
 
     logprob_chunk_tokens: int = 1024
-    """Tokens whose vocabulary scores are in memory at a time in the log-prob kernel. Lower it when the vocabulary is large."""
+    """Tokens whose vocabulary scores are in memory at a time in the log-prob kernel. Lower it when the vocabulary is
+    large."""
 
 
 class ParallelConfig(Section):
-    """How the model and the batch are cut over processes. data-parallel size = processes / (tensor * pipeline * context)."""
+    """How the model and the batch are cut over processes. data-parallel size = processes / (tensor * pipeline *
+    context)."""
 
     tensor: int = 1
     """Ranks every weight matrix is cut over; must divide attention heads and key-value heads."""
@@ -104,7 +110,8 @@ class ParallelConfig(Section):
     """Stages the layers are cut into."""
 
     virtual_pipeline: int = 1
-    """Model chunks per pipeline stage (interleaved schedule); 1 is the plain schedule. Raise it to shrink the pipeline bubble."""
+    """Model chunks per pipeline stage (interleaved schedule); 1 is the plain schedule. Raise it to shrink the pipeline
+    bubble."""
 
     context: int = 1
     """Ranks every sequence is cut over. Raise it when one sequence's activations do not fit."""
@@ -119,8 +126,8 @@ class ParallelConfig(Section):
     """Cut optimizer state over the data-parallel ranks."""
 
     num_processes: int = 0
-    """Processes to start on this machine, or expected of an outside launcher. 0: tensor * pipeline * context, or what the
-    launcher gives."""
+    """Processes to start on this machine, or expected of an outside launcher. 0: tensor * pipeline * context, or what
+    the launcher gives."""
 
 
 class DataConfig(Section):
@@ -133,7 +140,8 @@ class DataConfig(Section):
     """Held-out files in the same schema. Empty: no evaluation."""
 
     template: Template = "chat"
-    """chat: the tokenizer's chat template. plain: the contents of the messages as they are, for models without a template."""
+    """chat: the tokenizer's chat template. plain: the contents of the messages as they are, for models without a
+    template."""
 
     max_prompt_tokens: int = 2048
     """Longest prompt in tokens; longer ones are dropped and counted."""
@@ -152,7 +160,8 @@ class RolloutConfig(Section):
     """How responses are sampled and which groups are trained on."""
 
     engine: Engine = "embedded"
-    """embedded: transformers generation inside the trainer's processes, fed by the weight bridge. sglang: SGLang servers."""
+    """embedded: transformers generation inside the trainer's processes, fed by the weight bridge. sglang: SGLang
+    servers."""
 
     prompts_per_step: int = 512
     """Groups (prompts) of one rollout batch, i.e. of one train step."""
@@ -176,15 +185,16 @@ class RolloutConfig(Section):
     """Allow top_p < 1 or top_k > 0 in training rollouts, knowing that the importance ratios are then wrong."""
 
     oversample: float = 1.0
-    """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 fills a batch sooner when many groups are filtered,
-    at the price of surplus groups."""
+    """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 fills a batch sooner when many groups are
+    filtered, at the price of surplus groups."""
 
     max_generation_rounds: int = 10
-    """A generation round is prompts_per_step * oversample prompts; after this many in one step collecting ends as on_exhausted
-    says. 0: no limit."""
+    """A generation round is prompts_per_step * oversample prompts; after this many in one step collecting ends as
+    on_exhausted says. 0: no limit."""
 
     on_exhausted: OnExhausted = "train_partial"
-    """What happens when rounds or prompts run out: train on the full groups there are, stop cleanly with a checkpoint, or fail."""
+    """What happens when rounds or prompts run out: train on the full groups there are, stop cleanly with a checkpoint,
+    or fail."""
 
     filter_groups: bool = True
     """Dynamic sampling: keep a group only if accuracy_min < mean accuracy < accuracy_max, and refill the batch."""
@@ -196,15 +206,16 @@ class RolloutConfig(Section):
     """Exclusive upper bound on the mean accuracy of a group that is kept."""
 
     max_staleness: int = 0
-    """Policy versions a carried-over surplus group may be behind when it is trained; older ones are dropped and their prompts
-    queued again. Above 0 needs algorithm.off_policy.correction."""
+    """Policy versions a carried-over surplus group may be behind when it is trained; older ones are dropped and their
+    prompts queued again. Above 0 needs algorithm.off_policy.correction."""
 
     slots_per_rank: int = 64
     """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""
 
 
 class OverlongPunishmentConfig(Section):
-    """Soft overlong punishment (DAPO eq. 13): 0 up to max_length - cache_length tokens, falling linearly to -factor at max_length."""
+    """Soft overlong punishment (DAPO eq. 13): 0 up to max_length - cache_length tokens, falling linearly to -factor at
+    max_length."""
 
     enabled: bool = False
     """Add the punishment to the reward."""
@@ -248,18 +259,21 @@ class RewardConfig(Section):
     """Soft punishment of long responses, added to the reward."""
 
     overlong_filter: bool = False
-    """Leave truncated responses out of the loss (their tokens leave the denominator, too). Not the same as the punishment."""
+    """Leave truncated responses out of the loss (their tokens leave the denominator, too). Not the same as the
+    punishment."""
 
     confirm_both_overlong: bool = False
-    """Allow overlong_filter together with overlong_punishment, knowing that truncated responses then never feel the punishment."""
+    """Allow overlong_filter together with overlong_punishment, knowing that truncated responses then never feel the
+    punishment."""
 
 
 class OffPolicyConfig(Section):
-    """Correction for the gap between the engine that sampled and the trainer: weight w from old_logprobs - rollout_logprobs."""
+    """Correction for the gap between the engine that sampled and the trainer: weight w from old_logprobs -
+    rollout_logprobs."""
 
     correction: Correction = "none"
-    """tis: w cut to [low, high]. mis: w inside [low, high], 0 outside, usually with low = 0. icepop: the same with both tails
-    dropped (low above 0)."""
+    """tis: w cut to [low, high]. mis: w inside [low, high], 0 outside, usually with low = 0. icepop: the same with both
+    tails dropped (low above 0)."""
 
     level: CorrectionLevel = "token"
     """w per token, per sequence (product over tokens) or per sequence as the geometric mean over tokens."""
@@ -281,15 +295,15 @@ class AlgorithmConfig(Section):
     """Which algorithm puts the parts together."""
 
     advantage: AdvantageName = "grpo"
-    """grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: leave-one-out mean. reinforce_baseline: group mean
-    subtracted, then scaled by the std of the batch."""
+    """grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: leave-one-out mean. reinforce_baseline:
+    group mean subtracted, then scaled by the std of the batch."""
 
     grpo_std: GrpoStd = "unbiased"
     """Divisor of the group's standard deviation: G - 1 (unbiased) or G (biased). For advantage = grpo."""
 
     policy_loss: PolicyLossName = "clip_higher"
-    """clip_higher: per-token ratio, bounds apart (DAPO). ppo_clip: the same with equal bounds. gspo / gspo_token: per-sequence
-    ratio. cispo: clipped ratio as a constant weight, so that every token keeps its gradient."""
+    """clip_higher: per-token ratio, bounds apart (DAPO). ppo_clip: the same with equal bounds. gspo / gspo_token:
+    per-sequence ratio. cispo: clipped ratio as a constant weight, so that every token keeps its gradient."""
 
     clip_ratio_low: float = 0.2
     """The ratio is clipped below at 1 - clip_ratio_low."""
@@ -301,9 +315,10 @@ class AlgorithmConfig(Section):
     """Bound c of the loss for negative advantages: at most c * |advantage|. For clip_higher and ppo_clip. 0: off."""
 
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number over the whole optimizer step (exact under any layout and packing). token_mean: all
-    trained tokens weigh the same. sample_mean: all responses do. per_group: token mean within a group, then mean over groups.
-    dr_grpo: sum / (responses * aggregation_length). seq_sum_mean: mean over responses of their sums."""
+    """How token losses become one number over the whole optimizer step (exact under any layout and packing).
+    token_mean: all trained tokens weigh the same. sample_mean: all responses do. per_group: token mean within a group,
+    then mean over groups. dr_grpo: sum / (responses * aggregation_length). seq_sum_mean: mean over responses of their
+    sums."""
 
     aggregation_length: int = 0
     """Constant length L of aggregation = dr_grpo, in tokens. 0: rollout.max_response_tokens."""
@@ -315,7 +330,8 @@ class AlgorithmConfig(Section):
     """Weight of the KL loss towards the initial policy. Above 0 the reference policy is kept in memory."""
 
     kl_estimator: KlEstimator = "k3"
-    """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL (k1 has none and is only a metric)."""
+    """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL (k1 has none and is only a
+    metric)."""
 
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction for the gap between the policy that sampled and the one that is trained."""
@@ -331,14 +347,15 @@ class TrainingConfig(Section):
     """Passes over a rollout batch."""
 
     micro_batch_tokens: int = 24576
-    """Padded tokens of one packed micro-batch of one data-parallel rank (before context parallelism cuts it). Bounds activation
-    memory; must hold the longest prompt and response."""
+    """Padded tokens of one packed micro-batch of one data-parallel rank (before context parallelism cuts it). Bounds
+    activation memory; must hold the longest prompt and response."""
 
     shuffle: bool = True
     """Shuffle the responses of a rollout batch before they are cut into mini-batches."""
 
     max_consecutive_skips: int = 3
-    """Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run ends with an error."""
+    """Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run ends with an
+    error."""
 
 
 class OptimizerConfig(Section):
@@ -351,8 +368,8 @@ class OptimizerConfig(Section):
     """Linear warm-up from 0 over this many steps, counted in warmup_unit."""
 
     warmup_unit: WarmupUnit = "train_step"
-    """What warmup_steps and the decay count: train_step (rollout batches trained) or optimizer_step (mini-batches). Generation
-    steps are never counted."""
+    """What warmup_steps and the decay count: train_step (rollout batches trained) or optimizer_step (mini-batches).
+    Generation steps are never counted."""
 
     schedule: Schedule = "constant"
     """After warm-up: constant, or cosine / linear down to min_learning_rate at run.total_steps."""
@@ -386,8 +403,8 @@ class CheckpointConfig(Section):
     """Newest valid checkpoints kept; an older one is deleted only after a newer one is valid."""
 
     resume: Resume = "auto"
-    """auto: continue from the newest valid checkpoint if there is one. never: fail if the folder holds one. must: fail if it
-    holds none."""
+    """auto: continue from the newest valid checkpoint if there is one. never: fail if the folder holds one. must: fail
+    if it holds none."""
 
     save_optimizer: bool = True
     """Save fp32 masters and moments. Without them a checkpoint cannot be resumed exactly, only exported."""
@@ -428,7 +445,8 @@ class TelemetryConfig(Section):
     """What is recorded of a run."""
 
     tensorboard: bool = True
-    """Write TensorBoard events to <run.folder>/tensorboard, x axis the train step. metrics.jsonl is written either way."""
+    """Write TensorBoard events to <run.folder>/tensorboard, x axis the train step. metrics.jsonl is written either
+    way."""
 
     samples_per_step: int = 64
     """Responses written to samples.jsonl per train step. 0: none."""
@@ -441,17 +459,20 @@ class TelemetryConfig(Section):
 
 
 class MismatchConfig(Section):
-    """Gate on the gap between engine and trainer log-probs: mean |old_logprobs - rollout_logprobs| over trained tokens, in nats."""
+    """Gate on the gap between engine and trainer log-probs: mean |old_logprobs - rollout_logprobs| over trained tokens,
+    in nats."""
 
     step0_max_mean_abs: float = 0.02
-    """The run ends with an error if the gap of the first batch is larger: engine and trainer do not hold the same model."""
+    """The run ends with an error if the gap of the first batch is larger: engine and trainer do not hold the same
+    model."""
 
     alarm: float = 0.05
     """A warning names the step when the gap of a later batch is larger."""
 
 
 class Config(Section):
-    """Everything a run is told. Sections are read by name; functions below the trainer take plain values, never this tree."""
+    """Everything a run is told. Sections are read by name; functions below the trainer take plain values, never this
+    tree."""
 
     run: RunConfig = RunConfig()
     """What the run is called, where it writes and when it ends."""

@@ -1,7 +1,7 @@
 """The one validator: every rule that ranges over values, as a pure function that reports all violations at once.
 
-A rule yields a Violation with its formula, every number in it and what to change. Nothing here touches torch, a process or the disk:
-the validator of a 1024-rank job runs on a laptop.
+A rule yields a Violation with its formula, every number in it and what to change. Nothing here touches torch, a process
+or the disk: the validator of a 1024-rank job runs on a laptop.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from megatron_dapo.config.schema import Config
 VERIFIER_PRESETS = ("dapo", "lenient")
 
 
-def validate(config: Config, world_size: int | None = None, architecture: ArchitectureFacts | None = None) -> list[Violation]:
+def validate(
+    config: Config, world_size: int | None = None, architecture: ArchitectureFacts | None = None
+) -> list[Violation]:
     """Everything that is wrong with `config` for `world_size` processes and, where given, a model of that architecture.
 
-    Without `world_size` the number of processes is the one the configuration asks for. An empty list means the run may start.
+    Without `world_size` the number of processes is the one the configuration asks for. An empty list means the run may
+    start.
     """
     processes = config.num_processes if world_size is None else world_size
     found = [violation for rule in _RULES for violation in rule(config)]
@@ -157,7 +160,7 @@ def _batch(config: Config) -> Iterator[Violation]:
         yield _violation(
             config,
             "training.micro_batch_tokens",
-            "training.micro_batch_tokens >= data.max_prompt_tokens + rollout.max_response_tokens, padded to the layout's multiple",
+            "micro_batch_tokens >= max_prompt_tokens + max_response_tokens, padded to the layout's multiple",
             f"set training.micro_batch_tokens = {needed} or more",
             "data.max_prompt_tokens",
             "rollout.max_response_tokens",
@@ -174,7 +177,12 @@ def _sequence_alignment(config: Config) -> int:
 
 def _groups(config: Config) -> Iterator[Violation]:
     rollout = config.rollout
-    needs_group = rollout.filter_groups or config.algorithm.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
+    needs_group = rollout.filter_groups or config.algorithm.advantage in (
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_baseline",
+    )
     if rollout.group_size == 1 and needs_group:
         yield _violation(
             config,
@@ -185,7 +193,11 @@ def _groups(config: Config) -> Iterator[Violation]:
             "rollout.filter_groups",
         )
     low, high = rollout.accuracy_min, rollout.accuracy_max
-    reachable = any(low < correct / rollout.group_size < high for correct in range(rollout.group_size + 1)) if rollout.group_size > 0 else True
+    reachable = (
+        any(low < correct / rollout.group_size < high for correct in range(rollout.group_size + 1))
+        if rollout.group_size > 0
+        else True
+    )
     if rollout.filter_groups and rollout.group_size > 1 and not reachable:
         yield _violation(
             config,
@@ -275,7 +287,7 @@ def _overlong(config: Config) -> Iterator[Violation]:
             config,
             f"{prefix}.cache_length",
             f"{prefix}.max_length > {prefix}.cache_length",
-            f"set {prefix}.cache_length = {max(1, punishment.max_length // 4)}; the punishment starts at max_length - cache_length",
+            f"set {prefix}.cache_length = {max(1, punishment.max_length // 4)}: it starts at max_length - cache_length",
             f"{prefix}.max_length",
         )
     if punishment.enabled and punishment.max_length > config.rollout.max_response_tokens:
@@ -290,7 +302,7 @@ def _overlong(config: Config) -> Iterator[Violation]:
         yield _violation(
             config,
             "reward.overlong_filter",
-            "overlong_filter and overlong_punishment.enabled are not both on (filtered responses never feel the punishment)",
+            "overlong_filter and overlong_punishment not both on (filtered responses never feel the punishment)",
             "switch one of them off, or set reward.confirm_both_overlong = true",
             f"{prefix}.enabled",
             "reward.confirm_both_overlong",
@@ -303,7 +315,12 @@ def _verifiers(config: Config) -> Iterator[Violation]:
         optional = path == "reward.shadow_verifier" and name == ""
         if not optional and name not in VERIFIER_PRESETS and not _is_dotted(name):
             presets = " or ".join(VERIFIER_PRESETS)
-            yield _violation(config, path, f"{path} is {presets}, or package.module:function", f'set {path} = "{VERIFIER_PRESETS[0]}"')
+            yield _violation(
+                config,
+                path,
+                f"{path} is {presets}, or package.module:function",
+                f'set {path} = "{VERIFIER_PRESETS[0]}"',
+            )
     if config.reward.shadow_verifier == config.reward.verifier:
         yield _violation(
             config,
@@ -448,12 +465,13 @@ def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
             data=data,
         )
     responses = config.training.mini_batch_prompts * config.rollout.group_size
+    needed = math.ceil(data / max(config.rollout.group_size, 1))
     if 1 <= responses < data:
         yield _violation(
             config,
             "training.mini_batch_prompts",
-            "mini_batch_prompts * group_size >= data-parallel ranks (each rank trains at least one response of every optimizer step)",
-            f"set training.mini_batch_prompts = {math.ceil(data / config.rollout.group_size)} or more, or use fewer data-parallel ranks",
+            "mini_batch_prompts * group_size >= data-parallel ranks (each trains a response in every optimizer step)",
+            f"set training.mini_batch_prompts = {needed} or more, or use fewer data-parallel ranks",
             "rollout.group_size",
             data=data,
         )
@@ -461,14 +479,16 @@ def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
 
 def _heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
     tensor = config.parallel.tensor
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    common = math.gcd(*(getattr(architecture, name) for name in names))
+    for name in names:
         size = getattr(architecture, name)
         if tensor >= 1 and size % tensor:
             yield _violation(
                 config,
                 "parallel.tensor",
                 f"{name} % parallel.tensor == 0",
-                f"set parallel.tensor = {nearest_divisor(math.gcd(architecture.num_attention_heads, architecture.num_key_value_heads), tensor)}",
+                f"set parallel.tensor = {nearest_divisor(common, tensor)}",
                 **{name: size},
             )
 
@@ -513,8 +533,22 @@ def _experts(config: Config, architecture: ArchitectureFacts) -> Iterator[Violat
         fix = "set parallel.expert = 1 (the model is dense)"
         if architecture.num_experts:
             fix = f"set parallel.expert = {nearest_divisor(architecture.num_experts, expert)}"
-        yield _violation(config, "parallel.expert", "num_experts % parallel.expert == 0", fix, num_experts=architecture.num_experts)
+        yield _violation(
+            config, "parallel.expert", "num_experts % parallel.expert == 0", fix, num_experts=architecture.num_experts
+        )
 
 
-_RULES = (_ranges, _batch, _groups, _sampling, _losses, _correction, _overlong, _verifiers, _steps, _evaluation, _layout)
+_RULES = (
+    _ranges,
+    _batch,
+    _groups,
+    _sampling,
+    _losses,
+    _correction,
+    _overlong,
+    _verifiers,
+    _steps,
+    _evaluation,
+    _layout,
+)
 _ARCHITECTURE_RULES = (_heads, _layers, _positions, _experts)

@@ -1,10 +1,13 @@
-"""Checkpoints that are whole or not there: written beside, verified, renamed into place, the newest valid one is loaded.
+"""Checkpoints that are whole or not there: written beside, verified, renamed into place, the newest valid one is
+loaded.
 
     <folder>/step_000123.tmp/     while ranks write: their files, and one part of the manifest a rank
-    <folder>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file) and renamed
+<folder>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file) and
+renamed
 
-A kill at any point leaves either the old folder or the new one. Old checkpoints are deleted only after the new one is in place.
-This module knows neither torch.distributed nor what is saved: ranks agree through a callable, content comes from a callable.
+A kill at any point leaves either the old folder or the new one. Old checkpoints are deleted only after the new one is
+in place. This module knows neither torch.distributed nor what is saved: ranks agree through a callable, content comes
+from a callable.
 """
 
 from __future__ import annotations
@@ -65,7 +68,9 @@ class Checkpoint:
 
     def _path(self, name: str) -> Path:
         if name not in self.files:
-            raise CheckpointError(f"checkpoint {self.folder}: no file {name!r}; it holds {', '.join(sorted(self.files))}")
+            raise CheckpointError(
+                f"checkpoint {self.folder}: no file {name!r}; it holds {', '.join(sorted(self.files))}"
+            )
         return self.folder / name
 
 
@@ -77,7 +82,9 @@ class CheckpointWriter:
         self._rank = rank
         self._entries: list[FileEntry] = []
 
-    def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    def save_tensors(
+        self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
         """Write a safetensors file. Names are plain and differ between ranks."""
         self._entries.append(write_tensors(self._new_path(name), tensors, metadata))
 
@@ -132,7 +139,12 @@ class CheckpointStore:
         """Merge the ranks' parts, put the checkpoint in place, then delete what is beyond `keep`."""
         partial, final = self.partial_path(step), self.path(step)
         entries = list(_merged_entries(partial, num_ranks))
-        document = {"format": FORMAT, "step": step, "files": [entry.to_json() for entry in entries], "metadata": dict(metadata or {})}
+        document = {
+            "format": FORMAT,
+            "step": step,
+            "files": [entry.to_json() for entry in entries],
+            "metadata": dict(metadata or {}),
+        }
         write_json(partial / MANIFEST, document)
         for rank in range(num_ranks):
             (partial / f"manifest_rank_{rank}.json").unlink()
@@ -175,11 +187,14 @@ class CheckpointStore:
             size = path.stat().st_size if path.is_file() else None
             if size != entry.size:
                 found = "is missing" if size is None else f"has {size} bytes"
-                raise CheckpointError(f"checkpoint {folder}: {entry.name} {found}, the manifest says {entry.size} bytes")
+                raise CheckpointError(
+                    f"checkpoint {folder}: {entry.name} {found}, the manifest says {entry.size} bytes"
+                )
         return checkpoint
 
     def _delete_old(self, newest: int) -> None:
-        """Keep `newest` and the next valid ones up to `keep`; a broken one does not count and goes with the older ones."""
+        """Keep `newest` and the next valid ones up to `keep`; a broken one does not count and goes with the older
+        ones."""
         kept = 0
         for step in self.steps():
             if kept >= self.keep and step != newest:
@@ -225,8 +240,8 @@ def save_checkpoint(
 ) -> Path:
     """Every rank calls this; `write` saves this rank's files. Returns the folder once the checkpoint is in place.
 
-    If anything fails on any rank (a full disk, a bug in `write`), all ranks raise, the unfinished folder is gone, and earlier
-    checkpoints are as they were.
+    If anything fails on any rank (a full disk, a bug in `write`), all ranks raise, the unfinished folder is gone, and
+    earlier checkpoints are as they were.
     """
 
     def write_own() -> None:
@@ -261,16 +276,20 @@ def _save_message(store: CheckpointStore, step: int, problem: Exception | None) 
     what = "another rank failed; its own message says why" if problem is None else str(problem)
     if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
         free = shutil.disk_usage(store.folder if store.folder.is_dir() else Path.cwd()).free
-        what = f"the disk is full ({free / 2**20:.0f} MiB free); free space, lower checkpoint.keep, or move checkpoint.folder"
+        fix = "free space, lower checkpoint.keep, or move checkpoint.folder"
+        what = f"the disk is full ({free / 2**20:.0f} MiB free); {fix}"
     earlier = [other for other in store.steps() if other != step]
     left = f"the newest earlier checkpoint is {store.path(earlier[0])}" if earlier else "there is no earlier checkpoint"
     return f"checkpoint of step {step} was not saved in {store.folder}: {what}; {left}"
 
 
-def newest_valid(store: CheckpointStore, *, rank: int = 0, num_ranks: int = 1, agree: Agree = alone) -> Checkpoint | None:
+def newest_valid(
+    store: CheckpointStore, *, rank: int = 0, num_ranks: int = 1, agree: Agree = alone
+) -> Checkpoint | None:
     """The newest checkpoint whose every byte is what was written; each rank reads its share of the files.
 
-    None where there is no checkpoint folder at all. A broken newer one is reported and skipped; if all are broken, CheckpointError.
+    None where there is no checkpoint folder at all. A broken newer one is reported and skipped; if all are broken,
+    CheckpointError.
     """
     if rank == 0:
         store.clean()
@@ -297,13 +316,20 @@ def _problem(store: CheckpointStore, step: int, rank: int, num_ranks: int) -> st
         wrong = wrong_files(checkpoint, sorted(checkpoint.files)[rank::num_ranks])
     except (CheckpointError, OSError) as error:
         return str(error)
-    return f"checkpoint {checkpoint.folder}: contents of {', '.join(wrong)} changed since they were written" if wrong else None
+    return (
+        f"checkpoint {checkpoint.folder}: contents of {', '.join(wrong)} changed since they were written"
+        if wrong
+        else None
+    )
 
 
-def find_resume(mode: str, store: CheckpointStore, *, rank: int = 0, num_ranks: int = 1, agree: Agree = alone) -> Checkpoint | None:
+def find_resume(
+    mode: str, store: CheckpointStore, *, rank: int = 0, num_ranks: int = 1, agree: Agree = alone
+) -> Checkpoint | None:
     """The checkpoint to continue from under checkpoint.resume = `mode`, or None to start from the initial policy.
 
-    auto: the newest valid one if there is any. must: CheckpointError if there is none. never: CheckpointError if there is one.
+    auto: the newest valid one if there is any. must: CheckpointError if there is none. never: CheckpointError if there
+    is one.
     """
     if mode not in ("auto", "must", "never"):
         raise ValueError(f"checkpoint.resume = {mode!r}; choose one of: auto, must, never")
@@ -316,7 +342,9 @@ def find_resume(mode: str, store: CheckpointStore, *, rank: int = 0, num_ranks: 
         return None
     found = newest_valid(store, rank=rank, num_ranks=num_ranks, agree=agree)
     if found is None and mode == "must":
-        raise CheckpointError(f'checkpoint.resume = "must", but there is no checkpoint in {store.folder}; check run.folder')
+        raise CheckpointError(
+            f'checkpoint.resume = "must", but there is no checkpoint in {store.folder}; check run.folder'
+        )
     return found
 
 
@@ -324,7 +352,9 @@ def _merged_entries(partial: Path, num_ranks: int) -> Iterator[FileEntry]:
     parts = {int(match.group(1)) for match in map(_PART.fullmatch, os.listdir(partial)) if match}
     missing = sorted(set(range(num_ranks)) - parts)
     if missing:
-        raise CheckpointError(f"checkpoint {partial}: ranks {missing} of {num_ranks} wrote nothing here; is the folder shared by all nodes?")
+        raise CheckpointError(
+            f"checkpoint {partial}: ranks {missing} of {num_ranks} wrote nothing; is the folder shared by all nodes?"
+        )
     for rank in range(num_ranks):
         for entry in json.loads((partial / f"manifest_rank_{rank}.json").read_text(encoding="utf-8")):
             yield FileEntry(**entry)
@@ -341,7 +371,9 @@ def _read_manifest(folder: Path, step: int) -> Checkpoint:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {folder}: {MANIFEST} is not readable ({error!r})") from None
     if form != FORMAT or stated != step:
-        raise CheckpointError(f"checkpoint {folder}: manifest of format {form}, step {stated}; expected format {FORMAT}, step {step}")
+        raise CheckpointError(
+            f"checkpoint {folder}: manifest of format {form}, step {stated}; expected format {FORMAT}, step {step}"
+        )
     bad = [entry.name for entry in entries if not _PLAIN_NAME.fullmatch(entry.name)]
     if bad:
         raise CheckpointError(f"checkpoint {folder}: {MANIFEST} names files outside the folder: {bad}")

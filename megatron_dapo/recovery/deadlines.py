@@ -1,4 +1,5 @@
-"""No wait without a name and an end: half-way a log line says who is pending, at the end stacks are dumped and the process exits."""
+"""No wait without a name and an end: half-way a log line says who is pending, at the end stacks are dumped and the
+process exits."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ class Deadline:
 def watch(name: str, seconds: float, detail: Detail, on_expired: OnExpired) -> Iterator[None]:
     """Guard a block that cannot be polled (a collective, a native call).
 
-    At half time a warning says what is pending (`detail()`); at the deadline `on_expired(message)` is called in another thread,
-    usually `exit_with_stacks(...)`: the blocked thread cannot be woken.
+    At half time a warning says what is pending (`detail()`); at the deadline `on_expired(message)` is called in another
+    thread, usually `exit_with_stacks(...)`: the blocked thread cannot be woken.
     """
     start = time.monotonic()
     done = threading.Event()
@@ -84,7 +85,8 @@ def watch(name: str, seconds: float, detail: Detail, on_expired: OnExpired) -> I
 
 
 def exit_with_stacks(run_folder: Path, rank: int) -> OnExpired:
-    """What a worker does at a deadline: stacks of all threads to stderr and a file, the reason to failure.json, exit non-zero."""
+    """What a worker does at a deadline: stacks of all threads to stderr and a file, the reason to failure.json, exit
+    non-zero."""
 
     def on_expired(message: str) -> None:
         stacks = run_folder / f"stacks_rank_{rank}.txt"
@@ -92,7 +94,9 @@ def exit_with_stacks(run_folder: Path, rank: int) -> OnExpired:
         with open(stacks, "w", encoding="utf-8") as stream:
             faulthandler.dump_traceback(file=stream, all_threads=True)
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-        record_failure(run_folder, Failure(rank=rank, kind="deadline", message=message, detail=stacks.read_text(encoding="utf-8")))
+        record_failure(
+            run_folder, Failure(rank=rank, kind="deadline", message=message, detail=stacks.read_text(encoding="utf-8"))
+        )
         sys.__stderr__.write(f"rank {rank}: {message}; stacks are in {stacks}\n")
         sys.__stderr__.flush()
         os._exit(EXIT_CODE)

@@ -1,6 +1,7 @@
 """Files that are on disk when the call returns, with the size and hash of what was written.
 
-Everything goes through os.write and os.fsync in this module, so that a full disk or a kill at any write point can be tested.
+Everything goes through os.write and os.fsync in this module, so that a full disk or a kill at any write point can be
+tested.
 """
 
 from __future__ import annotations
@@ -53,12 +54,17 @@ def write_json(path: Path, document: Any) -> FileEntry:
     return write_file(path, [json.dumps(document, allow_nan=False, indent=1).encode()])
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
-    """Write a safetensors file, one tensor in memory at a time beyond those given. Any layout and device; 0-size tensors too."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Write a safetensors file, one tensor in memory at a time beyond those given. Any layout and device; 0-size
+    tensors too."""
     return write_file(path, _safetensors_chunks(tensors, metadata))
 
 
-def _safetensors_chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> Iterable[bytes | memoryview]:
+def _safetensors_chunks(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> Iterable[bytes | memoryview]:
     # Widest types first keeps every tensor aligned to its own type, which readers that map the file rely on.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -14,8 +14,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopRequest:
     """While entered, the first SIGINT or SIGTERM sets `requested`; the next one ends the process at once.
 
-    Poll `requested` where a checkpoint can be written, and agree on it with the other ranks: a signal need not reach all of them.
-    Enter it in the main thread.
+    Poll `requested` where a checkpoint can be written, and agree on it with the other ranks: a signal need not reach
+    all of them. Enter it in the main thread.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,9 @@ class StopRequest:
         self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -1,4 +1,5 @@
-"""One rollout batch on disk, as the trainer saw it, for replay through the trainer alone: bit for bit the same samples."""
+"""One rollout batch on disk, as the trainer saw it, for replay through the trainer alone: bit for bit the same
+samples."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class DumpedBatch:
 
 
 def dump_batch(folder: Path, samples: Sequence[TrainSample], metadata: Mapping[str, Any]) -> Path:
-    """Write `samples` and JSON-serialisable `metadata` (train step, learning rate, ...) into the new folder `folder`."""
+    """Write `samples` and JSON-serialisable `metadata` (train step, learning rate, ...) into the new folder
+    `folder`."""
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -38,7 +40,13 @@ def dump_batch(folder: Path, samples: Sequence[TrainSample], metadata: Mapping[s
     facts = {
         "metadata": dict(metadata),
         "samples": [
-            {"sample_id": s.sample_id, "group_index": s.group_index, "prompt_length": s.prompt_length, "num_tokens": s.num_tokens} for s in samples
+            {
+                "sample_id": s.sample_id,
+                "group_index": s.group_index,
+                "prompt_length": s.prompt_length,
+                "num_tokens": s.num_tokens,
+            }
+            for s in samples
         ],
     }
     (partial / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
@@ -50,14 +58,18 @@ def dump_batch(folder: Path, samples: Sequence[TrainSample], metadata: Mapping[s
 def _packed(samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
     """Each field of all samples end to end: tokens [sum T], the others [sum R]."""
     fields = (*_PER_SEQUENCE, *_PER_RESPONSE)
-    return {name: torch.cat([getattr(sample, name) for sample in samples]) if samples else torch.zeros(0) for name in fields}
+    return {
+        name: torch.cat([getattr(sample, name) for sample in samples]) if samples else torch.zeros(0) for name in fields
+    }
 
 
 def load_batch(folder: Path) -> DumpedBatch:
     """Read a dumped batch. Raises ValueError where its parts do not fit each other."""
     missing = [name for name in (_TENSORS, _FACTS) if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"batch dump {folder}: no {', '.join(missing)}; name a folder written by telemetry.dump_batches")
+        raise ValueError(
+            f"batch dump {folder}: no {', '.join(missing)}; name a folder written by telemetry.dump_batches"
+        )
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     tensors = load_file(folder / _TENSORS)
     rows = facts["samples"]
@@ -79,5 +91,7 @@ def load_batch(folder: Path) -> DumpedBatch:
 
 def _split(folder: Path, name: str, packed: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     if packed.numel() != sum(lengths):
-        raise ValueError(f"batch dump {folder}: {name} holds {packed.numel()} values, {_FACTS} says {sum(lengths)}; dump it again")
+        raise ValueError(
+            f"batch dump {folder}: {name} holds {packed.numel()} values, {_FACTS} says {sum(lengths)}; dump it again"
+        )
     return [part.clone() for part in packed.split(list(lengths))] if lengths else []

@@ -50,7 +50,11 @@ _STEP = [
     *_section(
         "rollout",
         ("groups_trained", "groups", "groups in this step's batch"),
-        ("groups_generated", "groups", "groups that finished generating for this step, surplus of earlier steps not counted"),
+        (
+            "groups_generated",
+            "groups",
+            "groups that finished generating for this step, surplus of earlier steps not counted",
+        ),
         ("groups_filtered_share", "fraction", "share of the finished groups that dynamic sampling filtered"),
         ("groups_all_correct_share", "fraction", "share of the finished groups in which every response was correct"),
         ("groups_all_wrong_share", "fraction", "share of the finished groups in which no response was correct"),
@@ -60,7 +64,11 @@ _STEP = [
         ("staleness_mean", "versions", "policy versions the trained groups are behind, mean"),
         ("staleness_max", "versions", "the same, largest"),
         ("accuracy_trained", "fraction", "mean accuracy of the trained responses"),
-        ("accuracy_generated", "fraction", "mean accuracy of all responses generated for this step, filtered ones included"),
+        (
+            "accuracy_generated",
+            "fraction",
+            "mean accuracy of all responses generated for this step, filtered ones included",
+        ),
         ("response_tokens_mean", "tokens", "mean length of the trained responses"),
         ("response_tokens_max", "tokens", "longest trained response"),
         ("response_tokens_filtered_mean", "tokens", "mean length of the filtered responses (0 if none)"),
@@ -157,8 +165,13 @@ def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[s
     unknown = [f"{name}{_near(name, schema)}" for name in values if name not in schema]
     missing = [name for name in schema if name not in values]
     if unknown or missing:
-        parts = [f"unknown: {', '.join(unknown)}" if unknown else "", f"missing: {', '.join(missing)}" if missing else ""]
-        raise ValueError("metrics of a step are exactly those of the schema; " + "; ".join(part for part in parts if part))
+        parts = [
+            f"unknown: {', '.join(unknown)}" if unknown else "",
+            f"missing: {', '.join(missing)}" if missing else "",
+        ]
+        raise ValueError(
+            "metrics of a step are exactly those of the schema; " + "; ".join(part for part in parts if part)
+        )
     return {name: float(values[name]) for name in schema}
 
 

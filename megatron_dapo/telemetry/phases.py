@@ -42,7 +42,8 @@ class PhaseTimer:
             self._open.pop()
 
     def finish_step(self) -> dict[str, float]:
-        """Seconds by phase, "unaccounted" and "step" since the last call; starts the next step. No phase may be open."""
+        """Seconds by phase, "unaccounted" and "step" since the last call; starts the next step. No phase may be
+        open."""
         assert not self._open, f"phases {self._open} are still open at the end of the step"
         self._turn()
         times = {**self._seconds, "step": self._mark - self._start}

@@ -76,7 +76,12 @@ class LiveProgress:
         fields = ("phase", "speed", "filtered", "accuracy", "mismatch", "eta")
         columns = [TextColumn("{task.fields[" + name + "]}") for name in fields]
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), *columns, console=console, transient=True
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            *columns,
+            console=console,
+            transient=True,
         )
         self._task = self._progress.add_task("train", total=total, completed=finished, **dict.fromkeys(fields, ""))
         self._progress.start()

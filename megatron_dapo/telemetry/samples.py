@@ -51,7 +51,8 @@ def choose(groups: Sequence[Group], limit: int) -> list[tuple[int, int]]:
 
 
 class SampleWriter:
-    """Appends records in a thread. A full queue or a failed write loses records and counts them; nothing is raised or waited for."""
+    """Appends records in a thread. A full queue or a failed write loses records and counts them; nothing is raised or
+    waited for."""
 
     def __init__(self, path: Path, first_step: int, queue_size: int = 4096) -> None:
         self.num_lost = 0

@@ -29,8 +29,12 @@ class RunSummary:
     total_seconds: float
     samples_per_s: float  # trained responses / train_seconds
     generated_tokens_per_s: float
-    folders: Mapping[str, str] = field(default_factory=dict)  # e.g. {"tensorboard": ..., "samples": ..., "huggingface": ...}
-    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON-serialisable: intervals, truncation rate, losses of samples
+    folders: Mapping[str, str] = field(
+        default_factory=dict
+    )  # e.g. {"tensorboard": ..., "samples": ..., "huggingface": ...}
+    extra: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # JSON-serialisable: intervals, truncation rate, losses of samples
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:

@@ -1,4 +1,5 @@
-"""Where metrics go: metrics.jsonl and TensorBoard, both by train step, both continuing a resumed run without duplicate steps."""
+"""Where metrics go: metrics.jsonl and TensorBoard, both by train step, both continuing a resumed run without duplicate
+steps."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class MetricWriter(Protocol):
 
 
 def drop_steps_from(path: Path, first_step: int) -> None:
-    """Remove from a JSONL file the records of `train_step` >= `first_step`, and an unfinished last line of a killed run."""
+    """Remove from a JSONL file the records of `train_step` >= `first_step`, and an unfinished last line of a killed
+    run."""
     if not path.is_file():
         return
     partial = path.with_suffix(".tmp")
@@ -43,7 +45,8 @@ def _is_before(line: str, first_step: int) -> bool:
 class JsonlWriter:
     """One JSON object a line: {"train_step": ..., name: value, ...}. A value that is not finite is null.
 
-    `first_step` is the step the run starts (or resumes) with: records from there on, left by a run that got further, go.
+    `first_step` is the step the run starts (or resumes) with: records from there on, left by a run that got further,
+    go.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -78,7 +81,8 @@ class TensorBoardWriter:
 
 
 class MetricRecorder:
-    """Hands metrics to every writer. A writer that fails (a full disk) is counted and reported once; training goes on."""
+    """Hands metrics to every writer. A writer that fails (a full disk) is counted and reported once; training goes
+    on."""
 
     def __init__(self, writers: Sequence[MetricWriter]) -> None:
         self._writers = tuple(writers)

@@ -1,4 +1,5 @@
-"""The arrows between packages point one way: a module imports only from lower layers; heavy libraries stay in one folder each."""
+"""The arrows between packages point one way: a module imports only from lower layers; heavy libraries stay in one
+folder each."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_imports_point_down(path: Path) -> None:
             continue
         other = package_of(imported)
         same = own == other or (own, other) in SIDEWAYS or LAYERS[own] == LAYERS[other] in (0, 5)
-        assert same or LAYERS[other] < LAYERS[own], f"{module_name(path)} (layer {LAYERS[own]}) imports {imported} (layer {LAYERS[other]})"
+        assert same or LAYERS[other] < LAYERS[own], (
+            f"{module_name(path)} (layer {LAYERS[own]}) imports {imported} (layer {LAYERS[other]})"
+        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
@@ -81,19 +84,31 @@ def test_heavy_libraries_stay_in_their_folder(path: Path) -> None:
     own = package_of(module_name(path))
     for imported in imports_of(path):
         root = imported.split(".")[0]
-        assert root not in HEAVY or own in HEAVY[root], f"{module_name(path)} imports {imported}; only {sorted(HEAVY[root])} may"
+        assert root not in HEAVY or own in HEAVY[root], (
+            f"{module_name(path)} imports {imported}; only {sorted(HEAVY[root])} may"
+        )
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if LAYERS.get(package_of(module_name(path))) in (0, 1)], ids=module_name)
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if LAYERS.get(package_of(module_name(path))) in (0, 1)], ids=module_name
+)
 def test_lower_layers_know_no_process_groups(path: Path) -> None:
     assert not [imported for imported in imports_of(path) if imported.startswith("torch.distributed")]
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if package_of(module_name(path)) == "config"], ids=module_name)
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if package_of(module_name(path)) == "config"], ids=module_name
+)
 def test_configuration_needs_no_torch(path: Path) -> None:
-    assert not [imported for imported in imports_of(path) if imported.split(".")[0] in ("torch", "transformers", "numpy")]
+    assert not [
+        imported for imported in imports_of(path) if imported.split(".")[0] in ("torch", "transformers", "numpy")
+    ]
 
 
 def test_every_package_with_a_layer_exists() -> None:
-    there = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    there = {
+        path.stem if path.is_file() else path.name
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or path.is_dir()
+    }
     assert set(LAYERS) <= there

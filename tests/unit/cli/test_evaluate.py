@@ -24,23 +24,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("eval")
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(root / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(
+        root / "model"
+    )
     torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(vocab_size=len(WORDS), max_position_embeddings=128, eos_token_id=0, tie_word_embeddings=True, **sizes)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = Qwen2Config(
+        vocab_size=len(WORDS), max_position_embeddings=128, eos_token_id=0, tie_word_embeddings=True, **sizes
+    )
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     model.save_pretrained(root / "model")
     row = {"data_source": "unit", "ability": "MATH", "extra_info": {"index": "0"}}
     rows = [
-        {**row, "prompt": [{"role": "user", "content": f"{a} + {b} = ?"}], "reward_model": {"ground_truth": str(a + b), "style": "rule"}}
+        {
+            **row,
+            "prompt": [{"role": "user", "content": f"{a} + {b} = ?"}],
+            "reward_model": {"ground_truth": str(a + b), "style": "rule"},
+        }
         for a in range(3)
         for b in range(3)
     ]
     (root / "data.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
     (root / "recipe.toml").write_text(
-        '[model]\npath = "model"\n[data]\ntrain_paths = ["data.jsonl"]\neval_paths = ["data.jsonl"]\ntemplate = "plain"\nmax_prompt_tokens = 16\n'
+        '[model]\npath = "model"\n[data]\ntrain_paths = ["data.jsonl"]\neval_paths = ["data.jsonl"]\n'
+        'template = "plain"\nmax_prompt_tokens = 16\n'
         "[rollout]\nmax_response_tokens = 12\nslots_per_rank = 8\n[evaluation]\nnum_samples = 3\n"
     )
     return root
@@ -50,11 +65,19 @@ def test_engine_holds_the_folders_weights(folder: Path) -> None:
     engine = loaded_engine(load_config(folder / "recipe.toml").config, folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     prompt = (4, 14, 5, 15, 16)
-    engine.submit([GenerationRequest("r", prompt, SamplingParams(temperature=0.0, max_new_tokens=10, stop_token_ids=(0,)), seed=0)])
+    engine.submit(
+        [
+            GenerationRequest(
+                "r", prompt, SamplingParams(temperature=0.0, max_new_tokens=10, stop_token_ids=(0,)), seed=0
+            )
+        ]
+    )
     completions = []
     while engine.num_unfinished:
         completions += engine.poll()
-    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=10, pad_token_id=0)[0, len(prompt) :]
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=10, pad_token_id=0)[
+        0, len(prompt) :
+    ]
     assert list(completions[0].token_ids) == expected.tolist()
 
 
@@ -65,7 +88,12 @@ def test_eval_command(folder: Path, tmp_path: Path) -> None:
     assert "avg@3:" in result.output and "pass@3:" in result.output
     document = json.loads(output.read_text())
     protocol = document["protocol"]
-    assert (protocol["num_samples"], protocol["num_problems"], protocol["top_p"], protocol["stop_token_ids"]) == (3, 9, 0.7, [0])
+    assert (protocol["num_samples"], protocol["num_problems"], protocol["top_p"], protocol["stop_token_ids"]) == (
+        3,
+        9,
+        0.7,
+        [0],
+    )
     assert protocol["verifier"] == "dapo" and protocol["engine"] == "embedded" and len(protocol["dataset_sha256"]) == 64
     repeated = CliRunner().invoke(app, ["eval", str(folder / "recipe.toml"), "--model", str(folder / "model")])
     assert repeated.output.splitlines()[-1] == result.output.splitlines()[-1]

@@ -34,18 +34,30 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
 
 def test_train_starts_the_workers_it_was_asked_for(recipe: Path, tmp_path: Path, started: list) -> None:
     folder = tmp_path / "run"
-    result = runner.invoke(app, ["train", str(recipe), "--set", "run.seed=5", "--layout", "tp2", "--run-folder", str(folder)])
+    result = runner.invoke(
+        app, ["train", str(recipe), "--set", "run.seed=5", "--layout", "tp2", "--run-folder", str(folder)]
+    )
     assert result.exit_code == 0, result.output
     ((module, arguments, num_processes, run_folder),) = started
     assert (module, num_processes, run_folder) == (WORKER, 2, folder)
-    assert arguments[:3] == [str(recipe), "--set", "run.seed=5"] and "parallel.tensor=2" in arguments and f"run.folder={folder}" in arguments
+    assert (
+        arguments[:3] == [str(recipe), "--set", "run.seed=5"]
+        and "parallel.tensor=2" in arguments
+        and f"run.folder={folder}" in arguments
+    )
     assert "TP2" in result.output and "accuracy after" in result.output and "0.900" in result.output
 
 
 def test_refusal_lists_everything_and_starts_nothing(recipe: Path, started: list) -> None:
-    result = runner.invoke(app, ["train", str(recipe), "--set", "rollout.top_k=3", "--set", "training.mini_batch_prompts=3"])
+    result = runner.invoke(
+        app, ["train", str(recipe), "--set", "rollout.top_k=3", "--set", "training.mini_batch_prompts=3"]
+    )
     assert result.exit_code == 2 and started == []
-    assert "2 problems" in result.output and "rollout.top_k" in result.output and "training.mini_batch_prompts" in result.output
+    assert (
+        "2 problems" in result.output
+        and "rollout.top_k" in result.output
+        and "training.mini_batch_prompts" in result.output
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--layout", "zz3"], ["--set", "rollout.groop_size=3"], ["--set", "nonsense"]])
@@ -78,13 +90,18 @@ def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, mon
 
 def test_eval_refuses_without_data(recipe: Path) -> None:
     switches = [f"evaluation.{name}=false" for name in ("at_start", "at_end")]
-    result = runner.invoke(app, ["eval", str(recipe), "--set", "data.eval_paths=[]", "--set", switches[0], "--set", switches[1]])
+    result = runner.invoke(
+        app, ["eval", str(recipe), "--set", "data.eval_paths=[]", "--set", switches[0], "--set", switches[1]]
+    )
     assert result.exit_code == 2 and "data.eval_paths is empty" in result.output
 
 
 def test_convert_hands_over_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     got = []
-    package, module = types.ModuleType("checkpoint_converters"), types.ModuleType("checkpoint_converters.hf_to_megatron")
+    package, module = (
+        types.ModuleType("checkpoint_converters"),
+        types.ModuleType("checkpoint_converters.hf_to_megatron"),
+    )
     module.main = lambda arguments: got.append(arguments) or 3
     monkeypatch.setitem(sys.modules, "checkpoint_converters", package)
     monkeypatch.setitem(sys.modules, "checkpoint_converters.hf_to_megatron", module)

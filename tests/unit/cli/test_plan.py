@@ -9,7 +9,10 @@ import pytest
 from megatron_dapo.cli.plan import describe, make_plan
 from megatron_dapo.config import ConfigError
 
-def violated(recipe: Path, *overrides: str, layout: str | None = None, num_devices: int = 0, world_size: int | None = None) -> set[str]:
+
+def violated(
+    recipe: Path, *overrides: str, layout: str | None = None, num_devices: int = 0, world_size: int | None = None
+) -> set[str]:
     with pytest.raises(ConfigError) as error:
         make_plan(recipe, overrides, layout, None, num_devices, world_size)
     return {violation.path for violation in error.value.violations}
@@ -26,7 +29,13 @@ def test_flags_decide(recipe: Path, tmp_path: Path) -> None:
 
 def test_lines_hold_the_resolved_numbers(recipe: Path) -> None:
     text = "\n".join(describe(make_plan(recipe, [], None, None, num_devices=0)))
-    for part in ("TP1", "8 prompts x 4 responses, 4 optimizer steps of 8 responses", "from 80 (0) to 112 tokens (-1)", "[0.8, 1.28]", "7 train"):
+    for part in (
+        "TP1",
+        "8 prompts x 4 responses, 4 optimizer steps of 8 responses",
+        "from 80 (0) to 112 tokens (-1)",
+        "[0.8, 1.28]",
+        "7 train",
+    ):
         assert part in text
 
 
@@ -40,7 +49,9 @@ def test_missing_model_does_not_hide_the_rest(recipe: Path) -> None:
 
 
 def test_positions_of_the_model_are_known(recipe: Path) -> None:
-    assert violated(recipe, "rollout.max_response_tokens=449", "training.micro_batch_tokens=1024") == {"rollout.max_response_tokens"}
+    assert violated(recipe, "rollout.max_response_tokens=449", "training.micro_batch_tokens=1024") == {
+        "rollout.max_response_tokens"
+    }
 
 
 def test_more_processes_than_accelerators(recipe: Path) -> None:

@@ -9,7 +9,13 @@ import pytest
 
 from megatron_dapo.config import config_from_dict, missing_inputs, read_architecture
 
-DOCUMENT = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
+DOCUMENT = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+}
 
 
 def test_facts(tmp_path: Path) -> None:
@@ -24,7 +30,8 @@ def test_heads_without_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [(None, "no config.json"), ("{", "not valid JSON"), (json.dumps({"hidden_size": 3}), "num_hidden_layers")]
+    ("text", "message"),
+    [(None, "no config.json"), ("{", "not valid JSON"), (json.dumps({"hidden_size": 3}), "num_hidden_layers")],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
@@ -35,7 +42,10 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str | None, message: str) 
 
 def test_missing_inputs_are_all_named(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("")
-    tree = {"model": {"path": "model"}, "data": {"train_paths": ["train.jsonl", "trian.jsonl"], "eval_paths": ["held.jsonl"]}}
+    tree = {
+        "model": {"path": "model"},
+        "data": {"train_paths": ["train.jsonl", "trian.jsonl"], "eval_paths": ["held.jsonl"]},
+    }
     found = missing_inputs(config_from_dict(tree, folder=tmp_path))
     assert [violation.path for violation in found] == ["model.path", "data.train_paths", "data.eval_paths"]
     assert str(tmp_path / "train.jsonl") in found[1].suggestion

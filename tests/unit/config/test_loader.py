@@ -46,7 +46,9 @@ def test_inputs_are_relative_to_the_file_that_states_them(tmp_path: Path, monkey
 
 
 def test_base_chain_takes_the_nearest_value_and_says_from_where(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text(MINIMAL + "[rollout]\ngroup_size = 2\ntop_k = 1\n[optimizer]\nbetas = [0.9, 0.95]\n")
+    (tmp_path / "a.toml").write_text(
+        MINIMAL + "[rollout]\ngroup_size = 2\ntop_k = 1\n[optimizer]\nbetas = [0.9, 0.95]\n"
+    )
     (tmp_path / "b.toml").write_text('base = "a.toml"\n[rollout]\ngroup_size = 3\n')
     (tmp_path / "c.toml").write_text('base = "b.toml"\n[rollout]\ntemperature = 0.5\n')
     loaded = load_config(tmp_path / "c.toml")
@@ -87,7 +89,14 @@ def test_all_unknown_keys_and_wrong_types_come_at_once(recipe: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(recipe)
     found = problems(error)
-    assert set(found) == {"rollout.groop_size", "rollout.group_size", "run.seed", "model.dtype", "model.path", "data.train_paths"}
+    assert set(found) == {
+        "rollout.groop_size",
+        "rollout.group_size",
+        "run.seed",
+        "model.dtype",
+        "model.path",
+        "data.train_paths",
+    }
     assert "'float32' or 'bfloat16'" in found["model.dtype"] and "did you mean 'bfloat16'" in found["model.dtype"]
     assert str(recipe) in found["run.seed"]
 
@@ -115,7 +124,9 @@ def test_text_stays_text(recipe: Path, word: str) -> None:
     assert load_config(recipe, [f"run.name={word}"]).config.run.name == word.strip("\"'")
 
 
-@pytest.mark.parametrize("override", ["rollout.group_size", "=3", "rollout.top_k=[", "rollout.top_k=1\nx=2", "rollout.top_k="])
+@pytest.mark.parametrize(
+    "override", ["rollout.group_size", "=3", "rollout.top_k=[", "rollout.top_k=1\nx=2", "rollout.top_k="]
+)
 def test_unreadable_override(recipe: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="section.field=value"):
         load_config(recipe, [override])

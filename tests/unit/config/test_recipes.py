@@ -12,7 +12,12 @@ from megatron_dapo.config import ArchitectureFacts, load_config, validate
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted((ROOT / "examples").rglob("*.toml"))
 QWEN_32B = ArchitectureFacts(
-    num_layers=64, num_attention_heads=40, num_key_value_heads=8, hidden_size=5120, intermediate_size=27648, max_position_embeddings=131072
+    num_layers=64,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    hidden_size=5120,
+    intermediate_size=27648,
+    max_position_embeddings=131072,
 )
 
 # From the paper (arXiv 2503.14476) and, where it is silent, from the published script of the reproduction.
@@ -96,5 +101,7 @@ def test_quickstart_inputs_stand_beside_the_recipe() -> None:
     folder = ROOT / "examples" / "quickstart"
     config = load_config(folder / "quickstart.toml").config
     assert config.model.path == folder / "base_model"
-    assert config.data.train_paths == (folder / "train.jsonl",) and config.data.eval_paths == (folder / "heldout.jsonl",)
+    assert config.data.train_paths == (folder / "train.jsonl",) and config.data.eval_paths == (
+        folder / "heldout.jsonl",
+    )
     assert config.parallel.tensor == 2 and config.num_processes == 2

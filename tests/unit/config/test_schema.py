@@ -53,11 +53,21 @@ def test_every_field_is_documented() -> None:
 
 
 def test_resolved_shortcuts() -> None:
-    tree = {"model": {"path": "m"}, "data": {"train_paths": ["t"]}, "run": {"folder": "runs/x"}, "rollout": {"max_response_tokens": 77}}
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train_paths": ["t"]},
+        "run": {"folder": "runs/x"},
+        "rollout": {"max_response_tokens": 77},
+    }
     config = config_from_dict(tree)
     assert config.checkpoint_folder == Path("runs/x/checkpoints")
     assert (config.evaluation_response_tokens, config.aggregation_length, config.num_processes) == (77, 77, 1)
-    own = {**tree, "checkpoint": {"folder": "/ck"}, "evaluation": {"max_response_tokens": 5}, "parallel": {"tensor": 2, "context": 2}}
+    own = {
+        **tree,
+        "checkpoint": {"folder": "/ck"},
+        "evaluation": {"max_response_tokens": 5},
+        "parallel": {"tensor": 2, "context": 2},
+    }
     config = config_from_dict({**own, "algorithm": {"aggregation_length": 9}})
     assert config.checkpoint_folder == Path("/ck")
     assert (config.evaluation_response_tokens, config.aggregation_length, config.num_processes) == (5, 9, 4)

@@ -11,13 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.config import ArchitectureFacts, Config, ConfigError, config_from_dict, require_valid, schedule_steps, validate
+from megatron_dapo.config import (
+    ArchitectureFacts,
+    Config,
+    ConfigError,
+    config_from_dict,
+    require_valid,
+    schedule_steps,
+    validate,
+)
 from megatron_dapo.config.schema import leaf_fields
 from megatron_dapo.config.validator import _RANGES, nearest_divisor
 from megatron_dapo.parallel.layout import ParallelLayout
 
 QWEN_32B = ArchitectureFacts(
-    num_layers=64, num_attention_heads=40, num_key_value_heads=8, hidden_size=5120, intermediate_size=27648, max_position_embeddings=131072
+    num_layers=64,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    hidden_size=5120,
+    intermediate_size=27648,
+    max_position_embeddings=131072,
 )
 
 
@@ -75,7 +88,10 @@ BROKEN = [
     ),
     (
         "reward.overlong_filter",
-        {"reward__overlong_filter": True, "reward__overlong_punishment": {"enabled": True, "max_length": 64, "cache_length": 16}},
+        {
+            "reward__overlong_filter": True,
+            "reward__overlong_punishment": {"enabled": True, "max_length": 64, "cache_length": 16},
+        },
     ),
     ("reward.verifier", {"reward__verifier": "strict"}),
     ("reward.verifier", {"reward__verifier": "no such:thing"}),
@@ -128,7 +144,9 @@ def test_all_violations_come_at_once(chosen: set[int]) -> None:
     combined: dict[str, Any] = {}
     expected = set()
     for path, values in (BROKEN[index] for index in sorted(chosen)):
-        sections, taken = ({together.get(name.split("__")[0], name.split("__")[0]) for name in names} for names in (values, combined))
+        sections, taken = (
+            {together.get(name.split("__")[0], name.split("__")[0]) for name in names} for names in (values, combined)
+        )
         if not sections & taken:
             combined.update(values)
             expected.add(path)
@@ -139,12 +157,27 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 
 @settings(max_examples=300, deadline=None)
-@given(tensor=SIZES, pipeline=SIZES, virtual=st.sampled_from([1, 2]), context=SIZES, expert=SIZES, sequence=st.booleans(), world=st.integers(1, 128))
+@given(
+    tensor=SIZES,
+    pipeline=SIZES,
+    virtual=st.sampled_from([1, 2]),
+    context=SIZES,
+    expert=SIZES,
+    sequence=st.booleans(),
+    world=st.integers(1, 128),
+)
 def test_layout_rules_agree_with_the_layout(
     tensor: int, pipeline: int, virtual: int, context: int, expert: int, sequence: bool, world: int
 ) -> None:
     config = make(
-        parallel={"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual, "context": context, "expert": expert, "sequence_parallel": sequence},
+        parallel={
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "virtual_pipeline": virtual,
+            "context": context,
+            "expert": expert,
+            "sequence_parallel": sequence,
+        },
         training__micro_batch_tokens=4096,
         training__mini_batch_prompts=8,
         rollout__group_size=16,
@@ -186,7 +219,11 @@ def test_micro_batch_holds_the_longest_sequence_with_its_padding() -> None:
 def test_world_size_error_holds_both_numbers() -> None:
     found = validate(make(parallel__tensor=4, parallel__pipeline=2), world_size=12)
     assert [violation.path for violation in found] == ["parallel.tensor"]
-    assert found[0].values["processes"] == 12 and found[0].values["model_size"] == 8 and "start 16 processes" in found[0].suggestion
+    assert (
+        found[0].values["processes"] == 12
+        and found[0].values["model_size"] == 8
+        and "start 16 processes" in found[0].suggestion
+    )
 
 
 def test_too_few_processes_named() -> None:
@@ -205,7 +242,10 @@ def test_every_data_parallel_rank_gets_a_response() -> None:
     [
         ("parallel.tensor", {"parallel__tensor": 16}),
         ("parallel.pipeline", {"parallel__pipeline": 4, "parallel__virtual_pipeline": 3}),
-        ("rollout.max_response_tokens", {"rollout__max_response_tokens": 131072 - 31, "training__micro_batch_tokens": 2**20}),
+        (
+            "rollout.max_response_tokens",
+            {"rollout__max_response_tokens": 131072 - 31, "training__micro_batch_tokens": 2**20},
+        ),
         ("evaluation.max_response_tokens", {"evaluation__max_response_tokens": 131072}),
         ("parallel.expert", {"parallel__expert": 2, "parallel__context": 2}),
     ],
@@ -216,7 +256,10 @@ def test_architecture_rules(path: str, values: dict[str, Any]) -> None:
 
 def test_schedule_counts_in_its_unit() -> None:
     assert schedule_steps(make(run__total_steps=7)) == 7
-    assert schedule_steps(make(run__total_steps=7, optimizer__warmup_unit="optimizer_step", training__epochs=3)) == 7 * 2 * 3
+    assert (
+        schedule_steps(make(run__total_steps=7, optimizer__warmup_unit="optimizer_step", training__epochs=3))
+        == 7 * 2 * 3
+    )
 
 
 def test_every_number_has_a_range() -> None:
@@ -225,7 +268,10 @@ def test_every_number_has_a_range() -> None:
     assert numbers - set(_RANGES) == free
 
 
-@pytest.mark.parametrize("path", sorted(path for path, field in leaf_fields().items() if field.annotation in (int, float) and path in _RANGES))
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path, field in leaf_fields().items() if field.annotation in (int, float) and path in _RANGES),
+)
 def test_range_refuses_minus_one(path: str) -> None:
     number = -1 if leaf_fields()[path].annotation is int else -1.0
     assert path in paths(make(**{path.replace(".", "__"): number}))

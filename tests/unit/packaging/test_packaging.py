@@ -17,7 +17,18 @@ from packaging.utils import canonicalize_name
 
 import megatron_dapo
 
-COMPILED = ("transformer-engine", "flash-attn", "apex", "sglang", "flashinfer", "triton", "nvidia", "vllm", "modelopt", "cuda")
+COMPILED = (
+    "transformer-engine",
+    "flash-attn",
+    "apex",
+    "sglang",
+    "flashinfer",
+    "triton",
+    "nvidia",
+    "vllm",
+    "modelopt",
+    "cuda",
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +39,10 @@ def metadata(repository: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setuptools, "setup", lambda **arguments: caught.update(arguments))
         patch.chdir(repository)
-        exec(compile(source, str(repository / "setup.py"), "exec"), {"__file__": str(repository / "setup.py"), "__name__": "setup"})
+        exec(
+            compile(source, str(repository / "setup.py"), "exec"),
+            {"__file__": str(repository / "setup.py"), "__name__": "setup"},
+        )
     return caught
 
 
@@ -36,7 +50,9 @@ def pins(path: Path) -> dict[str, str]:
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
     for requirement in requirements:
-        assert re.fullmatch(r"==[0-9][0-9A-Za-z.+]*", str(requirement.specifier)), f"{path.name}: {requirement} is not an exact pin"
+        assert re.fullmatch(r"==[0-9][0-9A-Za-z.+]*", str(requirement.specifier)), (
+            f"{path.name}: {requirement} is not an exact pin"
+        )
     return {canonicalize_name(requirement.name): str(requirement.specifier)[2:] for requirement in requirements}
 
 
@@ -52,8 +68,12 @@ def test_base_install_pulls_no_compiled_cuda_package(metadata: dict[str, Any]) -
     assert "torch" in names and not [name for name in names if name.startswith(COMPILED)]
 
 
-@pytest.mark.parametrize(("lock", "python", "extras"), [("cpu-py311.txt", "3.11", ["dev"]), ("cuda-py312.txt", "3.12", ["gpu", "sglang"])])
-def test_lock_satisfies_the_requirements(repository: Path, metadata: dict[str, Any], lock: str, python: str, extras: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("lock", "python", "extras"), [("cpu-py311.txt", "3.11", ["dev"]), ("cuda-py312.txt", "3.12", ["gpu", "sglang"])]
+)
+def test_lock_satisfies_the_requirements(
+    repository: Path, metadata: dict[str, Any], lock: str, python: str, extras: list[str]
+) -> None:
     pinned = pins(repository / "requirements" / lock)
     wanted = metadata["install_requires"] + [line for extra in extras for line in metadata["extras_require"][extra]]
     for requirement in map(Requirement, wanted):
@@ -61,14 +81,18 @@ def test_lock_satisfies_the_requirements(repository: Path, metadata: dict[str, A
             continue
         version = pinned.get(canonicalize_name(requirement.name))
         assert version is not None, f"{lock} does not pin {requirement.name}"
-        assert requirement.specifier.contains(version, prereleases=True), f"{lock}: {requirement.name} {version} is not {requirement.specifier}"
+        assert requirement.specifier.contains(version, prereleases=True), (
+            f"{lock}: {requirement.name} {version} is not {requirement.specifier}"
+        )
 
 
 def test_cpu_lock_has_no_cuda_package(repository: Path) -> None:
     assert not [name for name in pins(repository / "requirements" / "cpu-py311.txt") if name.startswith(COMPILED)]
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11) or sys.platform != "linux", reason="the tested CPU lock is for Python 3.11 on Linux")
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11) or sys.platform != "linux", reason="the tested CPU lock is for Python 3.11 on Linux"
+)
 def test_installed_is_what_the_lock_says(repository: Path) -> None:
     wrong = {}
     for name, version in pins(repository / "requirements" / "cpu-py311.txt").items():
@@ -106,7 +130,11 @@ def test_shell_scripts_parse_and_name_what_exists(repository: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize(("flags", "expected"), [([], "quickstart.toml"), (["LAYOUT=tp1pp2"], "quickstart.toml --layout tp1pp2")])
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], "quickstart.toml"), (["LAYOUT=tp1pp2"], "quickstart.toml --layout tp1pp2")]
+)
 def test_make_quickstart_runs_the_train_command(repository: Path, flags: list[str], expected: str) -> None:
-    done = subprocess.run(["make", "-n", "quickstart", *flags], cwd=repository, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        ["make", "-n", "quickstart", *flags], cwd=repository, capture_output=True, text=True, timeout=30, check=True
+    )
     assert done.stdout.strip().splitlines()[-1].rstrip().endswith(f"megatron-dapo train examples/quickstart/{expected}")

@@ -1,4 +1,5 @@
-"""A checkpoint is whole or not there: kills and full disks at every write point, broken files, retention, several ranks."""
+"""A checkpoint is whole or not there: kills and full disks at every write point, broken files, retention, several
+ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def content(step: int) -> Callable[[CheckpointWriter], None]:
 
 def is_of(checkpoint: Checkpoint | None, step: int) -> bool:
     assert checkpoint is not None and checkpoint.step == step
-    return checkpoint.load_json("trainer.json") == {"step": step} and bool((checkpoint.load_tensors("model.safetensors")["w"] == step).all())
+    return checkpoint.load_json("trainer.json") == {"step": step} and bool(
+        (checkpoint.load_tensors("model.safetensors")["w"] == step).all()
+    )
 
 
 @pytest.fixture
@@ -112,7 +115,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))
-def test_broken_newest_is_reported_and_the_one_before_used(store: CheckpointStore, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_newest_is_reported_and_the_one_before_used(
+    store: CheckpointStore, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 2):
         save_checkpoint(store, step, content(step))
     DAMAGE[damage](store.path(2))
@@ -232,7 +237,9 @@ print(calls)
 
 def run_killed(folder: Path, point: int) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).resolve().parents[3])
-    return subprocess.run([sys.executable, "-c", KILLED, str(folder), str(point), root], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder), str(point), root], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_kill_at_random_write_points(tmp_path: Path) -> None:
@@ -287,7 +294,9 @@ class Ranks:
 def test_several_ranks(store: CheckpointStore) -> None:
     def save(step: int) -> Callable[[int, Callable[[bool], bool]], object]:
         def work(rank: int, agree: Callable[[bool], bool]) -> object:
-            write = lambda writer: writer.save_tensors(f"rank_{rank}.safetensors", {"w": torch.full((8,), float(rank + step))})
+            write = lambda writer: writer.save_tensors(
+                f"rank_{rank}.safetensors", {"w": torch.full((8,), float(rank + step))}
+            )
             return save_checkpoint(store, step, write, rank=rank, num_ranks=3, agree=agree)
 
         return work
@@ -339,7 +348,10 @@ def test_loading_a_file_that_is_not_there_lists_what_is(store: CheckpointStore) 
 def test_manifest_is_plain_json(store: CheckpointStore) -> None:
     save_checkpoint(store, 1, content(1))
     document = json.loads((store.path(1) / "manifest.json").read_text())
-    assert document["step"] == 1 and {entry["name"] for entry in document["files"]} == {"model.safetensors", "trainer.json"}
+    assert document["step"] == 1 and {entry["name"] for entry in document["files"]} == {
+        "model.safetensors",
+        "trainer.json",
+    }
 
 
 def test_keep_zero_is_refused(tmp_path: Path) -> None:

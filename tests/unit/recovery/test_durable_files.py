@@ -15,7 +15,17 @@ from safetensors.torch import load_file
 
 from megatron_dapo.recovery.durable_files import hash_file, write_file, write_json, write_tensors
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+]
 
 
 def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
@@ -44,7 +54,14 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_every_tensor_is_aligned_to_its_type(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
-    write_tensors(path, {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(3, dtype=torch.float64), "c": torch.ones(1, dtype=torch.int16)})
+    write_tensors(
+        path,
+        {
+            "a": torch.ones(3, dtype=torch.uint8),
+            "b": torch.ones(3, dtype=torch.float64),
+            "c": torch.ones(1, dtype=torch.int16),
+        },
+    )
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])

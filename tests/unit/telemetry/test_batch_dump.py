@@ -36,9 +36,16 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert loaded.metadata == {"train_step": 3, "learning_rate": 1e-6}
     assert len(loaded.samples) == len(samples)
     for got, expected in zip(loaded.samples, samples):
-        assert (got.sample_id, got.group_index, got.prompt_length) == (expected.sample_id, expected.group_index, expected.prompt_length)
+        assert (got.sample_id, got.group_index, got.prompt_length) == (
+            expected.sample_id,
+            expected.group_index,
+            expected.prompt_length,
+        )
         for name in ("tokens", "loss_mask", "advantages", "rollout_logprobs"):
-            assert torch.equal(getattr(got, name), getattr(expected, name)) and getattr(got, name).dtype == getattr(expected, name).dtype
+            assert (
+                torch.equal(getattr(got, name), getattr(expected, name))
+                and getattr(got, name).dtype == getattr(expected, name).dtype
+            )
     assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
 
 

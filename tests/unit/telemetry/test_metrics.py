@@ -20,7 +20,9 @@ def test_unknown_and_missing_are_all_named() -> None:
     values = dict.fromkeys(STEP_METRICS, 0.0)
     del values["actor/entropy"], values["time/step"]
     values |= {"actor/entrpy": 0.0, "zzz": 0.0}
-    with pytest.raises(ValueError, match=r"actor/entrpy \(did you mean actor/entropy\?\), zzz; missing: actor/entropy, time/step"):
+    with pytest.raises(
+        ValueError, match=r"actor/entrpy \(did you mean actor/entropy\?\), zzz; missing: actor/entropy, time/step"
+    ):
         checked(STEP_METRICS, values)
 
 
@@ -30,10 +32,14 @@ def test_every_metric_has_a_unit_and_a_meaning() -> None:
 
 
 def test_phase_times_are_in_the_schema() -> None:
-    assert {f"time/{name}" for name in PhaseTimer(list(PHASES)).finish_step()} == {name for name in STEP_METRICS if name.startswith("time/")}
+    assert {f"time/{name}" for name in PhaseTimer(list(PHASES)).finish_step()} == {
+        name for name in STEP_METRICS if name.startswith("time/")
+    }
 
 
 def test_mismatch_metrics_of_the_algorithms_are_in_the_schema() -> None:
-    sums = dict.fromkeys(("num_tokens", "abs_logprob_diff", "abs_prob_diff", "k1", "k3", "weight", "weight_square"), 1.0)
+    sums = dict.fromkeys(
+        ("num_tokens", "abs_logprob_diff", "abs_prob_diff", "k1", "k3", "weight", "weight_square"), 1.0
+    )
     total = MismatchSums(sums=sums, maxima={"abs_logprob_diff": 1.0, "abs_prob_diff": 1.0})
     assert set(mismatch_metrics(total)) <= set(STEP_METRICS)

@@ -8,7 +8,15 @@ import logging
 import pytest
 from rich.console import Console
 
-from megatron_dapo.telemetry.progress import Eta, LiveProgress, LogProgress, StepReport, duration, mismatch_meter, progress_view
+from megatron_dapo.telemetry.progress import (
+    Eta,
+    LiveProgress,
+    LogProgress,
+    StepReport,
+    duration,
+    mismatch_meter,
+    progress_view,
+)
 
 REPORT = StepReport(finished=3, accuracy=0.42, tokens_per_s=12345.6, filtered_share=0.25, mismatch=1e-6)
 
@@ -49,7 +57,15 @@ def test_duration(seconds: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "meter"), [(0.0, "........"), (5e-9, "........"), (5e-5, "####...."), (0.05, "########"), (9.0, "########"), (float("nan"), "!!!!!!!!")]
+    ("value", "meter"),
+    [
+        (0.0, "........"),
+        (5e-9, "........"),
+        (5e-5, "####...."),
+        (0.05, "########"),
+        (9.0, "########"),
+        (float("nan"), "!!!!!!!!"),
+    ],
 )
 def test_meter(value: float, meter: str) -> None:
     assert mismatch_meter(value, 0.05) == meter

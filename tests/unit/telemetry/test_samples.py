@@ -36,8 +36,12 @@ def test_record_holds_all_a_reader_asks_for(groups: list[Group]) -> None:
     }
 
 
-@pytest.mark.parametrize(("limit", "picked"), [(0, []), (3, [(0, 0), (0, 1), (0, 2)]), (8, [(g, i) for g in (0, 5) for i in range(4)])])
-def test_choice_is_whole_groups_spread_over_the_batch(groups: list[Group], limit: int, picked: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("limit", "picked"), [(0, []), (3, [(0, 0), (0, 1), (0, 2)]), (8, [(g, i) for g in (0, 5) for i in range(4)])]
+)
+def test_choice_is_whole_groups_spread_over_the_batch(
+    groups: list[Group], limit: int, picked: list[tuple[int, int]]
+) -> None:
     assert choose(groups, limit) == picked
 
 

@@ -38,5 +38,14 @@ def test_keys_and_round_trip(tmp_path: Path) -> None:
 def test_table() -> None:
     stream = io.StringIO()
     Console(file=stream, width=120).print(summary_table(SUMMARY))
-    for text in ("quickstart: finished", "TP2 PP1", "0.310", "not evaluated", "3:22", "4:20", "50.8 samples/s", "runs/quickstart/tensorboard"):
+    for text in (
+        "quickstart: finished",
+        "TP2 PP1",
+        "0.310",
+        "not evaluated",
+        "3:22",
+        "4:20",
+        "50.8 samples/s",
+        "runs/quickstart/tensorboard",
+    ):
         assert text in stream.getvalue(), text
