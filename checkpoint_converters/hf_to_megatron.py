@@ -1,4 +1,4 @@
-"""Cut a Hugging Face model into one safetensors file a Megatron rank: hf_to_megatron.py MODEL OUTPUT --tensor 2 --pipeline 2."""
+"""Cut a Hugging Face model into one file a Megatron rank: hf_to_megatron.py MODEL OUTPUT --tensor 2 --pipeline 2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"hf_to_megatron: {error}", file=sys.stderr)
         return 1
-    print(f"{report.num_tensors} tensors, {report.bytes_read:,} bytes read, {report.num_files} files of {report.bytes_written:,} bytes")
+    print(
+        f"{report.num_tensors} tensors, {report.bytes_read:,} bytes read, "
+        f"{report.num_files} files of {report.bytes_written:,} bytes"
+    )
     return 0
 
 

@@ -13,14 +13,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", help="folder with layout.json and rank_*.safetensors")
     parser.add_argument("target", help="folder to be written; must not exist")
-    parser.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="largest safetensors file (default %(default)s)")
+    parser.add_argument(
+        "--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="largest safetensors file (default %(default)s)"
+    )
     options = parser.parse_args(arguments)
     try:
         report = megatron_to_huggingface(options.source, options.target, shard_bytes=options.shard_bytes)
     except (ValueError, OSError) as error:
         print(f"megatron_to_hf: {error}", file=sys.stderr)
         return 1
-    print(f"{report.num_tensors} tensors, {report.bytes_read:,} bytes read, {report.num_files} files of {report.bytes_written:,} bytes")
+    print(
+        f"{report.num_tensors} tensors, {report.bytes_read:,} bytes read, "
+        f"{report.num_files} files of {report.bytes_written:,} bytes"
+    )
     return 0
 
 

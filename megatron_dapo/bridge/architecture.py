@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about a decoder, with nothing assumed: every field is used, neutral, or an error."""
+"""What a config.json says about a decoder: every field is used, neutral, or an error; nothing is assumed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RopeKind = Literal["linear", "llama3"]
 class RopeScaling:
     """Scaling of the rotary frequencies.
 
-    linear: every frequency divided by `factor`. llama3: frequencies of wavelength above original / low_freq_factor are divided by
-    `factor`, those below original / high_freq_factor are kept, between them they are blended.
+    linear: every frequency divided by `factor`. llama3: frequencies of wavelength above original / low_freq_factor are
+    divided by `factor`, those below original / high_freq_factor are kept, between them they are blended.
     """
 
     kind: RopeKind
@@ -47,20 +47,24 @@ FAMILIES: Mapping[str, Family] = {
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 _USED = frozenset(
-    "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-    "head_dim rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings torch_dtype dtype "
-    "layer_types sliding_window use_sliding_window".split()
+    """
+    model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings
+    tie_word_embeddings torch_dtype dtype layer_types sliding_window use_sliding_window
+    """.split()
 )
 # Fields that say nothing about logits or gradients: bookkeeping, generation, outputs to return, initialisation.
 _NEUTRAL = frozenset(
-    "_name_or_path _attn_implementation attn_implementation transformers_version use_cache initializer_range max_window_layers "
-    "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id "
-    "output_attentions output_hidden_states return_dict return_dict_in_generate output_scores torchscript id2label label2id "
-    "num_labels problem_type tokenizer_class prefix task_specific_params finetuning_task pruned_heads is_decoder "
-    "is_encoder_decoder chunk_size_feed_forward max_length min_length do_sample early_stopping num_beams num_beam_groups "
-    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences suppress_tokens begin_suppress_tokens "
-    "exponential_decay_length_penalty remove_invalid_values tf_legacy_loss use_bfloat16".split()
+    """
+    _name_or_path _attn_implementation attn_implementation transformers_version use_cache initializer_range
+    max_window_layers bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id
+    forced_bos_token_id forced_eos_token_id output_attentions output_hidden_states return_dict return_dict_in_generate
+    output_scores torchscript id2label label2id num_labels problem_type tokenizer_class prefix task_specific_params
+    finetuning_task pruned_heads is_decoder is_encoder_decoder chunk_size_feed_forward max_length min_length do_sample
+    early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty remove_invalid_values tf_legacy_loss use_bfloat16
+    """.split()
 )
 # Fields that would change the math: the values with which they do not.
 _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -121,16 +125,21 @@ class ModelArchitecture:
     def from_config(cls, config: Mapping[str, Any], *, neutral_fields: Collection[str] = ()) -> ModelArchitecture:
         """The architecture of a parsed config.json (transformers 4 or 5).
 
-        Raises ValueError that names the field for an unknown model_type, for a field whose value changes the math in a way
-        that is not supported, for a missing field, and for an unknown field that is set, unless `neutral_fields` names it.
+        Raises ValueError that names the field for an unknown model_type, for a field whose value changes the math in a
+        way that is not supported, for a missing field, and for an unknown field that is set, unless `neutral_fields`
+        names it.
         """
         family = _family(config)
         _check_fields(config, neutral_fields)
         _check_full_attention(config)
         heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
-        key_value_heads = heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads")
+        key_value_heads = (
+            heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads")
+        )
         if heads % key_value_heads:
-            raise ValueError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {key_value_heads}")
+            raise ValueError(
+                f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {key_value_heads}"
+            )
         theta, scaling = _rope(config)
         return cls(
             model_type=config["model_type"],
@@ -202,17 +211,24 @@ LM_HEAD = "lm_head.weight"
 def _family(config: Mapping[str, Any]) -> Family:
     model_type = _required(config, "model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}")
+        raise ValueError(
+            f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+        )
     family = FAMILIES[model_type]
     declared = config.get("architectures")
     if declared and list(declared) != [family.architecture]:
-        raise ValueError(f"config.json: architectures {list(declared)} of a {model_type} is not supported, only [{family.architecture!r}]")
+        raise ValueError(
+            f"config.json: architectures {list(declared)} of a {model_type} is not supported, "
+            f"only [{family.architecture!r}]"
+        )
     return family
 
 
 def _required(config: Mapping[str, Any], field: str) -> Any:
     if config.get(field) is None:
-        raise ValueError(f"config.json: {field} is missing; it changes the model, so no default is taken: write it there")
+        raise ValueError(
+            f"config.json: {field} is missing; it changes the model, so no default is taken: write it there"
+        )
     return config[field]
 
 
@@ -227,7 +243,9 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int
     if config.get("head_dim") is not None or not family.derives_head_dim:
         return _positive(config, "head_dim")
     if hidden % heads:
-        raise ValueError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; write head_dim there")
+        raise ValueError(
+            f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; write head_dim there"
+        )
     return hidden // heads
 
 
@@ -235,11 +253,15 @@ def _check_fields(config: Mapping[str, Any], neutral_fields: Collection[str]) ->
     for field, value in config.items():
         if field in _REQUIRED_VALUES:
             if value not in _REQUIRED_VALUES[field]:
-                raise ValueError(f"config.json: {field} = {value!r} is not supported, only {_REQUIRED_VALUES[field][0]!r}")
-        elif field not in _USED and field not in _NEUTRAL and field not in neutral_fields and value not in (None, False):
+                raise ValueError(
+                    f"config.json: {field} = {value!r} is not supported, only {_REQUIRED_VALUES[field][0]!r}"
+                )
+        elif (
+            field not in _USED and field not in _NEUTRAL and field not in neutral_fields and value not in (None, False)
+        ):
             raise ValueError(
-                f"config.json: unknown field {field} = {value!r} may change the model; remove it, or name it in neutral_fields "
-                "if it does not change logits or gradients"
+                f"config.json: unknown field {field} = {value!r} may change the model; remove it, or name it "
+                "in neutral_fields if it does not change logits or gradients"
             )
     _required(config, "hidden_act")
 
@@ -252,8 +274,8 @@ def _check_full_attention(config: Mapping[str, Any]) -> None:
     # Qwen configs carry a window that use_sliding_window = false switches off; elsewhere a window acts by being there.
     if config.get("use_sliding_window") or (window is not None and "use_sliding_window" not in config):
         raise ValueError(
-            f"config.json: sliding_window = {window} (use_sliding_window = {config.get('use_sliding_window')}) is not supported; "
-            "set use_sliding_window to false if the model attends to everything"
+            f"config.json: sliding_window = {window} (use_sliding_window = {config.get('use_sliding_window')}) is not "
+            "supported; set use_sliding_window to false if the model attends to everything"
         )
 
 
@@ -264,9 +286,17 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     for fields in (new, old):
         if "type" in fields:
             fields.setdefault("rope_type", fields.pop("type"))
-    thetas = {float(v) for v in (new.pop("rope_theta", None), old.pop("rope_theta", None), config.get("rope_theta")) if v is not None}
+    thetas = {
+        float(v)
+        for v in (new.pop("rope_theta", None), old.pop("rope_theta", None), config.get("rope_theta"))
+        if v is not None
+    }
     if len(thetas) != 1:
-        stated = f"is {sorted(thetas)} at once" if thetas else "is missing (at top level or in rope_parameters); no default is taken"
+        stated = (
+            f"is {sorted(thetas)} at once"
+            if thetas
+            else "is missing (at top level or in rope_parameters); no default is taken"
+        )
         raise ValueError(f"config.json: rope_theta {stated}: write the one it was trained with")
     scalings = {_rope_scaling(fields) for fields in (new, old) if fields}
     if len(scalings) > 1:
@@ -277,9 +307,13 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 def _rope_scaling(fields: dict[str, Any]) -> RopeScaling | None:
     kind = fields.get("rope_type", "default")
     if kind not in _ROPE_FIELDS:
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; supported are {', '.join(sorted(_ROPE_FIELDS))}")
+        raise ValueError(
+            f"config.json: rope type {kind!r} is not supported; supported are {', '.join(sorted(_ROPE_FIELDS))}"
+        )
     if fields.get("partial_rotary_factor") not in (None, 1):
-        raise ValueError(f"config.json: partial_rotary_factor = {fields['partial_rotary_factor']} is not supported, only 1.0")
+        raise ValueError(
+            f"config.json: partial_rotary_factor = {fields['partial_rotary_factor']} is not supported, only 1.0"
+        )
     given = {name for name, value in fields.items() if value is not None} - {"rope_type", "partial_rotary_factor"}
     if given != _ROPE_FIELDS[kind]:
         raise ValueError(
@@ -293,7 +327,9 @@ def _rope_scaling(fields: dict[str, Any]) -> RopeScaling | None:
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    names = {str(config[field]).removeprefix("torch.") for field in ("dtype", "torch_dtype") if config.get(field) is not None}
+    names = {
+        str(config[field]).removeprefix("torch.") for field in ("dtype", "torch_dtype") if config.get(field) is not None
+    }
     if not names:
         return None
     if len(names) > 1 or not names <= set(DTYPES):

@@ -1,7 +1,7 @@
 """Hugging Face folder <-> Megatron folder, and the comparison of two: arithmetic and file offsets, no process group.
 
-One buffer or tensor is in memory at a time, whatever the size of the model. Every byte of the source is read once, except what
-several ranks hold (norms, a tied embedding).
+One buffer or tensor is in memory at a time, whatever the size of the model. Every byte of the source is read once,
+except what several ranks hold (norms, a tied embedding).
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from megatron_dapo.bridge.huggingface_writer import (
     written_names,
 )
 from megatron_dapo.bridge.load import check_complete, zero_padding
-from megatron_dapo.bridge.megatron_folder import MANIFEST_FILE, UNTOUCHED_FILE, MegatronFolder, is_megatron_folder, manifest, rank_file
+from megatron_dapo.bridge.megatron_folder import (
+    MANIFEST_FILE,
+    UNTOUCHED_FILE,
+    MegatronFolder,
+    is_megatron_folder,
+    manifest,
+    rank_file,
+)
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.bridge.safetensors_file import SafetensorsWriter
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -60,8 +67,8 @@ def huggingface_to_megatron(
 ) -> ConversionReport:
     """Writes the model of folder `source` as one file a model-parallel rank, types kept, padding zero.
 
-    Raises ValueError where the source is incomplete, does not fit its config.json or the parallel sizes, or `target` exists;
-    OSError where the disk is full. Then nothing of `target` is left.
+    Raises ValueError where the source is incomplete, does not fit its config.json or the parallel sizes, or `target`
+    exists; OSError where the disk is full. Then nothing of `target` is left.
     """
     architecture = ModelArchitecture.from_folder(source)
     sizes = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual_pipeline}
@@ -71,7 +78,10 @@ def huggingface_to_megatron(
         parallel = ParallelLayout(world_size=tensor * pipeline, **sizes)
         layout = megatron_layout(architecture, parallel, folder.dtypes(architecture))
         reshard = plan(folder.layout(architecture), layout)
-        file_bytes = {rank_file(rank): _write_rank(output / rank_file(rank), rank, reshard, folder) for rank in range(tensor * pipeline)}
+        file_bytes = {
+            rank_file(rank): _write_rank(output / rank_file(rank), rank, reshard, folder)
+            for rank in range(tensor * pipeline)
+        }
         untouched = {name: folder.specs[name] for name in folder.untouched(architecture)}
         if untouched:
             file_bytes[UNTOUCHED_FILE] = _write_file(output / UNTOUCHED_FILE, untouched, folder.read_tensor)
@@ -85,7 +95,7 @@ def huggingface_to_megatron(
 def megatron_to_huggingface(
     source: str | Path, target: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> ConversionReport:
-    """Writes the Megatron folder `source` as a Hugging Face folder with the names, types and side files it once came from."""
+    """Writes the Megatron folder `source` as a Hugging Face folder: names, types and side files it came from."""
     with MegatronFolder(source) as folder:
         architecture = folder.architecture
         with huggingface_writer(target, folder, architecture, shard_bytes=shard_bytes) as writer:
@@ -95,7 +105,9 @@ def megatron_to_huggingface(
                     writer.write(stored, tensor)
             copy_untouched(writer, folder, architecture)
         written = sum(spec.num_bytes for spec in folder.specs.values())
-        return ConversionReport(len(folder.specs), len(list(Path(target).glob("*.safetensors"))), folder.bytes_read, written)
+        return ConversionReport(
+            len(folder.specs), len(list(Path(target).glob("*.safetensors"))), folder.bytes_read, written
+        )
 
 
 def _write_rank(path: Path, rank: int, reshard: ReshardPlan, folder: HuggingFaceFolder) -> int:
@@ -148,8 +160,8 @@ def _filled(
 def first_difference(first: str | Path, second: str | Path) -> Difference | None:
     """Compares two models tensor by tensor: names, shapes, types, bits; None where they are the same.
 
-    Each is a Hugging Face or a Megatron folder. Of a Megatron folder every rank's buffer is compared with what a Hugging
-    Face folder says it should be, replicas and padding included.
+    Each is a Hugging Face or a Megatron folder. Of a Megatron folder every rank's buffer is compared with what a
+    Hugging Face folder says it should be, replicas and padding included.
     """
     kinds = (is_megatron_folder(first), is_megatron_folder(second))
     return _COMPARISONS[kinds](first, second)
@@ -206,7 +218,9 @@ _COMPARISONS: Mapping[tuple[bool, bool], Callable[[str | Path, str | Path], Diff
 }
 
 
-def _compare_specs(a: Mapping[str, TensorSpec], b: Mapping[str, TensorSpec], first: Path, second: Path) -> Difference | None:
+def _compare_specs(
+    a: Mapping[str, TensorSpec], b: Mapping[str, TensorSpec], first: Path, second: Path
+) -> Difference | None:
     for name in (*a, *(name for name in b if name not in a)):
         if name not in a or name not in b:
             return Difference(name, f"only in {first if name in a else second} ({len(a)} and {len(b)} tensors)")
@@ -222,4 +236,6 @@ def _compare_values(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference |
     if torch.equal(bits_a, bits_b):
         return None
     different = (bits_a != bits_b).view(-1, a.element_size()).any(dim=1).nonzero().flatten()
-    return Difference(name, f"{len(different)} of {a.numel()} elements differ in their bits, first at flat index {int(different[0])}")
+    return Difference(
+        name, f"{len(different)} of {a.numel()} elements differ in their bits, first at flat index {int(different[0])}"
+    )

@@ -1,4 +1,4 @@
-"""From Megatron shards on many ranks to a Hugging Face folder written by rank 0, a bounded number of bytes at a time."""
+"""From Megatron shards on many ranks to a Hugging Face folder written by rank 0, bounded bytes at a time."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def export_to_huggingface(
 ) -> ExportReport:
     """Writes the model of all ranks' `parameters` (group None: of one process) as the folder `target`.
 
-    Names, shapes, types (dtype None) and bytes are those of `source_folder`, the model training started from; its config and
-    tokenizer come along. Rank 0 holds at most `batch_bytes` or the largest tensor at a time. The folder appears complete or not
-    at all. Every rank of the group calls it; ValueError or OSError of rank 0 becomes RuntimeError on the others.
+    Names, shapes, types (dtype None) and bytes are those of `source_folder`, the model training started from; its
+    config and tokenizer come along. Rank 0 holds at most `batch_bytes` or the largest tensor at a time. The folder
+    appears complete or not at all. Every rank of the group calls it; ValueError or OSError of rank 0 becomes
+    RuntimeError on the others.
     """
     rank = 0 if group is None else dist.get_rank(group)
     num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -121,7 +122,7 @@ def _finish(stack: ExitStack, writer: HuggingFaceWriter, source: HuggingFaceFold
 
 
 def _on_rank_zero(group: dist.ProcessGroup | None, device: torch.device, action: Callable[[], T]) -> T | None:
-    """Runs the action on rank 0 and tells the others whether it worked, so that no rank waits for a writer that is gone."""
+    """Runs the action on rank 0 and tells the others whether it worked: no rank waits for a writer that is gone."""
     rank = 0 if group is None else dist.get_rank(group)
     result: T | None = None
     error: Exception | None = None

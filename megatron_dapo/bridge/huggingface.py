@@ -26,7 +26,11 @@ _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def huggingface_layout(
-    architecture: ModelArchitecture, dtype: torch.dtype | Mapping[str, torch.dtype], *, num_ranks: int = 1, holder: int = 0
+    architecture: ModelArchitecture,
+    dtype: torch.dtype | Mapping[str, torch.dtype],
+    *,
+    num_ranks: int = 1,
+    holder: int = 0,
 ) -> SingleHolderLayout:
     """Rank `holder` has every tensor whole under its Hugging Face name."""
     dtypes = dict.fromkeys(architecture.shapes(), dtype) if isinstance(dtype, torch.dtype) else dtype
@@ -35,7 +39,8 @@ def huggingface_layout(
 
 
 class HuggingFaceFolder:
-    """The safetensors files of a model folder. Headers are checked at once: missing or truncated files never get further.
+    """The safetensors files of a model folder. Headers are checked at once: missing or truncated files never get
+    further.
 
     `specs` are the tensors as stored, in stored order; `files` says which file has which. A context manager.
     """
@@ -51,7 +56,9 @@ class HuggingFaceFolder:
         except BaseException:
             self.close()
             raise
-        self.specs: dict[str, TensorSpec] = {name: self._readers[file].tensors[name].spec for name, file in self.files.items()}
+        self.specs: dict[str, TensorSpec] = {
+            name: self._readers[file].tensors[name].spec for name, file in self.files.items()
+        }
 
     def __enter__(self) -> HuggingFaceFolder:
         return self
@@ -83,7 +90,7 @@ class HuggingFaceFolder:
         self._readers[self.files[piece.tensor]].read(piece.tensor, out, box)
 
     def layout(self, architecture: ModelArchitecture, *, num_ranks: int = 1) -> SingleHolderLayout:
-        """Layout of the architecture's tensors in this folder; ValueError unless they are here, complete and in their shapes."""
+        """Layout of the architecture's tensors in this folder; ValueError unless they are all here in their shapes."""
         self.check(architecture)
         return SingleHolderLayout({name: self.specs[name] for name in architecture.shapes()}, num_ranks)
 
@@ -92,7 +99,9 @@ class HuggingFaceFolder:
 
     def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
         """Stored tensors that are no parameters of the architecture and no copies of one; an export takes them over."""
-        return tuple(name for name in self.specs if name not in architecture.shapes() and name not in architecture.aliases())
+        return tuple(
+            name for name in self.specs if name not in architecture.shapes() and name not in architecture.aliases()
+        )
 
     def check(self, architecture: ModelArchitecture) -> None:
         """ValueError that lists tensors which are missing, unknown, or of another shape than the config.json says."""
@@ -100,7 +109,11 @@ class HuggingFaceFolder:
         missing = [name for name in shapes if name not in self.specs]
         unknown = [n for n in self.specs if n not in shapes and n not in aliases and not _DERIVED.fullmatch(n)]
         expected = {**shapes, **{alias: shapes[name] for alias, name in aliases.items()}}
-        wrong = [f"{n} {self.specs[n].shape} instead of {s}" for n, s in expected.items() if n in self.specs and self.specs[n].shape != s]
+        wrong = [
+            f"{n} {self.specs[n].shape} instead of {s}"
+            for n, s in expected.items()
+            if n in self.specs and self.specs[n].shape != s
+        ]
         problems = [
             f"{len(names)} {what}: {_first(names)}"
             for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", wrong))
@@ -113,7 +126,7 @@ class HuggingFaceFolder:
             )
 
     def check_aliases(self, architecture: ModelArchitecture) -> None:
-        """ValueError where a tied model's folder stores a second copy with other values: which one counts would be a guess."""
+        """ValueError where a tied model's folder stores a second copy with other values: choosing would be a guess."""
         for alias, name in architecture.aliases().items():
             if alias not in self.specs:
                 continue
@@ -139,7 +152,9 @@ class HuggingFaceFolder:
         for file, reader in self._readers.items():
             unlisted = [name for name in reader.tensors if self.files.get(name) != file]
             if unlisted:
-                raise ValueError(f"{self.path / file}: {len(unlisted)} tensors are not in the index: {_first(unlisted)}")
+                raise ValueError(
+                    f"{self.path / file}: {len(unlisted)} tensors are not in the index: {_first(unlisted)}"
+                )
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -150,7 +165,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if index.exists():
         return _read_index(index)
     if not single.exists():
-        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)) if folder.is_dir() else []
+        pickled = (
+            sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+            if folder.is_dir()
+            else []
+        )
         hint = f"; {pickled[0]} is a pickle, which is not read: save the model as safetensors" if pickled else ""
         raise ValueError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there{hint}")
     with SafetensorsReader(single) as reader:

@@ -20,10 +20,10 @@ from megatron_dapo.parallel.reshard.layout import TensorSpec
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 # What else makes a folder a model: the config, the tokenizer in its several formats, and how to generate.
-_SIDE_FILES = (
-    "config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model vocab.json vocab.txt merges.txt "
-    "special_tokens_map.json added_tokens.json chat_template.json chat_template.jinja LICENSE"
-).split()
+_SIDE_FILES = """
+    config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model vocab.json vocab.txt
+    merges.txt special_tokens_map.json added_tokens.json chat_template.json chat_template.jinja LICENSE
+""".split()
 
 
 class ModelSource(Protocol):
@@ -44,14 +44,18 @@ class ModelSource(Protocol):
         """One whole tensor."""
 
 
-def output_specs(folder: ModelSource, architecture: ModelArchitecture, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
-    """What an export of a model that came from `folder` has to contain: the same names and shapes, in `dtype` where given.
+def output_specs(
+    folder: ModelSource, architecture: ModelArchitecture, dtype: torch.dtype | None
+) -> dict[str, TensorSpec]:
+    """What an export of a model that came from `folder` has to contain: the same names and shapes, in `dtype` where
+    given.
 
     Tensors that are no parameters keep their type.
     """
     kept = set(folder.untouched(architecture))
     return {
-        name: spec if dtype is None or name in kept else TensorSpec(spec.shape, dtype) for name, spec in folder.specs.items()
+        name: spec if dtype is None or name in kept else TensorSpec(spec.shape, dtype)
+        for name, spec in folder.specs.items()
     }
 
 
@@ -66,7 +70,7 @@ class HuggingFaceWriter:
         self._left = {file: sum(f == file for f in self._file_of.values()) for file in self._file_of.values()}
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Stores one tensor, cast to its announced type. Raises ValueError for a wrong shape, an unknown or a second one."""
+        """Stores one tensor, cast to its announced type. ValueError for a wrong shape, an unknown or a second one."""
         if name not in self._specs:
             raise ValueError(f"export: {name} is not a tensor of the source model")
         file = self._file_of[name]
@@ -81,10 +85,15 @@ class HuggingFaceWriter:
     def finish(self) -> None:
         missing = [file for file, count in self._left.items() if count]
         if missing:
-            raise ValueError(f"export: {sum(self._left[f] for f in missing)} tensors were not written, in {', '.join(missing)}")
+            raise ValueError(
+                f"export: {sum(self._left[f] for f in missing)} tensors were not written, in {', '.join(missing)}"
+            )
         if set(self._file_of.values()) == {SINGLE_FILE}:
             return
-        index = {"metadata": {"total_size": sum(s.num_bytes for s in self._specs.values())}, "weight_map": self._file_of}
+        index = {
+            "metadata": {"total_size": sum(s.num_bytes for s in self._specs.values())},
+            "weight_map": self._file_of,
+        }
         (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def abandon(self) -> None:
@@ -103,8 +112,9 @@ def huggingface_writer(
 ) -> Iterator[HuggingFaceWriter]:
     """A writer whose folder becomes `target` once complete and equal to `source` in names, shapes, types and bytes.
 
-    dtype None keeps each tensor's type. Aliases of tied tensors and tensors that are no parameters are the caller's to write:
-    see `copy_untouched`. Config, tokenizer and generation config come from `source`. Raises ValueError where `target` exists.
+    dtype None keeps each tensor's type. Aliases of tied tensors and tensors that are no parameters are the caller's to
+    write: see `copy_untouched`. Config, tokenizer and generation config come from `source`. Raises ValueError where
+    `target` exists.
     """
     specs = output_specs(source, architecture, dtype)
     with atomic_folder(target) as folder:
@@ -121,8 +131,11 @@ def huggingface_writer(
 
 
 def written_names(folder: ModelSource, architecture: ModelArchitecture, name: str) -> tuple[str, ...]:
-    """The names under which `folder` stores architecture tensor `name`: itself, and its aliases where the folder has them."""
-    return (name, *(alias for alias, tensor in architecture.aliases().items() if tensor == name and alias in folder.specs))
+    """The names under which `folder` stores architecture tensor `name`: itself, and aliases where it has them."""
+    return (
+        name,
+        *(alias for alias, tensor in architecture.aliases().items() if tensor == name and alias in folder.specs),
+    )
 
 
 def copy_untouched(writer: HuggingFaceWriter, source: ModelSource, architecture: ModelArchitecture) -> tuple[str, ...]:
@@ -146,7 +159,9 @@ def _assign_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str
     if len(shards) == 1:
         return dict.fromkeys(specs, SINGLE_FILE)
     return {
-        name: f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number, shard in enumerate(shards, 1) for name in shard
+        name: f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number, shard in enumerate(shards, 1)
+        for name in shard
     }
 
 

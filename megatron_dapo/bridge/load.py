@@ -29,10 +29,12 @@ class LoadReport:
 
 
 def load_from_huggingface(folder: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers) -> LoadReport:
-    """Fills `parameters` (local name -> tensor, any float type) of `rank` from the model in `folder`; padding becomes zero.
+    """Fills `parameters` (local name -> tensor, any float type) of `rank` from the model in `folder`; padding becomes
+    zero.
 
     Raises ValueError where the folder is incomplete or does not fit the layout's architecture, and where `parameters`
-    are not exactly the layout's local buffers. Every element is written exactly once or is padding; anything else fails.
+    are not exactly the layout's local buffers. Every element is written exactly once or is padding; anything else
+    fails.
     """
     with HuggingFaceFolder(folder) as source:
         check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
@@ -57,7 +59,8 @@ def check_buffers(expected: Mapping[str, tuple[int, ...]], buffers: Buffers, who
     missing, unknown = sorted(set(expected) - set(buffers)), sorted(set(buffers) - set(expected))
     if missing or unknown:
         raise ValueError(
-            f"{who}: {len(missing)} parameters of the layout are missing {missing[:5]}, {len(unknown)} are not in it {unknown[:5]} "
+            f"{who}: {len(missing)} parameters of the layout are missing {missing[:5]}, "
+            f"{len(unknown)} are not in it {unknown[:5]} "
             f"({len(buffers)} given, {len(expected)} expected)"
         )
     for name, shape in expected.items():
@@ -66,7 +69,7 @@ def check_buffers(expected: Mapping[str, tuple[int, ...]], buffers: Buffers, who
 
 
 def zero_padding(pieces: tuple[Piece, ...], buffers: Buffers) -> dict[str, int]:
-    """Sets every local element that no piece covers to zero (padded vocabulary rows); returns their number by buffer."""
+    """Sets every local element that no piece covers to zero (vocabulary padding); returns their number by buffer."""
     holes = local_holes(pieces, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
     for name, boxes in holes.items():
         for box in boxes:

@@ -1,8 +1,9 @@
-"""A converted model on disk: one safetensors file a model-parallel rank, and a manifest that says how the model was cut.
+"""A converted model on disk: one safetensors file a model-parallel rank, and a manifest that says how the model was
+cut.
 
-Files: layout.json (format, parallel sizes, the source's tensors, every file's size), rank_00000.safetensors ... with the local names
-of `MegatronLayout`, untouched.safetensors for stored tensors that are no parameters, and the source's config and tokenizer.
-The layout itself is not stored: it follows from config.json and the parallel sizes.
+Files: layout.json (format, parallel sizes, the source's tensors, every file's size), rank_00000.safetensors ... with
+the local names of `MegatronLayout`, untouched.safetensors for stored tensors that are no parameters, and the source's
+config and tokenizer. The layout itself is not stored: it follows from config.json and the parallel sizes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes
 
 
 class MegatronFolder:
-    """A converted model, opened and checked: every file there, of its size, with the layout's buffers. A context manager."""
+    """A converted model, opened and checked: files, sizes and buffers are those of its layout. A context manager."""
 
     def __init__(self, path: str | Path, architecture: ModelArchitecture | None = None) -> None:
         self.path = Path(path)
@@ -81,7 +82,7 @@ class MegatronFolder:
 
     def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
         """The `PieceReader` of `layout`."""
-        offset = tuple(l + g - p for l, g, p in zip(piece.local_offset, box.offset, piece.global_offset))
+        offset = tuple(local + o - base for local, o, base in zip(piece.local_offset, box.offset, piece.global_offset))
         self._readers[rank_file(rank)].read(piece.local, out, Box(offset, box.shape))
 
     def read_local(self, rank: int, local: str) -> torch.Tensor:
@@ -104,7 +105,9 @@ class MegatronFolder:
 
     def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
         """Stored tensors that are no parameters of the architecture and no copies of one."""
-        return tuple(name for name in self.specs if name not in architecture.shapes() and name not in architecture.aliases())
+        return tuple(
+            name for name in self.specs if name not in architecture.shapes() and name not in architecture.aliases()
+        )
 
     def _open(self, files: Mapping[str, int]) -> None:
         expected = {rank_file(rank): dict(self.layout.local_specs(rank)) for rank in range(self.layout.num_ranks)}
@@ -121,7 +124,9 @@ class MegatronFolder:
             stored = {name: tensor.spec for name, tensor in reader.tensors.items()}
             if stored != specs:
                 different = sorted(n for n in {*stored, *specs} if stored.get(n) != specs.get(n))
-                raise ValueError(f"{self.path / file}: {len(different)} buffers are not those of the layout, first {different[0]}")
+                raise ValueError(
+                    f"{self.path / file}: {len(different)} buffers are not those of the layout, first {different[0]}"
+                )
 
 
 def is_megatron_folder(path: str | Path) -> bool:
@@ -134,7 +139,10 @@ def _layout(
     shapes = architecture.shapes()
     wrong = [name for name, shape in shapes.items() if name not in specs or tuple(specs[name].shape) != shape]
     if wrong:
-        raise ValueError(f"{path}: {len(wrong)} tensors of config.json are missing or of another shape in {MANIFEST_FILE}: {wrong[:5]}")
+        raise ValueError(
+            f"{path}: {len(wrong)} tensors of config.json are missing or of another shape in "
+            f"{MANIFEST_FILE}: {wrong[:5]}"
+        )
     return megatron_layout(architecture, parallel, {name: specs[name].dtype for name in shapes})
 
 
@@ -147,10 +155,15 @@ def _read_manifest(path: Path) -> tuple[ParallelLayout, dict[str, TensorSpec], d
         raise ValueError(f"{path}: not JSON: {error}") from None
     try:
         if (content["format"], content["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"format {content['format']!r} version {content['version']}, this program reads {FORMAT!r} {VERSION}")
+            raise ValueError(
+                f"format {content['format']!r} version {content['version']}, this program reads {FORMAT!r} {VERSION}"
+            )
         sizes = {axis: int(content["parallel"][axis]) for axis in ("tensor", "pipeline", "virtual_pipeline")}
         parallel = ParallelLayout(world_size=sizes["tensor"] * sizes["pipeline"], **sizes)
-        specs = {n: TensorSpec(tuple(int(d) for d in shape), DTYPE_OF_CODE[code]) for n, (code, shape) in content["tensors"].items()}
+        specs = {
+            n: TensorSpec(tuple(int(d) for d in shape), DTYPE_OF_CODE[code])
+            for n, (code, shape) in content["tensors"].items()
+        }
         return parallel, specs, {str(name): int(size) for name, size in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: broken manifest: {error}") from None

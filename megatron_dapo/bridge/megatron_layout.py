@@ -1,7 +1,7 @@
 """Where a Megatron-core GPT model under TP x PP x VPP keeps each Hugging Face tensor: names, rows and padding.
 
-Local names are "{vp_stage}.{parameter path inside that model chunk}" with Transformer Engine's parameter names. Data- and
-context-parallel ranks hold replicas. See the table in `MegatronLayout`.
+Local names are "{vp_stage}.{parameter path inside that model chunk}" with Transformer Engine's parameter names. Data-
+and context-parallel ranks hold replicas. See the table in `MegatronLayout`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ class MegatronLayout:
     | linear_proj, linear_fc2 | columns of t |
     | norms | whole on every rank |
 
-    With fewer key-value heads than T, the cut of linear_qkv goes through a head's group, as Megatron-core does it (it gathers
-    the activations). A tied model has a second copy of the embedding as output_layer on the last pipeline stage.
+    With fewer key-value heads than T, the cut of linear_qkv goes through a head's group, as Megatron-core does it (it
+    gathers the activations). A tied model has a second copy of the embedding as output_layer on the last pipeline
+    stage.
     """
 
-    def __init__(self, architecture: ModelArchitecture, parallel: ParallelLayout, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(
+        self, architecture: ModelArchitecture, parallel: ParallelLayout, dtypes: Mapping[str, torch.dtype]
+    ) -> None:
         _check_divisible(architecture, parallel)
         self.architecture = architecture
         self.parallel = parallel
@@ -66,7 +69,7 @@ class MegatronLayout:
         return {name: spec.shape for name, spec in self.local_specs(rank).items()}
 
     def model_parallel_ranks(self) -> tuple[int, ...]:
-        """The ranks of the first data- and context-parallel replica, in order of (pipeline, tensor): together one model."""
+        """The ranks of the first data- and context-parallel replica, by (pipeline, tensor): together one model."""
         ranks = range(self.num_ranks)
         return tuple(r for r in ranks if self.parallel.coordinates(r).data == self.parallel.coordinates(r).context == 0)
 
@@ -84,7 +87,9 @@ class MegatronLayout:
         dtypes = {self.tensors[piece.tensor].dtype for piece in pieces} or {self.tensors[EMBEDDING].dtype}
         if len(dtypes) > 1:
             parts = sorted({f"{piece.tensor} {self.tensors[piece.tensor].dtype}" for piece in pieces})
-            raise ValueError(f"{local} fuses tensors of different types, which Megatron cannot hold: {', '.join(parts)}")
+            raise ValueError(
+                f"{local} fuses tensors of different types, which Megatron cannot hold: {', '.join(parts)}"
+            )
         return dtypes.pop()
 
     def _locals(self, tensor: int, pipeline: int) -> Iterator[Local]:
@@ -158,7 +163,9 @@ class MegatronLayout:
             if common is not None:
                 offset, size = common.offset[0], common.shape[0]
                 source = (start + offset - position, *zeros)
-                pieces.append(Piece(pattern.format(projection), source, (size, *tail), local, (offset - mine.offset[0], *zeros)))
+                pieces.append(
+                    Piece(pattern.format(projection), source, (size, *tail), local, (offset - mine.offset[0], *zeros))
+                )
             position += rows
         return local, (num_rows, *tail), tuple(pieces)
 
@@ -176,15 +183,24 @@ def _check_divisible(architecture: ModelArchitecture, parallel: ParallelLayout) 
     tensor, groups = parallel.tensor, architecture.num_key_value_heads
     for field in ("num_attention_heads", "intermediate_size"):
         if getattr(architecture, field) % tensor:
-            raise ValueError(f"tensor parallel size {tensor} does not divide {field} {getattr(architecture, field)}; choose a divisor")
+            raise ValueError(
+                f"tensor parallel size {tensor} does not divide {field} "
+                f"{getattr(architecture, field)}; choose a divisor"
+            )
     if groups % tensor and tensor % groups:
         raise ValueError(
-            f"tensor parallel size {tensor} is neither a multiple nor a divisor of num_key_value_heads {groups}, which Megatron-core needs"
+            f"tensor parallel size {tensor} is neither a multiple nor a divisor of num_key_value_heads {groups}, "
+            "which Megatron-core needs"
         )
     if (architecture.num_attention_heads + 2 * groups) * architecture.head_dim % tensor:
-        raise ValueError(f"tensor parallel size {tensor} does not divide the rows of the fused QKV; choose a smaller one")
+        raise ValueError(
+            f"tensor parallel size {tensor} does not divide the rows of the fused QKV; choose a smaller one"
+        )
     if parallel.expert > 1:
-        raise ValueError(f"expert parallel size {parallel.expert} needs a mixture-of-experts model; {architecture.model_type} is dense")
+        raise ValueError(
+            f"expert parallel size {parallel.expert} needs a mixture-of-experts model; "
+            f"{architecture.model_type} is dense"
+        )
     parallel.layers_of(0, 0, architecture.num_layers)  # raises where the layers do not split
 
 

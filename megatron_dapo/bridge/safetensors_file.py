@@ -1,7 +1,8 @@
-"""Safetensors files read and written by offset: any box of a tensor without the rest of the file, any tensor without the others.
+"""Safetensors files read and written by offset: any box of a tensor without the rest of the file, any tensor without
+the others.
 
-The format: 8 bytes little-endian length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data; offsets count from
-the end of the header. The reader keeps no mapping of the file, so host memory holds only what was asked for.
+The format: 8 bytes little-endian length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data; offsets
+count from the end of the header. The reader keeps no mapping of the file, so host memory holds only what was asked for.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class StoredTensor:
 
 
 class SafetensorsReader:
-    """Random access to one file. Raises ValueError that names the file where it is missing, truncated or not this format."""
+    """Random access to one file. ValueError that names the file where it is missing, truncated or of another format."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -73,7 +74,7 @@ class SafetensorsReader:
         self._file.close()
 
     def read(self, name: str, out: torch.Tensor, box: Box | None = None) -> None:
-        """Fills `out` (CPU; shape of the box; any dtype, any strides) with box `box` of tensor `name`, or with all of it."""
+        """Fills `out` (shape of the box; any dtype, device, strides) with box `box` of tensor `name`, or all of it."""
         stored = self.tensors[name]
         box = box or whole(stored.spec.shape)
         assert tuple(out.shape) == tuple(box.shape), f"{name}: box {box} into a tensor of shape {tuple(out.shape)}"
@@ -99,7 +100,9 @@ class SafetensorsReader:
         while target:
             count = os.preadv(self._file.fileno(), [target], offset)
             if count == 0:
-                raise ValueError(f"{self.path}: ends at byte {offset}, {len(target)} bytes early; it was cut while being read")
+                raise ValueError(
+                    f"{self.path}: ends at byte {offset}, {len(target)} bytes early; it was cut while being read"
+                )
             target, offset = target[count:], offset + count
 
     def _header(self) -> dict[str, StoredTensor]:
@@ -107,22 +110,25 @@ class SafetensorsReader:
         length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise ValueError(
-                f"{self.path}: not a safetensors file, or truncated: it has {size} bytes and its header should have {length}"
+                f"{self.path}: not a safetensors file, or truncated: it has {size} bytes "
+                f"and its header should have {length}"
             )
         header = bytearray(length)
         self._read_at(_LENGTH_BYTES, memoryview(header))
         try:
             entries = json.loads(header)
             tensors = {
-                name: _stored(name, entry, _LENGTH_BYTES + length) for name, entry in entries.items() if name != "__metadata__"
+                name: _stored(name, entry, _LENGTH_BYTES + length)
+                for name, entry in entries.items()
+                if name != "__metadata__"
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path}: broken safetensors header: {error}") from None
         expected = max((t.start + t.spec.num_bytes for t in tensors.values()), default=_LENGTH_BYTES + length)
         if size != expected:
             raise ValueError(
-                f"{self.path}: {'truncated' if size < expected else 'too long'}: the file has {size} bytes, its header describes "
-                f"{expected}; download or copy it again"
+                f"{self.path}: {'truncated' if size < expected else 'too long'}: the file has {size} bytes, "
+                f"its header describes {expected}; download or copy it again"
             )
         return tensors
 
@@ -133,7 +139,9 @@ def _stored(name: str, entry: Mapping[str, Any], data_start: int) -> StoredTenso
     spec = TensorSpec(tuple(int(n) for n in entry["shape"]), DTYPE_OF_CODE[entry["dtype"]])
     begin, end = entry["data_offsets"]
     if begin < 0 or min(spec.shape, default=0) < 0 or end - begin != spec.num_bytes:
-        raise ValueError(f"{name} {spec.shape} {entry['dtype']} needs {spec.num_bytes} bytes, offsets are [{begin}, {end})")
+        raise ValueError(
+            f"{name} {spec.shape} {entry['dtype']} needs {spec.num_bytes} bytes, offsets are [{begin}, {end})"
+        )
     return StoredTensor(spec, data_start + begin)
 
 
@@ -175,7 +183,11 @@ class SafetensorsWriter:
         # Widest elements first keep every tensor aligned to its element size.
         for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
             end = position + spec.num_bytes
-            entries[name] = {"dtype": CODE_OF_DTYPE[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, end]}
+            entries[name] = {
+                "dtype": CODE_OF_DTYPE[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [position, end],
+            }
             self._stored[name] = StoredTensor(spec, position)
             position = end
         text = json.dumps(entries, separators=(",", ":")).encode()
@@ -186,9 +198,13 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         spec = self._missing.pop(name, None)
         if spec is None:
-            raise ValueError(f"{self.path}: {name} is {'written twice' if name in self._stored else 'not a tensor of this file'}")
+            raise ValueError(
+                f"{self.path}: {name} is {'written twice' if name in self._stored else 'not a tensor of this file'}"
+            )
         if TensorSpec(tuple(tensor.shape), tensor.dtype) != spec:
-            raise ValueError(f"{self.path}: {name} is {tuple(tensor.shape)} {tensor.dtype}, announced as {spec.shape} {spec.dtype}")
+            raise ValueError(
+                f"{self.path}: {name} is {tuple(tensor.shape)} {tensor.dtype}, announced as {spec.shape} {spec.dtype}"
+            )
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._write_at(self._data_start + self._stored[name].start, memoryview(data.numpy()))
 
@@ -201,7 +217,9 @@ class SafetensorsWriter:
         """Flushes to the disk. Raises ValueError where a tensor is missing."""
         try:
             if self._missing:
-                raise ValueError(f"{self.path}: {len(self._missing)} tensors were not written, first {next(iter(self._missing))}")
+                raise ValueError(
+                    f"{self.path}: {len(self._missing)} tensors were not written, first {next(iter(self._missing))}"
+                )
             os.fsync(self._file.fileno())
         finally:
             self._file.close()

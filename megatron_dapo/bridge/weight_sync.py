@@ -1,7 +1,7 @@
 """Moves weights between two layouts again and again: planned once, byte-counted, verified by checksums of both sides.
 
-The trainer uses it to bring the actor's shards into an engine (`replica_sync`: every rank gets a whole model under Hugging Face
-names) and from one Megatron layout into another.
+The trainer uses it to bring the actor's shards into an engine (`replica_sync`: every rank gets a whole model under
+Hugging Face names) and from one Megatron layout into another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class SyncReport:
 class WeightSync:
     """The plan from `source` to `destination` over one process group (None: a single process).
 
-    In the first `execute` ranks compare the plan's digest, and a difference is an error before anything moves. Rank r of both layouts is rank r of the group.
+    In the first `execute` ranks compare the plan's digest, and a difference is an error before anything moves. Rank r
+    of both layouts is rank r of the group.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class WeightSync:
     def execute(self, sources: Buffers, destinations: Buffers) -> SyncReport:
         """Fills `destinations` from every rank's `sources`; all ranks of the group call it.
 
-        Raises ValueError where the buffers are not exactly the layouts': a tensor that is not planned would silently keep old
-        weights. The caller zeroes padding of a sharded destination once; it is never written.
+        Raises ValueError where the buffers are not exactly the layouts': a tensor that is not planned would silently
+        keep old weights. The caller zeroes padding of a sharded destination once; it is never written.
         """
         start = time.perf_counter()
         self._check_digest(next(iter(sources.values())).device if sources else torch.device("cpu"))
@@ -121,9 +122,13 @@ class WeightSync:
     def _raise_together(self, different: list[str], device: torch.device) -> None:
         count = self._reduce(torch.tensor([len(different)], device=device))
         if different:
-            raise RuntimeError(f"weight sync: {len(different)} tensors differ from the source on rank {self.rank}: {different[:5]}")
+            raise RuntimeError(
+                f"weight sync: {len(different)} tensors differ from the source on rank {self.rank}: {different[:5]}"
+            )
         if int(count):
-            raise RuntimeError("weight sync: another rank holds tensors that differ from the source; its error names them")
+            raise RuntimeError(
+                "weight sync: another rank holds tensors that differ from the source; its error names them"
+            )
 
     def _check_exactly_once(self, transfers: tuple[Transfer, ...]) -> None:
         filled: dict[Piece, int] = {}
@@ -140,7 +145,9 @@ class WeightSync:
         dist.all_gather(digests, mine, group=self.group)
         other = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, mine)]
         if other:
-            raise ValueError(f"weight sync: ranks {other} have another plan than rank {self.rank}; start all with one config")
+            raise ValueError(
+                f"weight sync: ranks {other} have another plan than rank {self.rank}; start all with one config"
+            )
         self._agreed = True
 
 
@@ -149,7 +156,8 @@ def _check_names(side: str, layout: Layout, rank: int, buffers: Buffers) -> None
     different = sorted(expected ^ set(buffers))
     if different:
         raise ValueError(
-            f"weight sync: the {side} has {len(buffers)} tensors, its layout {len(expected)}; only one of them has {different[:5]}"
+            f"weight sync: the {side} has {len(buffers)} tensors, its layout {len(expected)}; "
+            f"only one of them has {different[:5]}"
         )
 
 
@@ -160,10 +168,15 @@ def replica_layout(source: MegatronLayout, dtype: torch.dtype) -> ReplicatedLayo
 
 
 def replica_sync(
-    source: MegatronLayout, dtype: torch.dtype, group: dist.ProcessGroup | None, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    source: MegatronLayout,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> WeightSync:
     """Megatron shards -> a whole model on every rank, for engines embedded in the trainer's processes.
 
-    Destinations of `execute` are the engine's tensors by Hugging Face name, without aliases: a tied lm_head is the embedding.
+    Destinations of `execute` are the engine's tensors by Hugging Face name, without aliases: a tied lm_head is the
+    embedding.
     """
     return WeightSync(source, replica_layout(source, dtype), group, bucket_bytes=bucket_bytes)

@@ -39,7 +39,11 @@ def fails(error: type[Exception], action: Callable[[], object]) -> str:
 def sync(rank: int, world: int, folder: Path, output: Path) -> None:
     """Every rank gets the whole model, twice, whatever the layout and the bucket; a broken copy is found everywhere."""
     stored = load_file(folder / "model.safetensors")
-    for parallel in (ParallelLayout(world, tensor=2, pipeline=2), ParallelLayout(world, pipeline=2, virtual_pipeline=2), ParallelLayout(world, tensor=2)):
+    for parallel in (
+        ParallelLayout(world, tensor=2, pipeline=2),
+        ParallelLayout(world, pipeline=2, virtual_pipeline=2),
+        ParallelLayout(world, tensor=2),
+    ):
         layout, parameters = loaded(folder, parallel, rank)
         for bucket_bytes, dtype in ((3_000, torch.float32), (1 << 20, torch.bfloat16)):
             update = replica_sync(layout, dtype, dist.group.WORLD, bucket_bytes=bucket_bytes)
@@ -59,7 +63,7 @@ def sync(rank: int, world: int, folder: Path, output: Path) -> None:
 
 
 def megatron(rank: int, world: int, folder: Path, output: Path) -> None:
-    """From layout to layout around a circle, every rank as if loaded directly, checksums equal although tensors are cut."""
+    """From layout to layout in a circle, every rank as if loaded directly, checksums equal although tensors are cut."""
     parallels = [
         ParallelLayout(world, tensor=2, pipeline=2),
         ParallelLayout(world, tensor=4),
@@ -86,10 +90,18 @@ def megatron(rank: int, world: int, folder: Path, output: Path) -> None:
 
 def export(rank: int, world: int, folder: Path, output: Path) -> None:
     """The folder is the source bit for bit from every layout; a failure of rank 0 reaches all ranks."""
-    for number, parallel in enumerate((ParallelLayout(world, tensor=2, pipeline=2), ParallelLayout(world, tensor=4), ParallelLayout(world, pipeline=2))):
+    for number, parallel in enumerate(
+        (
+            ParallelLayout(world, tensor=2, pipeline=2),
+            ParallelLayout(world, tensor=4),
+            ParallelLayout(world, pipeline=2),
+        )
+    ):
         layout, parameters = loaded(folder, parallel, rank)
         target = output / f"out{number}"
-        export_to_huggingface(target, folder, layout, parameters, dist.group.WORLD, batch_bytes=20_000, shard_bytes=50_000)
+        export_to_huggingface(
+            target, folder, layout, parameters, dist.group.WORLD, batch_bytes=20_000, shard_bytes=50_000
+        )
         if rank == 0:
             before = load_file(folder / "model.safetensors")
             after = {k: v for file in target.glob("*.safetensors") for k, v in load_file(file).items()}
@@ -119,12 +131,17 @@ def ranges(rank: int, world: int, folder: Path, output: Path) -> None:
         others = (Piece("b", (0,), (11,), "b", (0,)), Piece("s", (), (), "s", ()))
         source = ExplicitLayout(specs, tuple(flat[:-1]) + (flat[-1] + others,))
         destination = ExplicitLayout(
-            specs, tuple((Piece("w", (a, 0, 0), (b - a, 5, 3), "w", (0, 0, 0)), *others) for a, b in zip(rows, rows[1:]))
+            specs,
+            tuple((Piece("w", (a, 0, 0), (b - a, 5, 3), "w", (0, 0, 0)), *others) for a, b in zip(rows, rows[1:])),
         )
         held = {name: tensor.clone() for name, tensor in values.items() if name != "w" and rank == world - 1}
         if flat[rank]:
             held["w"] = torch.cat([torch.zeros(2, dtype=dtype), values["w"].view(-1)[cuts[rank] : cuts[rank + 1]]])
-        filled = {"w": torch.zeros(rows[rank + 1] - rows[rank], 5, 3, dtype=dtype), "b": torch.zeros(11, dtype=dtype), "s": torch.zeros((), dtype=dtype)}
+        filled = {
+            "w": torch.zeros(rows[rank + 1] - rows[rank], 5, 3, dtype=dtype),
+            "b": torch.zeros(11, dtype=dtype),
+            "s": torch.zeros((), dtype=dtype),
+        }
         update = WeightSync(source, destination, dist.group.WORLD, bucket_bytes=20)
         update.execute(held, filled)
         update.verify(held, filled)

@@ -32,7 +32,9 @@ def _model(folder: Path, config_class, model_class, *, tied: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("tied", "scenarios"), [(True, ["sync", "export"]), (False, ["megatron", "ranges", "subgroup", "mismatch"])])
+@pytest.mark.parametrize(
+    ("tied", "scenarios"), [(True, ["sync", "export"]), (False, ["megatron", "ranges", "subgroup", "mismatch"])]
+)
 def test_four_ranks(tied, scenarios, tmp_path):
     classes = (Qwen2Config, Qwen2ForCausalLM) if tied else (Qwen3Config, Qwen3ForCausalLM)
     folder = _model(tmp_path / "model", *classes, tied=tied)

@@ -75,13 +75,15 @@ def uncovered(target: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
 def flat_range_boxes(shape: Coordinates, start: int, stop: int) -> tuple[Box, ...]:
     """Elements [start, stop) of the flattened tensor as at most 2 * ndim - 1 boxes, in memory order.
 
-    Each box is contiguous in row-major memory, so box after box is the range itself: this is what turns a ZeRO shard of a
-    flat buffer into regular pieces without an all-gather (ByteCheckpoint, arXiv 2407.20143, irregular tensor sharding).
-    Raises ValueError where the range is not inside the tensor.
+    Each box is contiguous in row-major memory, so box after box is the range itself: this is what turns a ZeRO shard of
+    a flat buffer into regular pieces without an all-gather (ByteCheckpoint, arXiv 2407.20143, irregular tensor
+    sharding). Raises ValueError where the range is not inside the tensor.
     """
     size = prod(shape)
     if not 0 <= start <= stop <= size:
-        raise ValueError(f"flat range [{start}, {stop}) is not inside the {size} elements of a tensor of shape {tuple(shape)}")
+        raise ValueError(
+            f"flat range [{start}, {stop}) is not inside the {size} elements of a tensor of shape {tuple(shape)}"
+        )
     return tuple(_flat_boxes((), tuple(shape), start, stop)) if stop > start else ()
 
 

@@ -1,7 +1,8 @@
 """Checksums of global tensors that each holder computes on its own boxes and that add up across ranks.
 
-The checksum of a tensor is sum over elements of (2 i + 1) * bits_i modulo 2^64, i the row-major index in the GLOBAL tensor. An
-odd factor is invertible, so any change of one element changes the sum; the index in it catches rows in the wrong place.
+The checksum of a tensor is sum over elements of (2 i + 1) * bits_i modulo 2^64, i the row-major index in the GLOBAL
+tensor. An odd factor is invertible, so any change of one element changes the sum; the index in it catches rows in the
+wrong place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Carry a plan out: in one process, by torch.distributed point-to-point, or from files.
 
-Buffers are `local name -> tensor` of one rank. Values are cast to the destination buffer's element type on the way; what
-crosses between processes is the narrower of the two types.
+Buffers are `local name -> tensor` of one rank. Values are cast to the destination buffer's element type on the way;
+what crosses between processes is the narrower of the two types.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def execute_distributed(
 ) -> Traffic:
     """This rank's part of the plan, by point-to-point in `group` (None: one process, everything is local).
 
-    Every rank of the group calls it with the same plan and the same `tensors` (None: all). At step s rank r sends to r + s and
-    receives from r - s, one bucket each way at a time: at most two buckets (or two transfers, where one is larger than
-    a bucket) are alive, and no order of waiting can form a cycle. Returns the bytes that crossed or were copied.
+    Every rank of the group calls it with the same plan and the same `tensors` (None: all). At step s rank r sends to r
+    + s and receives from r - s, one bucket each way at a time: at most two buckets (or two transfers, where one is
+    larger than a bucket) are alive, and no order of waiting can form a cycle. Returns the bytes that crossed or were
+    copied.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     if plan.num_ranks > size:
@@ -116,7 +117,7 @@ def _wire_bytes(plan: ReshardPlan, transfer: Transfer) -> int:
 
 
 def _buckets(plan: ReshardPlan, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:
-    """Runs of transfers of at most bucket_bytes together (a larger one alone): both ends cut the same list the same way."""
+    """Runs of transfers of at most bucket_bytes (a larger one alone): both ends cut the same list the same way."""
     bucket: list[Transfer] = []
     filled = 0
     for transfer in transfers:

@@ -1,7 +1,8 @@
 """Layouts: which box of which global tensor lives where on which rank.
 
-Everything that moves tensors (weight sync, converters, checkpoints, critic initialisation) is a pair of layouts, the plan
-between them (planner) and a transport (executors). A layout is arithmetic: rank 731 of 1024 is computed on a laptop.
+Everything that moves tensors (weight sync, converters, checkpoints, critic initialisation) is a pair of layouts, the
+plan between them (planner) and a transport (executors). A layout is arithmetic: rank 731 of 1024 is computed on a
+laptop.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class TensorSpec(NamedTuple):
 class Piece(NamedTuple):
     """Box [global_offset, +shape) of global tensor `tensor` is held in the local buffer `local`.
 
-    Where `local_offset` has as many numbers as the box has dimensions, the piece is the box [local_offset, +shape) of the buffer.
-    Where it has one number and the box has more dimensions, the piece lies contiguous in row-major order from that element
-    of the flat buffer on (ZeRO ranges).
+    Where `local_offset` has as many numbers as the box has dimensions, the piece is the box [local_offset, +shape) of
+    the buffer. Where it has one number and the box has more dimensions, the piece lies contiguous in row-major order
+    from that element of the flat buffer on (ZeRO ranges).
     """
 
     tensor: str
@@ -51,7 +52,7 @@ class Piece(NamedTuple):
 
 
 class Layout(Protocol):
-    """Where every element of a set of global tensors lives. Ranks that hold the same should share one tuple of pieces."""
+    """Where every element of some global tensors lives. Ranks that hold the same should share one tuple of pieces."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -119,11 +120,14 @@ class SingleHolderLayout:
 
 def _whole_pieces(tensors: Mapping[str, TensorSpec]) -> tuple[Piece, ...]:
     return tuple(
-        Piece(name, (0,) * len(spec.shape), tuple(spec.shape), name, (0,) * len(spec.shape)) for name, spec in tensors.items()
+        Piece(name, (0,) * len(spec.shape), tuple(spec.shape), name, (0,) * len(spec.shape))
+        for name, spec in tensors.items()
     )
 
 
-def flat_range_pieces(tensor: str, shape: Coordinates, start: int, stop: int, local: str, local_start: int) -> tuple[Piece, ...]:
+def flat_range_pieces(
+    tensor: str, shape: Coordinates, start: int, stop: int, local: str, local_start: int
+) -> tuple[Piece, ...]:
     """Elements [start, stop) of the flattened tensor that lie at [local_start, ...) of the flat buffer `local`."""
     pieces, position = [], local_start
     for box in flat_range_boxes(shape, start, stop):
@@ -133,7 +137,7 @@ def flat_range_pieces(tensor: str, shape: Coordinates, start: int, stop: int, lo
 
 
 def check_layout(layout: Layout) -> None:
-    """Raises ValueError unless every piece is inside its tensor and every element of every tensor lives on some rank."""
+    """ValueError unless every piece is inside its tensor and every element of every tensor lives on some rank."""
     boxes: dict[str, dict[Box, None]] = {name: {} for name in layout.tensors}
     for rank in range(layout.num_ranks):
         for piece in layout.pieces(rank):
@@ -143,8 +147,8 @@ def check_layout(layout: Layout) -> None:
         holes = uncovered(whole(spec.shape), boxes[name])
         if holes:
             raise ValueError(
-                f"layout: {sum(h.volume for h in holes)} of {spec.num_elements} elements of {name!r} {tuple(spec.shape)} "
-                f"live on no rank, first hole {holes[0]}"
+                f"layout: {sum(h.volume for h in holes)} of {spec.num_elements} elements of {name!r} "
+                f"{tuple(spec.shape)} live on no rank, first hole {holes[0]}"
             )
 
 
@@ -158,7 +162,7 @@ def _check_piece(piece: Piece, tensors: Mapping[str, TensorSpec], rank: int) -> 
 
 
 def piece_view(buffer: torch.Tensor, piece: Piece, box: Box | None = None) -> torch.Tensor:
-    """View of the part of local `buffer` that holds `piece`, or only global box `box` of the piece (shape of the box)."""
+    """View of the part of local `buffer` that holds `piece`, or only of the piece's global box `box`."""
     region = _flat_view(buffer, piece) if len(piece.local_offset) == 1 else _box_view(buffer, piece)
     if box is None:
         return region
@@ -198,6 +202,7 @@ def local_holes(pieces: Sequence[Piece], shapes: Mapping[str, Coordinates]) -> d
         padding = sum(hole.volume for hole in holes[name])
         if filled + padding != prod(shape):
             raise ValueError(
-                f"layout: pieces fill {filled} elements of buffer {name!r} {tuple(shape)}, but {prod(shape) - padding} different ones"
+                f"layout: pieces fill {filled} elements of buffer {name!r} {tuple(shape)}, "
+                f"but {prod(shape) - padding} different ones"
             )
     return holes

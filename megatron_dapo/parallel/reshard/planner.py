@@ -1,9 +1,10 @@
 """From two layouts to who sends which box to whom: pure, deterministic, without communication.
 
-The source is first cut into regions: disjoint boxes, each with the set of ranks that hold it. A destination piece meets the
-regions it overlaps; each such part comes from exactly one holder: the destination itself if it holds it, else a rank of the
-same node, else any. Among equals a rotation by destination rank and tensor name spreads the load, so that the choice for one
-(rank, piece) needs no knowledge of the others: what rank 731 of 1024 sends is computed from the tensors it holds alone.
+The source is first cut into regions: disjoint boxes, each with the set of ranks that hold it. A destination piece meets
+the regions it overlaps; each such part comes from exactly one holder: the destination itself if it holds it, else a
+rank of the same node, else any. Among equals a rotation by destination rank and tensor name spreads the load, so that
+the choice for one (rank, piece) needs no knowledge of the others: what rank 731 of 1024 sends is computed from the
+tensors it holds alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PLANNER_VERSION = 1  # part of the digest: two processes with different planners
 
 
 class Transfer(NamedTuple):
-    """Global box `box` of `tensor` goes from rank `source` (inside its piece) to rank `destination` (inside its piece)."""
+    """Global box `box` of `tensor` goes from rank `source` to rank `destination`; it lies inside both pieces."""
 
     tensor: str
     box: Box
@@ -131,14 +132,14 @@ class ReshardPlan:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that are equal exactly where the two layouts and the planner are: ranks compare it before they exchange."""
+        """32 bytes, equal exactly where both layouts and the planner are: ranks compare them before they exchange."""
         canonical = hashlib.sha256(f"reshard plan {PLANNER_VERSION} node {self.ranks_per_node}".encode())
         canonical.update(_layout_digest(self.source, self._sources))
         canonical.update(_layout_digest(self.destination, self._destinations))
         return canonical.digest()
 
     def receives(self, rank: int, tensors: Collection[str] | None = None) -> tuple[Transfer, ...]:
-        """Transfers into `rank`, those from itself included, in the order of its pieces; only of `tensors` where given."""
+        """Transfers into `rank`, from itself included, in the order of its pieces; only of `tensors` where given."""
         if rank not in self._received:
             pieces = self.destination.pieces(rank) if rank < self.destination.num_ranks else ()
             self._received[rank] = tuple(transfer for piece in pieces for transfer in self._into(rank, piece))
@@ -199,7 +200,9 @@ class ReshardPlan:
             return destination
         turn = destination + crc32(tensor.encode())
         first = destination - destination % self.ranks_per_node
-        near = [rank for rank in range(first, min(first + self.ranks_per_node, len(group_of))) if group_of[rank] in holders]
+        near = [
+            rank for rank in range(first, min(first + self.ranks_per_node, len(group_of))) if group_of[rank] in holders
+        ]
         if near:
             return near[turn % len(near)]
         groups = [self._sources.ranks[group] for group in sorted(holders)]
@@ -218,15 +221,18 @@ def _only(transfers: tuple[Transfer, ...], tensors: Collection[str] | None) -> t
 def plan(source: Layout, destination: Layout, *, ranks_per_node: int = 8) -> ReshardPlan:
     """The plan that fills every piece of `destination` from `source`, each element exactly once.
 
-    `destination` may hold fewer tensors than `source`. Raises ValueError where it holds one that the source lacks or has
-    in another shape, or where the source does not hold every element of it.
+    `destination` may hold fewer tensors than `source`. Raises ValueError where it holds one that the source lacks or
+    has in another shape, or where the source does not hold every element of it.
     """
     for name, spec in destination.tensors.items():
         if name not in source.tensors:
-            raise ValueError(f"reshard: the destination wants {name!r}, which the source's {len(source.tensors)} tensors lack")
+            raise ValueError(
+                f"reshard: the destination wants {name!r}, which the source's {len(source.tensors)} tensors lack"
+            )
         if tuple(source.tensors[name].shape) != tuple(spec.shape):
             raise ValueError(
-                f"reshard: {name!r} is {tuple(source.tensors[name].shape)} in the source, {tuple(spec.shape)} in the destination"
+                f"reshard: {name!r} is {tuple(source.tensors[name].shape)} in the source, "
+                f"{tuple(spec.shape)} in the destination"
             )
     result = ReshardPlan(source, destination, ranks_per_node)
     for name, regions in result._regions.items():
@@ -248,7 +254,8 @@ def _layout_digest(layout: Layout, groups: HolderGroups) -> bytes:
 
 
 def assign_owners(items: Sequence[tuple[str, int, Sequence[int]]]) -> dict[str, int]:
-    """One owner for each (name, size, holder ranks): largest first, each to its least loaded holder, the lowest rank on a tie.
+    """One owner for each (name, size, holder ranks): largest first, each to its least loaded holder, the lowest rank on
+    a tie.
 
     Who writes or sums what all replicas hold (ByteCheckpoint, arXiv 2407.20143, worst-fit de-duplication).
     """
@@ -262,7 +269,7 @@ def assign_owners(items: Sequence[tuple[str, int, Sequence[int]]]) -> dict[str, 
 
 
 def owned_boxes(layout: Layout) -> dict[int, list[tuple[Box, Piece]]]:
-    """rank -> (box, the rank's piece that holds it): every element of every tensor is owned once, bytes balanced over holders."""
+    """rank -> (box, the rank's piece that holds it): every element is owned once, bytes balanced over holders."""
     groups = HolderGroups(layout)
     entries: dict[str, Region] = {}
     items = []

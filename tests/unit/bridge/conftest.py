@@ -31,7 +31,9 @@ SIZES = {
 def make_folder(tmp_path: Path) -> Callable[..., Path]:
     """make_folder(family, tied=..., dtype=..., name=..., shard=..., **sizes) -> folder with random weights."""
 
-    def make(family: str, *, tied: bool = False, dtype=torch.float32, name: str = "model", shard: str = "50GB", **sizes) -> Path:
+    def make(
+        family: str, *, tied: bool = False, dtype=torch.float32, name: str = "model", shard: str = "50GB", **sizes
+    ) -> Path:
         config_class, model_class = MODELS[family]
         torch.manual_seed(0)
         model = model_class(config_class(**{**SIZES, "tie_word_embeddings": tied, **sizes}))

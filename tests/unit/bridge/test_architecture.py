@@ -1,4 +1,4 @@
-"""config.json -> architecture: what transformers builds is the oracle; every field that changes the math is used or refused."""
+"""config.json -> architecture: transformers is the oracle; every field that changes the math is used or refused."""
 
 from __future__ import annotations
 
@@ -69,9 +69,15 @@ def test_qwen25_of_transformers_4():
 def test_names_and_shapes_are_those_of_transformers(family, tied, tmp_path):
     config_class, model_class = MODELS[family]
     config = config_class(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
     model = model_class(config)
     model.save_pretrained(tmp_path)
     architecture = ModelArchitecture.from_folder(tmp_path)
@@ -112,7 +118,10 @@ def test_linear_rope_with_the_old_key():
         ({"use_sliding_window": True}, "sliding_window = 131072"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported are default, linear, llama3"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "'yarn' is not supported; supported are default, linear, llama3",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 4.0, "attention_factor": 2.0}}, "attention_factor"),
         ({"rope_scaling": {"type": "linear"}}, r"takes \['factor'\]"),
         ({"rope_theta": None}, "rope_theta is missing"),
@@ -140,7 +149,9 @@ def test_a_window_of_a_family_without_the_switch_is_refused():
 
 
 def test_unknown_field_can_be_declared_neutral():
-    assert ModelArchitecture.from_config(_with(trained_by="someone"), neutral_fields=("trained_by",)).vocab_size == 152064
+    assert (
+        ModelArchitecture.from_config(_with(trained_by="someone"), neutral_fields=("trained_by",)).vocab_size == 152064
+    )
 
 
 def test_folder_without_config(tmp_path: Path):

@@ -29,7 +29,9 @@ def _stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize(("shard_in", "shard_out", "num_files"), [("50GB", 10**9, 1), ("20KB", 10**9, 1), ("20KB", 30_000, 5)])
+@pytest.mark.parametrize(
+    ("shard_in", "shard_out", "num_files"), [("50GB", 10**9, 1), ("20KB", 10**9, 1), ("20KB", 30_000, 5)]
+)
 def test_copy_is_bit_identical_and_loads(shard_in, shard_out, num_files, make_folder, tmp_path):
     folder = make_folder("qwen3", dtype=torch.bfloat16, shard=shard_in)
     architecture = ModelArchitecture.from_folder(folder)
@@ -72,7 +74,13 @@ def test_tokenizer_files_come_along_and_nothing_else(make_folder, tmp_path):
     with HuggingFaceFolder(folder) as source:
         _copy(source, ModelArchitecture.from_folder(folder), tmp_path / "out")
     names = {p.name for p in (tmp_path / "out").iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"} == names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    } == names
 
 
 def test_existing_target_is_refused_and_untouched(make_folder, tmp_path):

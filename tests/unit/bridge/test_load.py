@@ -32,7 +32,9 @@ def _empty_parameters(layout, rank: int, dtype=torch.float32) -> dict[str, torch
     return {name: torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype)) for name, shape in shapes.items()}
 
 
-def _expected(hf: dict[str, torch.Tensor], a: ModelArchitecture, parallel: ParallelLayout, rank: int) -> dict[str, torch.Tensor]:
+def _expected(
+    hf: dict[str, torch.Tensor], a: ModelArchitecture, parallel: ParallelLayout, rank: int
+) -> dict[str, torch.Tensor]:
     """A rank's parameters by cat, chunk and pad on whole tensors: independent of boxes."""
     c, size = parallel.coordinates(rank), parallel.tensor
 
@@ -137,7 +139,11 @@ def test_rank_of_padding_only(make_folder):
     [
         (ParallelLayout(3, tensor=3), {}, "3 does not divide num_attention_heads 8"),
         (ParallelLayout(4, tensor=4), {"intermediate_size": 50}, "4 does not divide intermediate_size 50"),
-        (ParallelLayout(4, tensor=4), {"num_key_value_heads": 6, "num_attention_heads": 12, "hidden_size": 48}, "neither a multiple nor a divisor"),
+        (
+            ParallelLayout(4, tensor=4),
+            {"num_key_value_heads": 6, "num_attention_heads": 12, "hidden_size": 48},
+            "neither a multiple nor a divisor",
+        ),
         (ParallelLayout(3, pipeline=3), {}, "4 layers do not split"),
         (ParallelLayout(2, expert=2), {}, "llama is dense"),
     ],

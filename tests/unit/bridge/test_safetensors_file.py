@@ -47,7 +47,9 @@ def test_reads_what_the_library_wrote(tmp_path: Path):
 
 def test_library_reads_what_we_wrote(tmp_path: Path):
     tensors = _tensors()
-    writer = SafetensorsWriter(tmp_path / "x.safetensors", {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()})
+    writer = SafetensorsWriter(
+        tmp_path / "x.safetensors", {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    )
     for name in reversed(tensors):
         writer.write(name, tensors[name])
     writer.close()
@@ -60,7 +62,12 @@ def test_library_reads_what_we_wrote(tmp_path: Path):
 def test_boxes_read_only_their_bytes(tmp_path: Path):
     values = _tensors()["f32"]
     save_file({"f32": values}, tmp_path / "x.safetensors")
-    boxes = [Box((1, 0, 0), (3, 6, 7)), Box((0, 2, 0), (5, 3, 7)), Box((2, 1, 3), (2, 4, 2)), *flat_range_boxes((5, 6, 7), 9, 173)]
+    boxes = [
+        Box((1, 0, 0), (3, 6, 7)),
+        Box((0, 2, 0), (5, 3, 7)),
+        Box((2, 1, 3), (2, 4, 2)),
+        *flat_range_boxes((5, 6, 7), 9, 173),
+    ]
     for box in boxes:
         with SafetensorsReader(tmp_path / "x.safetensors") as reader:
             out = torch.empty(box.shape)
@@ -84,7 +91,9 @@ def test_truncated_file_names_both_sizes(cut: int, tmp_path: Path):
     save_file({"w": torch.zeros(400)}, path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
-    with pytest.raises(ValueError, match=rf"x.safetensors: truncated: the file has {len(whole) - cut} bytes, .* {len(whole)};"):
+    with pytest.raises(
+        ValueError, match=rf"x.safetensors: truncated: the file has {len(whole) - cut} bytes, .* {len(whole)};"
+    ):
         SafetensorsReader(path)
 
 
@@ -118,7 +127,9 @@ def test_trailing_bytes_are_refused(tmp_path: Path):
 
 
 def test_writer_refuses_what_was_not_announced(tmp_path: Path):
-    writer = SafetensorsWriter(tmp_path / "x.safetensors", {"w": TensorSpec((2,), torch.float32), "v": TensorSpec((), torch.int64)})
+    writer = SafetensorsWriter(
+        tmp_path / "x.safetensors", {"w": TensorSpec((2,), torch.float32), "v": TensorSpec((), torch.int64)}
+    )
     with pytest.raises(ValueError, match=r"w is \(3,\) torch.float32, announced as \(2,\)"):
         writer.write("w", torch.zeros(3))
     with pytest.raises(ValueError, match="u is not a tensor of this file"):

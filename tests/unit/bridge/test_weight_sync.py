@@ -35,7 +35,9 @@ def test_engine_gets_the_model(dtype, loaded):
     engine = _engine(layout, dtype)
     sync = replica_sync(layout, dtype, None)
     report = sync.execute(parameters, engine)
-    assert all(torch.equal(engine[name], tensor.to(dtype)) for name, tensor in load_file(folder / "model.safetensors").items())
+    assert all(
+        torch.equal(engine[name], tensor.to(dtype)) for name, tensor in load_file(folder / "model.safetensors").items()
+    )
     assert (report.num_tensors, report.bytes_received) == (len(engine), 0)
     assert report.bytes_local == 4 * layout.architecture.num_parameters
     assert len(sync.verify(parameters, engine)) == len(engine)
@@ -64,7 +66,9 @@ def test_engine_with_other_tensors_is_refused(loaded):
 
 def test_digest_depends_on_both_layouts(loaded):
     _, layout, _ = loaded
-    assert replica_sync(layout, torch.float32, None).plan.digest != replica_sync(layout, torch.bfloat16, None).plan.digest
+    assert (
+        replica_sync(layout, torch.float32, None).plan.digest != replica_sync(layout, torch.bfloat16, None).plan.digest
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -74,7 +78,11 @@ def test_megatron_to_megatron_in_memory(family, make_folder):
     architecture = ModelArchitecture.from_folder(folder)
     layouts = [
         megatron_layout(architecture, parallel, torch.float32)
-        for parallel in (ParallelLayout(4, tensor=2, pipeline=2), ParallelLayout(4, tensor=4), ParallelLayout(4, pipeline=2, virtual_pipeline=2))
+        for parallel in (
+            ParallelLayout(4, tensor=2, pipeline=2),
+            ParallelLayout(4, tensor=4),
+            ParallelLayout(4, pipeline=2, virtual_pipeline=2),
+        )
     ]
     models = []
     for layout in layouts:
@@ -84,7 +92,9 @@ def test_megatron_to_megatron_in_memory(family, make_folder):
     for (source, held), (destination, expected) in zip(zip(layouts, models), list(zip(layouts, models))[1:]):
         filled = [{n: torch.zeros(s) for n, s in destination.local_shapes(rank).items()} for rank in range(4)]
         execute_in_memory(plan(source, destination), held, filled)
-        assert all(torch.equal(filled[rank][name], expected[rank][name]) for rank in range(4) for name in expected[rank])
+        assert all(
+            torch.equal(filled[rank][name], expected[rank][name]) for rank in range(4) for name in expected[rank]
+        )
 
 
 def test_same_layout_moves_nothing_between_ranks(loaded):

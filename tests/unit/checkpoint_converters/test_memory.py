@@ -85,4 +85,7 @@ def test_peak_memory_of_both_directions(tmp_path, record_property):
     assert both - before <= 1.5 * largest + layer
     # And far below the model itself, so that the bound means something.
     assert both - before < size / 2
-    print(f"model {size:,}, largest shard {largest:,}, layer {layer:,}, peak {to_megatron - before:,} and {both - before:,}")
+    print(
+        f"model {size:,}, largest shard {largest:,}, layer {layer:,}, "
+        f"peak {to_megatron - before:,} and {both - before:,}"
+    )

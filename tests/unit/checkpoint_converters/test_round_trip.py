@@ -30,7 +30,9 @@ hf_to_megatron, megatron_to_hf, verify = (_program(name) for name in ("hf_to_meg
 
 
 def _stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
+    }
 
 
 def _change(file: Path, name: str) -> None:
@@ -62,7 +64,9 @@ def test_files_are_what_each_rank_loads(make_folder, tmp_path):
     """The conversion and the loader agree buffer by buffer, padding included."""
     folder = make_folder("qwen2", tied=True)
     hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2, "--pipeline", 2)
-    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(4, tensor=2, pipeline=2), torch.float32)
+    layout = megatron_layout(
+        ModelArchitecture.from_folder(folder), ParallelLayout(4, tensor=2, pipeline=2), torch.float32
+    )
     for rank in range(4):
         parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(rank).items()}
         load_from_huggingface(folder, layout, rank, parameters)

@@ -13,7 +13,9 @@ import torch
 
 from megatron_dapo.parallel.reshard.boxes import Box, flat_range_boxes, intersect, subtract, uncovered, whole
 
-GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "golden.json").read_text())["systems"]["irregular_decomposition"]
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "golden.json").read_text())["systems"][
+    "irregular_decomposition"
+]
 
 
 def _elements(box: Box) -> set[tuple[int, ...]]:

@@ -22,7 +22,11 @@ def _part(values: torch.Tensor, box: Box) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_add_up_to_the_definition(dtype):
     values = _values(dtype)
-    bits = values.reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]).tolist()
+    bits = (
+        values.reshape(-1)
+        .view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+        .tolist()
+    )
     expected = sum((2 * i + 1) * b for i, b in enumerate(bits)) & (2**64 - 1)
     assert int(tensor_checksum(values)) & (2**64 - 1) == expected
     parts = [b for r in ((0, 17), (17, 60), (60, 90)) for b in flat_range_boxes(tuple(values.shape), *r)]

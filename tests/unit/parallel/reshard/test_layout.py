@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec, flat_range_pieces, local_holes, piece_view
+from megatron_dapo.parallel.reshard.layout import (
+    Piece,
+    SingleHolderLayout,
+    TensorSpec,
+    flat_range_pieces,
+    local_holes,
+    piece_view,
+)
 
 
 def test_box_piece_is_a_view_of_its_region():

@@ -34,7 +34,8 @@ def _specs(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.int64)
 def _rows_layout(shape: tuple[int, ...], cuts: list[int]) -> ExplicitLayout:
     """Rank i holds rows [cuts[i], cuts[i + 1]) of tensor "w"."""
     pieces = tuple(
-        (Piece("w", (a, *[0] * (len(shape) - 1)), (b - a, *shape[1:]), "w", (0,) * len(shape)),) for a, b in zip(cuts, cuts[1:])
+        (Piece("w", (a, *[0] * (len(shape) - 1)), (b - a, *shape[1:]), "w", (0,) * len(shape)),)
+        for a, b in zip(cuts, cuts[1:])
     )
     return ExplicitLayout(_specs({"w": shape}), pieces)
 
@@ -50,7 +51,9 @@ def _cut(generator: random.Random, box: Box, depth: int) -> list[Box]:
     first[dim], second[dim] = size, box.shape[dim] - size
     offset = list(box.offset)
     offset[dim] += size
-    return _cut(generator, Box(box.offset, tuple(first)), depth - 1) + _cut(generator, Box(tuple(offset), tuple(second)), depth - 1)
+    return _cut(generator, Box(box.offset, tuple(first)), depth - 1) + _cut(
+        generator, Box(tuple(offset), tuple(second)), depth - 1
+    )
 
 
 def _random_layout(generator: random.Random, shapes: dict[str, tuple[int, ...]], num_ranks: int) -> ExplicitLayout:
@@ -76,7 +79,11 @@ def _buffers(layout, rank: int, fill: int) -> dict[str, torch.Tensor]:
     shapes: dict[str, list[int]] = {}
     for piece in layout.pieces(rank):
         flat = len(piece.local_offset) == 1
-        ends = [piece.local_offset[0] + piece.box.volume] if flat else [o + n for o, n in zip(piece.local_offset, piece.shape)]
+        ends = (
+            [piece.local_offset[0] + piece.box.volume]
+            if flat
+            else [o + n for o, n in zip(piece.local_offset, piece.shape)]
+        )
         known = shapes.setdefault(piece.local, ends)
         shapes[piece.local] = [max(a, b) for a, b in zip(known, ends)]
     return {name: torch.full(shape, fill, dtype=torch.int64) for name, shape in shapes.items()}
@@ -137,7 +144,9 @@ def test_own_rank_first():
 
 
 def test_same_node_before_other_nodes():
-    source = ExplicitLayout(_specs({"w": (4,)}), ((), (Piece("w", (0,), (4,), "w", (0,)),), (), (Piece("w", (0,), (4,), "w", (0,)),)))
+    source = ExplicitLayout(
+        _specs({"w": (4,)}), ((), (Piece("w", (0,), (4,), "w", (0,)),), (), (Piece("w", (0,), (4,), "w", (0,)),))
+    )
     reshard = plan(source, ReplicatedLayout(source.tensors, 4), ranks_per_node=2)
     assert [reshard.receives(rank)[0].source for rank in range(4)] == [1, 1, 3, 3]
 
@@ -155,7 +164,10 @@ def test_replicas_share_the_load():
 def test_golden_tp2_to_tp3():
     reshard = plan(_rows_layout((6, 4), [0, 3, 6]), _rows_layout((6, 4), [0, 2, 4, 6]))
     for rank, parts in enumerate(GOLDEN["reshard_TP2_to_TP3_shape(6,4)"].values()):
-        mine = [{"from_file": t.source, "global_off": list(t.box.offset), "len": list(t.box.shape)} for t in reshard.receives(rank)]
+        mine = [
+            {"from_file": t.source, "global_off": list(t.box.offset), "len": list(t.box.shape)}
+            for t in reshard.receives(rank)
+        ]
         assert mine == parts
 
 
@@ -183,7 +195,9 @@ def test_owned_boxes_cover_once(seed):
 
 
 def test_hole_is_named():
-    source = ExplicitLayout(_specs({"w": (6, 4)}), ((Piece("w", (0, 0), (2, 4), "w", (0, 0)),), (Piece("w", (3, 0), (3, 4), "w", (0, 0)),)))
+    source = ExplicitLayout(
+        _specs({"w": (6, 4)}), ((Piece("w", (0, 0), (2, 4), "w", (0, 0)),), (Piece("w", (3, 0), (3, 4), "w", (0, 0)),))
+    )
     with pytest.raises(ValueError, match=r"4 of 24 elements of 'w' \(6, 4\).*\[2:3, 0:4\]"):
         plan(source, ReplicatedLayout(source.tensors, 1))
 
@@ -217,8 +231,12 @@ def test_digest_is_canonical():
 def test_one_rank_of_a_large_world_is_cheap():
     """1,024 ranks, 640 tensors cut eight ways with replicas: one rank's part without all pairs."""
     specs = _specs({f"w{i}": (64, 8) for i in range(640)})
+
     def pieces(stage: int, tensor: int) -> tuple[Piece, ...]:
-        return tuple(Piece(f"w{i}", (tensor * 8, 0), (8, 8), f"w{i}", (0, 0)) for i in range(stage * 80, stage * 80 + 80))
+        return tuple(
+            Piece(f"w{i}", (tensor * 8, 0), (8, 8), f"w{i}", (0, 0)) for i in range(stage * 80, stage * 80 + 80)
+        )
+
     source = ExplicitLayout(specs, tuple(pieces(rank // 128, rank % 8) for rank in range(1024)))
     destination = ExplicitLayout(specs, tuple(pieces(rank % 8, rank // 128) for rank in range(1024)))
     start = time.perf_counter()
