@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import ast
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,54 @@ from megatron_dapo.config.schema import leaf_fields, section_types
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 
+SECTIONS = {path.rpartition(".")[2]: model.__name__ for path, model in section_types().items() if path}
+CLASSES = {name: section for section, name in SECTIONS.items()}
+
+
+def section_of(node: ast.expr | None, aliases: dict[str, str]) -> str | None:
+    """The section an expression is: `config.rollout`, `self._rollout`, a name bound to one, or one spelled like it."""
+    if isinstance(node, ast.Attribute):
+        return node.attr.lstrip("_") if node.attr.lstrip("_") in SECTIONS else None
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id, node.id if node.id in SECTIONS else None)
+    return None
+
+
+def aliases_in(function: ast.AST) -> dict[str, str]:
+    """Names bound to a section in a function: annotated parameters, and assignments of one or several sections."""
+    aliases = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) in CLASSES:
+            aliases[node.arg] = CLASSES[ast.unparse(node.annotation)]
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs = zip(target.elts, value.elts, strict=True) if both else [(target, value)]
+            for name, expression in pairs:
+                section = section_of(expression, {})
+                if isinstance(name, ast.Name) and section and isinstance(expression, ast.Attribute):
+                    aliases[name.id] = section
+    return aliases
+
+
+def fields_read_in(tree: ast.AST) -> set[str]:
+    """section.field for every attribute of a section that is read, and the plain names of all attributes and names."""
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            aliases = aliases_in(function)
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and (section := section_of(node.value, aliases)):
+                    read.add(f"{section}.{node.attr}")
+    return read
+
+
 @pytest.fixture(scope="module")
-def code() -> str:
-    """The package without config/ (which states the fields) and cli/ (which shows them)."""
+def read() -> set[str]:
+    """What the package reads, without config/ (which states the fields) and cli/ (which shows them)."""
     files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("config", "cli")]
-    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+    return set().union(*(fields_read_in(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
 
 
 # Read through a property of Config, or a function of config/, that turns "0 or empty: from elsewhere" into a value.
@@ -26,18 +69,29 @@ THROUGH = {
     "checkpoint.folder": "checkpoint_folder",
     "evaluation.max_response_tokens": "evaluation_response_tokens",
     "algorithm.aggregation_length": "aggregation_length",
-    "parallel.num_processes": "validate|require_valid",  # the launcher's count is checked against it
-    "optimizer.warmup_unit": "warmup_unit|schedule_steps",
+    "parallel.num_processes": "require_valid",  # the processes there are must be those it asks for
+    "optimizer.warmup_unit": "schedule_steps",
 }
 # Their whole purpose is to let the validator accept something.
 CONFIRMATIONS = ("rollout.accept_bias", "reward.confirm_both_overlong")
 
 
 @pytest.mark.parametrize("path", [path for path in leaf_fields() if path not in CONFIRMATIONS])
-def test_field_is_read_by_code(path: str, code: str) -> None:
-    *_, section, field = path.split(".")
-    pattern = THROUGH.get(path, rf"{section}\.{field}")
-    assert re.search(rf"\b({pattern})\b", code), f"{path} is never read as {section}.{field}: remove it or use it"
+def test_field_is_read_by_code(path: str, read: set[str]) -> None:
+    name = ".".join(path.split(".")[-2:])
+    unread = name not in read and THROUGH.get(path) not in read
+    assert not unread, f"{path} is never read as {name}: remove it or use it"
+
+
+def test_reading_is_found_through_names() -> None:
+    tree = ast.parse(
+        "def f(settings: RewardConfig, config):\n"
+        "    p, q = config.parallel, config.rollout.top_k\n"
+        "    other = config.data\n"
+        "    return settings.timeout_seconds, p.tensor, other.template, config.run.seed, q.group_size, x.clip_grad\n"
+    )
+    found = {name for name in fields_read_in(tree) if "." in name}
+    assert found == {"reward.timeout_seconds", "rollout.top_k", "parallel.tensor", "data.template", "run.seed"}
 
 
 @pytest.mark.parametrize("path", CONFIRMATIONS)
