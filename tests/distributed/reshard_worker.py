@@ -13,6 +13,7 @@ from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.export import export_to_huggingface
 from megatron_dapo.bridge.load import load_from_huggingface
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.bridge.replicas import drifted_replicas
 from megatron_dapo.bridge.weight_sync import WeightSync, replica_sync
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.layout import ExplicitLayout, Piece, TensorSpec, flat_range_pieces
@@ -60,6 +61,27 @@ def sync(rank: int, world: int, folder: Path, output: Path) -> None:
                 engine["model.norm.weight"][3] += 1
             message = fails(RuntimeError, lambda: update.verify(doubled, engine))
             assert ("model.norm.weight" in message) == (rank == 2), message
+
+
+def replicas(rank: int, world: int, folder: Path, output: Path) -> None:
+    """One changed bit in one of several copies is named on every rank: tied embedding, norm, data rank."""
+    tied = "model.embed_tokens.weight"
+    cases = [
+        (ParallelLayout(world, tensor=2, pipeline=2), 3, "0.output_layer.weight", tied),
+        (ParallelLayout(world, tensor=4), 1, "0.decoder.final_layernorm.weight", "model.norm.weight"),
+        (
+            ParallelLayout(world, tensor=2),
+            2,
+            "0.decoder.layers.1.mlp.linear_fc2.weight",
+            "model.layers.1.mlp.down_proj.weight",
+        ),
+    ]
+    for parallel, broken, local, name in cases:
+        layout, parameters = loaded(folder, parallel, rank)
+        assert drifted_replicas(layout, parameters, dist.group.WORLD) == []
+        if rank == broken:
+            parameters[local].view(torch.int32).view(-1)[0] ^= 1
+        assert drifted_replicas(layout, parameters, dist.group.WORLD) == [name]
 
 
 def megatron(rank: int, world: int, folder: Path, output: Path) -> None:
@@ -164,7 +186,7 @@ def subgroup(rank: int, world: int, folder: Path, output: Path) -> None:
     export_to_huggingface(output / "subgroup", folder, layout, parameters, group)
 
 
-SCENARIOS = {f.__name__: f for f in (sync, megatron, export, mismatch, ranges, subgroup)}
+SCENARIOS = {f.__name__: f for f in (sync, megatron, export, mismatch, ranges, replicas, subgroup)}
 
 
 def run(arguments: dict) -> None:

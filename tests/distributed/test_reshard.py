@@ -33,7 +33,8 @@ def _model(folder: Path, config_class, model_class, *, tied: bool) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("tied", "scenarios"), [(True, ["sync", "export"]), (False, ["megatron", "ranges", "subgroup", "mismatch"])]
+    ("tied", "scenarios"),
+    [(True, ["sync", "export", "replicas"]), (False, ["megatron", "ranges", "subgroup", "mismatch"])],
 )
 def test_four_ranks(tied, scenarios, tmp_path):
     classes = (Qwen2Config, Qwen2ForCausalLM) if tied else (Qwen3Config, Qwen3ForCausalLM)

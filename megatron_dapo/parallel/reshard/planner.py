@@ -268,17 +268,26 @@ def assign_owners(items: Sequence[tuple[str, int, Sequence[int]]]) -> dict[str, 
     return owner
 
 
+def held_regions(layout: Layout, groups: HolderGroups) -> list[tuple[str, Region]]:
+    """Every tensor cut into its regions, in an order that depends on the layout alone."""
+    held = groups.by_tensor()
+    return [
+        (tensor, region)
+        for tensor in layout.tensors
+        for region in partition((group, piece) for group, _, piece in held.get(tensor, ()))
+    ]
+
+
 def owned_boxes(layout: Layout) -> dict[int, list[tuple[Box, Piece]]]:
     """rank -> (box, the rank's piece that holds it): every element is owned once, bytes balanced over holders."""
     groups = HolderGroups(layout)
     entries: dict[str, Region] = {}
     items = []
-    for tensor, held in groups.by_tensor().items():
-        for number, region in enumerate(partition((group, piece) for group, _, piece in held)):
-            key = f"{tensor}#{number}"
-            entries[key] = region
-            ranks = sorted(rank for group in region.holders for rank in groups.ranks[group])
-            items.append((key, region.box.volume * layout.tensors[tensor].dtype.itemsize, ranks))
+    for number, (tensor, region) in enumerate(held_regions(layout, groups)):
+        key = f"{tensor}#{number}"
+        entries[key] = region
+        ranks = sorted(rank for group in region.holders for rank in groups.ranks[group])
+        items.append((key, region.box.volume * layout.tensors[tensor].dtype.itemsize, ranks))
     owned: dict[int, list[tuple[Box, Piece]]] = {rank: [] for rank in range(layout.num_ranks)}
     for key, rank in assign_owners(items).items():
         box, holders = entries[key]
