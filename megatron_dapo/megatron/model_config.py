@@ -58,7 +58,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         # Packed micro-batches differ in length. megatron-core ties that to this dispatcher, though a dense model dispatches nothing.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        batch_p2p_comm=cuda,
+        **_communication_fields(layout),
         # Fusions need CUDA extensions or a compiler; none changes the mathematics.
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=cuda,
@@ -88,6 +88,13 @@ def _architecture_fields(architecture: ModelArchitecture) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+
+
+def _communication_fields(layout: ParallelLayout) -> dict[str, Any]:
+    """How pipeline neighbours talk. The interleaved schedule must not send forward and backward in one call: with pipeline = 2 both
+    go to the same rank, and megatron-core's exchange of lengths (p2p_communication.py:_communicate_shapes) would swap them."""
+    interleaved = layout.virtual_pipeline > 1
+    return {"overlap_p2p_comm": interleaved, "batch_p2p_comm": torch.cuda.is_available() and not interleaved}
 
 
 def _layout_fields(layout: ParallelLayout) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 
 CPU = torch.device("cpu")
 FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
+PACKAGE = "megatron.core"
 OPTIMIZER_PACKAGE = "megatron.core.optimizer"
 
 
@@ -48,6 +49,14 @@ def current_device() -> tuple[Replacement, ...]:
     pipeline_parallel/p2p_communication.py:190, :313 and many more pass it as `device=`.
     """
     return (Replacement(torch.cuda, "current_device", lambda: CPU),)
+
+
+def synchronize() -> tuple[Replacement, ...]:
+    """`torch.cuda.synchronize()` does nothing: CPU kernels have finished when they return.
+
+    pipeline_parallel/p2p_communication.py:242 calls it after the lengths of packed micro-batches were exchanged.
+    """
+    return (Replacement(torch.cuda, "synchronize", lambda *args, **kwargs: None),)
 
 
 def literal_devices() -> tuple[Replacement, ...]:
@@ -84,10 +93,28 @@ def tensor_type_names() -> tuple[Replacement, ...]:
         answer = original(self, *args, **kwargs)
         if args or kwargs or self.device.type != "cpu":
             return answer
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        return answer.replace("torch.", "torch.cuda.", 1) if caller.startswith(OPTIMIZER_PACKAGE) else answer
+        return answer.replace("torch.", "torch.cuda.", 1) if _called_from(OPTIMIZER_PACKAGE) else answer
 
     return (Replacement(torch.Tensor, "type", type_),)
+
+
+def moves_to_cuda() -> tuple[Replacement, ...]:
+    """`tensor.cuda()` in megatron-core leaves the tensor where it is.
+
+    models/common/language_module/language_module.py:244 moves the tied output weight of the last pipeline stage this way.
+    """
+    original = torch.Tensor.cuda
+
+    @functools.wraps(original)
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _called_from(PACKAGE) else original(self, *args, **kwargs)
+
+    return (Replacement(torch.Tensor, "cuda", cuda),)
+
+
+def _called_from(package: str) -> bool:
+    """Whether the caller of the function that asks is in `package`: what other libraries see stays as it was."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(package)
 
 
 def random_states() -> tuple[Replacement, ...]:
@@ -129,8 +156,10 @@ class _Silent:
 PATCHES: Mapping[str, Callable[[], tuple[Replacement, ...]]] = MappingProxyType(
     {
         "current_device": current_device,
+        "synchronize": synchronize,
         "literal_devices": literal_devices,
         "tensor_type_names": tensor_type_names,
+        "moves_to_cuda": moves_to_cuda,
         "random_states": random_states,
         "quiet_fork": quiet_fork,
     }

@@ -1,10 +1,14 @@
-"""Small models, ragged packed batches and a transformers fp64 reference for the tests of the actor; workers run in gloo ranks."""
+"""Small models, ragged packed batches and a transformers fp64 reference for the tests of the actor; workers run in gloo ranks.
+
+The reference is computed once, by `write_reference` in the process that starts the ranks, which read it from files.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.types import MicroBatch
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 300  # not a multiple of 128 x TP: the last rows are padding
 ENTROPY_WEIGHT = 0.05
@@ -54,9 +59,8 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 LENGTHS: tuple[tuple[int, ...], ...] = ((5, 17, 1, 30), (70, 3), (40, 2, 8, 8, 9, 8), (64,))
 
 
-@functools.cache
 def reference_model(name: str) -> Any:
-    """A transformers model in fp64 with random weights, biases and norms, the same in every process."""
+    """A transformers model in fp64 with random weights, biases and norms."""
     import transformers
 
     family, fields = MODELS[name]
@@ -65,14 +69,53 @@ def reference_model(name: str) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 and parameter.numel() in (24, 64) else 0.08 * noise)
+            parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
     return model.double()
 
 
-def architecture_of(name: str) -> ModelArchitecture:
-    return ModelArchitecture.from_config(reference_model(name).config.to_dict())
+@dataclass(frozen=True)
+class Reference:
+    """fp64 from transformers, one sequence at a time: weights, loss, gradients, each micro-batch's log-probs of its real targets."""
+
+    architecture: ModelArchitecture
+    weights: Mapping[str, torch.Tensor]
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    logprobs: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def read(cls, folder: str | Path, name: str) -> Reference:
+        tensors = load_file(Path(folder) / f"{name}.safetensors")
+        config = json.loads((Path(folder) / f"{name}.json").read_text())
+        parts = {kind: {key.removeprefix(kind): t for key, t in tensors.items() if key.startswith(kind)} for kind in ("weight/", "gradient/")}
+        logprobs = tuple(tensors[f"logprobs/{index}"] for index in range(len(LENGTHS)))
+        architecture = ModelArchitecture.from_config(config)
+        return cls(architecture, parts["weight/"], float(tensors["loss"]), parts["gradient/"], logprobs)
+
+
+def write_reference(folder: str | Path, name: str) -> None:
+    """Compute the reference of model `name` on `ragged_batch()` and write it to `folder`."""
+    model, batch = reference_model(name), ragged_batch()
+    single = ParallelLayout(world_size=1)
+    total, logprobs = torch.zeros((), dtype=torch.float64), []
+    for index, parts in enumerate(batch.micro_batches):
+        packed = make_micro_batch(parts, single, batch.num_targets, seed=100 + index)
+        rows = []
+        for part in parts:
+            log_p = (model(part[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+            rows.append(torch.stack((log_p.gather(1, part[1:, None])[:, 0], -(log_p.exp() * log_p).sum(1)), dim=1))
+        values = torch.cat(rows)
+        real = packed.loss_mask.bool()
+        total = total - ((packed.advantages[real] * values[:, 0] + ENTROPY_WEIGHT * values[:, 1]) / batch.num_targets).sum()
+        logprobs.append(values[:, 0].detach().contiguous())
+    total.backward()
+    tensors: dict[str, torch.Tensor] = {f"logprobs/{index}": values for index, values in enumerate(logprobs)} | {"loss": total.detach()}
+    for parameter_name, parameter in model.named_parameters():
+        tensors[f"weight/{parameter_name}"], tensors[f"gradient/{parameter_name}"] = parameter.detach(), parameter.grad.contiguous()
+    save_file(tensors, Path(folder) / f"{name}.safetensors")
+    (Path(folder) / f"{name}.json").write_text(model.config.to_json_string(use_diff=False))
 
 
 def fill_local(local: Mapping[str, torch.Tensor], tensors: MegatronLayout, rank: int, source: Mapping[str, torch.Tensor]) -> None:
@@ -85,13 +128,11 @@ def fill_local(local: Mapping[str, torch.Tensor], tensors: MegatronLayout, rank:
         local[piece.local][here] = source[piece.tensor][there].to(local[piece.local].dtype)
 
 
-def build_actor(name: str, layout: ParallelLayout, settings: ActorSettings | None = None) -> MegatronActor:
-    weights = reference_model(name).state_dict()
-
+def build_actor(want: Reference, layout: ParallelLayout, settings: ActorSettings | None = None) -> MegatronActor:
     def load(local: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-        fill_local(local, tensors, dist.get_rank(), weights)
+        fill_local(local, tensors, dist.get_rank(), want.weights)
 
-    return MegatronActor(architecture_of(name), layout, settings or ActorSettings(), load)
+    return MegatronActor(want.architecture, layout, settings or ActorSettings(), load)
 
 
 def sequences(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
@@ -150,35 +191,6 @@ def loss_fn(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tuple
     return loss, {"loss": loss.detach(), "num_targets": micro_batch.loss_mask.sum()}
 
 
-@dataclass(frozen=True)
-class Reference:
-    """fp64 from transformers, one sequence at a time: loss, gradients by name, and each micro-batch's log-probs of its real targets."""
-
-    loss: float
-    gradients: Mapping[str, torch.Tensor]
-    logprobs: tuple[torch.Tensor, ...]
-
-
-@functools.cache
-def reference(name: str, seed: int = 3) -> Reference:
-    model, batch = reference_model(name), ragged_batch(seed)
-    single = ParallelLayout(world_size=1)
-    total, logprobs = torch.zeros((), dtype=torch.float64), []
-    for index, parts in enumerate(batch.micro_batches):
-        packed = make_micro_batch(parts, single, batch.num_targets, seed=100 + index)
-        rows = []
-        for part in parts:
-            log_p = (model(part[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-            rows.append(torch.stack((log_p.gather(1, part[1:, None])[:, 0], -(log_p.exp() * log_p).sum(1)), dim=1))
-        values = torch.cat(rows)
-        real = packed.loss_mask.bool()
-        total = total - ((packed.advantages[real] * values[:, 0] + ENTROPY_WEIGHT * values[:, 1]) / batch.num_targets).sum()
-        logprobs.append(values[:, 0].detach())
-    gradients = torch.autograd.grad(total, list(model.parameters()))
-    names = [parameter_name for parameter_name, _ in model.named_parameters()]
-    return Reference(float(total), dict(zip(names, gradients, strict=True)), tuple(logprobs))
-
-
 def logprob_error(actor: MegatronActor, outputs: TokenOutputs, micro_batch: MicroBatch, expected: torch.Tensor) -> float:
     """Largest difference over this context rank's real targets."""
     packed = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
@@ -199,9 +211,9 @@ def gradient_error(actor: MegatronActor, gradients: Mapping[str, torch.Tensor]) 
     return max(float((actor.gradients()[name] - want).norm() / want.norm().clamp(min=1e-12)) for name, want in expected.items())
 
 
-def parity(name: str, layout: ParallelLayout, settings: ActorSettings | None = None) -> dict[str, float]:
+def parity(want: Reference, layout: ParallelLayout, settings: ActorSettings | None = None) -> dict[str, float]:
     """Errors of log-probs, loss, gradients and gradient norm against the reference, the largest over ranks."""
-    actor, batch, want = build_actor(name, layout, settings), ragged_batch(), reference(name)
+    actor, batch = build_actor(want, layout, settings), ragged_batch()
     mine = batch.of_rank(layout, dist.get_rank())
     micro_batches = [micro_batch for _, micro_batch in mine]
     outputs = actor.forward_logprobs(micro_batches, TEMPERATURE)
@@ -232,18 +244,14 @@ def largest_over_ranks(errors: dict[str, float]) -> dict[str, float]:
     return dict(zip(errors, values.tolist(), strict=True))
 
 
-def parity_of_layouts(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
     """Worker: `parity` of each case {"model", "layout" (fields), and optionally "dtype", "recompute", "distributed"}."""
     results = []
-    for case in cases:
+    for case in arguments["cases"]:
         settings = ActorSettings(
             model=ModelSettings(dtype=case.get("dtype", "float32"), recompute=case.get("recompute", "none")),
             optimizer=OptimizerSettings(distributed=case.get("distributed", True)),
         )
         layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
-        results.append(parity(case["model"], layout, settings))
+        results.append(parity(Reference.read(arguments["references"], case["model"]), layout, settings))
     return results
-
-
-def train_batches(count: int) -> Iterator[Batch]:
-    yield from (ragged_batch(seed) for seed in range(10, 10 + count))

@@ -1,8 +1,21 @@
-"""Makes `launcher` importable by the tests beside it under pytest's importlib mode."""
+"""Makes the modules beside it importable under pytest's importlib mode, and computes what several tests compare with."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def actor_references(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the fp64 transformers reference of every small model of `actor_checks`."""
+    from actor_checks import MODELS, write_reference
+
+    folder = tmp_path_factory.mktemp("actor_references")
+    for name in MODELS:
+        write_reference(folder, name)
+    return str(folder)

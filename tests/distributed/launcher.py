@@ -9,6 +9,7 @@ The target may also be a file: "/path/to/file.py:function" (`target_in(__file__,
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -68,10 +69,10 @@ def _start(target: str, rank: int, num_processes: int, port: int, folder: Path, 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
-        PYTHONPATH=os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part),
+        PYTHONPATH=os.pathsep.join(part for part in (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")) if part),
     )
     with (folder / f"rank{rank}.log").open("wb") as output:
-        command = [sys.executable, str(Path(__file__).resolve()), target, str(folder), str(timeout_s)]
+        command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), target, str(folder), str(timeout_s)]
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
@@ -120,6 +121,7 @@ def _worker(target: str, folder: Path, timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.dump_traceback_later(0.7 * timeout_s)  # a hang shows where every rank waits
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     rank = dist.get_rank()
