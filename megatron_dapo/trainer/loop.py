@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_dapo.parallel.collectives import max_over
-from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner, LearnResult
+from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.publisher import WeightPublisher
 from megatron_dapo.trainer.recorder import Recorder
 from megatron_dapo.trainer.rollout_phase import CollectedBatch, RolloutPhase
@@ -40,8 +39,6 @@ from megatron_dapo.trainer.step_metrics import (
 )
 
 logger = logging.getLogger(__name__)
-
-Watch = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -82,27 +79,25 @@ class TrainingLoop:
         parts: Parts,
         settings: LoopSettings,
         progress: RunProgress,
-        timer: PhaseTimer,
-        watch: Watch,
+        phases: Phases,
         stop_requested: Callable[[], bool],
     ) -> None:
         self._parts = parts
         self._settings = settings
         self._progress = progress
-        self._timer = timer
-        self._watch = watch
+        self._phases = phases
         self._stop_requested = stop_requested
         self._generation_step = 0
-        self._saved_step = -1
+        self.saved_step = -1  # train step of the newest checkpoint on disk
 
     def run(self) -> str:
         """Train until a limit, the data or a signal ends it; returns which. The last state is saved."""
         self._publish()
         if self._settings.evaluate_at_start and self._progress.train_step == 0:
             self._evaluate()
-        self._timer.finish_step()
+        self._phases.timer.finish_step()
         while not (reason := self._reason_to_end()):
-            with self.phase("generate"):
+            with self._phases.phase("generate"):
                 batch = self._parts.rollout.collect(self._settings.groups_per_step)
             self._generation_step = batch.generation_step
             if batch.should_stop or not batch.samples:
@@ -116,14 +111,6 @@ class TrainingLoop:
         if self._settings.evaluate_at_end and reason in ("finished", "data exhausted"):
             self._evaluate()
         return reason
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A named part of the step: timed, shown, and ended with stacks and a reason if it takes too long."""
-        if self._parts.recorder is not None:
-            self._parts.recorder.phase(name)
-        with self._timer.phase(name), self._watch(name):
-            yield
 
     def _reason_to_end(self) -> str:
         settings = self._settings
@@ -150,26 +137,27 @@ class TrainingLoop:
         return result
 
     def _publish(self) -> None:
-        with self.phase("weight_sync"):
+        with self._phases.phase("weight_sync"):
             self._parts.publisher.publish(self._progress.train_step)
 
     def _finish_step(self, batch: CollectedBatch, result: LearnResult) -> None:
         """Everything after the new policy is served: samples, due checkpoint and evaluation, then the step's metrics."""
         step = self._progress.train_step
         self._progress.num_samples += len(batch.samples)
-        with self.phase("record"):
+        with self._phases.phase("record"):
             if self._parts.recorder is not None and batch.rollout is not None:
                 self._progress.num_generated_tokens += batch.rollout.statistics.num_tokens
                 self._parts.recorder.batch(step, batch.rollout.groups, batch.samples)
-        times = self._timer.finish_step()
+        times = self._phases.timer.finish_step()
         self._progress.train_seconds += times["step"]
         if self._parts.recorder is not None:
             self._parts.recorder.step(step, self._metrics(batch, result, times))
-        if self._is_due(self._settings.checkpoint_interval):
-            self._save()
+        # The evaluation comes first, so that a run which goes on from this checkpoint knows it.
         if self._is_due(self._settings.evaluation_interval) and step < self._settings.total_steps:
             self._evaluate()
-        self._timer.finish_step()
+        if self._is_due(self._settings.checkpoint_interval):
+            self._save()
+        self._phases.timer.finish_step()
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self._progress.train_step % interval == 0
@@ -197,9 +185,9 @@ class TrainingLoop:
             return
         start, step = time.perf_counter(), self._progress.train_step
         recorder = self._parts.recorder
-        with self.phase("evaluate"):
+        with self._phases.phase("evaluate"):
             metrics = self._parts.evaluator.evaluate(
-                step, lambda seen: recorder.phase("evaluate", seen.num_finished, seen.num_total) if recorder else None
+                step, lambda seen: self._phases.show("evaluate", seen.num_finished, seen.num_total)
             )
         if metrics is not None and recorder is not None:
             self._progress.evaluations[str(step)] = metrics
@@ -215,13 +203,9 @@ class TrainingLoop:
 
     def _save(self) -> None:
         """A checkpoint of the current step, once."""
-        if self._saved_step == self._progress.train_step:
+        if self.saved_step == self._progress.train_step:
             return
-        with self.phase("checkpoint"):
+        with self._phases.phase("checkpoint"):
             folder = self._parts.checkpoints.save()
-        self._saved_step = self._progress.train_step
-        logger.info("checkpoint of train step %d in %s", self._saved_step, folder)
-
-    def already_saved(self, step: int) -> None:
-        """The run was restored from a checkpoint of `step`: it need not be written again."""
-        self._saved_step = step
+        self.saved_step = self._progress.train_step
+        logger.info("checkpoint of train step %d in %s", self.saved_step, folder)

@@ -61,17 +61,19 @@ class RunPaths:
 class Recorder:
     """Writes by train step; a resumed run continues its files without a step twice."""
 
-    def __init__(self, config: Config, first_step: int) -> None:
+    def __init__(self, config: Config, train_step: int, evaluated_step: int) -> None:
+        """`train_step`: steps the run has already made; `evaluated_step`: the newest it has evaluated, -1 if none."""
         telemetry = config.telemetry
+        first_step, first_evaluation = train_step + 1, evaluated_step + 1
         self.paths = RunPaths(config.run.folder)
         self._telemetry = telemetry
         tensorboard: list[MetricWriter] = [TensorBoardWriter(self.paths.tensorboard, first_step)] if telemetry.tensorboard else []
         self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step), *tensorboard])
-        self._evaluations = MetricRecorder([JsonlWriter(self.paths.evaluation_metrics, first_step), *tensorboard])
+        self._evaluations = MetricRecorder([JsonlWriter(self.paths.evaluation_metrics, first_evaluation), *tensorboard])
         self._samples = SampleWriter(self.paths.samples, first_step) if telemetry.samples_per_step else None
         self.progress: ProgressView | None = None
         if telemetry.progress:
-            self.progress = progress_view(config.run.total_steps, config.mismatch.alarm, first_step)
+            self.progress = progress_view(config.run.total_steps, config.mismatch.alarm, train_step)
 
     def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
         """Show what is going on now."""

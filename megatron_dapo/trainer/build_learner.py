@@ -1,0 +1,138 @@
+"""The policy and its learner from the configuration: what trains, without anything that generates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
+from megatron_dapo.algorithms.policy_loss import build_policy_loss
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.load import load_from_huggingface
+from megatron_dapo.config.schema import AlgorithmConfig, Config
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.megatron.optimizer import OptimizerSettings
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer.learner import Learner, LearnerSettings
+from megatron_dapo.trainer.learning_rate import LearningRateSchedule
+from megatron_dapo.trainer.objective import PolicyObjective
+
+logger = logging.getLogger(__name__)
+
+
+def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
+    """The layout the configuration asks for in a world of that size."""
+    p = config.parallel
+    return ParallelLayout(
+        world_size,
+        tensor=p.tensor,
+        pipeline=p.pipeline,
+        virtual_pipeline=p.virtual_pipeline,
+        context=p.context,
+        expert=p.expert,
+        sequence_parallel=p.sequence_parallel,
+    )
+
+
+def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
+    """This rank's part of the policy with the weights of model.path."""
+    architecture = ModelArchitecture.from_folder(config.model.path)
+
+    def load(parameters: Any, tensors: Any) -> None:
+        report = load_from_huggingface(config.model.path, tensors, dist.get_rank(), parameters)
+        logger.info("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, config.model.path)
+
+    optimizer = config.optimizer
+    settings = ActorSettings(
+        model=ModelSettings(config.model.dtype, config.model.recompute),
+        optimizer=OptimizerSettings(
+            adam_beta1=optimizer.betas[0],
+            adam_beta2=optimizer.betas[1],
+            adam_eps=optimizer.epsilon,
+            weight_decay=optimizer.weight_decay,
+            clip_grad=optimizer.clip_grad,
+            distributed=config.parallel.distributed_optimizer,
+        ),
+        chunk_tokens=config.model.logprob_chunk_tokens,
+        seed=config.run.seed,
+        collective_timeout_s=config.run.wait_timeout_seconds,
+    )
+    return MegatronActor(architecture, layout, settings, load)
+
+
+def build_learner(
+    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Callable[[str], AbstractContextManager[object]]
+) -> Learner:
+    """The learner of the actor, with a reference policy where the loss has a KL term."""
+    # The reference is never trained, so its optimizer state stays unmade.
+    reference = build_actor(config, layout) if config.algorithm.kl_loss_coefficient > 0 else None
+    objective = _objective(config.algorithm, actor)
+    return Learner(actor, objective, layout, rank, _learner_settings(config), _schedule(config), phase, reference)
+
+
+def _objective(algorithm: AlgorithmConfig, actor: MegatronActor) -> PolicyObjective:
+    settings = {"clip_ratio_low": algorithm.clip_ratio_low, "clip_ratio_high": algorithm.clip_ratio_high}
+    if algorithm.policy_loss == "ppo_clip":
+        settings = {"clip_ratio": algorithm.clip_ratio_low}
+    off_policy = algorithm.off_policy
+    correction = None
+    if off_policy.correction != "none":
+        correction = OffPolicyCorrection(
+            off_policy.correction, off_policy.level, upper=off_policy.high, lower=off_policy.low, batch_normalise=off_policy.normalise
+        )
+    return PolicyObjective(
+        build_policy_loss(algorithm.policy_loss, settings, algorithm.dual_clip or None),
+        correction=correction,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        kl_coefficient=algorithm.kl_loss_coefficient,
+        kl_estimator=algorithm.kl_estimator,
+        reduce_over_sequence_parts=_sum_over_context(actor),
+    )
+
+
+def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Sums of a sequence's parts over the context ranks that hold them."""
+    group = actor.groups.context
+    if group.size() == 1:
+        return lambda sums: sums
+
+    def reduce(sums: torch.Tensor) -> torch.Tensor:
+        total = sums.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return reduce
+
+
+def _learner_settings(config: Config) -> LearnerSettings:
+    training = config.training
+    return LearnerSettings(
+        groups_per_mini_batch=training.mini_batch_prompts,
+        epochs=training.epochs,
+        micro_batch_tokens=training.micro_batch_tokens,
+        aggregation=config.algorithm.aggregation,
+        aggregation_length=config.aggregation_length,
+        temperature=config.rollout.temperature,
+        shuffle_seed=config.run.seed if training.shuffle else None,
+        schedule_counts_optimizer_steps=config.optimizer.warmup_unit == "optimizer_step",
+        max_consecutive_skips=training.max_consecutive_skips,
+    )
+
+
+def _schedule(config: Config) -> LearningRateSchedule:
+    optimizer = config.optimizer
+    steps_each = config.rollout.prompts_per_step // config.training.mini_batch_prompts * config.training.epochs
+    scale = steps_each if optimizer.warmup_unit == "optimizer_step" else 1
+    return LearningRateSchedule(
+        peak=optimizer.learning_rate,
+        warmup_steps=optimizer.warmup_steps,
+        total_steps=config.run.total_steps * scale,
+        shape=optimizer.schedule,
+        minimum=optimizer.min_learning_rate,
+    )

@@ -1,0 +1,144 @@
+"""Engines, data, verifiers and the collector from the configuration: what generates and scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.algorithms.advantages import build_advantage_estimator
+from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
+from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
+from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
+from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
+from megatron_dapo.rollout.buffer import ReplayBuffer
+from megatron_dapo.rollout.collector import CollectProgress, Collector, CollectorSettings, keep_every_group
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.trainer.evaluator import EvaluationTask
+from megatron_dapo.trainer.inputs import (
+    ModelInputs,
+    evaluation_protocol,
+    load_eval_dataset,
+    load_train_dataset,
+    open_verifier_pool,
+    read_model_inputs,
+)
+from megatron_dapo.trainer.recorder import RunPaths
+from megatron_dapo.trainer.train_samples import TrainSamples, build_train_samples
+from megatron_dapo.types import Group, SamplingParams
+
+
+@dataclass
+class Driver:
+    """What only the rank that drives the rollout has: data, verifiers, collector."""
+
+    inputs: ModelInputs
+    scorer: Any  # VerifierPool or ShadowedPool
+    collector: Collector
+    stream: PromptStream
+    evaluation: EvaluationTask | None
+
+    def disagreement_share(self) -> float:
+        """Share of responses so far that the shadow verifier judged otherwise; 0 without one."""
+        if not isinstance(self.scorer, ShadowedPool):
+            return 0.0
+        statistics = self.scorer.statistics()
+        return statistics.num_disagreements / max(1, statistics.num_compared)
+
+
+def build_engine(config: Config) -> DistributedEmbeddedEngine:
+    """This rank's embedded engine, driven by rank 0. It has no weights yet."""
+    settings = EmbeddedEngineSettings(
+        max_slots=config.rollout.slots_per_rank,
+        max_length=config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.evaluation_response_tokens),
+        dtype=DTYPES[config.model.dtype],
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    engine = EmbeddedEngine.from_folder(config.model.path, settings, trust_remote_code=config.model.trust_remote_code)
+    return DistributedEmbeddedEngine(engine, dist.group.WORLD)
+
+
+def build_driver(
+    config: Config, engine: DistributedEmbeddedEngine, on_progress: Callable[[CollectProgress], None], stack: ExitStack
+) -> Driver:
+    """Data, verifiers and the collector; `stack` closes the verifiers' processes."""
+    inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
+    scorer = stack.enter_context(_scorer(config))
+    pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
+    dataset = load_train_dataset(config, inputs, pool)
+    stream = PromptStream(dataset.prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None)
+
+    rollout = config.rollout
+    collector = Collector(
+        stream,
+        dataset.by_id,
+        engine,
+        SampleScorer(scorer, inputs.decode, _overlong_penalty(config)),
+        ReplayBuffer(max_staleness=rollout.max_staleness),
+        CollectorSettings(
+            group_size=rollout.group_size,
+            sampling=SamplingParams(
+                rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, inputs.stop_tokens.token_ids
+            ),
+            seed=config.run.seed,
+            oversample=rollout.oversample,
+            max_rounds=rollout.max_generation_rounds,
+            on_exhausted=rollout.on_exhausted,
+        ),
+        GroupFilter(rollout.accuracy_min, rollout.accuracy_max).verdict if rollout.filter_groups else keep_every_group,
+        on_progress,
+    )
+    return Driver(inputs, scorer, collector, stream, _evaluation_task(config, inputs, pool))
+
+
+def _scorer(config: Config) -> Any:
+    """The verifier pool; with a second pool in its shadow where one is asked for."""
+    primary = open_verifier_pool(config.reward)
+    if not config.reward.shadow_verifier:
+        return primary
+    path = RunPaths(config.run.folder).disagreements
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(disagreement: Disagreement) -> None:
+        with open(path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(disagreement.record(), ensure_ascii=False) + "\n")
+
+    return ShadowedPool(primary, open_verifier_pool(config.reward, config.reward.shadow_verifier), write)
+
+
+def _overlong_penalty(config: Config) -> Callable[[int], float] | None:
+    settings = config.reward.overlong_punishment
+    if not settings.enabled:
+        return None
+    return lambda length: float(
+        soft_overlong_penalty(torch.tensor([length]), settings.max_length, settings.cache_length, settings.factor)[0]
+    )
+
+
+def sample_builder(config: Config) -> Callable[[Any], TrainSamples]:
+    """Turns groups into train samples by the configured advantage."""
+    algorithm = config.algorithm
+    settings = {"std": algorithm.grpo_std} if algorithm.advantage == "grpo" else {}
+    estimator = build_advantage_estimator(algorithm.advantage, settings)
+
+    def build(groups: list[Group]) -> TrainSamples:
+        return build_train_samples(groups, estimator, filter_overlong=config.reward.overlong_filter)
+
+    return build
+
+
+def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any) -> EvaluationTask | None:
+    if not config.data.eval_paths:
+        return None
+    dataset = load_eval_dataset(config, inputs, pool)
+    protocol = evaluation_protocol(config, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
+    return EvaluationTask(dataset, protocol, pool.score_many, inputs, RunPaths(config.run.folder).evaluations)
