@@ -57,7 +57,7 @@ class SampleWriter:
     def __init__(self, path: Path, first_step: int, queue_size: int = 4096) -> None:
         self.num_lost = 0
         self._path = path
-        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(queue_size)
+        self._queue: queue.Queue[Mapping[str, Any] | threading.Event | None] = queue.Queue(queue_size)
         path.parent.mkdir(parents=True, exist_ok=True)
         drop_steps_from(path, first_step)
         self._thread = threading.Thread(target=self._run, name="sample writer", daemon=True)
@@ -70,6 +70,15 @@ class SampleWriter:
             except queue.Full:
                 self._lose("the disk is slower than the samples come")
 
+    def flush(self, seconds: float = 10.0) -> bool:
+        """Wait for at most `seconds` until everything handed over so far is in the file; returns whether it is."""
+        written = threading.Event()
+        try:
+            self._queue.put(written, timeout=seconds)
+        except queue.Full:
+            return False
+        return written.wait(seconds)
+
     def close(self, seconds: float = 10.0) -> None:
         """Write what is queued, for at most `seconds`."""
         try:
@@ -80,6 +89,9 @@ class SampleWriter:
 
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
+            if isinstance(record, threading.Event):
+                record.set()
+                continue
             try:
                 with open(self._path, "a", encoding="utf-8") as stream:
                     stream.write(json.dumps(record, ensure_ascii=False) + "\n")

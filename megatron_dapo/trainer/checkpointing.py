@@ -41,7 +41,7 @@ class RunProgress:
     train_step: int = 0  # rollout batches trained; the learning-rate schedule and TensorBoard count these
     train_seconds: float = 0.0  # time in steps, over all attempts
     num_samples: int = 0  # responses trained on
-    num_generated_samples: int = 0
+    generation_step: int = 0  # generation rounds begun
     num_generated_tokens: int = 0
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)  # train step -> headline metrics
 

@@ -87,7 +87,6 @@ class TrainingLoop:
         self._progress = progress
         self._phases = phases
         self._stop_requested = stop_requested
-        self._generation_step = 0
         self.saved_step = -1  # train step of the newest checkpoint on disk
 
     def run(self) -> str:
@@ -99,7 +98,7 @@ class TrainingLoop:
         while not (reason := self._reason_to_end()):
             with self._phases.phase("generate"):
                 batch = self._parts.rollout.collect(self._settings.groups_per_step)
-            self._generation_step = batch.generation_step
+            self._progress.generation_step = batch.generation_step
             if batch.should_stop or not batch.samples:
                 reason = "data exhausted"
                 break
@@ -116,7 +115,7 @@ class TrainingLoop:
         settings = self._settings
         if self._progress.train_step >= settings.total_steps:
             return "finished"
-        if settings.max_generation_steps and self._generation_step >= settings.max_generation_steps:
+        if settings.max_generation_steps and self._progress.generation_step >= settings.max_generation_steps:
             return "generation steps used up"
         # A signal need not reach every rank; what one was told, all do.
         stop = max_over({"stop": float(self._stop_requested())})["stop"]
@@ -206,6 +205,8 @@ class TrainingLoop:
         if self.saved_step == self._progress.train_step:
             return
         with self._phases.phase("checkpoint"):
+            if self._parts.recorder is not None:
+                self._parts.recorder.flush()  # what the checkpoint counts as done is on record
             folder = self._parts.checkpoints.save()
         self.saved_step = self._progress.train_step
         logger.info("checkpoint of train step %d in %s", self.saved_step, folder)

@@ -117,6 +117,11 @@ class Recorder:
         """Records that could not be written."""
         return self._steps.num_failures + self._evaluations.num_failures + (self._samples.num_lost if self._samples else 0)
 
+    def flush(self) -> None:
+        """Wait until the samples so far are written; metrics always are."""
+        if self._samples is not None:
+            self._samples.flush()
+
     def close(self) -> None:
         """Write what is queued and end the display."""
         self._steps.close()

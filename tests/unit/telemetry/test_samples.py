@@ -83,3 +83,19 @@ def test_a_slow_disk_never_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert time.perf_counter() - start < 0.15
     assert writer.num_lost >= 46
     writer.close()
+
+
+def test_after_a_flush_every_record_so_far_is_in_the_file(tmp_path: Path, groups: list[Group]) -> None:
+    path = tmp_path / "samples.jsonl"
+    writer = SampleWriter(path, first_step=1)
+    for step in range(1, 51):
+        writer.write([sample_record(step, groups[0], 0, 0.0)])
+        assert writer.flush()
+        assert len(path.read_text(encoding="utf-8").splitlines()) == step
+    writer.close()
+
+
+def test_flush_gives_up_where_nothing_is_written(tmp_path: Path, groups: list[Group]) -> None:
+    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=1)
+    writer.close()
+    assert not writer.flush(seconds=0.05)
