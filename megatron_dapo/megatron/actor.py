@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.load import load_from_huggingface
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.megatron import schedule, state
 from megatron_dapo.megatron.head import HeadSettings, TokenOutputs
@@ -76,6 +77,15 @@ class MegatronActor:
         load({name: parameter.data for name, parameter in named_local_parameters(chunks).items()}, self.tensors)
         self.chunks = wrap_data_parallel(chunks, self.config, settings.optimizer)
         self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer)
+
+    @classmethod
+    def build(cls, model_folder: str | Path, layout: ParallelLayout, settings: ActorSettings) -> MegatronActor:
+        """The actor with the architecture and weights of a Hugging Face folder."""
+
+        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
+            load_from_huggingface(model_folder, tensors, dist.get_rank(), parameters)
+
+        return cls(ModelArchitecture.from_folder(model_folder), layout, settings, load)
 
     def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

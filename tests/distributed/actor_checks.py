@@ -255,3 +255,128 @@ def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
         layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
         results.append(parity(Reference.read(arguments["references"], case["model"]), layout, settings))
     return results
+
+
+# Optimizer, guard and exact state on two ranks.
+
+LEARNING_RATE = 3e-3
+
+
+def train(actor: MegatronActor, seeds: Sequence[int]) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of one step on each seed's batch."""
+    history = []
+    for seed in seeds:
+        micro_batches = [micro_batch for _, micro_batch in ragged_batch(seed).of_rank(actor.layout, dist.get_rank())]
+        result = actor.train_step(micro_batches, loss_fn, TEMPERATURE, LEARNING_RATE)
+        assert result.applied
+        history.append((result.metrics["loss"], result.grad_norm))
+    return history
+
+
+def snapshot(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in actor.state_shards()[0].items()}
+
+
+def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
+    """Keys that only one has, or whose tensors are not the same bits."""
+    return sorted(set(first) ^ set(second)) + [key for key in first if key in second and not torch.equal(first[key], second[key])]
+
+
+def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """Worker: 5 steps at once, and 2 steps, save, rebuild, load, 3 steps; what differs afterwards, for each case."""
+    return [_resume_case(Reference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]]
+
+
+def _resume_case(want: Reference, case: dict[str, Any]) -> dict[str, Any]:
+    layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
+    settings = ActorSettings(
+        model=ModelSettings(dtype=case.get("dtype", "float32")), optimizer=OptimizerSettings(distributed=case["distributed"])
+    )
+    whole = build_actor(want, layout, settings)
+    history = train(whole, range(10, 15))
+    first = build_actor(want, layout, settings)
+    begun = train(first, range(10, 12))
+    tensors, description = first.state_shards()
+    description = json.loads(json.dumps(description))
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    second = build_actor(want, layout, settings)
+    second.load_state_shards(tensors, description)
+    loaded = differing(tensors, snapshot(second))
+    continued = train(second, range(12, 15))
+    difference = differing(snapshot(whole), snapshot(second))
+    steps = {float(t) for key, t in snapshot(second).items() if key.startswith("step/")}
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {"loaded": loaded, "difference": difference, "steps": sorted(steps)})
+    return {"ranks": everywhere, "history": history, "continued": begun + continued, "kinds": sorted({key.split("/")[0] for key in tensors})}
+
+
+def guard(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Worker: a step in which one rank's loss is not finite, between two good steps."""
+    want = Reference.read(arguments["references"], "qwen2")
+    results: dict[str, Any] = {}
+    for distributed in (True, False):
+        for bad in (float("nan"), float("inf")):
+            layout = ParallelLayout(world_size=dist.get_world_size(), **arguments["layout"])
+            actor = build_actor(want, layout, ActorSettings(optimizer=OptimizerSettings(distributed=distributed)))
+            train(actor, [10])
+            before = snapshot(actor)
+            micro_batches = [micro_batch for _, micro_batch in ragged_batch(11).of_rank(layout, dist.get_rank())]
+
+            def poisoned(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                loss, metrics = loss_fn(micro_batch, outputs, index)
+                return (loss * bad if dist.get_rank() == dist.get_world_size() - 1 and index == 0 else loss), metrics
+
+            result = actor.train_step(micro_batches, poisoned, TEMPERATURE, LEARNING_RATE)
+            changed = differing(before, snapshot(actor))
+            history = train(actor, [11])
+            flags = torch.tensor([result.applied, len(changed), history[0][1] < 1e3], dtype=torch.int64)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            results[f"{distributed} {bad}"] = flags.tolist()
+    return results
+
+
+def cross_checks(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Worker: properties of the actor that need two ranks but no transformers; see test_actor_steps.py."""
+    want = Reference.read(arguments["references"], "qwen2")
+    layout = ParallelLayout(world_size=2, pipeline=2, virtual_pipeline=2)
+    actor = build_actor(want, layout)
+    micro_batches = [micro_batch for _, micro_batch in ragged_batch().of_rank(layout, 0)]
+    refused = ""
+    try:
+        actor.forward_logprobs(micro_batches[:3], TEMPERATURE)
+    except ValueError as error:
+        refused = str(error)
+    groups = actor.groups
+    again = build_actor(want, layout)
+    train(actor, range(10, 12))  # the first model still runs on the groups that both share
+    return {"refused": refused, "groups_shared": again.groups == groups, "many": _many_micro_batches(actor)}
+
+
+def _many_micro_batches(actor: MegatronActor) -> float:
+    """16 micro-batches of different lengths through the interleaved schedule against the same without a pipeline: loss difference."""
+    layout = actor.layout
+    parts = [tuple(sequences((3 + 5 * index % 37, 2 + index), 500 + index)) for index in range(16)]
+    batch = Batch(tuple(parts))
+    pipelined = actor.accumulate_gradients([micro for _, micro in batch.of_rank(layout, dist.get_rank())], loss_fn, TEMPERATURE)
+    single = ParallelLayout(world_size=2)
+    weights = {name: parameter.detach().clone() for name, parameter in actor.named_local_parameters().items()}
+    whole: list[dict[str, torch.Tensor] | None] = [None, None]
+    dist.all_gather_object(whole, weights)
+
+    def load(local: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
+        for name, buffer in local.items():
+            buffer.copy_(_pipelined_parameter(name, whole))
+
+    plain = MegatronActor(actor.architecture, single, ActorSettings(), load)
+    alone = plain.accumulate_gradients([micro for _, micro in batch.of_rank(single, dist.get_rank())], loss_fn, TEMPERATURE)
+    return abs(pipelined["loss"] - alone["loss"]) / abs(alone["loss"])
+
+
+def _pipelined_parameter(name: str, whole: Sequence[Any]) -> torch.Tensor:
+    """The parameter of the single chunk of 4 layers in PP2 VPP2, whose chunks hold one layer each: layer i is stage i // 2 of rank i % 2."""
+    path = name.split(".", 1)[1]
+    if path.startswith("decoder.layers."):
+        layer = int(path.split(".")[2])
+        rest = path.split(".", 3)[3]
+        return whole[layer % 2][f"{layer // 2}.decoder.layers.0.{rest}"]
+    return whole[0][f"0.{path}"] if path.startswith("embedding") else whole[1][f"1.{path}"]

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launcher import run_distributed
+
+RESUMED: list[dict[str, Any]] = [
+    {"model": "qwen2", "layout": {}, "distributed": True},
+    {"model": "qwen3", "layout": {"tensor": 2}, "distributed": False},
+    {"model": "llama3", "layout": {"tensor": 2, "sequence_parallel": True}, "distributed": True, "dtype": "bfloat16"},
+    {"model": "qwen2-tied", "layout": {"pipeline": 2}, "distributed": False, "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.timeout(200)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(actor_references: str) -> None:
+    arguments = {"references": actor_references, "cases": RESUMED}
+    for case, result in zip(RESUMED, run_distributed("actor_checks:resume", 2, arguments, timeout_s=180), strict=True):
+        assert result["continued"] == result["history"], case
+        for rank in result["ranks"]:
+            assert rank["loaded"] == [] and rank["difference"] == [], case
+            assert rank["steps"] == [5.0], case  # a step tensor shared by all parameters would have run ahead
+        assert ("master" in result["kinds"]) == (case.get("dtype") == "bfloat16"), case
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}])
+def test_no_rank_steps_when_one_gradient_is_not_finite(actor_references: str, layout: dict[str, Any]) -> None:
+    for name, (applied, num_changed, recovered) in run_distributed(
+        "actor_checks:guard", 2, {"references": actor_references, "layout": layout}, timeout_s=180
+    ).items():
+        assert not applied, name
+        assert num_changed == 0, name
+        assert recovered, name
+
+
+@pytest.mark.timeout(200)
+def test_interleaved_schedule_and_shared_groups(actor_references: str) -> None:
+    result = run_distributed("actor_checks:cross_checks", 2, {"references": actor_references}, timeout_s=180)
+    assert "there are 3" in result["refused"] and "multiple of 2" in result["refused"]
+    assert result["groups_shared"]
+    assert result["many"] < 1e-5
