@@ -79,12 +79,18 @@ def _num_devices() -> int:
 
 def _run(recipe: Path, plan: Plan) -> int:
     """Start the workers, wait, and end with the summary or with the first root cause as the last line."""
+    from megatron_dapo.launch.lifetime import require_unused
     from megatron_dapo.launch.local import launch_workers
     from megatron_dapo.recovery.failure import clear_failures, last_line, read_failure
     from megatron_dapo.telemetry.summary import read_summary, summary_table
 
     folder = plan.loaded.config.run.folder
     summary = folder / "summary.json"
+    try:
+        require_unused(folder)
+    except RuntimeError as error:
+        typer.echo(f"error: {error}", err=True)
+        return REFUSED
     clear_failures(folder)
     summary.unlink(missing_ok=True)
     arguments = [str(recipe), *(part for override in plan.overrides for part in ("--set", override))]

@@ -1,7 +1,8 @@
 """Starts the workers of one machine under torchrun and passes Ctrl-C and SIGTERM to the workers, not to torchrun.
 
 torchrun kills its workers 30 s after a signal, which is less than a training step of a large model. So it runs in a process group of its
-own; the launcher forwards the first signal to the workers, who finish the step, save and exit, and ends everything at the second.
+own; the launcher forwards the first signal to the workers, who finish the step, save and exit, and ends everything at the second. A
+launcher that is killed takes torchrun and the workers along: each asks the kernel for a SIGTERM when its parent dies.
 """
 
 from __future__ import annotations
@@ -14,12 +15,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dapo.launch.lifetime import end_with_parent, require_unused
+
 logger = logging.getLogger(__name__)
 
 
 def worker_pid_file(run_folder: Path, rank: int) -> Path:
     """Where the worker of `rank` leaves its process id."""
     return run_folder / "workers" / f"{rank}.pid"
+
+
+def write_worker_pid(run_folder: Path, rank: int) -> None:
+    """Leave this process's id for the launcher, in one piece."""
+    file = worker_pid_file(run_folder, rank)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".new")
+    partial.write_text(str(os.getpid()), encoding="utf-8")
+    os.replace(partial, file)
 
 
 def torchrun_command(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
@@ -83,15 +95,23 @@ def _forget_old_workers(run_folder: Path) -> None:
 
 
 def launch_workers(module: str, arguments: Sequence[str], num_processes: int, run_folder: Path) -> int:
-    """Runs `module` under torchrun until it ends and returns its exit code. Signals are forwarded as the module says."""
+    """Runs `module` under torchrun until it ends and returns its exit code (128 + the signal that ended it, as shells count).
+
+    Signals are forwarded as the module says. RuntimeError where another run works in `run_folder`.
+    """
+    require_unused(run_folder)
     _forget_old_workers(run_folder)
     process = subprocess.Popen(
-        torchrun_command(num_processes, module, arguments), env=_worker_environment(num_processes), start_new_session=True
+        torchrun_command(num_processes, module, arguments),
+        env=_worker_environment(num_processes),
+        start_new_session=True,
+        preexec_fn=end_with_parent(signal.SIGTERM),
     )
     forward = _Forwarder(process, run_folder)
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return process.wait()
+        code = process.wait()
+        return code if code >= 0 else 128 - code
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

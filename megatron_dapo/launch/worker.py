@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.launch.environment import ProcessEnvironment, prepare_rendezvous, process_environment
-from megatron_dapo.launch.local import worker_pid_file
+from megatron_dapo.launch.lifetime import FolderLock, end_with_parent, stacks_on_request
+from megatron_dapo.launch.local import worker_pid_file, write_worker_pid
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -18,11 +20,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megatron_dapo.launch.worker")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
+    parser.add_argument("--replay", type=Path, help="folder of a dumped rollout batch: train on it alone")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs this process's part of a training run and returns its exit code."""
+    end_with_parent(signal.SIGTERM)()
     parsed = parse_arguments(arguments)
     process = process_environment()
     prepare_rendezvous(process)
@@ -33,11 +37,19 @@ def main(arguments: Sequence[str]) -> int:
 
     loaded = load_config(parsed.recipe, parsed.overrides)
     run_folder = loaded.config.run.folder
-    _write_pid(run_folder, process.rank)
+    # Until the process ends: a second run must not write into the same folder.
+    lock = FolderLock(run_folder) if process.rank == 0 else None
+    write_worker_pid(run_folder, process.rank)
+    stacks_on_request(worker_pid_file(run_folder, process.rank).with_suffix(".stacks"))
     try:
-        from megatron_dapo.trainer.run import run_training
+        if parsed.replay is not None:
+            from megatron_dapo.trainer.replay import run_replay
 
-        run_training(loaded, process.rank, process.world_size)
+            run_replay(loaded, parsed.replay, process.rank, process.world_size)
+        else:
+            from megatron_dapo.trainer.run import run_training
+
+            run_training(loaded, process.rank, process.world_size)
     except Exception as error:
         record_failure(run_folder, failure_of(process.rank, error))
         logging.getLogger(__name__).exception("rank %d failed", process.rank)
@@ -45,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+    if lock is not None:
+        lock.release()
     return 0
 
 
@@ -53,12 +67,6 @@ def _configure_logging(process: ProcessEnvironment) -> None:
     logging.basicConfig(level=level, format=f"[rank {process.rank}] %(levelname)s %(name)s: %(message)s")
     for name in ("megatron", "transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _write_pid(run_folder: Path, rank: int) -> None:
-    file = worker_pid_file(run_folder, rank)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(str(os.getpid()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""One run a folder, no process that outlives its launcher, and stacks of a running one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.launch.lifetime import FolderLock, require_unused
+
+DEADLINE_S = 20.0
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "the deadline passed"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_dapo.launch.lifetime import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_in_use_is_refused_until_its_holder_dies(tmp_path: Path) -> None:
+    holder = start(HOLD, str(tmp_path))
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        for attempt in (require_unused, FolderLock):
+            with pytest.raises(RuntimeError, match=rf"{tmp_path} is in use by process {holder.pid}:"):
+                attempt(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+    require_unused(tmp_path)
+    FolderLock(tmp_path).release()
+
+
+def test_a_folder_nobody_used_is_left_alone(tmp_path: Path) -> None:
+    require_unused(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+PARENT = """
+import subprocess, sys, signal
+from megatron_dapo.launch.lifetime import end_with_parent
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=end_with_parent(signal.SIGTERM))
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of another system has no parent-death signal")
+def test_a_child_ends_when_its_parent_is_killed() -> None:
+    parent = start(PARENT)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert is_running(child)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not is_running(child))
+
+
+SHOW = """
+import sys, time
+from pathlib import Path
+from megatron_dapo.launch.lifetime import stacks_on_request
+def here_it_waits():
+    print("ready", flush=True)
+    time.sleep(60)
+stacks_on_request(Path(sys.argv[1]))
+here_it_waits()
+"""
+
+
+def test_a_signal_shows_the_stack(tmp_path: Path) -> None:
+    file = tmp_path / "workers" / "0.stacks"
+    process = start(SHOW, str(file))
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGUSR1)
+        wait_for(lambda: "here_it_waits" in file.read_text())
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
