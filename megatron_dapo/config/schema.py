@@ -406,9 +406,6 @@ class CheckpointConfig(Section):
     """auto: continue from the newest valid checkpoint if there is one. never: fail if the folder holds one. must: fail
     if it holds none."""
 
-    save_optimizer: bool = True
-    """Save fp32 masters and moments. Without them a checkpoint cannot be resumed exactly, only exported."""
-
     export_huggingface: bool = True
     """Write the trained policy as a Hugging Face folder, <run.folder>/huggingface, when the run ends."""
 

@@ -60,8 +60,12 @@ class LoadReport:
         return (
             f"{self.num_rows:,} rows -> {self.num_unique:,} unique (prompt, answer) -> {self.num_prompts:,} prompts of at "
             f"most {self.max_prompt_tokens:,} tokens ({self.num_too_long:,} too long; the longest has "
-            f"{self.longest_prompt_tokens:,})"
+            f"{self.longest_prompt_tokens:,}; {self._copies()} rows each)"
         )
+
+    def _copies(self) -> str:
+        low, high = self.multiplicity_min, self.multiplicity_max
+        return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,10 @@ def load_prompts(
     Raises ValueError on a missing, empty, damaged or wrongly structured file, on gold answers the verifier cannot
     use, and when no prompt is short enough.
     """
+    prompt_template = PromptTemplate(tokenizer, template, template_options)
     collected = _collect(paths, deduplicate)
     _check_answers(collected.rows, validate_answers)
-    prompts = _render(collected, PromptTemplate(tokenizer, template, template_options))
+    prompts = _render(collected, prompt_template)
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
     if not kept:
         shortest = min(len(prompt.token_ids) for prompt in prompts)
@@ -109,7 +114,7 @@ def load_prompts(
             f"all {len(prompts)} prompts are longer than max_prompt_tokens = {max_prompt_tokens}: the shortest has "
             f"{shortest} tokens"
         )
-    dataset = _dataset(collected, prompts, kept, max_prompt_tokens, PromptTemplate(tokenizer, template, template_options))
+    dataset = _dataset(collected, prompts, kept, max_prompt_tokens, prompt_template)
     _log(dataset)
     return dataset
 

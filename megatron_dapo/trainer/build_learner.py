@@ -14,7 +14,9 @@ from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.load import load_from_huggingface
+from megatron_dapo.bridge.random_weights import initialise_randomly
 from megatron_dapo.config.schema import AlgorithmConfig, Config
+from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
@@ -43,9 +45,14 @@ def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
 def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
     """This rank's part of the policy with the weights of model.path."""
     architecture = ModelArchitecture.from_folder(config.model.path)
+    has_weights = any(config.model.path.glob("*.safetensors")) or not config.model.allow_random_init
 
     def load(parameters: Any, tensors: Any) -> None:
-        report = load_from_huggingface(config.model.path, tensors, dist.get_rank(), parameters)
+        if has_weights:
+            report = load_from_huggingface(config.model.path, tensors, dist.get_rank(), parameters)
+        else:
+            report = initialise_randomly(config.run.seed, tensors, dist.get_rank(), parameters)
+            logger.warning("%s holds no weights: the policy starts from random ones (model.allow_random_init)", config.model.path)
         logger.info("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, config.model.path)
 
     optimizer = config.optimizer
@@ -69,7 +76,14 @@ def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
 def build_learner(
     config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Callable[[str], AbstractContextManager[object]]
 ) -> Learner:
-    """The learner of the actor, with a reference policy where the loss has a KL term."""
+    """The learner of the actor by algorithm.name."""
+    return _LEARNERS[config.algorithm.name](config, actor, layout, rank, phase)
+
+
+def _dapo_learner(
+    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Callable[[str], AbstractContextManager[object]]
+) -> Learner:
+    """Group advantages and a clipped policy loss; a reference policy where the loss has a KL term."""
     # The reference is never trained, so its optimizer state stays unmade.
     reference = build_actor(config, layout) if config.algorithm.kl_loss_coefficient > 0 else None
     objective = _objective(config.algorithm, actor)
@@ -127,12 +141,13 @@ def _learner_settings(config: Config) -> LearnerSettings:
 
 def _schedule(config: Config) -> LearningRateSchedule:
     optimizer = config.optimizer
-    steps_each = config.rollout.prompts_per_step // config.training.mini_batch_prompts * config.training.epochs
-    scale = steps_each if optimizer.warmup_unit == "optimizer_step" else 1
     return LearningRateSchedule(
         peak=optimizer.learning_rate,
         warmup_steps=optimizer.warmup_steps,
-        total_steps=config.run.total_steps * scale,
+        total_steps=schedule_steps(config),
         shape=optimizer.schedule,
         minimum=optimizer.min_learning_rate,
     )
+
+
+_LEARNERS = {"dapo": _dapo_learner}

@@ -1,7 +1,8 @@
 """What a checkpoint of a run holds, so that the run goes on bit for bit as if it had never stopped.
 
     rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 masters, moments, steps and random states
-    run.json                                  rank 0: counters, prompt stream, replay buffer, what was measured so far
+    run.json                                  counters, and what was measured so far
+    collector.json                            prompt stream and replay buffer
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import Agree, Checkpoint, CheckpointStore, CheckpointWriter, save_checkpoint
 
@@ -85,17 +85,17 @@ class Checkpoints:
         writer.save_tensors(_tensor_file(state.rank), tensors)
         writer.save_json(_description_file(state.rank), description)
         if state.collector is not None:
-            writer.save_json(
-                "run.json",
-                {
-                    "progress": asdict(state.progress),
-                    "learner": asdict(state.learner_counters),
-                    "collector": state.collector.state_dict(),
-                },
-            )
+            writer.save_json("run.json", {"progress": asdict(state.progress), "learner": asdict(state.learner_counters)})
+            writer.save_json("collector.json", state.collector.state_dict())
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint's state back. Raises ValueError where it was written under another layout."""
+        """Put a checkpoint's whole state back. Raises ValueError where it was written under another layout."""
+        self.restore_policy(checkpoint)
+        if self._state.collector is not None:
+            self._state.collector.load_state_dict(checkpoint.load_json("collector.json"))
+
+    def restore_policy(self, checkpoint: Checkpoint) -> None:
+        """Put back the policy, its optimizer and the counters, not the data."""
         state = self._state
         saved, current = checkpoint.metadata["layout"], asdict(state.layout)
         if saved != current:
@@ -107,14 +107,9 @@ class Checkpoints:
         state.actor.load_state_shards(
             checkpoint.load_tensors(_tensor_file(state.rank)), checkpoint.load_json(_description_file(state.rank))
         )
-        counters = None
-        if state.collector is not None:
-            document = checkpoint.load_json("run.json")
-            state.collector.load_state_dict(document.pop("collector"))
-            counters = document
-        counters = broadcast_json(counters)
-        _restore_dataclass(state.progress, counters["progress"])
-        _restore_dataclass(state.learner_counters, counters["learner"])
+        document = checkpoint.load_json("run.json")
+        _restore_dataclass(state.progress, document["progress"])
+        _restore_dataclass(state.learner_counters, document["learner"])
 
 
 def _tensor_file(rank: int) -> str:

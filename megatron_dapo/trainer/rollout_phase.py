@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
 from megatron_dapo.rollout.collector import Collector, RolloutBatch
-from megatron_dapo.trainer.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.trainer.train_samples import TrainSamples
 from megatron_dapo.types import Group, TrainSample
 

@@ -163,7 +163,8 @@ def _loop_settings(config: Config) -> LoopSettings:
 
 def _export(config: Config, actor: MegatronActor, reason: str) -> Path | None:
     """The trained policy as a Hugging Face folder, where the run came to its end; an earlier one is replaced once the new one is whole."""
-    if not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL:
+    has_source = any(config.model.path.glob("*.safetensors"))  # a random policy has no folder whose form it could take
+    if not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL or not has_source:
         return None
     target = RunPaths(config.run.folder).huggingface
     fresh = target.with_name(target.name + ".new")

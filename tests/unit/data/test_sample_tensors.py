@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from megatron_dapo.trainer.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.types import TrainSample
 
 

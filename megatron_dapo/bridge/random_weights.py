@@ -1,0 +1,61 @@
+"""Random weights that depend on a seed and the tensor's name alone, so every layout starts from the same model."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from megatron_dapo.bridge.huggingface import huggingface_layout
+from megatron_dapo.bridge.load import LoadReport, check_buffers, check_complete, zero_padding
+from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.parallel.reshard.boxes import Box
+from megatron_dapo.parallel.reshard.executors import Buffers, execute_from_reader
+from megatron_dapo.parallel.reshard.layout import Piece
+from megatron_dapo.parallel.reshard.planner import plan
+
+STANDARD_DEVIATION = 0.02  # of matrices, as the initializer_range of the published configs
+
+
+class _RandomReader:
+    """Makes whole tensors on demand and keeps the last one, which is asked for piece by piece."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._name = ""
+        self._tensor = torch.zeros(0)
+
+    def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
+        """See `PieceReader`."""
+        if piece.tensor != self._name:
+            self._name, self._tensor = piece.tensor, self._make(piece.tensor, piece.shape)
+        slices = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+        out.copy_(self._tensor[slices].reshape(out.shape))
+
+    def _make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Norms are 1, biases 0, everything else is normal."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.randn(shape, generator=generator) * STANDARD_DEVIATION
+
+
+def initialise_randomly(seed: int, layout: MegatronLayout, rank: int, parameters: Buffers) -> LoadReport:
+    """Fills `parameters` of `rank` with random weights; padding becomes zero. Every element is written exactly once or is padding."""
+    check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
+    source = huggingface_layout(layout.architecture, torch.float32, num_ranks=layout.num_ranks)
+    transfers = plan(source, layout).receives(rank)
+    with torch.no_grad():
+        written = execute_from_reader(transfers, _RandomReader(seed), parameters)
+    padding = zero_padding(layout.pieces(rank), parameters)
+    check_complete(written, padding, parameters)
+    return LoadReport(
+        num_tensors=len({transfer.tensor for transfer in transfers}),
+        num_model_tensors=len(layout.tensors),
+        num_elements=sum(written.values()),
+        num_padding_elements=sum(padding.values()),
+        bytes_read=0,
+    )

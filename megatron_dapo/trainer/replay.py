@@ -1,0 +1,63 @@
+"""A dumped rollout batch through the trainer alone: no engine, no verifier, the same loss bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_dapo.config.architecture import read_architecture
+from megatron_dapo.config.loader import LoadedConfig
+from megatron_dapo.config.schema import Config
+from megatron_dapo.config.validator import require_valid
+from megatron_dapo.megatron.actor import MegatronActor
+from megatron_dapo.megatron.parallel_state import initialize_process_group
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.recovery.checkpoint_store import CheckpointStore
+from megatron_dapo.telemetry.batch_dump import load_batch
+from megatron_dapo.trainer.build_learner import build_actor, build_learner, parallel_layout
+from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState
+from megatron_dapo.trainer.learner import Learner
+
+logger = logging.getLogger(__name__)
+
+
+def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -> None:
+    """Train on the dumped batch from the state before it and write the metrics to <folder>/replay.json. Every process calls it.
+
+    The state is the checkpoint of the step before the batch, or model.path for the first step. Raises ValueError where that
+    checkpoint is not kept any more.
+    """
+    config = loaded.config
+    require_valid(config, world_size, read_architecture(config.model.path))
+    initialize_process_group(config.run.wait_timeout_seconds)
+    layout = parallel_layout(config, world_size)
+    batch = load_batch(folder)
+    step = int(batch.metadata["train_step"]) - 1
+    actor = build_actor(config, layout)
+    learner = build_learner(config, actor, layout, rank, lambda name: nullcontext())
+    if step > 0:
+        _restore(config, actor, learner, layout, rank, step)
+    gate = config.mismatch.step0_max_mean_abs if step == 0 else None
+    result = learner.learn(batch.samples, step, gate)
+    if rank == 0:
+        (folder / "replay.json").write_text(json.dumps({"train_step": step + 1, **result.metrics}, indent=1) + "\n", encoding="utf-8")
+        logger.info("replayed train step %d: %s", step + 1, json.dumps(result.metrics))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _restore(config: Config, actor: MegatronActor, learner: Learner, layout: ParallelLayout, rank: int, step: int) -> None:
+    store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)
+    if step not in store.steps():
+        raise ValueError(
+            f"the batch of train step {step + 1} needs the checkpoint of step {step}, but {config.checkpoint_folder} holds {store.steps()}; "
+            "dump with checkpoint.interval = 1 and a larger checkpoint.keep, or replay another batch"
+        )
+    state = RunState(actor, RunProgress(), learner.counters, None, layout, rank)
+    Checkpoints(store, state, lambda ok: ok).restore_policy(store.open(step))
+    logger.info("state before train step %d restored: %s", step + 1, asdict(learner.counters))

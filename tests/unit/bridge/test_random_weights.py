@@ -1,0 +1,58 @@
+"""Random weights are the same model under every layout."""
+
+import torch
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.huggingface import huggingface_layout
+from megatron_dapo.bridge.megatron_layout import megatron_layout
+from megatron_dapo.bridge.random_weights import initialise_randomly
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.reshard.executors import execute_in_memory
+from megatron_dapo.parallel.reshard.planner import plan
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 301,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+def _whole_model(parallel: ParallelLayout, seed: int) -> dict[str, torch.Tensor]:
+    architecture = ModelArchitecture.from_config(CONFIG)
+    layout = megatron_layout(architecture, parallel, torch.float32)
+    ranks = []
+    for rank in range(parallel.world_size):
+        parameters = {name: torch.full(shape, float("nan")) for name, shape in layout.local_shapes(rank).items()}
+        initialise_randomly(seed, layout, rank, parameters)
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in parameters.values())
+        ranks.append(parameters)
+    destination = huggingface_layout(architecture, torch.float32, num_ranks=parallel.world_size)
+    whole = {name: torch.zeros(shape) for name, shape in architecture.shapes().items()}
+    execute_in_memory(plan(layout, destination), ranks, [whole, *({} for _ in ranks[1:])])
+    return whole
+
+
+def test_layouts_start_from_the_same_model():
+    one = _whole_model(ParallelLayout(1), seed=3)
+    other = _whole_model(ParallelLayout(4, tensor=2, pipeline=2), seed=3)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_values_are_what_their_names_ask_for():
+    model = _whole_model(ParallelLayout(1), seed=3)
+    assert bool((model["model.norm.weight"] == 1).all())
+    assert bool((model["model.layers.0.self_attn.q_proj.bias"] == 0).all())
+    matrix = model["model.layers.0.mlp.gate_proj.weight"]
+    assert 0.015 < float(matrix.std()) < 0.025
+    assert not torch.equal(matrix, model["model.layers.1.mlp.gate_proj.weight"])
+    assert not torch.equal(matrix, _whole_model(ParallelLayout(1), seed=4)["model.layers.0.mlp.gate_proj.weight"])

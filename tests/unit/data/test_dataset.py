@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+
+import pytest
+
+from megatron_dapo.data.dataset import load_eval_prompts, load_prompts, prompt_id_of
+from megatron_dapo.data.files import BATCH_ROWS, read_rows
+from megatron_dapo.rewards.dapo import gold_problem
+
+KINDS = ["jsonl", "parquet"]
+
+
+def validate_answers(answers):
+    problems = {answer: gold_problem(answer) for answer in answers}
+    return {answer: problem for answer, problem in problems.items() if problem}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_become_prompts(kind, write, row, tokenizer):
+    path = write(f"data.{kind}", [row("What is 1+1?", "2", "a"), row("What is 2+2?", "4", "b")])
+    dataset = load_prompts([path], tokenizer, max_prompt_tokens=100)
+    first = dataset.prompts[0]
+    assert first.messages == ({"role": "user", "content": "What is 1+1?"},)
+    assert tokenizer.decode(list(first.token_ids)) == "<user>What is 1+1?<assistant>"
+    assert (first.answer, first.data_source) == ("2", "math_dapo")
+    assert first.extra == {"ability": "MATH", "index": "a"}
+    assert first.prompt_id == prompt_id_of(first.messages, "2")
+    assert dataset.by_id[dataset.prompt_ids[1]].answer == "4"
+    assert dataset.report.files == ((str(path), hashlib.sha256(path.read_bytes()).hexdigest()),)
+    json.dumps(dataset.report.record())
+
+
+def test_both_kinds_of_file_give_the_same_prompts(write, row, tokenizer):
+    rows = [row(f"Problem {i % 7} \u00fc", str(i % 3), i) for i in range(50)]
+    parquet, lines = write("a.parquet", rows), write("a.jsonl", rows)
+    assert load_prompts([parquet], tokenizer, 100).prompts == load_prompts([lines], tokenizer, 100).prompts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_are_removed_and_the_report_says_so(kind, write, row, tokenizer, caplog):
+    rows = [row(f"Problem {i % 17}", str(i % 17), i) for i in range(17 * 103)]
+    with caplog.at_level(logging.INFO):
+        dataset = load_prompts([write(f"data.{kind}", rows)], tokenizer, max_prompt_tokens=100)
+    assert [prompt.answer for prompt in dataset.prompts] == [str(i) for i in range(17)]
+    assert (dataset.report.num_rows, dataset.report.num_unique, dataset.report.num_prompts) == (1751, 17, 17)
+    assert "1,751 rows -> 17 unique" in caplog.text
+    assert set(dataset.multiplicity.values()) == {103}
+
+
+def test_copies_may_be_kept(write, row, tokenizer):
+    path = write("data.jsonl", [row("Problem", "1", i) for i in range(3)])
+    assert len(load_prompts([path], tokenizer, 100, deduplicate=False)) == 3
+
+
+def test_copies_are_found_across_files_and_batches(write, row, tokenizer):
+    rows = [row(f"P{i}", "1", i) for i in range(BATCH_ROWS + 5)]
+    paths = [write("a.parquet", rows), write("b.jsonl", rows[::-1])]
+    dataset = load_prompts(paths, tokenizer, 100)
+    assert [prompt.messages[0]["content"] for prompt in dataset.prompts] == [f"P{i}" for i in range(len(rows))]
+    assert len(dataset.report.files) == 2
+
+
+def test_an_evaluation_file_is_grouped_by_problem(write, row, tokenizer):
+    rows = [row(f"AIME {i}", str(i), 32 * i + k) for i in range(30) for k in range(32)]
+    dataset = load_eval_prompts([write("aime.parquet", rows)], tokenizer, 100)
+    assert len(dataset) == 30
+    assert (dataset.report.multiplicity_min, dataset.report.multiplicity_max) == (32, 32)
+    assert "32 rows each" in dataset.report.summary()
+
+
+def test_long_prompts_are_left_out_and_counted(write, row, tokenizer):
+    rows = [row("x" * length, "1") for length in (10, 20, 30)]
+    path = write("data.jsonl", rows)
+    dataset = load_prompts([path], tokenizer, max_prompt_tokens=22)
+    assert [len(prompt.token_ids) for prompt in dataset.prompts] == [12, 22]
+    assert (dataset.report.num_too_long, dataset.report.longest_prompt_tokens) == (1, 32)
+    with pytest.raises(ValueError, match="all 3 prompts are longer than max_prompt_tokens = 11: the shortest has 12"):
+        load_prompts([path], tokenizer, max_prompt_tokens=11)
+    with pytest.raises(ValueError, match="1 of 3 evaluation prompts .* at least 32"):
+        load_eval_prompts([path], tokenizer, max_prompt_tokens=22)
+
+
+def test_one_prompt_with_two_answers_is_warned_about(write, row, tokenizer, caplog):
+    path = write("data.jsonl", [row("P", "1"), row("Q", "1"), row("P", "2"), row("P", "1")])
+    dataset = load_prompts([path], tokenizer, 100)
+    assert len(dataset) == 3
+    (conflict,) = dataset.report.conflicts
+    assert conflict.answers == ("1", "2")
+    assert [place.rpartition(", ")[2] for place in conflict.places] == ["line 1", "line 3"]
+    assert "1 prompts have several different gold answers" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gold_answers_the_verifier_cannot_use_are_listed(kind, write, row, tokenizer):
+    rows = [row("P", "1"), row("Q", "degrees"), row("R", "$$"), row("Q", "degrees")]
+    with pytest.raises(ValueError, match="2 gold answers") as caught:
+        load_prompts([write(f"data.{kind}", rows)], tokenizer, 100, validate_answers=validate_answers)
+    place = "row 1" if kind == "parquet" else "line 2"
+    assert place in str(caught.value) and "'degrees'" in str(caught.value) and "'$$'" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_columns_are_named(kind, write, tokenizer):
+    path = write(f"data.{kind}", [{"question": "1+1", "answer": "2"}])
+    with pytest.raises(ValueError) as caught:
+        load_prompts([path], tokenizer, 100)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "missing column(s) prompt, reward_model" in message
+    assert "found: question, answer" in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward_model": {"style": "rule"}}, r"no field ground_truth \(found \['style'\]\)"),
+        ({"reward_model": {"ground_truth": None, "x": 1}}, "unparsable gold answer"),
+        ({"reward_model": {"ground_truth": "  "}}, "unparsable gold answer"),
+        ({"reward_model": {"ground_truth": 1.5}}, "unparsable gold answer"),
+        ({"prompt": []}, "prompt must be a list of chat messages"),
+        ({"prompt": "  "}, "prompt must be"),
+        ({"prompt": [{"role": "user"}]}, "prompt must be"),
+        ({"prompt": 7}, "prompt must be"),
+    ],
+)
+def test_bad_rows_are_named(kind, change, message, write, row):
+    good = {**row("P", "1"), **change}
+    path = write(f"data.{kind}", [good])
+    with pytest.raises(ValueError, match=message) as caught:
+        list(read_rows(path))
+    assert f"{path}, {'row 0' if kind == 'parquet' else 'line 1'}" in str(caught.value)
+
+
+def test_integers_and_plain_texts_are_accepted(write):
+    path = write("data.jsonl", [{"prompt": "1+1?", "reward_model": {"ground_truth": 2}}])
+    (row,) = read_rows(path)
+    assert (row.answer, row.messages, row.extra) == ("2", ({"role": "user", "content": "1+1?"},), {})
+
+
+@pytest.mark.parametrize("line", ['{"prompt": ', "[1, 2]", "\xff", '"text"'])
+def test_bad_json_lines_are_named(line, tmp_path, row):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(json.dumps(row("P", "1")).encode() + b"\n\n" + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=f"{path}, line 3"):
+        list(read_rows(path))
+
+
+def test_empty_missing_and_foreign_files(tmp_path, write, row, tokenizer):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    foreign = tmp_path / "data.csv"
+    foreign.write_text("a,b\n")
+    for path, message in [
+        (empty, "has no rows"),
+        (foreign, r"unknown kind of data file '\.csv', choose one of \.jsonl, \.ndjson, \.parquet"),
+        (tmp_path / "none.jsonl", "does not exist"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_prompts([path], tokenizer, 100)
+    with pytest.raises(ValueError, match="no data files"):
+        load_prompts([], tokenizer, 100)
+
+
+def test_an_empty_parquet_file(tmp_path, row):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "empty.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row("P", "1")]).slice(0, 0), path)
+    with pytest.raises(ValueError, match="has no rows"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.95])
+def test_truncated_parquet_files(keep, write, row):
+    path = write("data.parquet", [row(f"P{i}", "1") for i in range(1000)])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content)) if keep < 1 else keep])
+    with pytest.raises(ValueError, match=f"{path} cannot be read as parquet"):
+        list(read_rows(path))
+
+
+def test_damaged_parquet_pages(write, row):
+    path = write("data.parquet", [row(f"P{i}", "1") for i in range(1000)])
+    content = bytearray(path.read_bytes())
+    content[10:400] = bytes(390)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=str(path)):
+        list(read_rows(path))
+
+
+def test_prompt_ids_depend_on_messages_and_answer_only():
+    one = ({"role": "user", "content": "P"},)
+    assert prompt_id_of(one, "1") == prompt_id_of(({"content": "P", "role": "user"},), "1")
+    different = {prompt_id_of(one, "1"), prompt_id_of(one, "2"), prompt_id_of(({"role": "system", "content": "P"},), "1")}
+    assert len(different) == 3
+    assert len(prompt_id_of(one, "1")) == 16
