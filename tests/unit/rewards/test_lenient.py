@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dapo.rewards import dapo
+from megatron_dapo.rewards.lenient import answers_equal, extract, gold_problem, judge
+
+# gold, prediction
+EQUAL = [
+    ("42", "42."),
+    ("42", "042"),
+    ("42", "**42**"),
+    ("42", "\\(42\\)"),
+    ("42", "$$42$$"),
+    ("42", "42 degrees"),
+    ("30", "30^\\circ"),
+    ("30", "30°"),
+    ("42", "x=42"),
+    ("42", "\\fbox{42}"),
+    ("42", "The value is $42$"),
+    ("42", "$42$ cm"),
+    ("5", "\\$5"),
+    ("-5", "−5"),
+    ("1234", "1,234"),
+    ("1,234", "1\\,234"),
+    ("1,234", "1{,}234"),
+    ("\\frac{1}{2}", "\\dfrac12"),
+    ("1/2", "0.5"),
+    ("1/3", "0.333333"),
+    ("7/2", "3 1/2"),
+    ("2^{10}", "1024"),
+    ("1024", "2**10"),
+    ("1500", "1.5e3"),
+    ("2\\pi", "2*pi"),
+    ("4\\sqrt{2}", "4sqrt(2)"),
+    ("1-\\frac{1}{e}", "1-1/e"),
+    ("(x+1)^2", "x^2+2x+1"),
+    ("2x+4y-3=0", "y=-\\frac12x+\\frac34"),
+    ("y=2x+1", "2x+1"),
+    ("(1,2)", "\\left(1, 2\\right)"),
+    ("1, 2", "2 and 1"),
+    ("1,2", "\\{1,2\\}"),
+    ("n=2,3,4", "2, 3, 4"),
+    ("x=1,y=2", "y=2, x=1"),
+    ("x=1,y=2", "1, 2"),
+    ("\\pm 2", "2, -2"),
+    ("1\\pm\\sqrt2", "1-\\sqrt{2}, 1+\\sqrt{2}"),
+    ("(1, 2), (3, 4)", "(3,4) and (1,2)"),
+    ("x>3", "x > 3"),
+    ("\\infty", "infinity"),
+    ("Monday", "\\text{monday}"),
+    ("B", "\\text{(B)}"),
+]
+# Known false positives of math-verify (or of a plain wrapper around it) that must stay closed.
+DIFFERENT = [
+    ("42", "43"),
+    ("42", "-42"),
+    ("1/2004!", "1/2006!"),
+    ("\\frac{1}{2004!}", "\\frac{1}{2006!}"),
+    ("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}"),
+    ("\\frac{2^{2005}+1}{3 \\cdot 2^{2006}}", "\\frac{1}{3 \\cdot 2^{2006}}"),
+    ("0.0000001", "0.0000002"),
+    ("0", "0.0000001"),
+    ("3x-y+13=0", "3x+4y+14=0"),  # both end in "=0"
+    ("1,2", "1"),  # one of two required answers
+    ("1", "1,2"),  # or more answers than asked for
+    ("42", "42 or 43"),
+    ("19, 46, \\text{ and } 82", "21, 36, and 82"),
+    ("n=2, 3, 4", "n=1, 2, 3"),
+    ("x=1,y=2", "x=2,y=1"),
+    ("x=1,y=2", "2, 1"),
+    ("x=5", "y=5"),
+    ("(1,2)", "(2,1)"),
+    ("[0,1)", "(0,1)"),
+    ("\\pm 2021", "2021"),
+    ("4", "4\\sqrt(2)"),  # the unparsable rest must not be dropped
+    ("1-\\frac{1}{\\mathrm{e}}", "1+\\frac{1}{\\mathrm{e}}"),
+    ("2", "3 1/2"),
+    ("east", "seat"),  # equal as products of letters
+    ("12:00", "1:00"),
+    ("10", "1010_2"),
+    ("1/3", "0.33"),
+    ("\\pi", "3.14"),
+    ("A", "B"),
+    ("1", "9" * 3000),
+]
+# Errors that remain, pinned so that a change is noticed: (gold, prediction, verdict).
+KNOWN_FALSE_NEGATIVES = [
+    ("100, 200", "200,100"),  # without a space it is one number with a thousands comma
+    ("3", "three"),
+    ("abcd", "dcba"),  # four letters are a word, not a product
+]
+KNOWN_FALSE_POSITIVES = [
+    ("50", "50\\%"),  # math-verify's convention
+    ("A", "a"),  # names are compared without case
+    ("1/2", "1:2"),
+]
+
+
+@pytest.mark.parametrize(("gold", "pred"), EQUAL + KNOWN_FALSE_POSITIVES)
+def test_equal(gold, pred):
+    assert answers_equal(gold=gold, pred=pred)
+
+
+@pytest.mark.parametrize(("gold", "pred"), DIFFERENT + KNOWN_FALSE_NEGATIVES)
+def test_different(gold, pred):
+    assert not answers_equal(gold=gold, pred=pred)
+
+
+@pytest.mark.parametrize("form", ["42.", "042", "**42**", "\\(42\\)", "\\dfrac{84}{2}"])
+def test_accepts_what_the_published_scorer_rejects(form):
+    response = f"Steps.\nAnswer: {form}"
+    assert dapo.judge(response, "42").outcome == "wrong"
+    assert judge(response, "42").outcome == "correct"
+
+
+@given(st.integers(), st.integers())
+def test_integers_are_compared_exactly(gold, pred):
+    assert answers_equal(gold=str(gold), pred=str(pred)) == (gold == pred)
+    assert answers_equal(gold=f"{gold:,}", pred=f"{gold:+d}")
+
+
+def test_integers_of_any_size():
+    digits = "1" * 1900
+    assert answers_equal(gold=digits, pred=digits)
+    assert not answers_equal(gold=digits, pred=digits[:-1] + "2")
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("Answer: 42", "42"),
+        ("**Answer:** 42", "42"),
+        ("**Final Answer**: $42$\n", "$42$"),
+        ("### Answer:\n\n42", "42"),
+        ("Answer:\n$$\n42\n$$\nDone.", "42"),
+        ("So \\boxed{42}.", "42"),
+        ("So \\fbox{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{1}, no: \\boxed{42", "1"),  # an unclosed box is none
+        ("\\boxed{a\\boxed{42}}", "a\\boxed{42}"),
+        ("\\boxed{1}\nThen \\boxed{2} and \\boxed{3}", "2, 3"),
+        ("Answer: \\boxed{42}", "42"),
+        ("Answer: 41\nNo, \\boxed{42}", "42"),
+        ("\\boxed{41}\nAnswer: 42", "42"),
+        ("Answer: 41\nWait.\nAnswer: 42", "42"),
+        ("Steps.\nThe result is **42**.", "42"),
+        ("**Step 1**\nThe result is 42.", None),
+        ("The result is 42.", None),
+        ("Answer:", None),
+        ("", None),
+    ],
+)
+def test_extraction_takes_the_last_marker(response, expected):
+    assert extract(response) == expected
+
+
+def test_extraction_is_linear_in_unclosed_boxes():
+    assert extract("\\boxed{" * 200_000) is None
+    assert extract("answer " * 100_000 + " " * 100_000) is None
+
+
+@pytest.mark.parametrize("gold", ["42", "\\frac{1}{2}", "1, 2", "Monday", "(1, 2)", "x=1, y=2", "1,234", "\\pm 3"])
+def test_usual_gold_answers_are_fine(gold):
+    assert gold_problem(gold) is None
+
+
+@pytest.mark.parametrize("gold", ["", " ", "\\frac{1}{", "???", "1, 2, ???", ",".join(map(str, range(10, 50)))])
+def test_unparsable_gold_answers_are_refused(gold):
+    assert gold_problem(gold) is not None

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from megatron_dapo.rewards import dapo
+from megatron_dapo.rewards.pool import VerifierPool, worker_environment
+
+TIMEOUT_S = 0.6
+LENIENT_TIMEOUT_S = 1.0
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture(scope="module")
+def user_path():
+    """Where the workers find `user_rewards`: they are given this process's import path."""
+    folder = os.path.dirname(__file__)
+    sys.path.insert(0, folder)
+    yield folder
+    sys.path.remove(folder)
+
+
+@pytest.fixture(scope="module")
+def user_pool(user_path):
+    os.environ["MY_API_TOKEN"] = SECRET
+    try:
+        with VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=TIMEOUT_S, memory_limit_mb=512) as pool:
+            yield pool
+    finally:
+        del os.environ["MY_API_TOKEN"]
+
+
+@pytest.fixture(scope="module")
+def dapo_pool():
+    with VerifierPool("dapo", num_workers=2, timeout_s=5.0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def lenient_pool():
+    with VerifierPool("lenient", num_workers=2, timeout_s=LENIENT_TIMEOUT_S) as pool:
+        yield pool
+
+
+def from_main_thread(pool, items):
+    return pool.score_many(items)
+
+
+def from_worker_thread(pool, items):
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(pool.score_many, items).result(timeout=60)
+
+
+def from_asyncio(pool, items):
+    return asyncio.run(pool.score_many_async(items))
+
+
+CALLERS = [from_main_thread, from_worker_thread, from_asyncio]
+
+
+def score_one(pool, response, answer="42", caller=from_main_thread):
+    started = time.monotonic()
+    score = caller(pool, [("only", response, answer, False)])["only"]
+    return score, time.monotonic() - started
+
+
+# ---- ordinary scoring
+
+
+def test_agrees_with_the_verifier_itself(dapo_pool):
+    generator = random.Random(0)
+    forms = ["Answer: {}", "Answer: \\boxed{{{}}}", "{}", "Answer: {}.", "answer:  x={}"]
+    items = [
+        (i, "Thoughts. " * 200 + generator.choice(forms).format(generator.randrange(5)), str(generator.randrange(5)), False)
+        for i in range(3000)
+    ]
+    scores = dapo_pool.score_many(items)
+    assert list(scores) == [key for key, *_ in items]
+    for key, response, answer, _ in items:
+        verdict = dapo.judge(response, answer)
+        assert (scores[key].outcome, scores[key].extracted) == (verdict.outcome, verdict.extracted)
+        assert scores[key].accuracy == float(verdict.outcome == "correct")
+        assert scores[key].reward == (1.0 if verdict.outcome == "correct" else -1.0)
+    assert {score.outcome for score in scores.values()} == {"correct", "wrong", "unparsable"}
+
+
+def test_truncated_responses_are_never_correct(dapo_pool):
+    score = dapo_pool.score_many([("t", "Answer: 42", "42", True)])["t"]
+    assert (score.accuracy, score.reward, score.outcome) == (0.0, -1.0, "truncated")
+
+
+def test_reward_map():
+    with VerifierPool("dapo", num_workers=1, reward_correct=1.0, reward_incorrect=0.0) as pool:
+        scores = pool.score_many([("a", "Answer: 1", "1", False), ("b", "Answer: 2", "1", False), ("c", "", "1", True)])
+    assert [scores[key].reward for key in "abc"] == [1.0, 0.0, 0.0]
+
+
+def test_no_items(dapo_pool):
+    assert dapo_pool.score_many([]) == {}
+    assert asyncio.run(dapo_pool.score_many_async([])) == {}
+
+
+def test_repeated_keys_are_refused(dapo_pool):
+    with pytest.raises(ValueError, match="2 items have only 1 different keys"):
+        dapo_pool.score_many([("a", "", "", False), ("a", "", "", False)])
+
+
+def test_any_text_survives_the_pipe(user_pool):
+    text = "line\n\r\u2028\x00\ud800 \U0001f600 " + "x" * 300_000
+    assert user_pool.score_many([("k", f"say {text}", text, False)])["k"].outcome == "correct"
+
+
+def test_user_rewards_are_kept_as_they_are(user_pool):
+    score, _ = score_one(user_pool, "reward 0.75")
+    assert (score.accuracy, score.reward, score.outcome) == (1.0, 0.75, "correct")
+
+
+def test_concurrent_calls_do_not_mix(dapo_pool):
+    def call(number):
+        items = [(i, f"Answer: {number}", str(number if i % 2 else number + 1), False) for i in range(200)]
+        scores = dapo_pool.score_many(items)
+        return all(scores[i].accuracy == float(i % 2) and scores[i].extracted == str(number) for i in range(200))
+
+    with ThreadPoolExecutor(16) as executor:
+        assert all(executor.map(call, range(64)))
+
+
+def test_a_small_call_does_not_wait_for_a_large_one(user_pool):
+    large = user_pool.submit([(i, "sleep 0.01", "", False) for i in range(200)])
+    assert score_one(user_pool, "say 42")[0].outcome == "correct"
+    assert not large.done()
+    large.result()
+
+
+def test_gold_answers_are_validated_in_the_workers(dapo_pool, lenient_pool):
+    assert set(dapo_pool.validate_answers(["42", "", "42", "\\frac{1}{2}", " "])) == {"", " "}
+    problems = lenient_pool.validate_answers(["42", "\\frac{1}{"])
+    assert "cannot parse" in problems.pop("\\frac{1}{")
+    assert problems == {}
+
+
+def test_version_and_statistics():
+    with VerifierPool("dapo", num_workers=1) as pool:
+        assert pool.version == "dapo-1"
+        pool.score_many([(1, "Answer: 1", "1", False), (2, "", "1", False), (3, "Answer: 1", "1", True)])
+        assert pool.statistics().outcomes == {"correct": 1, "unparsable": 1, "truncated": 1}
+
+
+# ---- hostile answers
+
+TIMEOUTS = ["sleep 600", "spin", "tower", "catastrophe", "ignore_signals", "leave_child"]
+ERRORS = ["hog", "hog_slowly", "os_exit 0", "os_exit 7", "sys_exit", "kill", "raise it", "nan", "forge", "recurse"]
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_every_timeout_is_killed_in_time(user_pool, caller):
+    items = [(command, command, "42", False) for command in TIMEOUTS] + [("fine", "say 42", "42", False)]
+    started = time.monotonic()
+    scores = caller(user_pool, items)
+    # They share two workers, so they run one after the other on each.
+    assert time.monotonic() - started < len(TIMEOUTS) / 2 * (TIMEOUT_S + 0.5) + 1.0
+    assert [scores[command].outcome for command in TIMEOUTS] == ["timeout"] * len(TIMEOUTS)
+    assert all(scores[command].accuracy == 0.0 and scores[command].reward == -1.0 for command in TIMEOUTS)
+    assert scores["fine"].outcome == "correct"
+
+
+@pytest.mark.parametrize("command", ["spin", "tower"])
+@pytest.mark.parametrize("caller", CALLERS)
+def test_one_answer_returns_within_its_deadline(user_pool, command, caller):
+    score, seconds = score_one(user_pool, command, caller=caller)
+    assert score.outcome == "timeout"
+    assert TIMEOUT_S <= seconds < TIMEOUT_S + 1.0
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_errors_are_not_wrong_answers(user_pool, caller):
+    items = [(command, command, "42", False) for command in ERRORS]
+    items += [(i, f"say {i % 3}", "1", False) for i in range(30)]
+    scores = caller(user_pool, items)
+    assert {command: scores[command].outcome for command in ERRORS} == dict.fromkeys(ERRORS, "error")
+    assert all(scores[command].accuracy == 0.0 and scores[command].detail["error"] for command in ERRORS)
+    assert [scores[i].accuracy for i in range(30)] == [float(i % 3 == 1) for i in range(30)]
+
+
+def test_error_messages(user_pool):
+    scores = user_pool.score_many([(command, command, "", False) for command in ("hog", "os_exit 7", "raise it", "nan")])
+    assert "memory limit" in scores["hog"].detail["error"]
+    assert "exit status 7" in scores["os_exit 7"].detail["error"]
+    assert scores["raise it"].detail["error"] == "KeyError: 'it'"
+    assert "finite" in scores["nan"].detail["error"]
+
+
+PATHOLOGICAL = [
+    "5^5^5^5^5^5",
+    "5^{5^{5^{5^{5^{5}}}}}",
+    "(10^{10})!^{10!}",
+    "9" * 1999,
+    "((((" * 400,
+    "\\frac" * 300,
+]
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_pathological_answers_of_math_verify(lenient_pool, caller):
+    items = [(pred, f"\\boxed{{{pred}}}", "7", False) for pred in PATHOLOGICAL]
+    started = time.monotonic()
+    scores = caller(lenient_pool, items)
+    assert time.monotonic() - started < len(items) * (LENIENT_TIMEOUT_S + 1.0) / 2
+    assert all(score.accuracy == 0.0 for score in scores.values())
+    assert scores[PATHOLOGICAL[1]].outcome == "timeout"
+    assert score_one(lenient_pool, "\\boxed{7}", "7")[0].outcome == "correct"
+
+
+def test_the_clock_starts_with_the_worker_not_with_the_call(user_path):
+    """Three answers of 0.4 s behind each other on one worker: queued for longer than the deadline, but all in time."""
+    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=TIMEOUT_S) as pool:
+        scores = pool.score_many([(i, "sleep 0.4", "", False) for i in range(3)])
+    assert [score.outcome for score in scores.values()] == ["correct"] * 3
+
+
+def test_answers_sent_ahead_to_a_stalled_worker_go_to_others(user_path):
+    """Fast answers make the pool send ahead; a slow one among them must not hold up what was sent after it."""
+    with VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=2.0) as pool:
+        items = [(i, "reward 1", "", False) for i in range(400)]
+        items[200] = (200, "sleep 600", "", False)
+        slow = pool.submit([items[200]])
+        started = time.monotonic()
+        scores = pool.score_many([item for item in items if item[0] != 200])
+        assert time.monotonic() - started < 1.5
+        assert all(score.outcome == "correct" for score in scores.values())
+        mixed = pool.score_many(items)
+        assert [key for key, score in mixed.items() if score.outcome != "correct"] == [200]
+        assert slow.result()[200].outcome == "timeout"
+
+
+def test_a_late_event_loop_costs_no_rewards(user_path):
+    """The loop sleeps through the deadline of answers that were in time."""
+
+    async def lag(pool):
+        scoring = asyncio.ensure_future(pool.score_many_async([(i, "sleep 0.05", "", False) for i in range(4)]))
+        await asyncio.sleep(0)
+        time.sleep(1.0)
+        return await scoring
+
+    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=0.5) as pool:
+        assert {score.outcome for score in asyncio.run(lag(pool)).values()} == {"correct"}
+
+
+def test_workers_see_no_secrets(user_pool):
+    score, _ = score_one(user_pool, "environment")
+    assert SECRET not in str(score.detail)
+    assert set(score.detail) <= set(worker_environment(os.environ)) | {"LC_CTYPE"}
+    assert score.detail["OMP_NUM_THREADS"] == "1"
+
+
+def test_killed_workers_are_replaced_and_reaped(user_path):
+    with VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=0.3) as pool:
+        pool.score_many([("a", "spin", "", False), ("b", "os_exit 1", "", False), ("c", "leave_child", "", False)])
+        statistics = pool.statistics()
+        assert (statistics.num_killed, statistics.num_crashed) == (2, 1)
+        assert statistics.outcomes == {"timeout": 2, "error": 1}
+        deadline = time.monotonic() + 5
+        while any(child.status() == psutil.STATUS_ZOMBIE for child in _workers()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(child.status() == psutil.STATUS_ZOMBIE for child in _workers())
+        assert score_one(pool, "say 42")[0].outcome == "correct"
+
+
+def _workers():
+    return [child for child in psutil.Process().children(recursive=True) if child.is_running()]
+
+
+# ---- life
+
+
+def test_a_verifier_that_does_not_load_is_refused_at_once(user_path):
+    for name, message in [
+        ("dappo", "choose one of dapo, lenient"),
+        ("no_such_module:f", "no_such_module"),
+        ("user_rewards:no_such_function", "no_such_function"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            VerifierPool(name, num_workers=1)
+
+
+def test_too_little_memory_is_said_at_the_start():
+    with pytest.raises(ValueError, match="did not start.*[Mm]emory|ended before it was ready"):
+        VerifierPool("lenient", num_workers=1, memory_limit_mb=48)
+
+
+@pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"timeout_s": 0.0}, {"memory_limit_mb": 0}])
+def test_bad_settings_are_refused(arguments):
+    with pytest.raises(ValueError, match="num_workers >= 1"):
+        VerifierPool("dapo", **arguments)
+
+
+def test_closing_fails_what_waits_and_kills_the_workers(user_path):
+    before = {child.pid for child in _workers()}
+    pool = VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=60.0)
+    waiting = pool.submit([("a", "spin", "", False)])
+    workers = {child.pid for child in _workers()} - before
+    assert len(workers) == 2
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        waiting.result(timeout=5)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.score_many([("a", "say 1", "1", False)])
+    assert not workers & {child.pid for child in _workers()}
+
+
+def test_a_thread_that_ends_takes_no_worker_with_it():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(VerifierPool("dapo", num_workers=1)))
+    thread.start()
+    thread.join()
+    with made[0] as pool:
+        time.sleep(0.1)
+        assert score_one(pool, "Answer: 42")[0].outcome == "correct"
+        assert pool.statistics().num_started == 1
+
+
+def test_throughput_of_simple_answers():
+    """The target is 5,000 answers a second on two free cores; the bound leaves room for a busy machine."""
+    response = "Let me think step by step. " * 1000
+    items = [(i, f"{response}\nAnswer: {i}", str(i), False) for i in range(5000)]
+    with VerifierPool("dapo", num_workers=2) as pool:
+        started = time.monotonic()
+        scores = pool.score_many(items)
+        rate = len(items) / (time.monotonic() - started)
+    assert all(score.accuracy == 1.0 for score in scores.values())
+    assert rate > 1000, f"{rate:.0f} answers/s"
