@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron_dapo.megatron.attention import PackedAttention, PackedSequences, _Pad, _Rotate, _Unpad, bucket_sequences, plan_attention
+from megatron_dapo.megatron.context import context_token_index
+
+HEADS, GROUPS, HEAD_DIM = 4, 2, 8
+LENGTHS = [(5, 17, 1, 30), (64,), (8, 8, 8), (200, 3, 190, 4, 70, 70, 1), (1,), (40, 8)]
+
+
+def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def tokens(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((num_tokens, HEADS, HEAD_DIM), (num_tokens, GROUPS, HEAD_DIM), (num_tokens, GROUPS, HEAD_DIM))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+
+def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Softmax attention by the formula, one sequence and one head at a time."""
+    rows, start = [], 0
+    for length in lengths:
+        part, heads = slice(start, start + length), []
+        for head in range(HEADS):
+            group = head * GROUPS // HEADS
+            scores = query[part, head] @ key[part, group].T / HEAD_DIM**0.5
+            future = torch.ones(length, length).triu(1).bool()
+            heads.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ value[part, group])
+        rows.append(torch.cat(heads, dim=1))
+        start += length
+    return torch.cat(rows)
+
+
+def own_attention() -> PackedAttention:
+    return PackedAttention(SimpleNamespace(context_parallel_size=1))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_attention_is_the_formula_sequence_by_sequence(lengths: tuple[int, ...]) -> None:
+    query, key, value = tokens(sum(lengths), seed=1)
+    want = written_out(query, key, value, lengths)
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    want_gradients = torch.autograd.grad((want * weights).sum(), (query, key, value))
+    packed = PackedSequences(plan=plan_attention(cumulative(lengths), 0, 1))
+    got = own_attention()(query, key, value, packed_seq_params=packed)
+    gradients = torch.autograd.grad((got * weights).sum(), (query, key, value))
+    torch.testing.assert_close(got, want)
+    for gradient, expected in zip(gradients, want_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("context_size", [2, 4])
+@pytest.mark.parametrize("lengths", [(8, 16, 40), (64,), (8, 8, 8, 8), (200, 24, 8)])
+def test_context_ranks_together_attend_as_one(lengths: tuple[int, ...], context_size: int) -> None:
+    bounds = cumulative(lengths)
+    query, key, value = tokens(sum(lengths), seed=3)
+    want = written_out(query, key, value, lengths)
+    indices = [context_token_index(bounds, rank, context_size) for rank in range(context_size)]
+    gathered_key, gathered_value = (torch.cat([part[index] for index in indices]) for part in (key, value))
+    outputs = []
+    for rank, index in enumerate(indices):
+        plan = plan_attention(bounds, rank, context_size)
+        assert plan.buckets[0].mask is not None
+        pad = [part if slots is None else _Pad.apply(part, slots) for part, slots in
+               ((query[index], plan.queries), (gathered_key, plan.keys), (gathered_value, plan.keys))]
+        out = own_attention()._attend(*pad, plan.buckets)
+        outputs.append(out if plan.queries is None else _Unpad.apply(out, plan.queries))
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    total = sum((out * weights[index]).sum() for out, index in zip(outputs, indices, strict=True))
+    for out, index in zip(outputs, indices, strict=True):
+        torch.testing.assert_close(out, want[index])
+    expected = torch.autograd.grad((want * weights).sum(), (query, key, value))
+    for gradient, wanted in zip(torch.autograd.grad(total, (query, key, value)), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_buckets_hold_every_sequence_once_and_bound_the_padding() -> None:
+    lengths = [3, 500, 90, 410, 88, 1, 260, 0, 64]
+    buckets = bucket_sequences(lengths)
+    assert sorted(index for bucket in buckets for index in bucket) == [0, 1, 2, 3, 4, 5, 6, 8]
+    for bucket in buckets:
+        longest, shortest = lengths[bucket[0]], lengths[bucket[-1]]
+        assert longest - shortest <= max(32, 0.25 * longest)
+    assert len(buckets) < 6
+
+
+def test_rotation_is_the_complex_product_and_its_gradient_the_inverse() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(6, 2, HEAD_DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+    angles = torch.rand(6, 1, HEAD_DIM // 2, generator=generator, dtype=torch.float64)
+    cos, sin = (torch.cat((part, part), dim=-1) for part in (angles.cos(), angles.sin()))
+    as_complex = torch.complex(x.detach()[..., : HEAD_DIM // 2], x.detach()[..., HEAD_DIM // 2 :]) * torch.exp(1j * angles)
+    torch.testing.assert_close(_Rotate.apply(x, cos, sin), torch.cat((as_complex.real, as_complex.imag), dim=-1))
+    assert torch.autograd.gradcheck(lambda x: _Rotate.apply(x, cos, sin), (x,))
