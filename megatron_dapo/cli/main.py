@@ -78,30 +78,53 @@ def _num_devices() -> int:
 
 
 def _run(recipe: Path, plan: Plan) -> int:
-    """Start the workers, wait, and end with the summary or with the first root cause as the last line."""
+    """Train, and end with the summary or with the first root cause as the last line."""
     from megatron_dapo.launch.lifetime import require_unused
-    from megatron_dapo.launch.local import launch_workers
-    from megatron_dapo.recovery.failure import clear_failures, last_line, read_failure
     from megatron_dapo.telemetry.summary import read_summary, summary_table
 
     folder = plan.loaded.config.run.folder
-    summary = folder / "summary.json"
     try:
         require_unused(folder)
     except RuntimeError as error:
         typer.echo(f"error: {error}", err=True)
         return REFUSED
-    clear_failures(folder)
+    summary = folder / "summary.json"
     summary.unlink(missing_ok=True)
-    arguments = [str(recipe), *(part for override in plan.overrides for part in ("--set", override))]
-    code = launch_workers(WORKER, arguments, plan.layout.world_size, folder)
+    code = _start_workers(recipe, plan, folder, ())
+    if code == 0 and summary.is_file():
+        Console().print(summary_table(read_summary(summary)))
+    return code
+
+
+def _start_workers(recipe: Path, plan: Plan, folder: Path, arguments: tuple[str, ...]) -> int:
+    """Start the workers, whose records go to `folder`, and wait; the first root cause of a failure is the last line."""
+    from megatron_dapo.launch.local import launch_workers
+    from megatron_dapo.recovery.failure import clear_failures, last_line, read_failure
+
+    clear_failures(folder)
+    overrides = [part for override in plan.overrides for part in ("--set", override)]
+    code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.layout.world_size, folder)
     failure = read_failure(folder)
     if failure is not None:
         typer.echo(last_line(failure), err=True)
         return code or 1
-    if code == 0 and summary.is_file():
-        Console().print(summary_table(read_summary(summary)))
     return code
+
+
+@app.command()
+def replay(
+    recipe: RecipeArgument,
+    batch: Annotated[Path, typer.Argument(help="folder of a dumped rollout batch, e.g. runs/x/batches/step_000001")],
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Train on a dumped rollout batch alone, from the state before it; metrics go to BATCH/replay.json."""
+    plan = _plan(recipe, overrides, layout, run_folder)
+    code = _start_workers(recipe, plan, plan.loaded.config.run.folder, ("--replay", str(batch)))
+    if code == 0:
+        typer.echo((batch / "replay.json").read_text(encoding="utf-8"))
+    raise typer.Exit(code)
 
 
 @app.command("eval")
