@@ -120,7 +120,7 @@ def replay(
     run_folder: RunFolderOption = None,
 ) -> None:
     """Train on a dumped rollout batch alone, from the state before it; metrics go to BATCH/replay.json."""
-    plan = _plan(recipe, overrides, layout, run_folder)
+    plan = _plan(recipe, overrides, layout, run_folder, _num_devices())
     code = _start_workers(recipe, plan, plan.loaded.config.run.folder, ("--replay", str(batch)))
     if code == 0:
         typer.echo((batch / "replay.json").read_text(encoding="utf-8"))
