@@ -1,0 +1,135 @@
+"""Are two finished runs the same run? Everything they left is compared, but for wall-clock time and memory.
+
+| what | how |
+|---|---|
+| checkpoints both still have (the last one always) | every tensor of every rank file byte by byte; counters, prompt stream, buffer |
+| metrics.jsonl, evaluations.jsonl | the same steps once each, in order, and equal values |
+| samples.jsonl | the same records in the same order: which prompts, which responses, which rewards |
+| huggingface/ | every file byte by byte |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# What a clock or another process decides. Everything else a run records is a function of its configuration.
+CLOCK_KEYS = frozenset({"train_seconds", "eval/seconds"})
+CLOCK_PREFIXES = ("time/", "memory/", "throughput/")
+COUNTED = frozenset({"throughput/generated_tokens"})  # a count among speeds
+RECORDS = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
+
+
+def run_differences(first: Path, second: Path) -> Iterator[str]:
+    """What differs between two run folders, one line each; nothing for the same run."""
+    yield from _checkpoint_differences(first / "checkpoints", second / "checkpoints")
+    for name in RECORDS:
+        yield from _record_differences(first / name, second / name)
+    yield from _file_differences(first / "huggingface", second / "huggingface")
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Train steps of the checkpoints in a folder, in order."""
+    return sorted(int(entry.name.removeprefix("step_")) for entry in folder.glob("step_*") if entry.name[5:].isdigit())
+
+
+def _checkpoint_differences(first: Path, second: Path) -> Iterator[str]:
+    ours, theirs = checkpoint_steps(first), checkpoint_steps(second)
+    if not ours or not theirs or ours[-1] != theirs[-1]:
+        yield f"checkpoints: the last one of {first} is of step {ours[-1:]}, of {second} of step {theirs[-1:]}"
+    for step in sorted(set(ours) & set(theirs), reverse=True):
+        yield from _one_checkpoint(first / f"step_{step:06d}", second / f"step_{step:06d}")
+
+
+def _one_checkpoint(first: Path, second: Path) -> Iterator[str]:
+    if problem := _names_differ(first, second):
+        yield problem
+        return
+    for path in sorted(first.iterdir()):
+        if path.suffix == ".safetensors":
+            yield from _tensor_differences(path, second / path.name)
+        elif path.name != "manifest.json":  # holds the hashes of files with wall-clock times
+            yield from value_differences(_json(path), _json(second / path.name), f"{first.name}/{path.name}")
+
+
+def _tensor_differences(first: Path, second: Path) -> Iterator[str]:
+    ours, theirs = _raw_tensors(first), _raw_tensors(second)
+    place = f"{first.parent.name}/{first.name}"
+    if ours.keys() != theirs.keys():
+        yield f"{place}: tensors {sorted(ours.keys() ^ theirs.keys())[:4]} are in one only"
+        return
+    for name, (description, content) in ours.items():
+        if (description, content) != theirs[name]:
+            yield f"{place}: {name} {description} has other bytes"
+
+
+def _raw_tensors(path: Path) -> dict[str, tuple[str, bytes]]:
+    """(type and shape, bytes) of every tensor of a safetensors file."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    data = content[8 + size :]
+    return {
+        name: (f"{entry['dtype']} {entry['shape']}", data[slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _record_differences(first: Path, second: Path) -> Iterator[str]:
+    if first.is_file() != second.is_file():
+        yield f"{first.name}: in one run only"
+        return
+    ours, theirs = _lines(first), _lines(second)
+    steps = [[record["train_step"] for record in records] for records in (ours, theirs)]
+    if steps[0] != steps[1]:
+        yield f"{first.name}: records of steps {steps[0]} and {steps[1]}"
+        return
+    for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        yield from value_differences(our, their, f"{first.name} line {index + 1} (step {our['train_step']})")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _file_differences(first: Path, second: Path) -> Iterator[str]:
+    if problem := _names_differ(first, second):
+        yield problem
+        return
+    for path in sorted(first.iterdir()) if first.is_dir() else ():
+        if path.read_bytes() != (second / path.name).read_bytes():
+            yield f"{first.name}/{path.name}: other bytes"
+
+
+def _names_differ(first: Path, second: Path) -> str:
+    names = [sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else None for folder in (first, second)]
+    return "" if names[0] == names[1] else f"{first.name}: files {names[0]} and {names[1]}"
+
+
+def value_differences(first: Any, second: Any, place: str) -> Iterator[str]:
+    """Where two JSON values differ, but for what a clock decides."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        for key in sorted({*first, *second}):
+            if is_clocked(key):
+                continue
+            if key not in first or key not in second:
+                yield f"{place}: {key} is in one only"
+            else:
+                yield from value_differences(first[key], second[key], f"{place}: {key}")
+    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        for index, (our, their) in enumerate(zip(first, second, strict=True)):
+            yield from value_differences(our, their, f"{place}[{index}]")
+    elif first != second:
+        yield f"{place}: {str(first)[:80]} and {str(second)[:80]}"
+
+
+def is_clocked(key: str) -> bool:
+    """Whether a value under this name depends on time or memory."""
+    return key in CLOCK_KEYS or (key.startswith(CLOCK_PREFIXES) and key not in COUNTED)
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

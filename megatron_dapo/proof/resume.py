@@ -1,0 +1,291 @@
+"""The proof of exact resume: a run that is killed at a random moment and started again is the run that was never killed.
+
+    once          a run to its end: the reference, and how long it takes
+    every point   the same run, killed (kill -9 of the launcher, torchrun and every worker) at a moment drawn uniformly from the
+                  reference's duration after start-up; started again until it ends; compared with the reference byte for byte
+
+The runs are those of `megatron-dapo train`, in processes of their own. Where a kill hit is read from the stacks that the workers write
+on SIGUSR1 an instant before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_dapo.launch.local import worker_pid_file
+from megatron_dapo.proof.compare_runs import checkpoint_steps, run_differences
+
+POLL_S = 0.005
+STACK_S = 0.004  # for the workers to write their stacks before they are killed
+ORPHAN_S = 20.0  # for verifier processes to notice that their worker is gone
+MAX_LATE = 5  # kills that came after the end, drawn again
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ResumeProofSettings:
+    """`overrides`: of the recipe, as `--set` takes them. `folder`: the runs are made in it."""
+
+    recipe: Path
+    layout: str
+    folder: Path
+    overrides: tuple[str, ...] = ()
+    num_points: int = 20
+    seed: int = 0
+    run_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class KillPoint:
+    """One kill and what came of it. `difference`: the first one to the reference, "" for none."""
+
+    seconds: float  # after start-up
+    phase: str
+    trained_steps: int  # on record when it hit
+    checkpoints: tuple[str, ...]  # folders when it hit, unfinished ones included
+    resumed_from: str  # the checkpoint, "" where it began anew
+    difference: str
+    wall_seconds: float  # of the point
+
+
+@dataclass(frozen=True)
+class ResumeProofReport:
+    """What `tools/prove_resume.py --json` prints."""
+
+    layout: str
+    points: int
+    equal: int
+    first_difference: str | None
+    phases: Mapping[str, int]  # kills by where they hit
+    restarts_from_a_checkpoint: int
+    checkpoints_with_carried_groups: int  # of the reference: the buffer was not empty
+    train_steps: int
+    start_up_seconds: float  # of the reference
+    run_seconds: float  # of the reference, after start-up
+    seconds: float  # of everything
+    kills: Sequence[KillPoint]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Run:
+    """One `megatron-dapo train` process and what it starts."""
+
+    def __init__(self, settings: ResumeProofSettings, folder: Path, extra: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self.log = folder.with_suffix(".log")
+        sets = [part for override in (*settings.overrides, *extra) for part in ("--set", override)]
+        command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(settings.recipe)]
+        command += ["--layout", settings.layout, "--run-folder", str(folder), *sets]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.start = time.monotonic()
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        self._timeout_s = settings.run_timeout_s
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Whether the condition held before the process ended."""
+        while not condition():
+            if self.process.poll() is not None:
+                return condition()
+            self._check_time()
+            time.sleep(POLL_S)
+        return True
+
+    def is_past_start_up(self) -> bool:
+        return (self.folder / "metrics.jsonl").is_file()
+
+    def wait(self) -> int:
+        """The exit code at the end."""
+        self.wait_until(lambda: False)
+        return int(self.process.wait())
+
+    def family(self) -> list[psutil.Process]:
+        """The launcher, torchrun, workers and verifiers."""
+        try:
+            launcher = psutil.Process(self.process.pid)
+            return [launcher, *launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def worker_pids(self) -> list[int]:
+        """Of rank 0, rank 1, ..."""
+        files = itertools.takewhile(Path.is_file, (worker_pid_file(self.folder, rank) for rank in itertools.count()))
+        return [int(file.read_text()) for file in files]
+
+    def kill(self) -> list[psutil.Process]:
+        """kill -9 of the launcher, torchrun and every worker; whatever of the family is left after a while is returned."""
+        family, workers = self.family(), self.worker_pids()
+        for pid in workers:
+            _signal(pid, signal.SIGUSR1)
+        time.sleep(STACK_S)
+        # Those who watch over others go first, so that nobody reacts to a death.
+        torchrun = [process.pid for process in family[1:] if process.pid not in workers and _is_torchrun(process)]
+        for pid in (self.process.pid, *torchrun, *workers):
+            _signal(pid, signal.SIGKILL)
+        self.process.wait()
+        _, left = psutil.wait_procs(family, timeout=ORPHAN_S)
+        return left
+
+    def last_words(self) -> str:
+        lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+    def _check_time(self) -> None:
+        if time.monotonic() - self.start > self._timeout_s:
+            left = self.kill()
+            raise TimeoutError(f"{self.folder} did not end in {self._timeout_s} s (left: {left}); {self.log} says how far it came")
+
+
+def _signal(pid: int, signum: int) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:  # it ended by itself
+        pass
+
+
+def _is_torchrun(process: psutil.Process) -> bool:
+    try:
+        return "torch.distributed.run" in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
+# Where a stack stands: the first row of which a function is on it, innermost work first.
+_PHASES: tuple[tuple[str, str], ...] = (
+    ("checkpoint write", r"checkpoint_store.py.* in write_own"),
+    ("checkpoint commit", r"checkpoint_store.py.* in (commit|begin|clean|_delete)"),
+    ("checkpoint", r"checkpoint_store.py.* in save_checkpoint"),
+    ("export", r"run.py.* in _export"),
+    ("optimizer step", r"optimizer.py.* in guarded_step"),
+    ("forward and backward", r"learner.py.* in _step$"),
+    ("old log-probs", r"learner.py.* in _old_policy"),
+    ("evaluation", r"loop.py.* in _evaluate"),
+    ("scoring", r"scoring.py.* in score"),
+    ("generation", r"rollout_phase.py.* in collect"),
+    ("weight sync", r"publisher.py.* in publish"),
+    ("recording", r"recorder.py.* in "),
+    ("loop", r"loop.py.* in "),
+    ("start or end", r"run.py.* in "),
+)
+
+
+def phase_of(stacks: str) -> str:
+    """Where a worker stood, from the stacks that faulthandler wrote."""
+    return next((name for name, pattern in _PHASES if re.search(pattern, stacks, re.MULTILINE)), "start or end")
+
+
+def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) -> ResumeProofReport:
+    """Run the proof. RuntimeError where the reference fails, TimeoutError where a run hangs."""
+    start = time.monotonic()
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    reference, start_up, duration = make_reference(settings)
+    say(f"reference: {start_up:.1f} s start-up, {duration:.1f} s run")
+    draw = random.Random(settings.seed)
+    kills: list[KillPoint] = []
+    for index in range(settings.num_points):
+        kills.append(_kill_point(settings, reference, lambda: draw.uniform(0.0, duration), settings.folder / f"point_{index:02d}"))
+        say(f"point {index + 1}: {kills[-1]}")
+    differences = [kill.difference for kill in kills if kill.difference]
+    return ResumeProofReport(
+        layout=settings.layout,
+        points=len(kills),
+        equal=len(kills) - len(differences),
+        first_difference=differences[0] if differences else None,
+        phases=dict(Counter(kill.phase for kill in kills).most_common()),
+        restarts_from_a_checkpoint=sum(bool(kill.resumed_from) for kill in kills),
+        checkpoints_with_carried_groups=_num_carrying(reference / "checkpoints"),
+        train_steps=checkpoint_steps(reference / "checkpoints")[-1],
+        start_up_seconds=round(start_up, 2),
+        run_seconds=round(duration, 2),
+        seconds=round(time.monotonic() - start, 1),
+        kills=kills,
+    )
+
+
+def make_reference(settings: ResumeProofSettings) -> tuple[Path, float, float]:
+    """(its folder, seconds of start-up, seconds from there to its summary) of the run that is not interrupted."""
+    # Keeps every checkpoint, so that those a point ends with are among them.
+    run = Run(settings, settings.folder / "reference", ["checkpoint.keep=1000"])
+    run.wait_until(run.is_past_start_up)
+    started = time.monotonic()
+    run.wait_until((run.folder / "summary.json").is_file)
+    ended = time.monotonic()
+    if code := run.wait():
+        raise RuntimeError(f"the uninterrupted run ended with exit code {code}: {run.last_words()}")
+    return run.folder, started - run.start, ended - started
+
+
+def _kill_point(settings: ResumeProofSettings, reference: Path, draw: Callable[[], float], folder: Path) -> KillPoint:
+    start = time.monotonic()
+    for _ in range(MAX_LATE):
+        seconds = draw()
+        killed = kill_after(settings, folder, seconds)
+        if killed is not None:
+            break
+        shutil.rmtree(folder)  # it was over before: the machine is faster now than it was for the reference
+    else:
+        raise RuntimeError(f"{MAX_LATE} runs in a row ended before their kill: the reference was much slower than they are")
+    phase, trained, checkpoints, left = killed
+    resumed, problem = resume_and_compare(settings, reference, folder)
+    orphans = f"processes outlived the kill: {left}" if left else ""
+    point = KillPoint(round(seconds, 3), phase, trained, checkpoints, resumed, orphans or problem, round(time.monotonic() - start, 1))
+    if not point.difference:
+        shutil.rmtree(folder)
+    return point
+
+
+def kill_after(
+    settings: ResumeProofSettings, folder: Path, seconds: float
+) -> tuple[str, int, tuple[str, ...], list[psutil.Process]] | None:
+    """Start a run and kill it so long after its start-up: (phase, steps on record, checkpoint folders, processes left).
+
+    None where the run was over by then.
+    """
+    run = Run(settings, folder)
+    if not run.wait_until(run.is_past_start_up):
+        raise RuntimeError(f"{folder}: the run failed before it was killed: {run.last_words()}")
+    deadline = time.monotonic() + seconds
+    if run.wait_until(lambda: (folder / "summary.json").is_file() or time.monotonic() >= deadline) and time.monotonic() < deadline:
+        run.wait()
+        return None
+    left = run.kill()
+    stacks = worker_pid_file(folder, 0).with_suffix(".stacks").read_text(encoding="utf-8")
+    metrics = (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    names = sorted(entry.name for entry in (folder / "checkpoints").iterdir()) if (folder / "checkpoints").is_dir() else []
+    return phase_of(stacks), metrics, tuple(names), left
+
+
+def resume_and_compare(settings: ResumeProofSettings, reference: Path, folder: Path) -> tuple[str, str]:
+    """Start the run again until its end: (the checkpoint it went on from or "", the first difference or "")."""
+    run = Run(settings, folder)
+    code = run.wait()
+    found = re.findall(r"continuing from \S*/(step_\d+)", run.log.read_text(encoding="utf-8", errors="replace"))
+    if code:
+        return (found or [""])[-1], f"{folder}: the run that was started again ended with exit code {code}: {run.last_words()}"
+    return (found or [""])[-1], next(run_differences(reference, folder), "")
+
+
+def _num_carrying(checkpoints: Path) -> int:
+    """Checkpoints whose buffer holds groups."""
+    import json
+
+    states = [json.loads((folder / "run.json").read_text(encoding="utf-8")) for folder in sorted(checkpoints.glob("step_*"))]
+    return sum(bool(state["collector"]["buffer"]["groups"]) for state in states)
