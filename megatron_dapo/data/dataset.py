@@ -58,8 +58,8 @@ class LoadReport:
 
     def summary(self) -> str:
         return (
-            f"{self.num_rows:,} rows -> {self.num_unique:,} unique (prompt, answer) -> {self.num_prompts:,} prompts of at "
-            f"most {self.max_prompt_tokens:,} tokens ({self.num_too_long:,} too long; the longest has "
+            f"{self.num_rows:,} rows -> {self.num_unique:,} unique (prompt, answer) -> {self.num_prompts:,} prompts "
+            f"of at most {self.max_prompt_tokens:,} tokens ({self.num_too_long:,} too long; the longest has "
             f"{self.longest_prompt_tokens:,}; {self._copies()} rows each)"
         )
 

@@ -1,10 +1,10 @@
 """Rows of parquet and JSON-lines files in the DAPO-Math-17k schema, streamed: a file is never in memory as a whole.
 
-    data_source                   where the problem is from                     optional
-    prompt                        chat messages [{"role", "content"}], or text  required
-    ability                       subject                                       optional
-    reward_model.ground_truth     gold answer                                   required
-    extra_info.index              the row's own number                          optional
+data_source                   where the problem is from                     optional
+prompt                        chat messages [{"role", "content"}], or text  required
+ability                       subject                                       optional
+reward_model.ground_truth     gold answer                                   required
+extra_info.index              the row's own number                          optional
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"data file {path} does not exist")
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise ValueError(f"{path}: unknown kind of data file {path.suffix!r}, choose one of {', '.join(sorted(_READERS))}")
+        raise ValueError(
+            f"{path}: unknown kind of data file {path.suffix!r}, choose one of {', '.join(sorted(_READERS))}"
+        )
     is_empty = True
     for place, values in reader(path):
         is_empty = False

@@ -31,7 +31,9 @@ class PromptStream:
             raise ValueError("a prompt stream needs at least one prompt")
         if len(self._known) != len(self._prompt_ids):
             num_repeated = len(self._prompt_ids) - len(self._known)
-            raise ValueError(f"{num_repeated} of {len(self._prompt_ids)} prompt ids are repeated: de-duplicate the data")
+            raise ValueError(
+                f"{num_repeated} of {len(self._prompt_ids)} prompt ids are repeated: de-duplicate the data"
+            )
         if max_epochs is not None and max_epochs < 1:
             raise ValueError(f"max_epochs must be at least 1 or None, got {max_epochs}")
         self._seed = seed
@@ -93,12 +95,14 @@ class PromptStream:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != STATE_VERSION:
-            raise ValueError(f"prompt stream state has version {state.get('version')}, this program reads {STATE_VERSION}")
+            raise ValueError(
+                f"prompt stream state has version {state.get('version')}, this program reads {STATE_VERSION}"
+            )
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
                 f"the checkpoint's prompt stream is of another data set: saved with {state['num_prompts']} prompts "
-                f"(hash {state['fingerprint']}), now {len(self._prompt_ids)} prompts (hash {self._fingerprint}). Use the "
-                "same data files, template and length limit, or start the data order afresh"
+                f"(hash {state['fingerprint']}), now {len(self._prompt_ids)} prompts (hash {self._fingerprint}). "
+                "Use the same data files, template and length limit, or start the data order afresh"
             )
         if state["seed"] != self._seed:
             raise ValueError(f"the checkpoint's prompt stream has seed {state['seed']}, the configuration {self._seed}")

@@ -18,8 +18,8 @@ Messages = Sequence[Mapping[str, str]]
 
 # The prompt of the published recipe (arXiv 2503.14476): the verifier preset `dapo` reads the line it asks for.
 _DAPO_BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
-    "(without quotes) where $Answer is the answer to the problem."
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem."
 )
 _DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
 

@@ -8,8 +8,8 @@ Source: arXiv 2503.14476, the reward of its released recipe, which normalises an
 3. prediction and gold are normalised alike;
 4. equal strings are correct, everything else is wrong.
 
-So `42.`, `042`, `**42**`, `\\(42\\)`, `\\dfrac` for `\\frac` and a bare `\\boxed{42}` are wrong, while `x=42`, `42 degrees`,
-`1,234` and `Answer: \\boxed{42}` are right. The tests pin this table.
+So `42.`, `042`, `**42**`, `\\(42\\)`, `\\dfrac` for `\\frac` and a bare `\\boxed{42}` are wrong, while `x=42`,
+`42 degrees`, `1,234` and `Answer: \\boxed{42}` are right. The tests pin this table.
 """
 
 from __future__ import annotations

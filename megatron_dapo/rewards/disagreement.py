@@ -1,7 +1,7 @@
 """A second verifier beside the one that rewards: every disagreement is recorded, no reward waits for it.
 
-Typical use: reward with `dapo`, which is strict about notation, and shadow with `lenient`: the records are right answers
-in a form the reward rejects (or wrong ones it accepts).
+Typical use: reward with `dapo`, which is strict about notation, and shadow with `lenient`: the records are right
+answers in a form the reward rejects (or wrong ones it accepts).
 """
 
 from __future__ import annotations

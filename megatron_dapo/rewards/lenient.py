@@ -1,7 +1,7 @@
 """Preset `lenient`: equal in value is right, whatever the notation. Built on math-verify, with its known holes closed.
 
-The final answer is what the last marker of the response announces: an `Answer:` line, a `\\boxed{}` or `\\fbox{}`, or, when
-there is neither, a bold span in the last line. It is split into its required parts (`1, 2`, `x=1 or x=2`); the response
+The final answer is what the last marker of the response announces: an `Answer:` line, a `\\boxed{}` or `\\fbox{}`, or,
+when there is neither, a bold span in the last line. It is split into its required parts (`1, 2`, `x=1 or x=2`); the response
 is right when every part of the gold answer has an equal in the response and the other way round. Parts are compared
 
 - as exact integers when both are integers, of any size;
@@ -62,7 +62,9 @@ def gold_problem(answer: str) -> str | None:
     if unreadable:
         return f"math-verify cannot parse {unreadable[0]!r}"
     if judge(f"\\boxed{{{answer}}}", answer).outcome != "correct":
-        return f"even \\boxed{{{answer}}} does not match it (unbalanced braces, too long, or more than {MAX_PARTS} parts?)"
+        return (
+            f"even \\boxed{{{answer}}} does not match it (unbalanced braces, too long, or more than {MAX_PARTS} parts?)"
+        )
     return None
 
 
@@ -82,8 +84,8 @@ def extract(response: str) -> str | None:
 
 def _last(matches: Iterable[re.Match[str]]) -> re.Match[str] | None:
     last = None
-    for last in matches:
-        pass
+    for match in matches:
+        last = match
     return last
 
 
@@ -181,7 +183,9 @@ def _inner_math(text: str) -> str:
 
 def _split(text: str) -> tuple[str, ...]:
     """The required parts of an answer: split at commas, semicolons, `and`, `or` outside of all brackets."""
-    text = _TEXT_WRAPPER.sub(lambda m: f" {m.group(1)} " if m.group(1).strip() in ("and", "or", ",") else m.group(), text)
+    text = _TEXT_WRAPPER.sub(
+        lambda m: f" {m.group(1)} " if m.group(1).strip() in ("and", "or", ",") else m.group(), text
+    )
     parts, depth, start = [], 0, 0
     for token in re.finditer(r"[({\[]|[)}\]]|[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", text):
         symbol = token.group()

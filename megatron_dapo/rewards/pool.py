@@ -450,7 +450,9 @@ class _Dispatcher:
             self._broken = ValueError(message)
             self.started.set_exception(self._broken)
         elif self._num_failed_starts >= MAX_FAILED_STARTS:
-            self._broken = RuntimeError(f"{self._num_failed_starts} verifier processes in a row did not start: {message}")
+            self._broken = RuntimeError(
+                f"{self._num_failed_starts} verifier processes in a row did not start: {message}"
+            )
             logger.error("%s", self._broken)
 
     # ---- messages

@@ -1,7 +1,7 @@
 """Start-up contract between prompts and verifier: what the prompt asks for is what the verifier can read.
 
-A prompt that asks for `\\boxed{}` with a verifier that reads `Answer:` lines scores every right answer as wrong, and the
-run goes on without an error. So before the first step, responses in the instructed format are made up for rendered
+A prompt that asks for `\\boxed{}` with a verifier that reads `Answer:` lines scores every right answer as wrong, and
+the run goes on without an error. So before the first step, responses in the instructed format are made up for rendered
 prompts of the data set (chat template included: its system prompt may ask for another format) and scored:
 
     the gold answer        must be correct
@@ -104,7 +104,9 @@ def _checked_template(template: str) -> str:
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(f"answer_format {template!r} is no template: {error!r}; double literal braces") from error
     if not has_answer:
-        raise ValueError(f"answer_format {template!r} is neither auto, nor one of {sorted(FORMATS)}, nor has {{answer}}")
+        raise ValueError(
+            f"answer_format {template!r} is neither auto, nor one of {sorted(FORMATS)}, nor has {{answer}}"
+        )
     return template
 
 
@@ -139,8 +141,8 @@ def _refusal(failures: Sequence[str], verifier: str, formats: Sequence[str], num
     examples = "\n  ".join(failures[:MAX_EXAMPLES])
     return (
         f"self-test: verifier {verifier!r} disagrees with the format the prompts ask for ({', '.join(formats)}): "
-        f"{len(failures)} of {4 * num_prompts * len(formats)} made-up responses to {num_prompts} prompts scored wrongly, "
-        f"such as\n  {examples}\n"
-        "Fix: change the instruction in the prompts (or the chat template's system prompt), or the verifier: `dapo` reads "
-        "'Answer: ...', `lenient` also \\boxed{...}."
+        f"{len(failures)} of {4 * num_prompts * len(formats)} made-up responses to {num_prompts} prompts scored "
+        f"wrongly, such as\n  {examples}\n"
+        "Fix: change the instruction in the prompts (or the chat template's system prompt), or the verifier: "
+        "`dapo` reads 'Answer: ...', `lenient` also \\boxed{...}."
     )

@@ -18,7 +18,9 @@ def make_tokenizer():
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(["<eos>", "<user>", "<assistant>"])
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False
+        )
         fast.chat_template = chat_template
         return fast
 

@@ -196,6 +196,10 @@ def test_damaged_parquet_pages(write, row):
 def test_prompt_ids_depend_on_messages_and_answer_only():
     one = ({"role": "user", "content": "P"},)
     assert prompt_id_of(one, "1") == prompt_id_of(({"content": "P", "role": "user"},), "1")
-    different = {prompt_id_of(one, "1"), prompt_id_of(one, "2"), prompt_id_of(({"role": "system", "content": "P"},), "1")}
+    different = {
+        prompt_id_of(one, "1"),
+        prompt_id_of(one, "2"),
+        prompt_id_of(({"role": "system", "content": "P"},), "1"),
+    }
     assert len(different) == 3
     assert len(prompt_id_of(one, "1")) == 16

@@ -24,7 +24,9 @@ def records():
 
 @pytest.fixture
 def pool(records):
-    shadowed = ShadowedPool(VerifierPool("dapo", 1), VerifierPool("lenient", 1, timeout_s=20.0), records.append, max_waiting=8)
+    shadowed = ShadowedPool(
+        VerifierPool("dapo", 1), VerifierPool("lenient", 1, timeout_s=20.0), records.append, max_waiting=8
+    )
     with shadowed:
         yield shadowed
 

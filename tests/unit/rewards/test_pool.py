@@ -79,7 +79,12 @@ def test_agrees_with_the_verifier_itself(dapo_pool):
     generator = random.Random(0)
     forms = ["Answer: {}", "Answer: \\boxed{{{}}}", "{}", "Answer: {}.", "answer:  x={}"]
     items = [
-        (i, "Thoughts. " * 200 + generator.choice(forms).format(generator.randrange(5)), str(generator.randrange(5)), False)
+        (
+            i,
+            "Thoughts. " * 200 + generator.choice(forms).format(generator.randrange(5)),
+            str(generator.randrange(5)),
+            False,
+        )
         for i in range(3000)
     ]
     scores = dapo_pool.score_many(items)
@@ -191,7 +196,9 @@ def test_errors_are_not_wrong_answers(user_pool, caller):
 
 
 def test_error_messages(user_pool):
-    scores = user_pool.score_many([(command, command, "", False) for command in ("hog", "os_exit 7", "raise it", "nan")])
+    scores = user_pool.score_many(
+        [(command, command, "", False) for command in ("hog", "os_exit 7", "raise it", "nan")]
+    )
     assert "memory limit" in scores["hog"].detail["error"]
     assert "exit status 7" in scores["os_exit 7"].detail["error"]
     assert scores["raise it"].detail["error"] == "KeyError: 'it'"

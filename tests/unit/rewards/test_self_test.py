@@ -42,7 +42,9 @@ def test_matching_formats_pass(template, judge, formats):
 
 
 def test_boxed_prompts_with_the_dapo_verifier_are_refused():
-    with pytest.raises(ValueError, match=r"(?s)'dapo' disagrees with the format .*\(boxed\).*unparsable.*Fix: ") as caught:
+    with pytest.raises(
+        ValueError, match=r"(?s)'dapo' disagrees with the format .*\(boxed\).*unparsable.*Fix: "
+    ) as caught:
         check_contract(prompts(BOXED, 5), scorer(dapo.judge), "dapo")
     assert "5 of 20 made-up responses to 5 prompts" in str(caught.value)
 

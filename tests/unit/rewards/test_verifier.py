@@ -33,7 +33,11 @@ def test_user_function(user_module):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("dapoo", "dapo, lenient"), ("no_such_package.rewards:f", "no_such_package"), ("json:no_such", "no function 'no_such'")],
+    [
+        ("dapoo", "dapo, lenient"),
+        ("no_such_package.rewards:f", "no_such_package"),
+        ("json:no_such", "no function 'no_such'"),
+    ],
 )
 def test_unknown_verifiers_say_what_there_is(name, message):
     with pytest.raises(ValueError, match=message):
