@@ -38,7 +38,7 @@ prompts_per_step = 6
 group_size = 4
 max_response_tokens = 96
 slots_per_rank = 32
-oversample = 1.5
+oversample = 2.5
 max_staleness = 1
 
 [algorithm.off_policy]

@@ -11,6 +11,7 @@ on SIGUSR1 an instant before.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import re
@@ -285,7 +286,5 @@ def resume_and_compare(settings: ResumeProofSettings, reference: Path, folder: P
 
 def _num_carrying(checkpoints: Path) -> int:
     """Checkpoints whose buffer holds groups."""
-    import json
-
-    states = [json.loads((folder / "run.json").read_text(encoding="utf-8")) for folder in sorted(checkpoints.glob("step_*"))]
-    return sum(bool(state["collector"]["buffer"]["groups"]) for state in states)
+    states = [json.loads((folder / "collector.json").read_text(encoding="utf-8")) for folder in sorted(checkpoints.glob("step_*"))]
+    return sum(bool(state["buffer"]["groups"]) for state in states)
