@@ -1,9 +1,10 @@
 """How many groups the collector generates for each group it trains, against what dynamic sampling cannot do without.
 
-A prompt with pass rate p gives a group of G responses that disagree with probability 1 - p^G - (1-p)^G (DAPO, arXiv 2503.14476,
-Eq 11), so at least 1 / E[1 - p^G - (1-p)^G] groups are generated per trained group, the mean over the prompts' pass rates. The engine
-here is a coin: only the collector's own policy of starting, keeping and dropping groups is measured, over many train steps. The policy
-version moves every step, so surplus would be stale; responses finish in random order.
+A prompt with pass rate p gives a group of G responses that disagree with probability 1 - p^G - (1-p)^G (DAPO, arXiv
+2503.14476, Eq 11), so at least 1 / E[1 - p^G - (1-p)^G] groups are generated per trained group, the mean over the
+prompts' pass rates. The engine here is a coin: only the collector's own policy of starting, keeping and dropping groups
+is measured, over many train steps. The policy version moves every step, so surplus would be stale; responses finish in
+random order.
 
     python benchmarks/collector_waste.py [--json] [--steps 60] [--groups 64] [--group-size 16]
 
@@ -39,7 +40,9 @@ MIXTURES: dict[str, tuple[float, ...]] = {
 
 
 class CoinEngine:
-    """Answers right with the probability (in millionths) in the second prompt token; a random third of what runs finishes at a poll."""
+    """Answers right with the probability (in millionths) in the second prompt token; a random third of what runs
+    finishes at a poll.
+    """
 
     def __init__(self) -> None:
         self.policy_version = 0
@@ -72,10 +75,14 @@ class CoinEngine:
 
 class CoinVerifier:
     def score_many(self, items: Iterable[tuple[Any, str, str, bool]]) -> Mapping[Any, Score]:
-        return {key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, _, _ in items}
+        return {
+            key: Score(float(text), float(text), "correct" if text == "1" else "wrong") for key, text, _, _ in items
+        }
 
 
-def measure(pass_rates: Sequence[float], *, num_steps: int, num_groups: int, group_size: int, oversample: float) -> dict[str, float]:
+def measure(
+    pass_rates: Sequence[float], *, num_steps: int, num_groups: int, group_size: int, oversample: float
+) -> dict[str, float]:
     """Groups generated per trained group over `num_steps` batches of prompts that take `pass_rates` in turn."""
     rates = [pass_rates[index % len(pass_rates)] for index in range(NUM_PROMPTS // len(pass_rates) * len(pass_rates))]
     prompts = {f"{index}": Prompt(f"{index}", (), (0, round(1e6 * rate)), "1") for index, rate in enumerate(rates)}
@@ -97,32 +104,47 @@ def measure(pass_rates: Sequence[float], *, num_steps: int, num_groups: int, gro
     assert ledger.is_balanced, f"prompts were lost: {ledger}"
     bound = 1 / (1 - sum(wasted_fraction(rate, group_size) for rate in rates) / len(rates))
     generated = ledger.drawn / ledger.trained
-    return {"trained": ledger.trained, "generated": ledger.drawn, "generated_per_trained": generated, "bound": bound, "waste_ratio": generated / bound}
+    return {
+        "trained": ledger.trained,
+        "generated": ledger.drawn,
+        "generated_per_trained": generated,
+        "bound": bound,
+        "waste_ratio": generated / bound,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Groups generated per trained group against the bound of dynamic sampling.")
+    parser = argparse.ArgumentParser(
+        description="Groups generated per trained group against the bound of dynamic sampling."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--steps", type=int, default=60, help="train steps a mixture")
     parser.add_argument("--groups", type=int, default=64, help="groups a train step")
     parser.add_argument("--group-size", type=int, default=16, help="responses a group")
     arguments = parser.parse_args()
     sizes = {"num_steps": arguments.steps, "num_groups": arguments.groups, "group_size": arguments.group_size}
-    rows = [{"pass_rates": name, "oversample": 1.0, **measure(rates, oversample=1.0, **sizes)} for name, rates in MIXTURES.items()]
+    rows = [
+        {"pass_rates": name, "oversample": 1.0, **measure(rates, oversample=1.0, **sizes)}
+        for name, rates in MIXTURES.items()
+    ]
     result = {
         "waste_ratio": max(row["waste_ratio"] for row in rows),
         **sizes,
         "rows": rows,
         # For comparison: more in flight than needed gives up unfinished groups and drops surplus.
-        "oversampled": {"pass_rates": "uniform", "oversample": 1.5, **measure(MIXTURES["uniform"], oversample=1.5, **sizes)},
+        "oversampled": {
+            "pass_rates": "uniform",
+            "oversample": 1.5,
+            **measure(MIXTURES["uniform"], oversample=1.5, **sizes),
+        },
     }
     if arguments.json:
         print(json.dumps(result))
         return
     for row in [*rows, result["oversampled"]]:
         print(
-            f"{row['pass_rates']:16} oversample {row['oversample']:.1f}  generated/trained {row['generated_per_trained']:6.3f}  "
-            f"bound {row['bound']:6.3f}  ratio {row['waste_ratio']:.4f}"
+            f"{row['pass_rates']:16} oversample {row['oversample']:.1f}  "
+            f"generated/trained {row['generated_per_trained']:6.3f}  bound {row['bound']:6.3f}  ratio {row['waste_ratio']:.4f}"
         )
     print(f"waste_ratio {result['waste_ratio']:.4f}")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from megatron_dapo.types import Completion, GenerationRequest
@@ -11,17 +12,20 @@ from megatron_dapo.types import Completion, GenerationRequest
 class RolloutEngine(Protocol):
     """Generates responses for the rank that drives the rollout.
 
-    Completions come back in an order that depends only on what was submitted and when, so two equal runs see equal streams.
+    Completions come back in an order that depends only on what was submitted and when, so two equal runs see equal
+    streams.
     """
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests. ValueError for one that could never be served."""
 
     def poll(self) -> list[Completion]:
-        """Advance (or wait for) the generation a little and return what finished since the last call, possibly nothing."""
+        """Advance (or wait for) the generation a little; what finished since the last call, possibly nothing."""
 
     def abort(self) -> list[Completion]:
-        """Stop everything: one completion with finish_reason "abort" for each unfinished request, with the tokens it has so far."""
+        """Stop everything: one completion with finish_reason "abort" for each unfinished request, with the tokens it
+        has so far.
+        """
 
     @property
     def num_unfinished(self) -> int:
@@ -30,6 +34,16 @@ class RolloutEngine(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights being served, -1 before the first synchronisation."""
+
+
+def check_request_ids(requests: Sequence[GenerationRequest], in_use: Collection[str]) -> None:
+    """Raise ValueError where a request id occurs twice or is in use."""
+    names = [request.request_id for request in requests]
+    clashes = {name for name, count in Counter(names).items() if count > 1 or name in in_use}
+    if clashes:
+        raise ValueError(
+            f"request ids {sorted(clashes)[:4]} ({len(clashes)} in all) are already in use; give each its own"
+        )
 
 
 def check_request(request: GenerationRequest, *, max_length: int, vocab_size: int) -> None:
@@ -47,7 +61,8 @@ def check_request(request: GenerationRequest, *, max_length: int, vocab_size: in
         )
     if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
         raise ValueError(
-            f"request {name!r}: prompt ids span {min(prompt_ids)}..{max(prompt_ids)}, but the model's vocabulary is 0..{vocab_size - 1}; "
+            f"request {name!r}: prompt ids span {min(prompt_ids)}..{max(prompt_ids)}, "
+            f"but the model's vocabulary is 0..{vocab_size - 1}; "
             "the tokenizer does not belong to this model"
         )
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:

@@ -8,8 +8,9 @@
             completions gathered  <-
       finish: broadcast         ->  serve() returns
 
-What runs where depends on counts only, never on time: equal submissions give equal completions in equal order. The deadline of
-every wait is the timeout the group was created with; choose it longer than the longest pause between two polls (scoring).
+What runs where depends on counts only, never on time: equal submissions give equal completions in equal order. The
+deadline of every wait is the timeout the group was created with; choose it longer than the longest pause between two
+polls (scoring).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron_dapo.engines.base import check_request_ids
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.parallel.collectives import all_gather_json, broadcast_json
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
@@ -55,7 +57,9 @@ class DistributedEmbeddedEngine:
         self.local_engine.set_policy_version(version)
 
     def drive(self, body: Callable[[], Result]) -> Result | None:
-        """Run `body` on rank 0 while all other ranks serve; its result on rank 0, None elsewhere. A failure reaches every rank."""
+        """Run `body` on rank 0 while all other ranks serve; its result on rank 0, None elsewhere. A failure reaches
+        every rank.
+        """
         if self._rank != 0:
             self.serve()
             return None
@@ -70,7 +74,9 @@ class DistributedEmbeddedEngine:
         return result
 
     def serve(self) -> None:
-        """Every rank but 0: take part in rank 0's polls until it calls `finish`. RuntimeError where another rank failed."""
+        """Every rank but 0: take part in rank 0's polls until it calls `finish`. RuntimeError where another rank
+        failed.
+        """
         assert self._rank != 0, "rank 0 of the group drives; the others serve"
         while (command := self._announce(None))["op"] != "finish":
             self._take_part(command)
@@ -84,10 +90,7 @@ class DistributedEmbeddedEngine:
         return len(self._rank_of) + len(self._new)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        names = [request.request_id for request in requests]
-        taken = {request.request_id for request in self._new} | self._rank_of.keys()
-        if len(set(names)) < len(names) or not taken.isdisjoint(names):
-            raise ValueError(f"request ids {sorted({n for n in names if n in taken or names.count(n) > 1})} are already in use")
+        check_request_ids(requests, {request.request_id for request in self._new} | self._rank_of.keys())
         for request in requests:
             self.local_engine.check(request)
         self._new.extend(requests)
@@ -127,19 +130,25 @@ class DistributedEmbeddedEngine:
         try:
             return broadcast_json(command, 0, self._group)
         except RuntimeError as error:
-            raise TimeoutError(f"rollout rank {self._rank} of {self._num_ranks} waited for rank 0's next command: {error}") from error
+            raise TimeoutError(
+                f"rollout rank {self._rank} of {self._num_ranks} waited for rank 0's next command: {error}"
+            ) from error
 
     def _take_part(self, command: dict[str, Any]) -> list[Completion]:
         """Do this rank's part of a command; the completions of all ranks."""
         try:
             self.local_engine.submit(_decode_requests(command, self._rank))
-            report: dict[str, Any] = {"completions": [asdict(done) for done in _OPERATIONS[command["op"]](self.local_engine)]}
+            report: dict[str, Any] = {
+                "completions": [asdict(done) for done in _OPERATIONS[command["op"]](self.local_engine)]
+            }
         except Exception as error:  # reported to every rank instead of leaving them to wait
             report = {"error": f"{type(error).__name__}: {error}"}
         try:
             reports = all_gather_json(report, self._group)
         except RuntimeError as error:
-            raise TimeoutError(f"rollout rank {self._rank} of {self._num_ranks} waited for the completions of all ranks: {error}") from error
+            raise TimeoutError(
+                f"rollout rank {self._rank} of {self._num_ranks} waited for the completions of all ranks: {error}"
+            ) from error
         failures = [f"rank {rank}: {entry['error']}" for rank, entry in enumerate(reports) if "error" in entry]
         if failures:
             raise _RanksFailed("generation failed on " + "; ".join(failures))
@@ -159,8 +168,9 @@ _OPERATIONS: dict[str, Callable[[EmbeddedEngine], list[Completion]]] = {
 def assign(requests: Iterable[GenerationRequest], load: Sequence[int]) -> list[list[GenerationRequest]]:
     """Split requests over ranks that already run `load` requests each.
 
-    Neighbouring requests with equal prompts (a group) stay on one rank, which prefills them once, unless that rank would then run
-    more than 1/8 above the even share; then the group is cut at the even share. Ties go to the lower rank.
+    Neighbouring requests with equal prompts (a group) stay on one rank, which prefills them once, unless that rank
+    would then run more than 1/8 above the even share; then the group is cut at the even share. Ties go to the lower
+    rank.
     """
     requests = list(requests)
     shares: list[list[GenerationRequest]] = [[] for _ in load]
@@ -183,7 +193,12 @@ def _encode_requests(shares: Sequence[Sequence[GenerationRequest]]) -> dict[str,
     samplings: dict[SamplingParams, int] = {}
     encoded = [
         [
-            [r.request_id, prompts.setdefault(r.prompt_ids, len(prompts)), samplings.setdefault(r.sampling, len(samplings)), r.seed]
+            [
+                r.request_id,
+                prompts.setdefault(r.prompt_ids, len(prompts)),
+                samplings.setdefault(r.sampling, len(samplings)),
+                r.seed,
+            ]
             for r in share
         ]
         for share in shares
@@ -193,7 +208,9 @@ def _encode_requests(shares: Sequence[Sequence[GenerationRequest]]) -> dict[str,
 
 def _decode_requests(command: dict[str, Any], rank: int) -> list[GenerationRequest]:
     prompts = [tuple(ids) for ids in command["prompts"]]
-    samplings = [SamplingParams(**{**entry, "stop_token_ids": tuple(entry["stop_token_ids"])}) for entry in command["samplings"]]
+    samplings = [
+        SamplingParams(**{**entry, "stop_token_ids": tuple(entry["stop_token_ids"])}) for entry in command["samplings"]
+    ]
     return [
         GenerationRequest(request_id, prompts[prompt], samplings[sampling], seed)
         for request_id, prompt, sampling, seed in command["requests"][rank]

@@ -1,10 +1,12 @@
-"""The embedded engine: transformers' own model in this process, with continuous batching, fed in place by the weight bridge.
+"""The embedded engine: transformers' own model in this process, with continuous batching, fed in place by the weight
+bridge.
 
-One tick is one forward pass that gives every active row its next token. A row that finishes is replaced at once (by the last
-active row, then by a waiting request), so short responses never wait for long ones. All requests of a group share one prefill.
+One tick is one forward pass that gives every active row its next token. A row that finishes is replaced at once (by the
+last active row, then by a waiting request), so short responses never wait for long ones. All requests of a group share
+one prefill.
 
-A prompt is prefilled without its last token; that one goes through the first ordinary tick. So there is one place where tokens
-are drawn, and a request with the same prompt as a running one costs only a copy.
+A prompt is prefilled without its last token; that one goes through the first ordinary tick. So there is one place where
+tokens are drawn, and a request with the same prompt as a running one costs only a copy.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from megatron_dapo.engines.base import check_request
+from megatron_dapo.engines.base import check_request, check_request_ids
 from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
 from megatron_dapo.engines.slot_cache import SlotCache, register_attention
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
@@ -38,7 +40,9 @@ _TEMPERATURE, _TOP_P = range(2)
 class EmbeddedEngineSettings:
     """Sizes of the engine."""
 
-    max_slots: int = 64  # sequences generated at the same time; more give better throughput until memory or cache runs out
+    max_slots: int = (
+        64  # sequences generated at the same time; more give better throughput until memory or cache runs out
+    )
     max_length: int = 2048  # positions of one sequence: prompt + response
     ticks_per_poll: int = 16  # tokens a row between two looks at finished responses
     prefill_tokens: int = 8192  # padded prompt tokens of one prefill forward pass, bounds its memory
@@ -92,8 +96,12 @@ class EmbeddedEngine:
         self._allocate(config)
 
     @classmethod
-    def from_folder(cls, model_folder: str | Path, settings: EmbeddedEngineSettings, *, trust_remote_code: bool = False) -> EmbeddedEngine:
-        """An engine with the architecture of a Hugging Face folder. Its weights are not read: they come through the bridge."""
+    def from_folder(
+        cls, model_folder: str | Path, settings: EmbeddedEngineSettings, *, trust_remote_code: bool = False
+    ) -> EmbeddedEngine:
+        """An engine with the architecture of a Hugging Face folder. Its weights are not read: they come through the
+        bridge.
+        """
         config = AutoConfig.from_pretrained(str(model_folder), trust_remote_code=trust_remote_code)
         return cls(config, settings)
 
@@ -124,7 +132,9 @@ class EmbeddedEngine:
     # Weights
 
     def parameters_by_name(self) -> dict[str, torch.Tensor]:
-        """Destination tensors by Hugging Face name, to be overwritten in place. A tied head is the embedding and has no name of its own."""
+        """Destination tensors by Hugging Face name, to be overwritten in place. A tied head is the embedding and has no
+        name of its own.
+        """
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     @property
@@ -134,15 +144,15 @@ class EmbeddedEngine:
     def set_policy_version(self, version: int) -> None:
         """Declare that the weights now in place are policy `version`; ValueError names tensors that are not finite.
 
-        Running responses go on with the new weights (their earlier keys and values stay): their tokens from here on belong to the new
-        version. No later request shares the prefill of the old one.
+        Running responses go on with the new weights (their earlier keys and values stay): their tokens from here on
+        belong to the new version. No later request shares the prefill of the old one.
         """
         broken = [name for name, tensor in self.parameters_by_name().items() if not bool(torch.isfinite(tensor).all())]
         if broken:
             raise ValueError(
-                f"policy version {version}: {len(broken)} of {len(self.parameters_by_name())} engine tensors are not finite "
-                f"({', '.join(broken[:4])}{', ...' if len(broken) > 4 else ''}): the weight synchronisation left them out or the policy has "
-                "diverged"
+                f"policy version {version}: {len(broken)} of {len(self.parameters_by_name())} engine tensors "
+                f"are not finite ({', '.join(broken[:4])}{', ...' if len(broken) > 4 else ''}): "
+                "the weight synchronisation left them out or the policy has diverged"
             )
         if version != self._version:
             self._prefixes.clear()
@@ -167,12 +177,10 @@ class EmbeddedEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, first in first out. All are checked before any is queued."""
-        names = [request.request_id for request in requests]
-        if len(set(names)) < len(names) or not self._request_ids.isdisjoint(names):
-            raise ValueError(f"request ids {sorted({n for n in names if n in self._request_ids or names.count(n) > 1})} are already in use")
+        check_request_ids(requests, self._request_ids)
         for request in requests:
             self.check(request)
-        self._request_ids.update(names)
+        self._request_ids.update(request.request_id for request in requests)
         self._waiting.extend(requests)
 
     def poll(self) -> list[Completion]:
@@ -182,7 +190,9 @@ class EmbeddedEngine:
     def advance(self, num_ticks: int) -> list[Completion]:
         """At most `num_ticks` tokens for every active row; what finished, in the order it did (then by slot)."""
         if self._version < 0 and self._request_ids:
-            raise RuntimeError("the engine has no weights yet: synchronise them and call set_policy_version before generating")
+            raise RuntimeError(
+                "the engine has no weights yet: synchronise them and call set_policy_version before generating"
+            )
         completions: list[Completion] = []
         for _ in range(num_ticks):
             self._admit()
@@ -212,7 +222,8 @@ class EmbeddedEngine:
         state = self._integers[:, : len(self._rows)]
         logits = self._forward(state[_TOKEN], state[_POSITION])
         position = state[_POSITION].add_(1)
-        # Random numbers are keyed by the absolute position: a response resumed from its prefix continues the same stream.
+        # Random numbers are keyed by the absolute position: a response resumed from its prefix continues the same
+        # stream.
         tokens, logprobs = draw(logits, self._sampling, uniforms(state[_SEED], position))
         if not bool(torch.isfinite(logprobs).all()):
             raise RuntimeError(f"policy version {self._version} gave logits that are not finite: it has diverged")
@@ -255,7 +266,7 @@ class EmbeddedEngine:
         return completions
 
     def _reason(self, index: int) -> FinishReason:
-        """"stop" where the last token is a stop id, also at the length limit."""
+        """ "stop" where the last token is a stop id, also at the length limit."""
         last = int(self._integers[_TOKEN, index])
         return "stop" if last in self._rows[index].request.sampling.stop_token_ids else "length"
 
@@ -327,7 +338,9 @@ class EmbeddedEngine:
         self._refresh()
 
     def _prefill(self, rows: list[_Row]) -> None:
-        """Fill columns [0, prompt length - 1) of these rows; padding on the right is never visible before it is overwritten."""
+        """Fill columns [0, prompt length - 1) of these rows; padding on the right is never visible before it is
+        overwritten.
+        """
         width = max(row.prompt_length for row in rows) - 1
         tokens = self._tokens[self._index([row.index for row in rows]), :width]
         self._cache.begin_prefill(self._index([row.index for row in rows]))
@@ -354,7 +367,10 @@ class EmbeddedEngine:
         self._floats[:, span] = torch.tensor(floats, dtype=torch.float32, device=device).T
         self._stops = _widen(self._stops, max(len(request.sampling.stop_token_ids) for request in requests))
         width = self._stops.shape[1]
-        stops = [[*request.sampling.stop_token_ids, *[-1] * (width - len(request.sampling.stop_token_ids))] for request in requests]
+        stops = [
+            [*request.sampling.stop_token_ids, *[-1] * (width - len(request.sampling.stop_token_ids))]
+            for request in requests
+        ]
         self._stops[span] = torch.tensor(stops, dtype=torch.int64, device=device)
         longest = max(len(request.prompt_ids) for request in requests)
         prompts = [[*request.prompt_ids, *[0] * (longest - len(request.prompt_ids))] for request in requests]
@@ -369,21 +385,31 @@ def _check_config(config: PreTrainedConfig) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(
-            f"embedded engine: {config.model_type} uses layers of kind {sorted(kinds)}, only full_attention is supported; "
+            f"embedded engine: {config.model_type} uses layers of kind {sorted(kinds)}, "
+            "only full_attention is supported; "
             "switch sliding windows off in config.json (use_sliding_window false) or use another engine"
         )
-    missing = [name for name in ("num_hidden_layers", "num_key_value_heads", "vocab_size") if getattr(config, name, None) is None]
+    missing = [
+        name
+        for name in ("num_hidden_layers", "num_key_value_heads", "vocab_size")
+        if getattr(config, name, None) is None
+    ]
     if missing:
         raise ValueError(f"embedded engine: the config of {config.model_type} has no {', '.join(missing)}")
     if getattr(config, "attn_logit_softcapping", None):
-        raise ValueError(f"embedded engine: attn_logit_softcapping = {config.attn_logit_softcapping} ({config.model_type}) is not supported")
+        raise ValueError(
+            f"embedded engine: attn_logit_softcapping = {config.attn_logit_softcapping} ({config.model_type}) "
+            "is not supported"
+        )
 
 
 def _empty_model(config: PreTrainedConfig, settings: EmbeddedEngineSettings) -> torch.nn.Module:
     """The model with all weights NaN, in inference state."""
     own_config = copy.deepcopy(config)  # building a model writes its attention implementation into the config
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(own_config, dtype=settings.dtype, attn_implementation=register_attention())
+        model = AutoModelForCausalLM.from_config(
+            own_config, dtype=settings.dtype, attn_implementation=register_attention()
+        )
     model.tie_weights()
     model.to(settings.device).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -392,7 +418,7 @@ def _empty_model(config: PreTrainedConfig, settings: EmbeddedEngineSettings) -> 
 
 
 def _chunks(rows: list[_Row], max_tokens: int) -> list[list[_Row]]:
-    """Rows by falling prompt length, cut so that rows x longest prompt stays within max_tokens (one row may exceed it)."""
+    """Rows by falling prompt length, cut so that rows x longest stays within max_tokens (one row may exceed it)."""
     chunks: list[list[_Row]] = []
     for row in sorted(rows, key=lambda row: (-row.prompt_length, row.index)):
         if chunks and (len(chunks[-1]) + 1) * (chunks[-1][0].prompt_length - 1) <= max_tokens:
@@ -405,7 +431,9 @@ def _chunks(rows: list[_Row], max_tokens: int) -> list[list[_Row]]:
 def _version_ranges(starts: list[tuple[int, int]], num_tokens: int) -> tuple[VersionRange, ...]:
     """Marks (first token, version) as ranges that cover [0, num_tokens); versions that gave no token are left out."""
     ends = [start for start, _ in starts[1:]] + [num_tokens]
-    return tuple(VersionRange(start, end, version) for (start, version), end in zip(starts, ends, strict=True) if end > start)
+    return tuple(
+        VersionRange(start, end, version) for (start, version), end in zip(starts, ends, strict=True) if end > start
+    )
 
 
 def _widen(stops: torch.Tensor, width: int) -> torch.Tensor:

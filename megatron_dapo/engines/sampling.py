@@ -36,8 +36,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Uniform numbers in [0, 1), one per (seed, position), the same on every device and in every batch.
 
-    seeds, positions: int64 [B]; result float32 [B] with 24 random bits. The seed is mixed before the position is added, so
-    that neighbouring seeds do not share shifted streams.
+    seeds, positions: int64 [B]; result float32 [B] with 24 random bits. The seed is mixed before the position is added,
+    so that neighbouring seeds do not share shifted streams.
     """
     bits = _mix(_mix(seeds) + (positions + 1) * _GAMMA)
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
@@ -67,7 +67,8 @@ class RowSampling:
 
 
 def _restrict(logprobs: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    """Probabilities [B, V] with everything outside top-k, then outside the nucleus of what is left, set to 0 (not renormalised).
+    """Probabilities [B, V] with everything outside top-k, then outside the nucleus of what is left, set to 0 (not
+    renormalised).
 
     The nucleus is the smallest set of most likely tokens whose mass reaches top_p; the most likely token always stays.
     """
@@ -84,7 +85,9 @@ def _restrict(logprobs: torch.Tensor, rows: RowSampling) -> torch.Tensor:
 
 
 def _invert_cdf(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative mass exceeds uniform x total. probabilities [B, V] need not sum to 1; result int64 [B]."""
+    """The first token whose cumulative mass exceeds uniform x total. probabilities [B, V] need not sum to 1; result
+    int64 [B].
+    """
     cumulative = probabilities.cumsum(-1)
     total = cumulative[:, -1:]
     # Strictly below the total, so that the token found has a positive probability.
@@ -95,9 +98,9 @@ def _invert_cdf(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Ten
 def draw(logits: torch.Tensor, rows: RowSampling, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row and its log-probability.
 
-    logits [B, V], uniform [B] in [0, 1). Returns tokens int64 [B] and float32 [B] log softmax(logits / temperature)[token]: over the
-    whole vocabulary, never renormalised by top-p or top-k. A greedy row (temperature 0) takes the most likely token and reports its
-    log-probability at temperature 1.
+    logits [B, V], uniform [B] in [0, 1). Returns tokens int64 [B] and float32 [B] log softmax(logits /
+    temperature)[token]: over the whole vocabulary, never renormalised by top-p or top-k. A greedy row (temperature 0)
+    takes the most likely token and reports its log-probability at temperature 1.
     """
     logits = logits.float()
     if rows.any_scaled:

@@ -1,11 +1,15 @@
 """A transformers key/value cache of fixed slots, and the attention that reads it.
 
-Every running sequence owns one slot (a row) and writes token t at column t: nothing is padded on the left, a row may be at any
-length, and positions are plain column numbers. Active rows are always the first ones, so a tick reads views, never copies.
+Every running sequence owns one slot (a row) and writes token t at column t: nothing is padded on the left, a row may be
+at any length, and positions are plain column numbers. Active rows are always the first ones, so a tick reads views,
+never copies.
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy
 import torch
 from transformers import AttentionInterface, Cache
 
@@ -20,15 +24,24 @@ class SlotCache(Cache):
     """
 
     def __init__(
-        self, num_layers: int, num_slots: int, num_kv_heads: int, max_length: int, head_dim: int, *, dtype: torch.dtype, device: str
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: str,
     ):
         super().__init__(layers=[])
-        # Zeros, not empty: a masked column still enters 0 x value, which must not be NaN. Untouched pages cost no memory.
-        self.buffer = torch.zeros(num_layers, 2, num_slots, num_kv_heads, max_length, head_dim, dtype=dtype, device=device)
+        self.buffer = _zeros((num_layers, 2, num_slots, num_kv_heads, max_length, head_dim), dtype, device)
         flat = self.buffer.view(num_layers, 2, -1, head_dim)
         self._flat = [(flat[layer, 0], flat[layer, 1]) for layer in range(num_layers)]
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._first_column = torch.arange(num_slots * num_kv_heads, device=device).view(num_slots, num_kv_heads) * max_length
+        self._first_column = (
+            torch.arange(num_slots * num_kv_heads, device=device).view(num_slots, num_kv_heads) * max_length
+        )
         self._cells: torch.Tensor | None = None  # decode: [B * kv_heads] rows of `_flat` to write
         self._prefill_rows: torch.Tensor | None = None
 
@@ -78,6 +91,18 @@ class SlotCache(Cache):
         return query_length, 0
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Zeros, not empty: a masked column still enters 0 x value, which must not be NaN.
+
+    On a CPU through NumPy, whose zeros take memory only once a page is written: short responses do not pay for
+    max_length.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(numpy.zeros(num_bytes, dtype=numpy.uint8)).view(dtype).view(shape)
+
+
 def slot_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -90,8 +115,8 @@ def slot_attention(
     """Attention of transformers' interface over a `SlotCache`.
 
     query [B, heads, L, head_dim], key and value [B, kv_heads, S, head_dim]; returns [B, L, heads, head_dim].
-    Without a mask: causal over whole prompts. With an additive mask [B, 1, 1, S]: one query a row; the heads that share a kv head are
-    laid along the query dimension, so the cache is read in place instead of being repeated for each head.
+    Without a mask: causal over whole prompts. With an additive mask [B, 1, 1, S]: one query a row; the heads that share
+    a kv head are laid along the query dimension, so the cache is read in place instead of being repeated for each head.
     """
     attend = torch.nn.functional.scaled_dot_product_attention
     if attention_mask is None:

@@ -1,1 +1,3 @@
-"""Collecting rollout batches: engines generate, verifiers score, groups are filtered, topped up and carried over. No torch.distributed."""
+"""Collecting rollout batches: engines generate, verifiers score, groups are filtered, topped up and carried over. No
+torch.distributed.
+"""

@@ -64,7 +64,9 @@ class ReplayBuffer:
 
     def put(self, group: Group) -> None:
         """Append a complete group."""
-        assert all(group.group_id != other.group_id for other in self._groups), f"group {group.group_id} is already in the buffer"
+        assert all(group.group_id != other.group_id for other in self._groups), (
+            f"group {group.group_id} is already in the buffer"
+        )
         self._groups.append(group)
         self._num_put += 1
 
@@ -115,7 +117,9 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != STATE_VERSION:
-            raise ValueError(f"replay buffer state has version {state.get('version')}, this program reads {STATE_VERSION}")
+            raise ValueError(
+                f"replay buffer state has version {state.get('version')}, this program reads {STATE_VERSION}"
+            )
         self._groups = [group_from_json(group) for group in state["groups"]]
         self._num_put, self._num_taken, self._num_evicted = state["num_put"], state["num_taken"], state["num_evicted"]
 

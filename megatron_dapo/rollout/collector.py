@@ -4,12 +4,13 @@
           ^               | given up                   | all right, all wrong: gone      | too stale
           +---------------+--------------------------------------------------------------+
 
-Groups are started one at a time, each when a group is missing and none in flight may still supply it: a rejected group costs one
-replacement, not a round. With oversample = 1 the batch is therefore a function of the prompt stream, the seeds and the weights
-alone: the first groups, in order of their start, that pass the filter, however fast the engine finished which.
+Groups are started one at a time, each when a group is missing and none in flight may still supply it: a rejected group
+costs one replacement, not a round. With oversample = 1 the batch is therefore a function of the prompt stream, the
+seeds and the weights alone: the first groups, in order of their start, that pass the filter, however fast the engine
+finished which.
 
-Every prompt drawn ends in exactly one place: trained, filtered, queued again, buffered or in flight. `accounting` shows it, and
-`state_dict` saves a cut that keeps it.
+Every prompt drawn ends in exactly one place: trained, filtered, queued again, buffered or in flight. `accounting` shows
+it, and `state_dict` saves a cut that keeps it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class CollectorSettings:
     group_size: int  # responses a prompt
     sampling: SamplingParams
     seed: int  # of the run; with the group id and the index it makes the seed of a response
-    oversample: float = 1.0  # groups in flight as a multiple of the groups missing; above 1 leaves surplus and unfinished groups
+    oversample: float = (
+        1.0  # groups in flight as a multiple of those missing; above 1 leaves surplus and unfinished ones
+    )
     max_rounds: int = 10  # of num_groups x oversample groups started in one collection; 0: no limit
     on_exhausted: OnExhausted = "train_partial"  # when rounds or prompts run out
 
@@ -93,7 +96,9 @@ class CollectorSettings:
         if self.max_rounds < 0:
             raise ValueError(f"collector: max_rounds = {self.max_rounds}, must be at least 0 (0: no limit)")
         if self.on_exhausted not in _ON_EXHAUSTED:
-            raise ValueError(f"collector: unknown on_exhausted {self.on_exhausted!r}; there are {', '.join(_ON_EXHAUSTED)}")
+            raise ValueError(
+                f"collector: unknown on_exhausted {self.on_exhausted!r}; there are {', '.join(_ON_EXHAUSTED)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,9 @@ class Accounting:
 
 
 class CollectionExhausted(RuntimeError):
-    """on_exhausted = "error": the batch could not be filled. Groups kept so far are in the buffer, so a checkpoint loses nothing."""
+    """on_exhausted = "error": the batch could not be filled. Groups kept so far are in the buffer, so a checkpoint
+    loses nothing.
+    """
 
 
 @dataclass(eq=False)
@@ -213,10 +220,11 @@ class Collector:
     # Collecting
 
     def collect(self, num_groups: int) -> RolloutBatch:
-        """The next batch: exactly `num_groups` whole groups, or fewer (see `on_exhausted`) when rounds or prompts run out.
+        """The next batch: exactly `num_groups` whole groups, or fewer (see `on_exhausted`) when rounds or prompts run
+        out.
 
-        Raises CollectionExhausted under on_exhausted = "error". On any error nothing is lost: what was in flight is queued again by
-        the next call or by loading the state.
+        Raises CollectionExhausted under on_exhausted = "error". On any error nothing is lost: what was in flight is
+        queued again by the next call or by loading the state.
         """
         if num_groups < 1:
             raise ValueError(f"collect: num_groups = {num_groups}, must be at least 1")
@@ -232,7 +240,9 @@ class Collector:
         return self._batch(num_groups, "", first_number)
 
     def give_back(self, batch: RolloutBatch) -> None:
-        """Undo the last `collect` as far as its groups go, for a checkpoint before they were trained: the next call returns them."""
+        """Undo the last `collect` as far as its groups go, for a checkpoint before they were trained: the next call
+        returns them.
+        """
         self._buffer.put_back(batch.groups)
         self._counters.num_trained -= len(batch.groups)
         self._counters.train_step -= bool(batch.groups)
@@ -293,7 +303,8 @@ class Collector:
         """Sort completions into their groups and decide on the groups that are complete, in order of their start."""
         self._assign(completions)
         complete = [group for group in self._in_flight.values() if len(group.completions) == self._settings.group_size]
-        # An engine may abort by itself (a restart): such a group would train on cut responses, so its prompt starts over.
+        # An engine may abort by itself (a restart): such a group would train on cut responses, so its prompt starts
+        # over.
         for group in complete:
             if group.was_aborted:
                 self._queue_again(group)
@@ -340,7 +351,9 @@ class Collector:
     # Queueing again
 
     def _give_up(self) -> None:
-        """Abort what is in flight and queue its prompts again, ahead of fresh ones: long groups are not lost to short ones."""
+        """Abort what is in flight and queue its prompts again, ahead of fresh ones: long groups are not lost to short
+        ones.
+        """
         if not self._in_flight:
             return
         self._assign(self._engine.abort())
@@ -384,12 +397,13 @@ class Collector:
     def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
         counts = ", ".join(f"{verdict} {count}" for verdict, count in self._builder.verdicts.items())
         remedy = {
-            "rounds": f"raise max_rounds (now {self._settings.max_rounds}), choose easier or harder data, or let on_exhausted train partial batches",
+            "rounds": f"raise max_rounds (now {self._settings.max_rounds}), choose easier or harder data, "
+            "or let on_exhausted train partial batches",
             "prompts": "allow more epochs, add data, or let on_exhausted train partial batches",
         }[exhausted]
         return (
-            f"only {self._num_available()} of {num_groups} groups: {exhausted} are exhausted after {self._builder.num_started} groups "
-            f"({counts}); {remedy}"
+            f"only {self._num_available()} of {num_groups} groups: {exhausted} are exhausted after "
+            f"{self._builder.num_started} groups ({counts}); {remedy}"
         )
 
     def _report(self, num_groups: int) -> None:
@@ -423,8 +437,8 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """JSON-serialisable, with the stream's and the buffer's state: one consistent cut.
 
-        Between collections nothing is in flight. In the middle of one (a signal), groups in flight are saved as prompts to be queued
-        again. Groups already handed out count as trained; `give_back` first where they were not.
+        Between collections nothing is in flight. In the middle of one (a signal), groups in flight are saved as prompts
+        to be queued again. Groups already handed out count as trained; `give_back` first where they were not.
         """
         return {
             "version": STATE_VERSION,

@@ -1,4 +1,6 @@
-"""Groups as JSON values and back, exactly: floats keep every bit (Python writes the shortest digits that read back the same)."""
+"""Groups as JSON values and back, exactly: floats keep every bit (Python writes the shortest digits that read back the
+same).
+"""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class SampleScorer:
     Args:
         scorer: the verifier.
         decode: response token ids -> text (special tokens left out).
-        overlong_penalty: response length in tokens -> what is added to the reward (0 or negative), or None. It never touches the
-            accuracy, on which groups are filtered.
+        overlong_penalty: response length in tokens -> what is added to the reward (0 or negative), or None. It never
+            touches the accuracy, on which groups are filtered.
     """
 
     scorer: Scorer
@@ -44,21 +44,24 @@ class SampleScorer:
     overlong_penalty: Callable[[int], float] | None = None
 
     def score(self, samples: Sequence[UnscoredSample]) -> dict[str, ScoredSample]:
-        """Scored samples by sample id. ValueError where the verifier calls a truncated response correct or leaves one out."""
+        """Scored samples by sample id. ValueError where the verifier leaves one out or calls a truncated one correct."""
         texts = {sample.sample_id: self.decode(sample.completion.token_ids) for sample in samples}
         scores = self.scorer.score_many(
             [(s.sample_id, texts[s.sample_id], s.prompt.answer, s.completion.is_truncated) for s in samples]
         )
         missing = [sample.sample_id for sample in samples if sample.sample_id not in scores]
         if missing:
-            raise ValueError(f"the verifier returned no score for {len(missing)} of {len(samples)} responses, such as {missing[0]}")
+            raise ValueError(
+                f"the verifier returned no score for {len(missing)} of {len(samples)} responses, such as {missing[0]}"
+            )
         return {s.sample_id: self._scored(s, texts[s.sample_id], scores[s.sample_id]) for s in samples}
 
     def _scored(self, sample: UnscoredSample, text: str, score: Score) -> ScoredSample:
         if sample.completion.is_truncated and score.accuracy > 0:
             raise ValueError(
                 f"sample {sample.sample_id}: the verifier gave accuracy {score.accuracy} to a truncated response "
-                f"({sample.completion.finish_reason}); a truncated response is never correct: return accuracy 0 where is_truncated is set"
+                f"({sample.completion.finish_reason}); a truncated response is never correct: "
+                "return accuracy 0 where is_truncated is set"
             )
         parts = {VERIFIER_PART: score.reward}
         if self.overlong_penalty is not None:

@@ -89,7 +89,9 @@ class StatisticsBuilder:
     def add_scored(self, group: Group, verdict: str) -> None:
         self.verdicts[verdict] += 1
         completions = [sample.completion for sample in group.samples]
-        self.lengths["kept" if verdict == "kept" else "dropped"] += [len(completion.token_ids) for completion in completions]
+        self.lengths["kept" if verdict == "kept" else "dropped"] += [
+            len(completion.token_ids) for completion in completions
+        ]
         self.num_truncated += sum(completion.is_truncated for completion in completions)
         self.num_duplicates += len(completions) - len({completion.token_ids for completion in completions})
         self.outcomes.update(sample.score.outcome for sample in group.samples)

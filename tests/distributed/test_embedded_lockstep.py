@@ -1,4 +1,6 @@
-"""Engines of several processes driven by rank 0: same samples as one engine, deterministic order, failures reach every rank."""
+"""Engines of several processes driven by rank 0: same samples as one engine, deterministic order, failures reach every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def failing_driver(rank: int, folder: Path) -> None:
 
 def run_rank(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
     try:
         for scenario in (two_rounds, failing_rank, failing_driver):
             scenario(rank, Path(folder))

@@ -13,7 +13,10 @@ from megatron_dapo.types import GenerationRequest, SamplingParams
 
 def group(name: str, size: int, temperature: float = 1.0) -> list[GenerationRequest]:
     prompt = tuple(name.encode())
-    return [GenerationRequest(f"{name}/{i}", prompt, SamplingParams(temperature, stop_token_ids=(2, 3)), seed=2**63 + i) for i in range(size)]
+    return [
+        GenerationRequest(f"{name}/{i}", prompt, SamplingParams(temperature, stop_token_ids=(2, 3)), seed=2**63 + i)
+        for i in range(size)
+    ]
 
 
 @pytest.mark.parametrize("trial", range(50))
@@ -33,7 +36,10 @@ def test_a_group_stays_whole_on_busy_ranks_and_is_cut_on_idle_ones() -> None:
     assert [len(share) for share in assign(group("a", 8), [64, 60])] == [0, 8]
     assert [len(share) for share in assign(group("a", 8), [0, 0])] == [4, 4]
     shares = assign([r for g in "abcd" for r in group(g, 8)], [0, 0])
-    assert [{r.prompt_ids for r in share} for share in shares] == [{tuple(b"a"), tuple(b"c")}, {tuple(b"b"), tuple(b"d")}]
+    assert [{r.prompt_ids for r in share} for share in shares] == [
+        {tuple(b"a"), tuple(b"c")},
+        {tuple(b"b"), tuple(b"d")},
+    ]
 
 
 def test_requests_survive_json_exactly() -> None:

@@ -110,14 +110,18 @@ def check_against_forward(model: torch.nn.Module, request: GenerationRequest, co
 def test_log_probs_equal_a_full_forward_pass(name: str) -> None:
     model = reference_model(name)
     engine = make_engine(model)
-    requests = make_requests(6) + [replace(r, request_id="t" + r.request_id) for r in make_requests(2, seed=1, temperature=0.7)]
+    requests = make_requests(6) + [
+        replace(r, request_id="t" + r.request_id) for r in make_requests(2, seed=1, temperature=0.7)
+    ]
     engine.submit(requests)
     completions = drain(engine)
     assert set(completions) == {request.request_id for request in requests}
     assert {completion.finish_reason for completion in completions.values()} == {"stop", "length"}
     for request in requests:
         check_against_forward(model, request, completions[request.request_id])
-        assert completions[request.request_id].versions == (VersionRange(0, len(completions[request.request_id].token_ids), 0),)
+        assert completions[request.request_id].versions == (
+            VersionRange(0, len(completions[request.request_id].token_ids), 0),
+        )
 
 
 def test_greedy_equals_generate() -> None:
@@ -128,7 +132,9 @@ def test_greedy_equals_generate() -> None:
     completions = drain(engine)
     for request in requests:
         with torch.no_grad():
-            tokens = model.generate(torch.tensor([request.prompt_ids]), do_sample=False, max_new_tokens=24, eos_token_id=2, pad_token_id=0)
+            tokens = model.generate(
+                torch.tensor([request.prompt_ids]), do_sample=False, max_new_tokens=24, eos_token_id=2, pad_token_id=0
+            )
         assert completions[request.request_id].token_ids == tuple(tokens[0, len(request.prompt_ids) :].tolist())
 
 
@@ -168,16 +174,21 @@ def test_group_members_differ_and_share_one_prefill(monkeypatch: pytest.MonkeyPa
     engine = make_engine(model, max_slots=4)
     prefilled = []
     original = EmbeddedEngine._prefill
-    monkeypatch.setattr(EmbeddedEngine, "_prefill", lambda self, rows: (prefilled.extend(rows), original(self, rows))[1])
+    monkeypatch.setattr(
+        EmbeddedEngine, "_prefill", lambda self, rows: (prefilled.extend(rows), original(self, rows))[1]
+    )
     prompt = tuple(range(10, 30))
     sampling = SamplingParams(max_new_tokens=12)
     engine.submit([GenerationRequest(str(i), prompt, sampling, seed=i) for i in range(10)])
     completions = drain(engine)
-    # 10 rows over 4 slots: the second wave finds rows of the first one gone, so it may prefill again, but never once a row.
+    # 10 rows over 4 slots: the second wave finds rows of the first one gone, so it may prefill again, but never once a
+    # row.
     assert len(prefilled) <= 3
     assert len({completion.token_ids for completion in completions.values()}) == 10
     for index in range(10):
-        check_against_forward(model, GenerationRequest(str(index), prompt, sampling, seed=index), completions[str(index)])
+        check_against_forward(
+            model, GenerationRequest(str(index), prompt, sampling, seed=index), completions[str(index)]
+        )
 
 
 def test_a_weight_update_in_the_middle_gives_two_version_ranges() -> None:
@@ -236,9 +247,13 @@ def test_stop_ids_of_different_width_and_a_stop_at_the_limit() -> None:
     third = response[2]
     engine.submit(
         [
-            GenerationRequest("many", (7, 8, 9), SamplingParams(max_new_tokens=20, stop_token_ids=(100000, third, 3)), seed=11),
+            GenerationRequest(
+                "many", (7, 8, 9), SamplingParams(max_new_tokens=20, stop_token_ids=(100000, third, 3)), seed=11
+            ),
             GenerationRequest("none", (7, 8, 9), free, seed=11),
-            GenerationRequest("edge", (7, 8, 9), SamplingParams(max_new_tokens=len(response[:3]), stop_token_ids=(third,)), seed=11),
+            GenerationRequest(
+                "edge", (7, 8, 9), SamplingParams(max_new_tokens=len(response[:3]), stop_token_ids=(third,)), seed=11
+            ),
         ]
     )
     completions = drain(engine)
@@ -308,3 +323,18 @@ def test_the_model_of_a_folder_is_built_without_its_weights(tmp_path) -> None:
     request = GenerationRequest("a", (4, 5, 6), SamplingParams(max_new_tokens=30), seed=0)
     engine.submit([request])
     check_against_forward(model, request, drain(engine)["a"])
+
+
+def test_half_precision_follows_its_own_full_forward_pass() -> None:
+    model = reference_model().to(torch.bfloat16)
+    engine = EmbeddedEngine(model.config, EmbeddedEngineSettings(max_slots=4, max_length=64, dtype=torch.bfloat16))
+    load(engine, model)
+    engine.set_policy_version(0)
+    request = GenerationRequest("a", tuple(range(5, 20)), SamplingParams(max_new_tokens=30), seed=1)
+    engine.submit([request])
+    completion = drain(engine)["a"]
+    tokens = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+    with torch.no_grad():
+        logits = model.float()(tokens, use_cache=False).logits[0, 14:-1]
+    expected = logits.log_softmax(-1).gather(-1, tokens[0, 15:, None]).squeeze(-1)
+    assert float((torch.tensor(completion.logprobs) - expected).abs().mean()) < 0.05

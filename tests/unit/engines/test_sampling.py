@@ -18,7 +18,9 @@ def splitmix_finaliser(x: int) -> int:
 
 def rows(num_rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> RowSampling:
     return RowSampling.of(
-        torch.full((num_rows,), temperature), torch.full((num_rows,), top_p), torch.full((num_rows,), top_k, dtype=torch.int64)
+        torch.full((num_rows,), temperature),
+        torch.full((num_rows,), top_p),
+        torch.full((num_rows,), top_k, dtype=torch.int64),
     )
 
 
@@ -26,14 +28,19 @@ def rows(num_rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int
 def test_uniforms_are_splitmix64_of_seed_and_position(seed: int) -> None:
     positions = [0, 1, 7, 20480]
     expected = [
-        (splitmix_finaliser((splitmix_finaliser(seed & MASK) + (p + 1) * 0x9E3779B97F4A7C15) & MASK) >> 40) / 2**24 for p in positions
+        (splitmix_finaliser((splitmix_finaliser(seed & MASK) + (p + 1) * 0x9E3779B97F4A7C15) & MASK) >> 40) / 2**24
+        for p in positions
     ]
     actual = uniforms(torch.full((4,), signed_seed(seed)), torch.tensor(positions))
     assert actual.tolist() == expected
 
 
 def test_uniforms_are_flat_and_unrelated_across_neighbouring_seeds() -> None:
-    numbers = uniforms(torch.arange(2000)[:, None].expand(-1, 50).reshape(-1), torch.arange(50).repeat(2000)).double().view(2000, 50)
+    numbers = (
+        uniforms(torch.arange(2000)[:, None].expand(-1, 50).reshape(-1), torch.arange(50).repeat(2000))
+        .double()
+        .view(2000, 50)
+    )
     counts = torch.histc(numbers, bins=100, min=0, max=1)
     chi_squared = float(((counts - 1000) ** 2 / 1000).sum())
     assert 99 - 5 * 14.1 < chi_squared < 99 + 5 * 14.1
@@ -46,7 +53,9 @@ def test_draw_follows_the_tempered_softmax(temperature: float) -> None:
     logits = torch.tensor([2.0, 0.0, -1.0, float("-inf"), 1.0])
     num_rows = 40000
     tokens, logprobs = draw(
-        logits.expand(num_rows, -1), rows(num_rows, temperature), uniforms(torch.arange(num_rows), torch.zeros(num_rows).long())
+        logits.expand(num_rows, -1),
+        rows(num_rows, temperature),
+        uniforms(torch.arange(num_rows), torch.zeros(num_rows).long()),
     )
     exact = (logits.double() / temperature).softmax(-1)
     frequency = torch.bincount(tokens, minlength=5).double() / num_rows
@@ -60,7 +69,14 @@ def test_top_k_and_top_p_restrict_but_log_probs_are_of_the_whole_vocabulary() ->
     whole = exact[[4, 0, 2, 1, 3]]
     num_rows = 20000
     uniform = uniforms(torch.arange(num_rows), torch.ones(num_rows).long())
-    for top_p, top_k, kept in ((0.7, 0, {1, 3}), (0.71, 0, {1, 3, 2}), (1.0, 3, {1, 3, 2}), (0.5, 3, {1, 3}), (0.01, 0, {1}), (0.47, 2, {1})):
+    for top_p, top_k, kept in (
+        (0.7, 0, {1, 3}),
+        (0.71, 0, {1, 3, 2}),
+        (1.0, 3, {1, 3, 2}),
+        (0.5, 3, {1, 3}),
+        (0.01, 0, {1}),
+        (0.47, 2, {1}),
+    ):
         tokens, logprobs = draw(logits.expand(num_rows, -1), rows(num_rows, 1.0, top_p, top_k), uniform)
         # 0.7 is on the edge of float32: both sets are right there.
         allowed = [kept, kept | {2}] if top_p == 0.7 else [kept]
@@ -76,7 +92,11 @@ def test_top_k_and_top_p_restrict_but_log_probs_are_of_the_whole_vocabulary() ->
 def test_rows_of_one_batch_keep_their_own_parameters() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 50)
-    temperature, top_p, top_k = torch.tensor([1.0, 0.0, 0.7, 1.0]), torch.tensor([1.0, 1.0, 0.8, 1.0]), torch.tensor([0, 0, 0, 5])
+    temperature, top_p, top_k = (
+        torch.tensor([1.0, 0.0, 0.7, 1.0]),
+        torch.tensor([1.0, 1.0, 0.8, 1.0]),
+        torch.tensor([0, 0, 0, 5]),
+    )
     uniform = torch.rand(4)
     together, together_logprobs = draw(logits, RowSampling.of(temperature, top_p, top_k), uniform)
     for row in range(4):

@@ -1,4 +1,6 @@
-"""A world without models: prompts of known difficulty, an engine that finishes in any order, a verifier that reads the answer."""
+"""A world without models: prompts of known difficulty, an engine that finishes in any order, a verifier that reads the
+answer.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,9 @@ def make_world() -> Callable[..., World]:
         settings = {name: changes.pop(name) for name in list(changes) if name in names}
         return World(
             pass_rates,
-            CollectorSettings(**{"group_size": group_size, "sampling": SamplingParams(max_new_tokens=16), "seed": 11, **settings}),
+            CollectorSettings(
+                **{"group_size": group_size, "sampling": SamplingParams(max_new_tokens=16), "seed": 11, **settings}
+            ),
             **changes,
         )
 

@@ -13,7 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
-from megatron_dapo.rollout.collector import CollectionExhausted, CollectorSettings, RolloutBatch, keep_every_group, sample_seed
+from megatron_dapo.rollout.collector import (
+    CollectionExhausted,
+    CollectorSettings,
+    RolloutBatch,
+    keep_every_group,
+    sample_seed,
+)
 from megatron_dapo.types import SamplingParams
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
@@ -43,7 +49,9 @@ def test_a_batch_has_exactly_the_groups_asked_for_and_all_disagree(make_world: C
 
 
 @pytest.mark.parametrize("jitter", range(1, 6))
-def test_without_oversampling_the_batch_does_not_depend_on_the_engine_s_timing(make_world: Callable, jitter: int) -> None:
+def test_without_oversampling_the_batch_does_not_depend_on_the_engine_s_timing(
+    make_world: Callable, jitter: int
+) -> None:
     expected, actual = make_world(MIXED * 20), make_world(MIXED * 20, jitter=jitter)
     for _ in range(4):
         assert contents(expected.collector.collect(6)) == contents(actual.collector.collect(6))
@@ -140,6 +148,7 @@ def test_resuming_gives_the_batches_of_the_uninterrupted_run(
 ) -> None:
     """With kills anywhere; each resumes from the last step's checkpoint. Across an epoch's edge, too."""
     chance = random.Random(trial)
+
     # An engine that starts afresh with each step: its timing is then a function of the step, as the real engine's is.
     def reseed(world: object, step: int) -> None:
         world.engine._random.seed(step)
@@ -172,7 +181,9 @@ def test_resuming_gives_the_batches_of_the_uninterrupted_run(
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_surplus_is_carried_over_within_the_bound_and_queued_again_beyond_it(make_world: Callable, max_staleness: int) -> None:
+def test_surplus_is_carried_over_within_the_bound_and_queued_again_beyond_it(
+    make_world: Callable, max_staleness: int
+) -> None:
     world = make_world([0.5] * 200, group_size=8, oversample=3.0, max_staleness=max_staleness, jitter=3)
     while not (left_over := world.collector.collect(4).statistics.num_left_over):
         pass
@@ -229,7 +240,10 @@ def test_stop_keeps_the_groups_for_a_later_run(make_world: Callable) -> None:
 
 def test_error_names_the_counts_and_loses_nothing(make_world: Callable) -> None:
     world = make_world([0.0] * 30 + [1.0] * 30, on_exhausted="error", max_rounds=3)
-    with pytest.raises(CollectionExhausted, match=r"only 0 of 5 groups: rounds are exhausted after 15 groups \(kept 0, all_right \d+, all_wrong \d+\)"):
+    with pytest.raises(
+        CollectionExhausted,
+        match=r"only 0 of 5 groups: rounds are exhausted after 15 groups \(kept 0, all_right \d+, all_wrong \d+\)",
+    ):
         world.collector.collect(5)
     assert world.collector.accounting().is_balanced and world.collector.accounting().filtered == 15
     assert world.collector.train_step == 0 and world.collector.generation_step == 3
@@ -254,7 +268,10 @@ def test_a_length_penalty_changes_rewards_but_never_the_filter(make_world: Calla
     assert ids(expected) == ids(actual)
     for group in actual.groups:
         for sample in group.samples:
-            assert sample.reward_parts == {"verifier": sample.score.reward, "overlong": -len(sample.completion.token_ids) / 10}
+            assert sample.reward_parts == {
+                "verifier": sample.score.reward,
+                "overlong": -len(sample.completion.token_ids) / 10,
+            }
 
 
 def test_seeds_are_unique_and_depend_on_run_group_and_index(make_world: Callable) -> None:
@@ -298,7 +315,9 @@ def test_progress_is_reported_after_every_poll(make_world: Callable) -> None:
     world = make_world(MIXED * 20, on_progress=seen.append)
     batch = world.collector.collect(6)
     assert seen[-1].num_accepted == 6 == seen[-1].num_groups
-    assert seen[-1].num_responses == batch.statistics.num_responses and seen[-1].num_tokens == batch.statistics.num_tokens
+    assert (
+        seen[-1].num_responses == batch.statistics.num_responses and seen[-1].num_tokens == batch.statistics.num_tokens
+    )
     assert seen[-1].num_filtered == batch.statistics.num_started - 6
     assert [p.num_responses for p in seen] == sorted(p.num_responses for p in seen)
 
