@@ -144,7 +144,8 @@ def main() -> None:
     for row in [*rows, result["oversampled"]]:
         print(
             f"{row['pass_rates']:16} oversample {row['oversample']:.1f}  "
-            f"generated/trained {row['generated_per_trained']:6.3f}  bound {row['bound']:6.3f}  ratio {row['waste_ratio']:.4f}"
+            f"generated/trained {row['generated_per_trained']:6.3f}  bound {row['bound']:6.3f}  "
+            f"ratio {row['waste_ratio']:.4f}"
         )
     print(f"waste_ratio {result['waste_ratio']:.4f}")
 

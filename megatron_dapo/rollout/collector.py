@@ -209,7 +209,7 @@ class Collector:
 
     @property
     def generation_step(self) -> int:
-        """Rounds of generation begun since the run began. Never use it for schedules: that is what train_step is for."""
+        """Rounds of generation begun since the run began. Schedules go by train_step, never by this."""
         return self._counters.generation_step
 
     @property

@@ -44,7 +44,7 @@ class SampleScorer:
     overlong_penalty: Callable[[int], float] | None = None
 
     def score(self, samples: Sequence[UnscoredSample]) -> dict[str, ScoredSample]:
-        """Scored samples by sample id. ValueError where the verifier leaves one out or calls a truncated one correct."""
+        """By sample id. ValueError where the verifier leaves a response out or calls a truncated one correct."""
         texts = {sample.sample_id: self.decode(sample.completion.token_ids) for sample in samples}
         scores = self.scorer.score_many(
             [(s.sample_id, texts[s.sample_id], s.prompt.answer, s.completion.is_truncated) for s in samples]
