@@ -21,7 +21,8 @@ def sum_metrics(parts: Sequence[Mapping[str, torch.Tensor]], groups: Groups) -> 
     totals = torch.zeros(len(names), dtype=torch.float64, device=device)
     for part in parts:
         assert sorted(part) == names, f"micro-batches disagree on metrics: {sorted(part)} and {names}"
-        totals += torch.stack([part[name].detach().to(torch.float64) for name in names])
+        for place, name in enumerate(names):
+            totals[place] += part[name].detach()
     if groups.pipeline.rank() == groups.pipeline.size() - 1:
         dist.all_reduce(totals, group=groups.data_context)
     if groups.pipeline.size() > 1:

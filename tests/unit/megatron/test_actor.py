@@ -177,3 +177,8 @@ def test_a_layout_for_other_processes_or_sizes_is_refused(references: str) -> No
 def test_unknown_settings_list_what_exists(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} 'half' is unknown; choose one of"):
         ModelSettings(**{field: "half"})
+
+
+def test_a_loss_without_metrics_trains(actor: MegatronActor) -> None:
+    result = actor.train_step(micro_batches(), lambda *step: (loss_fn(*step)[0], {}), TEMPERATURE, 1e-3)
+    assert result.applied and result.metrics == {}
