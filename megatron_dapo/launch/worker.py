@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def _configure_logging(process: ProcessEnvironment) -> None:
     logging.basicConfig(level=level, format=f"[rank {process.rank}] %(levelname)s %(name)s: %(message)s")
     for name in ("megatron", "transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # megatron-core warns once a module that Transformer Engine and apex are absent; the layer specification's log line says it once.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core|torch\.autograd")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,14 +58,18 @@ class Driver:
 
 def build_engine(config: Config) -> DistributedEmbeddedEngine:
     """This rank's embedded engine, driven by rank 0. It has no weights yet."""
+    return DistributedEmbeddedEngine(build_local_engine(config, config.model.path), dist.group.WORLD)
+
+
+def build_local_engine(config: Config, model_folder: Path) -> EmbeddedEngine:
+    """An embedded engine of this process for the architecture of `model_folder`, without weights."""
     settings = EmbeddedEngineSettings(
         max_slots=config.rollout.slots_per_rank,
         max_length=config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.evaluation_response_tokens),
         dtype=DTYPES[config.model.dtype],
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
-    engine = EmbeddedEngine.from_folder(config.model.path, settings, trust_remote_code=config.model.trust_remote_code)
-    return DistributedEmbeddedEngine(engine, dist.group.WORLD)
+    return EmbeddedEngine.from_folder(model_folder, settings, trust_remote_code=config.model.trust_remote_code)
 
 
 def build_driver(
