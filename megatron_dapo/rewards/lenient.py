@@ -1,8 +1,9 @@
 """Preset `lenient`: equal in value is right, whatever the notation. Built on math-verify, with its known holes closed.
 
 The final answer is what the last marker of the response announces: an `Answer:` line, a `\\boxed{}` or `\\fbox{}`, or,
-when there is neither, a bold span in the last line. It is split into its required parts (`1, 2`, `x=1 or x=2`); the response
-is right when every part of the gold answer has an equal in the response and the other way round. Parts are compared
+when there is neither, a bold span in the last line. It is split into its required parts (`1, 2`, `x=1 or x=2`); the
+response is right when every part of the gold answer has an equal in the response and the other way round.
+Parts are compared
 
 - as exact integers when both are integers, of any size;
 - as text when one of them is words (math-verify multiplies the letters of "east" and finds them equal to "seat");

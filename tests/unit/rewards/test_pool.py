@@ -39,6 +39,13 @@ def user_pool(user_path):
 
 
 @pytest.fixture(scope="module")
+def patient_pool(user_path):
+    """For answers that end by themselves, on a machine as busy as may be."""
+    with VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=60.0, memory_limit_mb=128) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
 def dapo_pool():
     with VerifierPool("dapo", num_workers=2, timeout_s=5.0) as pool:
         yield pool
@@ -186,17 +193,17 @@ def test_one_answer_returns_within_its_deadline(user_pool, command, caller):
 
 
 @pytest.mark.parametrize("caller", CALLERS)
-def test_errors_are_not_wrong_answers(user_pool, caller):
+def test_errors_are_not_wrong_answers(patient_pool, caller):
     items = [(command, command, "42", False) for command in ERRORS]
     items += [(i, f"say {i % 3}", "1", False) for i in range(30)]
-    scores = caller(user_pool, items)
+    scores = caller(patient_pool, items)
     assert {command: scores[command].outcome for command in ERRORS} == dict.fromkeys(ERRORS, "error")
     assert all(scores[command].accuracy == 0.0 and scores[command].detail["error"] for command in ERRORS)
     assert [scores[i].accuracy for i in range(30)] == [float(i % 3 == 1) for i in range(30)]
 
 
-def test_error_messages(user_pool):
-    scores = user_pool.score_many(
+def test_error_messages(patient_pool):
+    scores = patient_pool.score_many(
         [(command, command, "", False) for command in ("hog", "os_exit 7", "raise it", "nan")]
     )
     assert "memory limit" in scores["hog"].detail["error"]
@@ -269,20 +276,22 @@ def test_workers_see_no_secrets(user_pool):
 
 
 def test_killed_workers_are_replaced_and_reaped(user_path):
-    with VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=0.3) as pool:
+    others = {child.pid for child in _workers()}
+    with VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=1.0) as pool:
         pool.score_many([("a", "spin", "", False), ("b", "os_exit 1", "", False), ("c", "leave_child", "", False)])
         statistics = pool.statistics()
         assert (statistics.num_killed, statistics.num_crashed) == (2, 1)
         assert statistics.outcomes == {"timeout": 2, "error": 1}
-        deadline = time.monotonic() + 5
-        while any(child.status() == psutil.STATUS_ZOMBIE for child in _workers()) and time.monotonic() < deadline:
+        # Two new workers, and nothing left of the three old ones, not even an entry in the process table.
+        deadline = time.monotonic() + 20
+        while len(left := {child.pid for child in _workers()} - others) != 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not any(child.status() == psutil.STATUS_ZOMBIE for child in _workers())
+        assert len(left) == 2
         assert score_one(pool, "say 42")[0].outcome == "correct"
 
 
 def _workers():
-    return [child for child in psutil.Process().children(recursive=True) if child.is_running()]
+    return psutil.Process().children(recursive=True)
 
 
 # ---- life
