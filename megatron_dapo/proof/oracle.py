@@ -68,9 +68,21 @@ def folder_model(folder: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
 
+def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
+    """The model computing in fp64, norms included: transformers' RMSNorm rounds to fp32 whatever type it is given."""
+    model = model.double().eval()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if hasattr(child, "variance_epsilon"):
+                norm = torch.nn.RMSNorm(child.weight.shape, child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return model
+
+
 def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample], dict[str, Answer]]:
     """The batch with the old log-probs that give its ratios (in `rollout_logprobs`), and the answer of every aggregation."""
-    model = model.double().eval()
+    model = in_fp64(model)
     names, parameters = zip(*model.named_parameters(), strict=True)
     samples, losses, scales, gradients = [], [], [], []
     for sample, ratios in zip(batch.samples, batch.ratios, strict=True):

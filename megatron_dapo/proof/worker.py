@@ -35,7 +35,7 @@ from megatron_dapo.proof.cases import MICRO_BATCHES, PACKINGS, Cut, aggregations
 from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
 from megatron_dapo.proof.report import CheckLossSettings, Row
 from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
-from megatron_dapo.trainer.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.types import MicroBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -99,15 +99,19 @@ def dapo_loss(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tup
     return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviourTerms(micro_batch.rollout_logprobs))
 
 
-def check_layout(problem: Problem, layout: ParallelLayout, dtype: str, weigh_with: Any = weigh_by) -> list[Row]:
-    """All cuts and aggregations of one layout. `weigh_with`: aggregation -> weights (replaced in tests of the check itself)."""
-    actor = MegatronActor(problem.architecture, layout, ActorSettings(model=ModelSettings(dtype=dtype)), problem.load)
-    return [
-        _check_one(problem, actor, cut, aggregation, weigh_with(aggregation)) for cut in cuts() for aggregation in aggregations()
-    ]
+def build_actor(problem: Problem, layout: ParallelLayout, dtype: str) -> MegatronActor:
+    """The real actor on `layout`, with the problem's weights."""
+    return MegatronActor(problem.architecture, layout, ActorSettings(model=ModelSettings(dtype=dtype)), problem.load)
 
 
-def _check_one(problem: Problem, actor: MegatronActor, cut: Cut, aggregation: str, weigh: WeighSamples) -> Row:
+def check_layout(problem: Problem, layout: ParallelLayout, dtype: str) -> list[Row]:
+    """All cuts and aggregations of one layout."""
+    actor = build_actor(problem, layout, dtype)
+    return [check_cut(problem, actor, cut, aggregation, weigh_by(aggregation)) for cut in cuts() for aggregation in aggregations()]
+
+
+def check_cut(problem: Problem, actor: MegatronActor, cut: Cut, aggregation: str, weigh: WeighSamples) -> Row:
+    """The gradients of one cut under the weights of `weigh` against the answer of `aggregation`."""
     layout, rank = actor.layout, actor.rank
     longest = padded_length(max(sample.num_tokens for sample in problem.samples), layout.micro_batch_alignment)
     limits = MICRO_BATCHES[cut.micro_batch](longest)

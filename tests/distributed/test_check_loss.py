@@ -1,0 +1,98 @@
+"""check-loss itself: it passes on two processes, on a user's folder, and it sees what it is there to see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import run_distributed, target_in
+
+from megatron_dapo.proof.check_loss import check_loss, run_check_loss
+from megatron_dapo.types import TrainSample
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_all_layouts_of_two_processes_agree_with_the_plain_model(capfd) -> None:
+    assert check_loss(2, json_output=True) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["max_rel_diff"] <= 1e-5 and report["max_loss_rel_diff"] <= 1e-6
+    assert report["num_layouts"] == 6 and report["num_comparisons"] == len(report["rows"]) == 6 * 7 * 5
+    assert not report["skipped"]
+    assert {row["layout"] for row in report["rows"]} >= {"TP2 PP1 CP1 DP1 SP", "TP1 PP2 VPP2 CP1 DP1", "TP1 PP1 CP2 DP1", "TP1 PP1 CP1 DP2"}
+
+
+@pytest.mark.timeout(200)
+def test_a_tied_model_from_a_folder(tmp_path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=20,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    report = run_check_loss(1, model=str(tmp_path))
+    assert report.passed, max(report.rows, key=lambda row: row.rel_diff)
+
+
+def per_micro_batch_mean(samples: Sequence[TrainSample]) -> list[float]:
+    """The error of training on means of micro-batches: here each sample is divided by its neighbour's and its own tokens."""
+    counts = [int(sample.loss_mask.sum()) for sample in samples]
+    pairs = [counts[index] + counts[index ^ 1] if index ^ 1 < len(counts) else counts[index] for index in range(len(counts))]
+    return [2 / (len(counts) * max(pair, 1)) for pair in pairs]
+
+
+def faults(_: Any) -> dict[str, Any]:
+    from megatron_dapo.parallel.layout import ParallelLayout
+    from megatron_dapo.proof.compare import compare_gradients
+    from megatron_dapo.proof.report import CheckLossSettings
+    from megatron_dapo.proof.worker import build_actor, check_cut, pose_problem, weigh_by
+    from megatron_dapo.proof.cases import Cut
+
+    problem = pose_problem(CheckLossSettings())
+    actor = build_actor(problem, ParallelLayout(2), "float32")
+    cut = Cut("2", "packed")
+    right = check_cut(problem, actor, cut, "token_mean", weigh_by("token_mean"))
+    wrong_weights = check_cut(problem, actor, cut, "token_mean", per_micro_batch_mean)
+    found = {"right": right.rel_diff, "per_micro_batch_mean": wrong_weights.rel_diff}
+
+    check_cut(problem, actor, cut, "token_mean", weigh_by("token_mean"))
+    gradients = {name: gradient.clone() for name, gradient in actor.gradients().items()}
+    answer = problem.answers["token_mean"].gradients
+
+    def difference(name: str, where: Any, add: float) -> Any:
+        changed = {**gradients, name: gradients[name].clone()}
+        if dist.get_rank() == 1:
+            changed[name][where] += add
+        return compare_gradients(changed, actor.tensors, dist.get_rank(), answer)
+
+    norm = difference("0.decoder.final_layernorm.weight", 3, 1.0)
+    found["one_replica"] = [norm.relative, norm.tensor]
+    padding = difference("0.output_layer.weight", (-1, 0), 1e-12)
+    found["padding"] = [padding.relative, padding.tensor]
+    nan = difference("0.decoder.layers.2.mlp.linear_fc2.weight", (0, 0), float("nan"))
+    found["nan"] = [nan.relative, nan.tensor]
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_wrong_weights_replicas_padding_and_nan_are_seen() -> None:
+    found = run_distributed(target_in(__file__, "faults"), 2, timeout_s=150)
+    assert found["right"] <= 1e-5
+    assert found["per_micro_batch_mean"] > 0.05
+    assert found["one_replica"][0] > 1e-3 and found["one_replica"][1] == "model.norm.weight"
+    assert found["padding"][0] > 1e300 and found["padding"][1] == "padding"
+    assert found["nan"][0] > 1e300 and found["nan"][1] == "model.layers.2.mlp.down_proj.weight"
