@@ -1,1 +1,1 @@
-"""The actor on megatron-core: model, schedules, optimizer and exact state. The only package that imports megatron.core."""
+"""The actor on megatron-core: model, schedules, optimizer, exact state. Only this package imports megatron.core."""

@@ -1,10 +1,10 @@
-"""The policy that is trained: this rank's part of the model, its optimizer, and the two things done with them each step.
+"""The policy that is trained: this rank's part of the model, its optimizer, and what is done with them each step.
 
     forward_logprobs(micro_batches)          old and reference log-probs: no gradients
     train_step(micro_batches, loss_fn)       forward, backward, sum over ranks, guarded AdamW step
 
-Both run the same chunks by the same schedule with the same head, so log-probs of the same weights are the same numbers. The model is
-always in training mode; there is no dropout.
+Both run the same chunks by the same schedule with the same head, so log-probs of the same weights are the same numbers.
+The model is always in training mode; there is no dropout.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ActorSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`metrics`: sums over micro-batches, data and context ranks, the same on every rank. `grad_norm`: before clipping, whole model."""
+    """`metrics`: sums over micro-batches, data and context ranks. `grad_norm`: whole model, before clipping."""
 
     metrics: dict[str, float]
     grad_norm: float
@@ -60,10 +60,12 @@ class StepResult:
 
 
 class MegatronActor:
-    """One rank's part of the policy. Every method is collective: all ranks of the layout call it with equally many micro-batches."""
+    """One rank's part of the policy. Methods are collective: all ranks call them, with equally many micro-batches."""
 
-    def __init__(self, architecture: ModelArchitecture, layout: ParallelLayout, settings: ActorSettings, load: Loader) -> None:
-        """Build on the existing default process group. `load` fills the named local parameters, which hold NaN until then."""
+    def __init__(
+        self, architecture: ModelArchitecture, layout: ParallelLayout, settings: ActorSettings, load: Loader
+    ) -> None:
+        """Build on the default process group. `load` fills the named local parameters, NaN until then."""
         self.architecture = architecture
         self.layout = layout
         self.settings = settings
@@ -98,7 +100,7 @@ class MegatronActor:
         return named_local_parameters(self.chunks)
 
     def weights_changed(self) -> None:
-        """Tell the optimizer that the parameters were written from outside: its fp32 masters are taken from them again."""
+        """Tell the optimizer that the parameters were written from outside: fp32 masters are taken from them again."""
         self.optimizer.reload_model_params()
 
     def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[TokenOutputs | None]:
@@ -115,12 +117,14 @@ class MegatronActor:
         grad_norm, applied = guarded_step(self.optimizer, learning_rate, self.settings.optimizer)
         return StepResult(metrics, grad_norm, applied)
 
-    def accumulate_gradients(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float) -> dict[str, float]:
+    def accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float
+    ) -> dict[str, float]:
         """The gradients of a train_step without the step; `gradients` then gives them. Returns the summed metrics."""
         return self._accumulate(micro_batches, loss_fn, temperature, reduce_fully=True)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """fp32 gradient of every local parameter after `accumulate_gradients`, summed over data and context ranks; live."""
+        """Live fp32 gradients after `accumulate_gradients`, summed over data and context ranks."""
         return {name: parameter.main_grad for name, parameter in self.named_local_parameters().items()}
 
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -128,7 +132,7 @@ class MegatronActor:
         return state.state_shards(self.named_local_parameters(), self.optimizer)
 
     def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_shards` was taken, on the same layout. Raises ValueError where the state does not fit."""
+        """Go on exactly where `state_shards` was taken, on the same layout. ValueError where the state does not fit."""
         state.load_state_shards(self.named_local_parameters(), self.optimizer, tensors, description)
 
     def _accumulate(

@@ -1,12 +1,12 @@
 """Causal attention over packed sequences with torch's scaled_dot_product_attention, rotary embedding included.
 
-Tokens arrive packed, [P, heads, head_dim]. One kernel call a sequence is slow when there are many short ones, so sequences of similar
-length are gathered into right-padded batches [n, longest, heads, head_dim] and scattered back. Causality alone keeps real queries from
-the padding on the right, so no mask is needed.
+Tokens arrive packed, [P, heads, head_dim]. One kernel call a sequence is slow when there are many short ones, so
+sequences of similar length are gathered into right-padded batches [n, longest, heads, head_dim] and scattered back.
+Causality alone keeps real queries from the padding on the right, so no mask is needed.
 
-Under context parallelism each sequence is cut into 2 x C equal pieces and rank r holds pieces r and 2C - 1 - r (Transformer Engine's
-convention: every rank has the same causal work). Queries stay where they are; keys and values are gathered from all ranks, and a
-mask says which keys are not in a query's future.
+Under context parallelism each sequence is cut into 2 x C equal pieces and rank r holds pieces r and 2C - 1 - r
+(Transformer Engine's convention: every rank has the same causal work). Queries stay where they are; keys and values are
+gathered from all ranks, and a mask says which keys are not in a query's future.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 
-# A batch may mix lengths L with longest - L up to max(SLACK_TOKENS, SLACK_FRACTION * longest): a kernel call costs about as much as
-# this much padding.
+# A batch may mix lengths L with longest - L up to max(SLACK_TOKENS, SLACK_FRACTION * longest): a kernel call costs
+# about as much as this much padding.
 SLACK_TOKENS = 32
 SLACK_FRACTION = 0.25
 
@@ -48,7 +48,7 @@ class GatherIndex:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How one micro-batch's packed tokens are arranged into padded batches. An index is None where it would change nothing."""
+    """How packed tokens are arranged into padded batches. An index is None where it would change nothing."""
 
     buckets: tuple[Bucket, ...]
     queries: GatherIndex | None
@@ -56,7 +56,7 @@ class AttentionPlan:
 
 
 def bucket_sequences(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the sequences of each padded batch: longest first, order kept among equals, waste bounded by the slack."""
+    """Indices of the sequences of each padded batch: longest first, waste bounded by the slack."""
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index])
     buckets: list[list[int]] = []
     for index in order:
@@ -68,7 +68,7 @@ def bucket_sequences(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def plan_attention(cu_seqlens: torch.Tensor, context_rank: int, context_size: int) -> AttentionPlan:
-    """Arrange the sequences that `cu_seqlens` [N + 1] (before context slicing) delimits, as rank `context_rank` sees them."""
+    """Arrange the sequences that `cu_seqlens` [N + 1] (not sliced) delimits, as rank `context_rank` sees them."""
     bounds = cu_seqlens.to("cpu", torch.int64)
     lengths = (bounds[1:] - bounds[:-1]).tolist()
     buckets, query_rows, key_rows = [], [], []
@@ -89,8 +89,10 @@ def plan_attention(cu_seqlens: torch.Tensor, context_rank: int, context_size: in
     return AttentionPlan(tuple(buckets), queries, keys)
 
 
-def _local_slots(starts: torch.Tensor, sizes: torch.Tensor, rank: int, context_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's token in each query slot (-1: padding) and its position within its sequence (0 for padding), both [n, longest]."""
+def _local_slots(
+    starts: torch.Tensor, sizes: torch.Tensor, rank: int, context_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's token in each query slot (padding: -1) and its position in its sequence, both [n, longest]."""
     if context_size == 1:
         offset = torch.arange(int(sizes.max()))
         real = offset < sizes[:, None]
@@ -103,7 +105,7 @@ def _local_slots(starts: torch.Tensor, sizes: torch.Tensor, rank: int, context_s
 
 
 def _global_slots(starts: torch.Tensor, sizes: torch.Tensor, context_size: int, num_local: int) -> torch.Tensor:
-    """Token in each key slot [n, longest] (-1: padding), where tokens are the ranks' pieces one rank after the other."""
+    """Token in each key slot [n, longest] (padding: -1); tokens are the ranks' pieces, one rank after the other."""
     position = torch.arange(int(sizes.max()))
     real = position < sizes[:, None]
     if context_size == 1:
@@ -194,25 +196,29 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) ->
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """megatron-core's description of a packed micro-batch, with what the own attention needs, worked out once for all layers."""
+    """megatron-core's description of a packed micro-batch and what the own attention works out once for all layers."""
 
     plan: AttentionPlan | None = None
     position_ids: torch.Tensor | None = None  # [P_local]
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin [P_local, 1, head_dim]: made by the first layer that asks
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos, sin [P_local, 1, head_dim], made by the first layer
 
     def rotary_tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of every token from the angles [longest, 1, 1, head_dim] of every position; taken in fp32, then rounded."""
+        """cos and sin of every token, from every position's angles [longest, 1, 1, head_dim]; rounded at the end."""
         if self.rotary is None:
             assert self.position_ids is not None, "packed sequences without position_ids"
             table = angles[:, 0]
-            self.rotary = tuple(part.to(dtype).index_select(0, self.position_ids) for part in (table.cos(), table.sin()))
+            self.rotary = tuple(
+                part.to(dtype).index_select(0, self.position_ids) for part in (table.cos(), table.sin())
+            )
         return self.rotary
 
 
 class PackedAttention(torch.nn.Module):
-    """The core attention of the own layer specification: no parameters, packed sequences only, grouped queries, no dropout."""
+    """The core attention of the own layers: packed sequences only, grouped queries, no dropout."""
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any) -> None:
+    def __init__(
+        self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
         self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
@@ -227,7 +233,9 @@ class PackedAttention(torch.nn.Module):
         **unused: Any,
     ) -> torch.Tensor:
         """query [P, heads, head_dim], key and value [P, groups, head_dim] -> [P, heads * head_dim]."""
-        assert isinstance(packed_seq_params, PackedSequences) and packed_seq_params.plan is not None, "attention wants packed sequences"
+        assert isinstance(packed_seq_params, PackedSequences) and packed_seq_params.plan is not None, (
+            "attention wants packed sequences"
+        )
         plan = packed_seq_params.plan
         if self.context_group is not None:
             key, value = _GatherRanks.apply(torch.cat((key, value), dim=1), self.context_group).chunk(2, dim=1)
@@ -236,21 +244,31 @@ class PackedAttention(torch.nn.Module):
         padded = self._attend(padded_query, padded_key, padded_value, plan.buckets)
         return padded if plan.queries is None else _Unpad.apply(padded, plan.queries)
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: tuple[Bucket, ...]) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: tuple[Bucket, ...]
+    ) -> torch.Tensor:
         query_sizes = [bucket.num_sequences * bucket.num_queries for bucket in buckets]
         key_sizes = [bucket.num_sequences * bucket.num_keys for bucket in buckets]
         outputs = []
-        for bucket, q, k, v in zip(buckets, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True):
+        for bucket, q, k, v in zip(
+            buckets, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
+        ):
             q, k, v = (part.unflatten(0, (bucket.num_sequences, -1)).transpose(1, 2) for part in (q, k, v))
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+                q,
+                k,
+                v,
+                attn_mask=bucket.mask,
+                is_causal=bucket.mask is None,
+                scale=self.scale,
+                enable_gqa=q.size(1) != k.size(1),
             )
             outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class PackedSelfAttention(SelfAttention):
-    """megatron-core's self-attention for packed sequences only: the rotary tables are made once a micro-batch, not twice a layer."""
+    """megatron-core's self-attention for packed sequences, its rotary tables made once and not twice a layer."""
 
     def forward(
         self,
@@ -260,8 +278,10 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSequences | None = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [P or its sequence-parallel part, 1, h] -> the same shape, and the output projection's bias (None)."""
-        assert packed_seq_params is not None and rotary_pos_emb is not None, "packed self-attention needs packed sequences and rotary angles"
+        """hidden_states [P or its sequence-parallel part, 1, h] -> the same shape, and a bias (None)."""
+        assert packed_seq_params is not None and rotary_pos_emb is not None, (
+            "packed self-attention needs packed sequences and rotary angles"
+        )
         query, key, value = (part.squeeze(1) for part in self.get_query_key_value_tensors(hidden_states))
         cos, sin = packed_seq_params.rotary_tables(rotary_pos_emb, query.dtype)
         query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)

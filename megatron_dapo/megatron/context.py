@@ -21,17 +21,18 @@ PER_TOKEN_FIELDS = (
 
 
 def context_token_index(cu_seqlens: torch.Tensor, context_rank: int, context_size: int) -> torch.Tensor:
-    """[P / C] int64: the positions in the packed micro-batch that rank `context_rank` of C = `context_size` holds, in its order.
+    """[P / C] int64: positions in the packed micro-batch that rank `context_rank` of C = `context_size` holds.
 
-    Every sequence is cut into 2C equal pieces; the rank holds piece `context_rank` and piece 2C - 1 - `context_rank` of each.
-    Raises ValueError where a sequence's padded length is not a multiple of 2C.
+    Every sequence is cut into 2C equal pieces; the rank holds piece `context_rank` and piece 2C - 1 - `context_rank` of
+    each. Raises ValueError where a sequence's padded length is not a multiple of 2C.
     """
     bounds = cu_seqlens.to("cpu", torch.int64)
     lengths = bounds[1:] - bounds[:-1]
     if torch.any(lengths % (2 * context_size)):
         bad = lengths[lengths % (2 * context_size) != 0][0]
         raise ValueError(
-            f"context parallel {context_size}: a packed sequence has {bad} tokens, not a multiple of {2 * context_size}; "
+            f"context parallel {context_size}: a packed sequence has {bad} tokens, "
+            f"not a multiple of {2 * context_size}; "
             "pack with the layout's sequence_alignment"
         )
     piece = lengths // (2 * context_size)
@@ -46,8 +47,8 @@ def context_token_index(cu_seqlens: torch.Tensor, context_rank: int, context_siz
 def slice_for_context(micro_batch: MicroBatch, context_rank: int, context_size: int) -> MicroBatch:
     """The micro-batch with every per-token field cut to what this context rank holds.
 
-    `cu_seqlens` and `sequence_lengths` still describe whole sequences: a loss that needs to know which token belongs to which
-    sequence reads `sequence_ids`.
+    `cu_seqlens` and `sequence_lengths` still describe whole sequences: a loss that needs to know which token belongs to
+    which sequence reads `sequence_ids`.
     """
     if context_size == 1:
         return micro_batch

@@ -14,7 +14,7 @@ from megatron_dapo.types import MicroBatch
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Log-prob of each target and entropy of its distribution, fp32, aligned with the fields of the (context-sliced) micro-batch."""
+    """fp32 log-prob of each target and entropy there, aligned with the (context-sliced) micro-batch's fields."""
 
     logprobs: torch.Tensor  # [P_local]
     entropy: torch.Tensor  # [P_local]
@@ -22,14 +22,16 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """`vocab_size`: without padding. `chunk_tokens`: tokens whose logits live at a time, None lets the operator choose."""
+    """`vocab_size`: without padding. `chunk_tokens`: tokens whose logits live at a time; None: chosen by size."""
 
     vocab_size: int
     temperature: float = 1.0
     chunk_tokens: int | None = None
 
 
-def token_outputs(chunk: GPTModel, hidden: torch.Tensor, micro_batch: MicroBatch, settings: HeadSettings) -> TokenOutputs:
+def token_outputs(
+    chunk: GPTModel, hidden: torch.Tensor, micro_batch: MicroBatch, settings: HeadSettings
+) -> TokenOutputs:
     """Outputs of the last chunk from its hidden states [1, P_local, h] at `settings.temperature`."""
     group = chunk.pg_collection.tp
     logprobs, entropy = vocab_parallel_logprobs(

@@ -1,7 +1,7 @@
-"""What a transformer layer is made of, under Transformer Engine's parameter names whether Transformer Engine is there or not.
+"""What a transformer layer is made of, under Transformer Engine's parameter names with or without it.
 
-The names (`self_attention.linear_qkv.layer_norm_weight`, `mlp.linear_fc1.layer_norm_weight`) keep checkpoints readable by other
-Megatron tools. With Transformer Engine and CUDA its own layers are used; else the ones below.
+The names (`self_attention.linear_qkv.layer_norm_weight`, `mlp.linear_fc1.layer_norm_weight`) keep checkpoints readable
+by other Megatron tools. With Transformer Engine and CUDA its own layers are used; else the ones below.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm (arXiv:1910.07467, eq. 4). Its weight is marked for the gradient sum of sequence parallelism."""
+    """Root mean square norm (arXiv:1910.07467, eq. 4); the weight is marked for sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight = _norm_weight(config, input_size)
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[tokens, 1, input_size] -> [tokens, 1, this rank's outputs] and the bias that the caller is to add, if any."""
+        """[tokens, 1, input_size] -> [tokens, 1, this rank's outputs] and the bias left to the caller, if any."""
         # Before the gather of sequence parallelism: each rank norms its own tokens.
         normed = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.config.layernorm_epsilon)
         return super().forward(normed, *args, **kwargs)
@@ -75,7 +75,9 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     logger.info("layers: own specification (Transformer Engine with CUDA is not available)")
     layer = own_layer_spec(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm
+    )
 
 
 def own_layer_spec(config: TransformerConfig) -> ModuleSpec:
@@ -89,9 +91,13 @@ def own_layer_spec(config: TransformerConfig) -> ModuleSpec:
         k_layernorm=qk_norm,
     )
     submodules = TransformerLayerSubmodules(
-        self_attention=ModuleSpec(module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attention=ModuleSpec(
+            module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+        ),
         self_attn_bda=get_bias_dropout_add,
-        mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)),
+        mlp=ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+        ),
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)

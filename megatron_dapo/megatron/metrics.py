@@ -12,7 +12,7 @@ from megatron_dapo.megatron.parallel_state import Groups
 
 
 def sum_metrics(parts: Sequence[Mapping[str, torch.Tensor]], groups: Groups) -> dict[str, float]:
-    """Sum the micro-batches' scalars over data x context ranks of the last pipeline stage and hand the totals to all stages.
+    """Sum the micro-batches' scalars over data x context ranks of the last pipeline stage; all stages get the sums.
 
     `parts` is empty off the last stage. All data and context ranks must name the same metrics.
     """

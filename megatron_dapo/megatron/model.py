@@ -1,7 +1,7 @@
 """The chunks of megatron-core's GPTModel that this rank holds, with an output layer that does not form logits.
 
-The last chunk returns hidden states; log-probs and entropy are computed from them and the output weight by `megatron_dapo.ops.logprob`,
-which never holds the logits of all tokens.
+The last chunk returns hidden states; log-probs and entropy are computed from them and the output weight by
+`megatron_dapo.ops.logprob`, which never holds the logits of all tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
@@ -34,8 +37,8 @@ SHARDED_DIM = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbed
 class DeferredOutputLayer(torch.nn.Module):
     """Stands in GPTModel's place of the output layer: hands the hidden states on and keeps the weight for the head.
 
-    The hidden states leave the tensor-parallel region here, so that the partial gradients which the head returns on every tensor
-    rank are summed (and scattered again under sequence parallelism).
+    The hidden states leave the tensor-parallel region here, so that the partial gradients which the head returns on
+    every tensor rank are summed (and scattered again under sequence parallelism).
     """
 
     def __init__(self, weight: torch.nn.Parameter | None, sequence_parallel: bool, group: dist.ProcessGroup) -> None:
@@ -44,22 +47,30 @@ class DeferredOutputLayer(torch.nn.Module):
         self.sequence_parallel = sequence_parallel
         self.group = group
 
-    def forward(self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any
+    ) -> tuple[torch.Tensor, None]:
         """[P or its sequence-parallel part, 1, h] -> [P, 1, h]."""
         if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.group), None
+            return gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self.group
+            ), None
         return copy_to_tensor_model_parallel_region(hidden, group=self.group), None
 
 
-def build_chunks(architecture: ModelArchitecture, layout: ParallelLayout, config: TransformerConfig, rank: int) -> list[GPTModel]:
-    """This rank's model chunks, one a virtual pipeline stage, in training mode, their weights NaN until they are loaded."""
+def build_chunks(
+    architecture: ModelArchitecture, layout: ParallelLayout, config: TransformerConfig, rank: int
+) -> list[GPTModel]:
+    """This rank's model chunks, one a virtual pipeline stage, in training mode; weights are NaN until loaded."""
     stages = range(layout.virtual_pipeline)
     pipeline_rank = layout.coordinates(rank).pipeline
     chunks = [_build_chunk(architecture, layout, config, pipeline_rank, stage) for stage in stages]
     for stage, chunk in enumerate(chunks):
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         expected = list(layout.layers_of(pipeline_rank, stage, architecture.num_layers))
-        assert numbers == expected, f"stage {stage} of pipeline rank {pipeline_rank}: megatron-core holds {numbers}, the layout {expected}"
+        assert numbers == expected, (
+            f"stage {stage} of pipeline rank {pipeline_rank}: megatron-core holds {numbers}, the layout {expected}"
+        )
     return chunks
 
 
@@ -83,7 +94,9 @@ def _build_chunk(
     chunk.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
     mark_sharded_parameters(chunk)
     if chunk.post_process:
-        chunk.output_layer = DeferredOutputLayer(chunk.output_layer.weight, config.sequence_parallel, chunk.pg_collection.tp)
+        chunk.output_layer = DeferredOutputLayer(
+            chunk.output_layer.weight, config.sequence_parallel, chunk.pg_collection.tp
+        )
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.fill_(torch.nan)
@@ -93,25 +106,37 @@ def _build_chunk(
 def mark_sharded_parameters(chunk: torch.nn.Module) -> None:
     """Mark the weights that tensor ranks hold different parts of.
 
-    megatron-core does so while it initialises weights, which is skipped here; without the marks the gradient norm would count
-    only the first tensor rank's parts.
+    megatron-core does so while it initialises weights, which is skipped here; without the marks the gradient norm would
+    count only the first tensor rank's parts.
     """
     for module in chunk.modules():
         for kind, dim in SHARDED_DIM.items():
-            if isinstance(module, kind) and module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+            if (
+                isinstance(module, kind)
+                and module.weight is not None
+                and not hasattr(module.weight, "tensor_model_parallel")
+            ):
                 set_tensor_model_parallel_attributes(module.weight, True, dim, getattr(module, "stride", 1))
 
 
 def output_weight(chunk: GPTModel) -> torch.Tensor:
     """[V_padded / tensor, h]: this rank's rows of the output matrix, which is the embedding where the two are tied."""
-    weight = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else chunk.output_layer.weight
+    weight = (
+        chunk.shared_embedding_or_output_weight()
+        if chunk.share_embeddings_and_output_weights
+        else chunk.output_layer.weight
+    )
     assert weight is not None, "the chunk holds no output weight"
     return weight
 
 
 def named_local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by "{virtual pipeline stage}.{path inside that chunk}"; wrappers around the chunks are looked through."""
-    return {f"{stage}.{name}": parameter for stage, chunk in enumerate(chunks) for name, parameter in unwrap(chunk).named_parameters()}
+    """This rank's parameters by "{virtual pipeline stage}.{path inside that chunk}", wrapped or not."""
+    return {
+        f"{stage}.{name}": parameter
+        for stage, chunk in enumerate(chunks)
+        for name, parameter in unwrap(chunk).named_parameters()
+    }
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:

@@ -28,7 +28,7 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How the model computes: `dtype` of weights and activations, and which activations are recomputed ("none", "selective", "full")."""
+    """`dtype` of weights and activations; `recompute` of activations: "none", "selective" or "full"."""
 
     dtype: str = "float32"
     recompute: str = "none"
@@ -39,8 +39,10 @@ class ModelSettings:
                 raise ValueError(f"model settings: {name} {value!r} is unknown; choose one of {', '.join(table)}")
 
 
-def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings) -> TransformerConfig:
-    """The configuration of the model on this layout, whose sizes must divide the architecture's (`megatron_layout` checks)."""
+def transformer_config(
+    architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings
+) -> TransformerConfig:
+    """The configuration of the model on this layout, which must fit the architecture (`megatron_layout` checks)."""
     dtype = DTYPES[settings.dtype]
     cuda = torch.cuda.is_available()
     return TransformerConfig(
@@ -53,9 +55,9 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         # Weights are overwritten by a checkpoint: initialising them first would cost a full copy of the model.
         perform_initialization=False,
         use_cpu_initialization=not cuda,
-        # The loss function divides by global counts itself: gradients are summed over micro-batches and ranks, never averaged.
+        # The loss function divides by global counts itself: gradients are summed over ranks, never averaged.
         calculate_per_token_loss=True,
-        # Packed micro-batches differ in length. megatron-core ties that to this dispatcher, though a dense model dispatches nothing.
+        # Packed micro-batches differ in length; megatron-core wants this dispatcher then, even for a dense model.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         **_communication_fields(layout),
@@ -91,8 +93,9 @@ def _architecture_fields(architecture: ModelArchitecture) -> dict[str, Any]:
 
 
 def _communication_fields(layout: ParallelLayout) -> dict[str, Any]:
-    """How pipeline neighbours talk. The interleaved schedule must not send forward and backward in one call: with pipeline = 2 both
-    go to the same rank, and megatron-core's exchange of lengths (p2p_communication.py:_communicate_shapes) would swap them."""
+    """How pipeline neighbours talk. The interleaved schedule must not send forward and backward in one call: with
+    pipeline = 2 both go to the same rank, and megatron-core's exchange of lengths
+    (p2p_communication.py:_communicate_shapes) would swap them."""
     interleaved = layout.virtual_pipeline > 1
     return {"overlap_p2p_comm": interleaved, "batch_p2p_comm": torch.cuda.is_available() and not interleaved}
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW's constants. `clip_grad`: largest gradient norm, 0 turns clipping off. `distributed`: shard its state over data x context."""
+    """AdamW's constants. `clip_grad`: largest norm, 0: off. `distributed`: shard the state over data x context."""
 
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -33,13 +33,16 @@ def wrap_data_parallel(
 ) -> list[DistributedDataParallel]:
     """Wrap the chunks so that gradients are kept and summed in fp32 over data x context ranks."""
     wrapper = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed)
+    # Buckets serve the first chunk only: later ones reduce while the first still computes.
     return [
-        DistributedDataParallel(config, wrapper, chunk, disable_bucketing=stage > 0)  # as megatron-core does after the first chunk
+        DistributedDataParallel(config, wrapper, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
     ]
 
 
-def build_optimizer(chunks: Sequence[DistributedDataParallel], config: TransformerConfig, settings: OptimizerSettings) -> Any:
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], config: TransformerConfig, settings: OptimizerSettings
+) -> Any:
     """megatron-core's AdamW over the wrapped chunks; fp32 masters are copied from the weights as they are now."""
     optimizer_config = OptimizerConfig(
         optimizer="adam",
@@ -59,7 +62,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Transform
 
 @torch.no_grad()
 def guarded_step(optimizer: Any, learning_rate: float, settings: OptimizerSettings) -> tuple[float, bool]:
-    """Clip and step if the gradient norm is finite on every rank of the world; else nothing of the state changes anywhere.
+    """Clip and step if the gradient norm is finite on every rank of the world; else change nothing anywhere.
 
     Returns the norm before clipping (over the whole model) and whether the step was made.
     """
@@ -68,7 +71,7 @@ def guarded_step(optimizer: Any, learning_rate: float, settings: OptimizerSettin
     if not _all_ranks(math.isfinite(norm) and not found_inf):
         return norm, False
     for group in optimizer.param_groups:
-        # megatron-core leaves these multipliers (no decay for norms and biases) to its own scheduler, which is not used here.
+        # megatron-core leaves these multipliers (no decay for norms and biases) to its scheduler, unused here.
         group["lr"] = learning_rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
     if settings.clip_grad > 0:

@@ -28,7 +28,7 @@ class Groups:
 
 
 def initialize_process_group(timeout_s: float) -> None:
-    """Join the default group (NCCL with CUDA, else gloo) described by the environment of torchrun, if this process has not yet.
+    """Join the default group (NCCL with CUDA, else gloo) that torchrun describes, if this process has not yet.
 
     A collective that waits longer than `timeout_s` seconds for a peer raises instead of hanging.
     """
@@ -47,7 +47,8 @@ def initialize_parallel_state(layout: ParallelLayout, seed: int = 0, timeout_s: 
     num_processes = dist.get_world_size()
     if num_processes != layout.world_size:
         raise ValueError(
-            f"parallel layout {layout.describe()} is for {layout.world_size} processes, but {num_processes} were started"
+            f"parallel layout {layout.describe()} is for {layout.world_size} processes, "
+            f"but {num_processes} were started"
         )
     if not _is_current(layout):
         _destroy_groups()
@@ -117,4 +118,6 @@ def _check_order(layout: ParallelLayout, groups: Groups) -> None:
     """The layout's arithmetic and megatron-core's numbering of ranks must be the same."""
     here = layout.coordinates(dist.get_rank())
     theirs = (groups.tensor.rank(), groups.context.rank(), groups.data.rank(), groups.pipeline.rank())
-    assert (here.tensor, here.context, here.data, here.pipeline) == theirs, f"rank order: layout says {here}, megatron-core {theirs}"
+    assert (here.tensor, here.context, here.data, here.pipeline) == theirs, (
+        f"rank order: layout says {here}, megatron-core {theirs}"
+    )

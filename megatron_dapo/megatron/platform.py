@@ -1,7 +1,7 @@
 """Lets stock megatron-core run where there is no CUDA device: a table of small replacements, installed once a process.
 
-Each function of the table says which lines of megatron-core 0.16.1 need it and what it puts in their place. None does mathematics.
-With CUDA present nothing is replaced.
+Each function of the table says which lines of megatron-core 0.16.1 need it and what it puts in their place. None does
+mathematics. With CUDA present nothing is replaced.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Overlay:
 def current_device() -> tuple[Replacement, ...]:
     """`torch.cuda.current_device()` answers the CPU device.
 
-    models/common/embeddings/rotary_pos_embedding.py:162, tensor_parallel/mappings.py:91, :141, :181, tensor_parallel/layers.py:552,
-    pipeline_parallel/p2p_communication.py:190, :313 and many more pass it as `device=`.
+    models/common/embeddings/rotary_pos_embedding.py:162, tensor_parallel/mappings.py:91, :141, :181,
+    tensor_parallel/layers.py:552, pipeline_parallel/p2p_communication.py:190, :313 and many more pass it as `device=`.
     """
     return (Replacement(torch.cuda, "current_device", lambda: CPU),)
 
@@ -62,8 +62,8 @@ def synchronize() -> tuple[Replacement, ...]:
 def literal_devices() -> tuple[Replacement, ...]:
     """`device="cuda"` written out becomes the CPU, in the modules that a training step reaches.
 
-    pipeline_parallel/schedules.py:596, :983, :2138; optimizer/clip_grads.py:103, :115, :174; optimizer/optimizer.py:481, :485, :907;
-    utils.py:1207 (the norm of gradients without Transformer Engine and apex).
+    pipeline_parallel/schedules.py:596, :983, :2138; optimizer/clip_grads.py:103, :115, :174;
+    optimizer/optimizer.py:481, :485, :907; utils.py:1207 (the norm of gradients without Transformer Engine and apex).
     """
     overlay = _Overlay(torch, {name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
     names = ("pipeline_parallel.schedules", "optimizer.clip_grads", "optimizer.optimizer", "utils")
@@ -83,8 +83,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def tensor_type_names() -> tuple[Replacement, ...]:
     """`tensor.type()` of a CPU tensor names the CUDA type when an optimizer of megatron-core asks, and only then.
 
-    optimizer/clip_grads.py:167, optimizer/optimizer.py:671, :690 and optimizer/distrib_optimizer.py:361, :420, :582 compare it with
-    "torch.cuda.FloatTensor" and its 16-bit kin.
+    optimizer/clip_grads.py:167, optimizer/optimizer.py:671, :690 and optimizer/distrib_optimizer.py:361, :420, :582
+    compare it with "torch.cuda.FloatTensor" and its 16-bit kin.
     """
     original = torch.Tensor.type
 
@@ -101,7 +101,7 @@ def tensor_type_names() -> tuple[Replacement, ...]:
 def moves_to_cuda() -> tuple[Replacement, ...]:
     """`tensor.cuda()` in megatron-core leaves the tensor where it is.
 
-    models/common/language_module/language_module.py:244 moves the tied output weight of the last pipeline stage this way.
+    models/common/language_module/language_module.py:244 moves the last stage's tied output weight this way.
     """
     original = torch.Tensor.cuda
 
@@ -120,7 +120,7 @@ def _called_from(package: str) -> bool:
 def random_states() -> tuple[Replacement, ...]:
     """The CPU generator takes the place of the CUDA generator in the random-number tracker.
 
-    tensor_parallel/random.py:55 and :113 (get and set the state: recompute and `fork`), :235-240 and :422 (`add` and seeding).
+    tensor_parallel/random.py:55, :113 (get and set the state: recompute, `fork`), :235-240, :422 (`add`, seeding).
     """
     module = importlib.import_module("megatron.core.tensor_parallel.random")
     cuda = _Overlay(torch.cuda, {"get_rng_state": _get_state, "manual_seed": torch.manual_seed})

@@ -1,7 +1,7 @@
 """Inverse frequencies of the rotary embedding, as Hugging Face configurations define them.
 
-megatron-core builds the unscaled ones and knows one set of Llama 3 constants; these are set on its rotary module instead, so that every
-supported `rope_scaling` has the numbers of the configuration.
+megatron-core builds the unscaled ones and knows one set of Llama 3 constants; these are set on its rotary module
+instead, so that every supported `rope_scaling` has the numbers of the configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ def _linear(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Llama 3.1: long wavelengths divided by the factor, short ones kept, a blend of the two in between."""
-    factor, low, high, context = scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    factor, low, high, context = (
+        scaling.factor,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_position_embeddings,
+    )
     assert low is not None and high is not None and context is not None, f"incomplete {scaling}"
     wavelengths = 2 * math.pi / frequencies
     blend = (context / wavelengths - low) / (high - low)
@@ -37,4 +42,6 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return torch.where(wavelengths < context / high, frequencies, scaled)
 
 
-SCALINGS: Mapping[str, Callable[[torch.Tensor, RopeScaling], torch.Tensor]] = MappingProxyType({"linear": _linear, "llama3": _llama3})
+SCALINGS: Mapping[str, Callable[[torch.Tensor, RopeScaling], torch.Tensor]] = MappingProxyType(
+    {"linear": _linear, "llama3": _llama3}
+)

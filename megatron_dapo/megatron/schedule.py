@@ -33,12 +33,13 @@ class PreparedMicroBatch:
 
 
 def prepare(micro_batches: Sequence[MicroBatch], layout: ParallelLayout, rank: int) -> list[PreparedMicroBatch]:
-    """Slice the micro-batches for this rank and lay out their attention. Raises ValueError for a batch that the layout cannot run."""
+    """Slice the micro-batches for this rank and lay out their attention. ValueError where they cannot run."""
     if not micro_batches:
         raise ValueError("a step needs at least one micro-batch")
     if layout.virtual_pipeline > 1 and len(micro_batches) % layout.pipeline:
         raise ValueError(
-            f"virtual pipelining runs micro-batches in groups of pipeline = {layout.pipeline}, but there are {len(micro_batches)}; "
+            f"virtual pipelining runs micro-batches in groups of pipeline = {layout.pipeline}, "
+            f"but there are {len(micro_batches)}; "
             f"pack into a multiple of {layout.pipeline}"
         )
     context_rank = layout.coordinates(rank).context
@@ -49,8 +50,8 @@ def _prepare_one(index: int, micro_batch: MicroBatch, layout: ParallelLayout, co
     num_tokens, end = micro_batch.num_tokens, int(micro_batch.cu_seqlens[-1])
     if num_tokens != end or num_tokens % layout.micro_batch_alignment:
         raise ValueError(
-            f"micro-batch {index}: {num_tokens} tokens, cu_seqlens end at {end}; under {layout.describe()} both must be the same "
-            f"multiple of {layout.micro_batch_alignment}"
+            f"micro-batch {index}: {num_tokens} tokens, cu_seqlens end at {end}; "
+            f"under {layout.describe()} both must be the same multiple of {layout.micro_batch_alignment}"
         )
     local = slice_for_context(micro_batch, context_rank, layout.context)
     longest = micro_batch.max_sequence_length
@@ -66,10 +67,14 @@ def _prepare_one(index: int, micro_batch: MicroBatch, layout: ParallelLayout, co
     return PreparedMicroBatch(index, local, packed)
 
 
-def forward(chunks: Sequence[torch.nn.Module], prepared: Sequence[PreparedMicroBatch], head: HeadSettings) -> list[TokenOutputs | None]:
+def forward(
+    chunks: Sequence[torch.nn.Module], prepared: Sequence[PreparedMicroBatch], head: HeadSettings
+) -> list[TokenOutputs | None]:
     """Outputs of every micro-batch without gradients; None on ranks off the last pipeline stage."""
 
-    def keep(hidden: torch.Tensor, chunk: torch.nn.Module, item: PreparedMicroBatch) -> tuple[torch.Tensor, torch.Tensor, TokenOutputs]:
+    def keep(
+        hidden: torch.Tensor, chunk: torch.nn.Module, item: PreparedMicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, TokenOutputs]:
         outputs = token_outputs(unwrap(chunk), hidden, item.micro_batch, head)
         return hidden.new_zeros(()), torch.ones((), dtype=torch.int), outputs
 
@@ -87,11 +92,13 @@ def forward_backward(
 ) -> list[Mapping[str, torch.Tensor]]:
     """Add the gradients of the summed losses to the chunks' fp32 gradients, summed over data x context ranks too.
 
-    Returns each micro-batch's metrics on the last pipeline stage, else nothing. With the distributed optimizer a rank's gradients are
-    complete only in its own shard, unless `reduce_fully` asks for all of them everywhere.
+    Returns each micro-batch's metrics on the last pipeline stage, else nothing. With the distributed optimizer a rank's
+    gradients are complete only in its own shard, unless `reduce_fully` asks for all of them everywhere.
     """
 
-    def finish(hidden: torch.Tensor, chunk: torch.nn.Module, item: PreparedMicroBatch) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def finish(
+        hidden: torch.Tensor, chunk: torch.nn.Module, item: PreparedMicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         outputs = token_outputs(unwrap(chunk), hidden, item.micro_batch, head)
         loss, metrics = loss_fn(item.micro_batch, outputs, item.index)
         # The count is not used: losses are divided by global counts before they get here.
@@ -100,8 +107,10 @@ def forward_backward(
     return _run(chunks, prepared, finish, forward_only=False, force_all_reduce=reduce_fully)
 
 
-def _run(chunks: Sequence[torch.nn.Module], prepared: Sequence[PreparedMicroBatch], finish: Callable[..., Any], **mode: Any) -> list[Any]:
-    """Run megatron-core's schedule for the current pipeline; `finish` turns the last chunk's output into (loss, count, data)."""
+def _run(
+    chunks: Sequence[torch.nn.Module], prepared: Sequence[PreparedMicroBatch], finish: Callable[..., Any], **mode: Any
+) -> list[Any]:
+    """Run megatron-core's schedule; `finish` turns the last chunk's output into (loss, count, data)."""
 
     def step(iterator: Iterator[PreparedMicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         item = next(iterator)

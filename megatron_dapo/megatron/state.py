@@ -10,8 +10,9 @@ Tensor names are "<kind>/<local parameter name>" with these kinds:
 | step | Adam's step count of this parameter, a scalar |
 | random | state of a random-number generator; the name is the generator's |
 
-With the distributed optimizer `master` and the moments are flat and cover elements [start, end) of the flattened local parameter, the
-part that this data-parallel rank owns; a parameter of which it owns nothing has none of them. The description names each range.
+With the distributed optimizer `master` and the moments are flat and cover elements [start, end) of the flattened local
+parameter, the part that this data-parallel rank owns; a parameter of which it owns nothing has none of them. The
+description names each range.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ GENERATOR = "torch"
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """What this rank's optimizer updates of one parameter: elements [start, end) of it flattened, through the tensor `main`."""
+    """What this rank's optimizer updates of a parameter: elements [start, end) of it flattened, through `main`."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -69,9 +70,13 @@ def _whole_part(name: str, parameter: torch.nn.Parameter, optimizer: Any) -> Own
     return None
 
 
-def state_shards(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """This rank's state and its description. The tensors are the live ones: write or copy them before the next step."""
-    tensors: dict[str, torch.Tensor] = {f"parameter/{name}": parameter.detach() for name, parameter in parameters.items()}
+def state_shards(
+    parameters: Mapping[str, torch.nn.Parameter], optimizer: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """This rank's state and its description. The tensors are live: write or copy them before the next step."""
+    tensors: dict[str, torch.Tensor] = {
+        f"parameter/{name}": parameter.detach() for name, parameter in parameters.items()
+    }
     ranges: dict[str, list[int]] = {}
     for part in owned_parts(parameters, optimizer):
         ranges[part.name] = [part.start, part.end]
@@ -86,7 +91,10 @@ def state_shards(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -
     description = {
         "format": FORMAT,
         "distributed_optimizer": distributed,
-        "parameters": {name: {"shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")} for name, p in parameters.items()},
+        "parameters": {
+            name: {"shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}
+            for name, p in parameters.items()
+        },
         "owned": ranges,
     }
     return tensors, description
@@ -103,9 +111,12 @@ def _step_of(part: OwnedPart) -> torch.Tensor:
 
 
 def load_state_shards(
-    parameters: Mapping[str, torch.nn.Parameter], optimizer: Any, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: Any,
+    tensors: Mapping[str, torch.Tensor],
+    description: Mapping[str, Any],
 ) -> None:
-    """Put a state back that `state_shards` gave on a rank of the same layout. Raises ValueError where it does not fit, before changing anything."""
+    """Put a state back that `state_shards` gave on the same layout. ValueError, nothing changed, where it misfits."""
     parts = list(owned_parts(parameters, optimizer))
     _check(parameters, parts, optimizer, tensors, description)
     with torch.no_grad():
@@ -113,7 +124,9 @@ def load_state_shards(
             parameter.copy_(tensors[f"parameter/{name}"])
         for part in parts:
             _load_part(part, tensors)
-    _set_random_states({key.removeprefix("random/"): state for key, state in tensors.items() if key.startswith("random/")})
+    _set_random_states(
+        {key.removeprefix("random/"): state for key, state in tensors.items() if key.startswith("random/")}
+    )
 
 
 def _load_part(part: OwnedPart, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -122,7 +135,8 @@ def _load_part(part: OwnedPart, tensors: Mapping[str, torch.Tensor]) -> None:
     if f"step/{part.name}" not in tensors:
         part.inner.state.pop(part.main, None)
         return
-    # Copies, and a step tensor for every parameter: Adam adds to them in place, so a shared step would count once a parameter.
+    # Copies, and a step tensor for every parameter: Adam adds to them in place, so a shared step would count once a
+    # parameter.
     state = {moment: tensors[f"{moment}/{part.name}"].to(part.main.device, copy=True) for moment in MOMENTS}
     step = tensors[f"step/{part.name}"].clone()
     if "step" in part.group:
@@ -142,7 +156,10 @@ def _check(
     own = state_shards(parameters, optimizer)[1]
     for field in ("format", "distributed_optimizer", "parameters", "owned"):
         if description.get(field) != own[field]:
-            raise ValueError(f"state: {field} differs: {_difference(description.get(field), own[field])}; load it on the layout that saved it")
+            raise ValueError(
+                f"state: {field} differs: {_difference(description.get(field), own[field])}; "
+                "load it on the layout that saved it"
+            )
     shapes = {f"parameter/{name}": parameter.shape for name, parameter in parameters.items()}
     for part in parts:
         kinds = (("master",) if _has_master(part) else ()) + (MOMENTS if f"step/{part.name}" in tensors else ())

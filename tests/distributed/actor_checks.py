@@ -1,10 +1,12 @@
-"""Small models, ragged packed batches and a transformers fp64 reference for the tests of the actor; workers run in gloo ranks.
+"""Small models, ragged packed batches and a transformers fp64 reference for the tests of the actor; workers run in gloo
+ranks.
 
 The reference is computed once, by `write_reference` in the process that starts the ranks, which read it from files.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +55,13 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": False, "head_dim": 24}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, "tie_word_embeddings": False}),
+    "llama-linear": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 # Sequence lengths of each micro-batch: single tokens, equal lengths, one long sequence, many short ones.
 LENGTHS: tuple[tuple[int, ...], ...] = ((5, 17, 1, 30), (70, 3), (40, 2, 8, 8, 9, 8), (64,))
@@ -77,7 +85,9 @@ def reference_model(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Reference:
-    """fp64 from transformers, one sequence at a time: weights, loss, gradients, each micro-batch's log-probs of its real targets."""
+    """fp64 from transformers, one sequence at a time: weights, loss, gradients, each micro-batch's log-probs of its
+    real targets.
+    """
 
     architecture: ModelArchitecture
     weights: Mapping[str, torch.Tensor]
@@ -89,7 +99,10 @@ class Reference:
     def read(cls, folder: str | Path, name: str) -> Reference:
         tensors = load_file(Path(folder) / f"{name}.safetensors")
         config = json.loads((Path(folder) / f"{name}.json").read_text())
-        parts = {kind: {key.removeprefix(kind): t for key, t in tensors.items() if key.startswith(kind)} for kind in ("weight/", "gradient/")}
+        parts = {
+            kind: {key.removeprefix(kind): t for key, t in tensors.items() if key.startswith(kind)}
+            for kind in ("weight/", "gradient/")
+        }
         logprobs = tuple(tensors[f"logprobs/{index}"] for index in range(len(LENGTHS)))
         architecture = ModelArchitecture.from_config(config)
         return cls(architecture, parts["weight/"], float(tensors["loss"]), parts["gradient/"], logprobs)
@@ -108,17 +121,26 @@ def write_reference(folder: str | Path, name: str) -> None:
             rows.append(torch.stack((log_p.gather(1, part[1:, None])[:, 0], -(log_p.exp() * log_p).sum(1)), dim=1))
         values = torch.cat(rows)
         real = packed.loss_mask.bool()
-        total = total - ((packed.advantages[real] * values[:, 0] + ENTROPY_WEIGHT * values[:, 1]) / batch.num_targets).sum()
+        total = (
+            total - ((packed.advantages[real] * values[:, 0] + ENTROPY_WEIGHT * values[:, 1]) / batch.num_targets).sum()
+        )
         logprobs.append(values[:, 0].detach().contiguous())
     total.backward()
-    tensors: dict[str, torch.Tensor] = {f"logprobs/{index}": values for index, values in enumerate(logprobs)} | {"loss": total.detach()}
+    tensors: dict[str, torch.Tensor] = {f"logprobs/{index}": values for index, values in enumerate(logprobs)} | {
+        "loss": total.detach()
+    }
     for parameter_name, parameter in model.named_parameters():
-        tensors[f"weight/{parameter_name}"], tensors[f"gradient/{parameter_name}"] = parameter.detach(), parameter.grad.contiguous()
+        tensors[f"weight/{parameter_name}"], tensors[f"gradient/{parameter_name}"] = (
+            parameter.detach(),
+            parameter.grad.contiguous(),
+        )
     save_file(tensors, Path(folder) / f"{name}.safetensors")
     (Path(folder) / f"{name}.json").write_text(model.config.to_json_string(use_diff=False))
 
 
-def fill_local(local: Mapping[str, torch.Tensor], tensors: MegatronLayout, rank: int, source: Mapping[str, torch.Tensor]) -> None:
+def fill_local(
+    local: Mapping[str, torch.Tensor], tensors: MegatronLayout, rank: int, source: Mapping[str, torch.Tensor]
+) -> None:
     """Cut this rank's local buffers out of whole tensors, padding being zero."""
     for buffer in local.values():
         buffer.zero_()
@@ -140,13 +162,20 @@ def sequences(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
-def make_micro_batch(tokens: Sequence[torch.Tensor], layout: ParallelLayout, total_targets: int, seed: int) -> MicroBatch:
+def make_micro_batch(
+    tokens: Sequence[torch.Tensor], layout: ParallelLayout, total_targets: int, seed: int
+) -> MicroBatch:
     """Pack `tokens` for the layout; every real target has a random advantage and weight 1 / total_targets."""
     padded = [-(-part.numel() // layout.sequence_alignment) * layout.sequence_alignment for part in tokens]
     padded[-1] += -sum(padded) % layout.micro_batch_alignment
     bounds = torch.tensor([0, *padded]).cumsum(0)
-    fields = {name: torch.zeros(int(bounds[-1]), dtype=torch.int64) for name in ("token_ids", "position_ids", "targets", "sequence_ids")}
-    fields |= {name: torch.zeros(int(bounds[-1])) for name in ("loss_mask", "loss_weights", "advantages", "rollout_logprobs")}
+    fields = {
+        name: torch.zeros(int(bounds[-1]), dtype=torch.int64)
+        for name in ("token_ids", "position_ids", "targets", "sequence_ids")
+    }
+    fields |= {
+        name: torch.zeros(int(bounds[-1])) for name in ("loss_mask", "loss_weights", "advantages", "rollout_logprobs")
+    }
     generator = torch.Generator().manual_seed(seed)
     for index, part in enumerate(tokens):
         start, length, width = int(bounds[index]), part.numel(), padded[index]
@@ -178,7 +207,10 @@ class Batch:
     def of_rank(self, layout: ParallelLayout, rank: int) -> list[tuple[int, MicroBatch]]:
         """(global index, micro-batch) of the data-parallel rank."""
         mine = range(layout.coordinates(rank).data, len(self.micro_batches), layout.data)
-        return [(index, make_micro_batch(self.micro_batches[index], layout, self.num_targets, seed=100 + index)) for index in mine]
+        return [
+            (index, make_micro_batch(self.micro_batches[index], layout, self.num_targets, seed=100 + index))
+            for index in mine
+        ]
 
 
 def ragged_batch(seed: int = 3) -> Batch:
@@ -191,7 +223,9 @@ def loss_fn(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tuple
     return loss, {"loss": loss.detach(), "num_targets": micro_batch.loss_mask.sum()}
 
 
-def logprob_error(actor: MegatronActor, outputs: TokenOutputs, micro_batch: MicroBatch, expected: torch.Tensor) -> float:
+def logprob_error(
+    actor: MegatronActor, outputs: TokenOutputs, micro_batch: MicroBatch, expected: torch.Tensor
+) -> float:
     """Largest difference over this context rank's real targets."""
     packed = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
     packed[micro_batch.loss_mask.bool()] = expected
@@ -208,7 +242,9 @@ def gradient_error(actor: MegatronActor, gradients: Mapping[str, torch.Tensor]) 
     """Largest over local parameters of |difference| / |reference|, both 2-norms."""
     expected = {name: torch.zeros(buffer.shape, dtype=torch.float64) for name, buffer in actor.gradients().items()}
     fill_local(expected, actor.tensors, dist.get_rank(), gradients)
-    return max(float((actor.gradients()[name] - want).norm() / want.norm().clamp(min=1e-12)) for name, want in expected.items())
+    return max(
+        float((actor.gradients()[name] - want).norm() / want.norm().clamp(min=1e-12)) for name, want in expected.items()
+    )
 
 
 def parity(want: Reference, layout: ParallelLayout, settings: ActorSettings | None = None) -> dict[str, float]:
@@ -220,7 +256,11 @@ def parity(want: Reference, layout: ParallelLayout, settings: ActorSettings | No
     last = layout.coordinates(dist.get_rank()).pipeline == layout.pipeline - 1
     assert all((output is not None) == last for output in outputs), "outputs exist on the last pipeline stage only"
     logprob = max(
-        (logprob_error(actor, out, micro, want.logprobs[i]) for (i, micro), out in zip(mine, outputs, strict=True) if out is not None),
+        (
+            logprob_error(actor, out, micro, want.logprobs[i])
+            for (i, micro), out in zip(mine, outputs, strict=True)
+            if out is not None
+        ),
         default=0.0,
     )
     metrics = actor.accumulate_gradients(micro_batches, loss_fn, TEMPERATURE)
@@ -279,7 +319,9 @@ def snapshot(actor: MegatronActor) -> dict[str, torch.Tensor]:
 
 def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
     """Keys that only one has, or whose tensors are not the same bits."""
-    return sorted(set(first) ^ set(second)) + [key for key in first if key in second and not torch.equal(first[key], second[key])]
+    return sorted(set(first) ^ set(second)) + [
+        key for key in first if key in second and not torch.equal(first[key], second[key])
+    ]
 
 
 def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -290,7 +332,8 @@ def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 def _resume_case(want: Reference, case: dict[str, Any]) -> dict[str, Any]:
     layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
     settings = ActorSettings(
-        model=ModelSettings(dtype=case.get("dtype", "float32")), optimizer=OptimizerSettings(distributed=case["distributed"])
+        model=ModelSettings(dtype=case.get("dtype", "float32")),
+        optimizer=OptimizerSettings(distributed=case["distributed"]),
     )
     whole = build_actor(want, layout, settings)
     history = train(whole, range(10, 15))
@@ -307,32 +350,46 @@ def _resume_case(want: Reference, case: dict[str, Any]) -> dict[str, Any]:
     steps = {float(t) for key, t in snapshot(second).items() if key.startswith("step/")}
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, {"loaded": loaded, "difference": difference, "steps": sorted(steps)})
-    return {"ranks": everywhere, "history": history, "continued": begun + continued, "kinds": sorted({key.split("/")[0] for key in tensors})}
+    return {
+        "ranks": everywhere,
+        "history": history,
+        "continued": begun + continued,
+        "kinds": sorted({key.split("/")[0] for key in tensors}),
+    }
 
 
-def guard(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Worker: a step in which one rank's loss is not finite, between two good steps."""
+def guard(arguments: dict[str, Any]) -> dict[str, list[int]]:
+    """Worker: a step in which one rank's loss is not finite, between two good steps.
+
+    Returns for each case, largest over ranks: was the step applied, how many tensors changed, did the next step work.
+    """
     want = Reference.read(arguments["references"], "qwen2")
-    results: dict[str, Any] = {}
-    for distributed in (True, False):
-        for bad in (float("nan"), float("inf")):
-            layout = ParallelLayout(world_size=dist.get_world_size(), **arguments["layout"])
-            actor = build_actor(want, layout, ActorSettings(optimizer=OptimizerSettings(distributed=distributed)))
-            train(actor, [10])
-            before = snapshot(actor)
-            micro_batches = [micro_batch for _, micro_batch in ragged_batch(11).of_rank(layout, dist.get_rank())]
+    cases = itertools.product(arguments["layouts"], (True, False), (float("nan"), float("inf")))
+    return {
+        f"{layout} {distributed} {bad}": _guard_case(want, layout, distributed, bad)
+        for layout, distributed, bad in cases
+    }
 
-            def poisoned(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                loss, metrics = loss_fn(micro_batch, outputs, index)
-                return (loss * bad if dist.get_rank() == dist.get_world_size() - 1 and index == 0 else loss), metrics
 
-            result = actor.train_step(micro_batches, poisoned, TEMPERATURE, LEARNING_RATE)
-            changed = differing(before, snapshot(actor))
-            history = train(actor, [11])
-            flags = torch.tensor([result.applied, len(changed), history[0][1] < 1e3], dtype=torch.int64)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            results[f"{distributed} {bad}"] = flags.tolist()
-    return results
+def _guard_case(want: Reference, fields: dict[str, int], distributed: bool, bad: float) -> list[int]:
+    layout = ParallelLayout(world_size=dist.get_world_size(), **fields)
+    actor = build_actor(want, layout, ActorSettings(optimizer=OptimizerSettings(distributed=distributed)))
+    train(actor, [10])
+    before = snapshot(actor)
+    micro_batches = [micro_batch for _, micro_batch in ragged_batch(11).of_rank(layout, dist.get_rank())]
+
+    def poisoned(
+        micro_batch: MicroBatch, outputs: TokenOutputs, index: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, metrics = loss_fn(micro_batch, outputs, index)
+        return (loss * bad if dist.get_rank() == dist.get_world_size() - 1 and index == 0 else loss), metrics
+
+    result = actor.train_step(micro_batches, poisoned, TEMPERATURE, LEARNING_RATE)
+    changed = differing(before, snapshot(actor))
+    history = train(actor, [11])
+    flags = torch.tensor([result.applied, len(changed), history[0][1] < 1e3], dtype=torch.int64)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return flags.tolist()
 
 
 def cross_checks(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -353,11 +410,15 @@ def cross_checks(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _many_micro_batches(actor: MegatronActor) -> float:
-    """16 micro-batches of different lengths through the interleaved schedule against the same without a pipeline: loss difference."""
+    """16 micro-batches of different lengths through the interleaved schedule against the same without a pipeline: loss
+    difference.
+    """
     layout = actor.layout
     parts = [tuple(sequences((3 + 5 * index % 37, 2 + index), 500 + index)) for index in range(16)]
     batch = Batch(tuple(parts))
-    pipelined = actor.accumulate_gradients([micro for _, micro in batch.of_rank(layout, dist.get_rank())], loss_fn, TEMPERATURE)
+    pipelined = actor.accumulate_gradients(
+        [micro for _, micro in batch.of_rank(layout, dist.get_rank())], loss_fn, TEMPERATURE
+    )
     single = ParallelLayout(world_size=2)
     weights = {name: parameter.detach().clone() for name, parameter in actor.named_local_parameters().items()}
     whole: list[dict[str, torch.Tensor] | None] = [None, None]
@@ -368,12 +429,16 @@ def _many_micro_batches(actor: MegatronActor) -> float:
             buffer.copy_(_pipelined_parameter(name, whole))
 
     plain = MegatronActor(actor.architecture, single, ActorSettings(), load)
-    alone = plain.accumulate_gradients([micro for _, micro in batch.of_rank(single, dist.get_rank())], loss_fn, TEMPERATURE)
+    alone = plain.accumulate_gradients(
+        [micro for _, micro in batch.of_rank(single, dist.get_rank())], loss_fn, TEMPERATURE
+    )
     return abs(pipelined["loss"] - alone["loss"]) / abs(alone["loss"])
 
 
 def _pipelined_parameter(name: str, whole: Sequence[Any]) -> torch.Tensor:
-    """The parameter of the single chunk of 4 layers in PP2 VPP2, whose chunks hold one layer each: layer i is stage i // 2 of rank i % 2."""
+    """The parameter of the single chunk of 4 layers in PP2 VPP2, whose chunks hold one layer each: layer i is stage i
+    // 2 of rank i % 2.
+    """
     path = name.split(".", 1)[1]
     if path.startswith("decoder.layers."):
         layer = int(path.split(".")[2])

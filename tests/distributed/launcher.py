@@ -1,10 +1,11 @@
 """Run a function in N gloo processes and fail with the output of the first rank that failed.
 
-`run_distributed("package.module:function", num_processes, arguments)` starts N fresh interpreters. Each joins the default gloo group
-and calls `function(arguments)`. `arguments` and the value that rank 0's function returns are JSON. A folder holds each rank's output;
-the processes are killed at the deadline, and as soon as one of them fails.
+`run_distributed("package.module:function", num_processes, arguments)` starts N fresh interpreters. Each joins the
+default gloo group and calls `function(arguments)`. `arguments` and the value that rank 0's function returns are JSON. A
+folder holds each rank's output; the processes are killed at the deadline, and as soon as one of them fails.
 
-The target may also be a file: "/path/to/file.py:function" (`target_in(__file__, "function")`), so that workers can live beside their test.
+The target may also be a file: "/path/to/file.py:function" (`target_in(__file__, "function")`), so that workers can live
+beside their test.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def run_distributed(target: str, num_processes: int, arguments: Any = None, time
         return json.loads((folder / "result.json").read_text())
 
 
-def _start(target: str, rank: int, num_processes: int, port: int, folder: Path, timeout_s: float) -> subprocess.Popen[bytes]:
+def _start(
+    target: str, rank: int, num_processes: int, port: int, folder: Path, timeout_s: float
+) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     environment.update(
         RANK=str(rank),
@@ -69,7 +72,9 @@ def _start(target: str, rank: int, num_processes: int, port: int, folder: Path, 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
-        PYTHONPATH=os.pathsep.join(part for part in (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")) if part),
+        PYTHONPATH=os.pathsep.join(
+            part for part in (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")) if part
+        ),
     )
     with (folder / f"rank{rank}.log").open("wb") as output:
         command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), target, str(folder), str(timeout_s)]

@@ -24,7 +24,9 @@ CASES: list[dict[str, Any]] = [{"model": model, "layout": layout} for layout in 
 def test_every_layout_gives_the_logprobs_and_gradients_of_transformers(actor_references: str) -> None:
     """4 ranks, ragged packed batch, fp32 against fp64: log-probs, loss, every local gradient, gradient norm."""
     arguments = {"cases": CASES, "references": actor_references}
-    for case, errors in zip(CASES, run_distributed("actor_checks:parity_of_layouts", 4, arguments, timeout_s=280), strict=True):
+    for case, errors in zip(
+        CASES, run_distributed("actor_checks:parity_of_layouts", 4, arguments, timeout_s=280), strict=True
+    ):
         assert errors["logprob"] < 1e-5, (case, errors)
         assert errors["gradient"] < 1e-5, (case, errors)
         assert errors["loss"] < 1e-5 and errors["norm"] < 1e-5, (case, errors)

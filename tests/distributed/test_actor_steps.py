@@ -25,11 +25,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(actor_references: st
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2}])
-def test_no_rank_steps_when_one_gradient_is_not_finite(actor_references: str, layout: dict[str, Any]) -> None:
-    for name, (applied, num_changed, recovered) in run_distributed(
-        "actor_checks:guard", 2, {"references": actor_references, "layout": layout}, timeout_s=180
-    ).items():
+def test_no_rank_steps_when_one_gradient_is_not_finite(actor_references: str) -> None:
+    arguments = {"references": actor_references, "layouts": [{}, {"tensor": 2}, {"pipeline": 2}]}
+    results = run_distributed("actor_checks:guard", 2, arguments, timeout_s=180)
+    assert len(results) == 12
+    for name, (applied, num_changed, recovered) in results.items():
         assert not applied, name
         assert num_changed == 0, name
         assert recovered, name

@@ -37,4 +37,4 @@ def test_the_failing_rank_is_named_with_its_output() -> None:
 
 def test_the_deadline_ends_a_hang() -> None:
     with pytest.raises(TimeoutError, match="still ran"):
-        run_distributed(target_in(__file__, "hang"), 2, timeout_s=10)
+        run_distributed(target_in(__file__, "hang"), 2, timeout_s=8)

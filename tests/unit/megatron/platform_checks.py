@@ -1,6 +1,7 @@
-"""Applies every patch of the CPU platform but one, sees what megatron-core then cannot do, applies that one too, and sees it work.
+"""Applies every patch of the CPU platform but one, sees that megatron-core fails, applies that one too, sees it work.
 
-Run as a script in a fresh process, because patches are process-wide. Prints JSON: patch -> [fails without, works with, error without].
+Run as a script in a fresh process, because patches are process-wide. Prints JSON: patch -> [error without it, error
+with all], "" meaning none.
 """
 
 from __future__ import annotations

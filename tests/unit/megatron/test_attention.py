@@ -4,7 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_dapo.megatron.attention import PackedAttention, PackedSequences, _Pad, _Rotate, _Unpad, bucket_sequences, plan_attention
+from megatron_dapo.megatron.attention import (
+    PackedAttention,
+    PackedSequences,
+    _Pad,
+    _Rotate,
+    _Unpad,
+    bucket_sequences,
+    plan_attention,
+)
 from megatron_dapo.megatron.context import context_token_index
 
 HEADS, GROUPS, HEAD_DIM = 4, 2, 8
@@ -66,8 +74,10 @@ def test_context_ranks_together_attend_as_one(lengths: tuple[int, ...], context_
     for rank, index in enumerate(indices):
         plan = plan_attention(bounds, rank, context_size)
         assert plan.buckets[0].mask is not None
-        pad = [part if slots is None else _Pad.apply(part, slots) for part, slots in
-               ((query[index], plan.queries), (gathered_key, plan.keys), (gathered_value, plan.keys))]
+        pad = [
+            part if slots is None else _Pad.apply(part, slots)
+            for part, slots in ((query[index], plan.queries), (gathered_key, plan.keys), (gathered_value, plan.keys))
+        ]
         out = own_attention()._attend(*pad, plan.buckets)
         outputs.append(out if plan.queries is None else _Unpad.apply(out, plan.queries))
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
@@ -94,6 +104,8 @@ def test_rotation_is_the_complex_product_and_its_gradient_the_inverse() -> None:
     x = torch.randn(6, 2, HEAD_DIM, generator=generator, dtype=torch.float64, requires_grad=True)
     angles = torch.rand(6, 1, HEAD_DIM // 2, generator=generator, dtype=torch.float64)
     cos, sin = (torch.cat((part, part), dim=-1) for part in (angles.cos(), angles.sin()))
-    as_complex = torch.complex(x.detach()[..., : HEAD_DIM // 2], x.detach()[..., HEAD_DIM // 2 :]) * torch.exp(1j * angles)
+    as_complex = torch.complex(x.detach()[..., : HEAD_DIM // 2], x.detach()[..., HEAD_DIM // 2 :]) * torch.exp(
+        1j * angles
+    )
     torch.testing.assert_close(_Rotate.apply(x, cos, sin), torch.cat((as_complex.real, as_complex.imag), dim=-1))
     assert torch.autograd.gradcheck(lambda x: _Rotate.apply(x, cos, sin), (x,))

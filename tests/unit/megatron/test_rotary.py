@@ -30,4 +30,6 @@ def test_frequencies_are_those_of_transformers(scaling: RopeScaling | None, head
             "original_max_position_embeddings": scaling.original_max_position_embeddings,
         }
     config = LlamaConfig(hidden_size=head_dim * 2, num_attention_heads=2, head_dim=head_dim, rope_parameters=rope)
-    torch.testing.assert_close(inverse_frequencies(head_dim, theta, scaling), LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        inverse_frequencies(head_dim, theta, scaling), LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0
+    )
