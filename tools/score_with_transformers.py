@@ -48,7 +48,7 @@ def score(model_folder: Path, data: Path, num_samples: int, max_new_tokens: int,
     for _ in range(num_samples):
         answers = responses(model, tokenizer, [messages for messages, _ in problems], max_new_tokens, batch_size)
         for index, (text, is_truncated) in enumerate(answers):
-            is_right = not is_truncated and judge(text, problems[index][1]).accuracy > 0
+            is_right = not is_truncated and judge(text, problems[index][1]).outcome == "correct"
             by_problem[index] += is_right / num_samples
     mean = sum(by_problem) / len(by_problem)
     variance = sum((value - mean) ** 2 for value in by_problem) / max(1, len(by_problem) - 1)
