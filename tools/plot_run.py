@@ -1,0 +1,106 @@
+"""Draw a run's accuracy and response length over train steps as an SVG, from metrics.jsonl and evaluations.jsonl alone.
+
+    python tools/plot_run.py runs/quickstart docs/quickstart.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+WIDTH, HEIGHT = 760, 300
+LEFT, RIGHT, TOP, BOTTOM = 60, 60, 34, 44
+COLOURS = {"accuracy": "#1f6feb", "held_out": "#d1242f", "length": "#8c959f"}
+
+Points = Sequence[tuple[float, float]]
+
+
+def read_series(path: Path, name: str) -> list[tuple[float, float]]:
+    """(train step, value) of every record that has the metric."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(record["train_step"], record[name]) for record in records if record.get(name) is not None]
+
+
+class Axes:
+    """Maps train steps to x, and values between 0 and `top` to y."""
+
+    def __init__(self, last_step: float, top: float) -> None:
+        self.last_step, self.top = max(last_step, 1.0), top
+
+    def x(self, step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / self.last_step
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / self.top
+
+
+def polyline(points: Points, axes: Axes, colour: str) -> str:
+    path = " ".join(f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in points)
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+
+
+def dots(points: Points, axes: Axes, colour: str) -> list[str]:
+    parts = []
+    for step, value in points:
+        x, y = axes.x(step), axes.y(value)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
+        anchor = "start" if step < axes.last_step / 2 else "end"
+        parts.append(text(x, y - 10, f"{value:.2f}", colour, anchor))
+    return parts
+
+
+def text(x: float, y: float, content: str, colour: str = "#24292f", anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}">{content}</text>'
+
+
+def grid(accuracy: Axes, length: Axes) -> list[str]:
+    parts = []
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = accuracy.y(tick)
+        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#d0d7de"/>')
+        parts.append(text(LEFT - 8, y + 4, f"{tick:.2f}", anchor="end"))
+        parts.append(text(WIDTH - RIGHT + 8, y + 4, f"{tick * length.top:.0f}", COLOURS["length"], "start"))
+    for quarter in range(5):
+        step = round(accuracy.last_step * quarter / 4)
+        parts.append(text(accuracy.x(step), HEIGHT - BOTTOM + 18, str(step)))
+    return parts
+
+
+def draw(run_folder: Path) -> str:
+    """The SVG document."""
+    train = read_series(run_folder / "metrics.jsonl", "rollout/accuracy_generated")
+    lengths = read_series(run_folder / "metrics.jsonl", "rollout/response_tokens_mean")
+    held_out = read_series(run_folder / "evaluations.jsonl", "eval/avg_at_k")
+    last_step = max(step for step, _ in train)
+    accuracy = Axes(last_step, 1.0)
+    length = Axes(last_step, 40.0 * (1 + max(value for _, value in lengths) // 40))
+    legend = [
+        text(LEFT, 18, "accuracy of sampled responses", COLOURS["accuracy"], "start"),
+        text(WIDTH / 2, 18, "held-out accuracy", COLOURS["held_out"]),
+        text(WIDTH - RIGHT, 18, "response tokens, mean", COLOURS["length"], "end"),
+        text(WIDTH / 2, HEIGHT - 8, "train step"),
+    ]
+    body = [
+        *grid(accuracy, length),
+        polyline(lengths, length, COLOURS["length"]),
+        polyline(train, accuracy, COLOURS["accuracy"]),
+        *dots(held_out, accuracy, COLOURS["held_out"]),
+        *legend,
+    ]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
+    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>', *body, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("output", type=Path)
+    arguments = parser.parse_args()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(draw(arguments.run_folder), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
