@@ -240,6 +240,10 @@ class RewardConfig(Section):
     shadow_verifier: str = ""
     """A second verifier whose disagreements are logged and that never changes a reward. "": none."""
 
+    answer_format: str = "auto"
+    """What the start-up self-test takes the prompts to ask for: auto reads it from them, answer_line ("Answer: ..."), boxed, or a
+    template of your own with {answer}."""
+
     num_workers: int = 1
     """Verifier processes. Raise it when the reward phase shows in the step time."""
 

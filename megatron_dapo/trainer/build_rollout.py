@@ -57,8 +57,19 @@ class Driver:
 
 
 def build_engine(config: Config) -> DistributedEmbeddedEngine:
-    """This rank's embedded engine, driven by rank 0. It has no weights yet."""
+    """This rank's engine, driven by rank 0. It has no weights yet. Raises ValueError for one that does not exist."""
+    if config.rollout.engine not in _ENGINES:
+        raise ValueError(
+            f'rollout.engine = "{config.rollout.engine}" is not part of this version; set rollout.engine to one of: {", ".join(_ENGINES)}'
+        )
+    return _ENGINES[config.rollout.engine](config)
+
+
+def _embedded_engine(config: Config) -> DistributedEmbeddedEngine:
     return DistributedEmbeddedEngine(build_local_engine(config, config.model.path), dist.group.WORLD)
+
+
+_ENGINES = {"embedded": _embedded_engine}
 
 
 def build_local_engine(config: Config, model_folder: Path) -> EmbeddedEngine:
