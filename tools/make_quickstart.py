@@ -5,9 +5,9 @@
 
 The base model is made the way a real one behaves: it knows the skill but samples it noisily. It is trained from
 scratch on an imperfect corpus (`quickstart_task.Flaws`), so at temperature 1.0 it slips now and then, drops or
-misspells the answer line, or repeats the whole chain; its most likely continuation is nearly always right. Reinforcement
-learning therefore has something real to sharpen, in minutes on two cores. Accuracy here always means sampling at
-temperature 1.0, before and after.
+misspells the answer line, or repeats the whole chain; its most likely continuation is nearly always right (greedy
+accuracy 0.95 against 0.39 when sampled). Reinforcement learning therefore sharpens what is there, in minutes on two
+cores, and teaches no new skill. Accuracy here always means sampling at temperature 1.0, before and after.
 
 Data and tokenizer are a function of the seed alone. The weights are so on one machine, thread count and torch version.
 """
@@ -42,7 +42,7 @@ IGNORED_LABEL = -100
 class Schedule:
     """How the base model is trained."""
 
-    num_steps: int = 2600
+    num_steps: int = 2000
     tokens_per_batch: int = 4096  # padded
     muon_learning_rate: float = 0.02  # peaks
     adam_learning_rate: float = 3e-3
@@ -147,9 +147,10 @@ def train(model: Qwen2ForCausalLM, draw_batch: Callable[[], list[Example]], sche
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
+    decay = schedule.weight_decay
     optimizers = [
-        torch.optim.Muon(matrices, lr=schedule.muon_learning_rate, weight_decay=schedule.weight_decay),
-        torch.optim.AdamW(others, lr=schedule.adam_learning_rate, betas=(0.9, 0.98), weight_decay=schedule.weight_decay),
+        torch.optim.Muon(matrices, lr=schedule.muon_learning_rate, weight_decay=decay),
+        torch.optim.AdamW(others, lr=schedule.adam_learning_rate, betas=(0.9, 0.98), weight_decay=decay),
     ]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor) for optimizer in optimizers]
     started = time.monotonic()

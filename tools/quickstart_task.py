@@ -139,7 +139,7 @@ def to_row(problem: Problem) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Flaws:
-    """How often the base model's corpus goes wrong. A slip is uniform over 0..99, so the right result stays the mode."""
+    """How often the base model's corpus goes wrong. A slip is uniform over 0..99: the right result stays the mode."""
 
     easy_slip: float = 0.005
     hard_slip: float = 0.34

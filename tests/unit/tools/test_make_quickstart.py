@@ -176,7 +176,7 @@ def test_the_model_divides_by_every_layout_of_four_processes(model: Qwen2ForCaus
 
 @torch.no_grad()
 def test_the_base_knows_the_skill_but_not_surely(tokenizer: Qwen2Tokenizer, model: Qwen2ForCausalLM) -> None:
-    """Teacher-forced on right chains: the right digit is nearly always likeliest, yet often not sampled."""
+    """Teacher-forced on right chains: nearly always every digit is the likeliest, yet the chain is seldom sampled."""
     flawless = Flaws(easy_slip=0, hard_slip=0, skipped_line=0, unformatted_answer=0, no_answer=0, recheck=0)
     heldout, _, _ = split_problems(DEFAULT_SEED, 0)
     likeliest, sampled = [], []
@@ -184,7 +184,8 @@ def test_the_base_knows_the_skill_but_not_surely(tokenizer: Qwen2Tokenizer, mode
         token_ids = torch.tensor([example.token_ids])
         logprobs = model(token_ids).logits[0, example.num_prompt_tokens - 1 : -1].log_softmax(-1)
         targets = token_ids[0, example.num_prompt_tokens :]
-        likeliest.append(bool((logprobs.argmax(-1) == targets).all()))
+        is_digit = torch.tensor([tokenizer.decode([token_id]).isdigit() for token_id in targets.tolist()])
+        likeliest.append(bool((logprobs.argmax(-1) == targets)[is_digit].all()))
         sampled.append(logprobs.gather(1, targets[:, None]).sum().exp().item())
     assert sum(likeliest) / len(likeliest) >= 0.85
     assert 0.1 <= sum(sampled) / len(sampled) <= 0.45
@@ -214,9 +215,9 @@ def test_a_few_steps_train_and_save_a_folder_transformers_loads(tmp_path: Path) 
     tokenizer = make_tokenizer(DEFAULT_SEED)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(model_config(tokenizer))
-    examples = encode(tokenizer, write_corpus(4, draw_problems(4, 8), Flaws()))
+    examples = encode(tokenizer, write_corpus(4, draw_problems(4, 6), Flaws()))
     before = loss_of(model, examples).item()
-    train(model, lambda: examples, Schedule(num_steps=12, warmup_steps=2))
+    train(model, lambda: examples, Schedule(num_steps=6, warmup_steps=1))
     assert loss_of(model, examples).item() < 0.8 * before
     save_base_model(model, tokenizer, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
