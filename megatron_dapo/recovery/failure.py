@@ -30,7 +30,8 @@ class Failure:
 def failure_of(rank: int, error: BaseException) -> Failure:
     """The record of an exception."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Failure(rank=rank, kind="exception", message=f"{type(error).__name__}: {error}", detail=lines)
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    return Failure(rank=rank, kind="exception", message=message, detail=lines)
 
 
 def record_failure(run_folder: Path, failure: Failure) -> bool:

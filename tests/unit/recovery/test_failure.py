@@ -20,3 +20,9 @@ def test_first_failure_wins_and_all_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "failure_rank_0.json").is_file()
     clear_failures(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_message_of_several_lines_becomes_one() -> None:
+    failure = failure_of(2, ValueError("such as\n  first\n  second\nFix: this"))
+    assert failure.message == "ValueError: such as first second Fix: this"
+    assert last_line(failure) == f"first failure: rank 2, exception: {failure.message}"

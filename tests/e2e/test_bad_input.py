@@ -1,0 +1,129 @@
+"""Bad input through the command: a non-zero exit, a last line that names the cause, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from whole_runs import NO_EVALUATION, checkpoint_names, train
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An input that must be refused before any process is started, and what the message must name."""
+
+    overrides: tuple[str, ...]
+    named: tuple[str, ...]
+    layout: str = "tp1"
+
+
+REFUSALS = {
+    "missing model folder": Refusal(("model.path=/no/such/model",), ("model.path", "/no/such/model")),
+    "missing data file": Refusal(("data.train_paths=['/no/such.jsonl']",), ("data.train_paths", "/no/such.jsonl")),
+    "batch that does not divide": Refusal(
+        ("training.mini_batch_prompts=4",), ("training.mini_batch_prompts", "rollout.prompts_per_step", "4", "6")
+    ),
+    "too few processes": Refusal(("parallel.tensor=2", "parallel.num_processes=1"), ("start 2 processes", "processes = 1"), layout=""),
+    "unknown key": Refusal(("rollout.group_sise=4",), ("group_sise", "group_size")),
+    "heads that do not divide": Refusal((), ("parallel.tensor", "3"), layout="tp3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_before_anything_starts(case: str, recipe: Path, tmp_path: Path) -> None:
+    refusal = REFUSALS[case]
+    outcome = train(recipe, tmp_path / "run", refusal.layout, *refusal.overrides)
+    assert outcome.code == 2
+    assert outcome.lines[0].startswith("error: ")
+    for name in refusal.named:
+        assert name in outcome.last, outcome.text
+    assert not (tmp_path / "run").exists()
+
+
+def copied_model(recipe: Path, tmp_path: Path) -> Path:
+    source = next(line for line in recipe.read_text().splitlines() if line.startswith("path = ")).split('"')[1]
+    return Path(shutil.copytree(source, tmp_path / "model"))
+
+
+def truncated_weights(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
+    model = copied_model(recipe, tmp_path)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5000])
+    return (f"model.path={model}",)
+
+
+def unknown_architecture(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
+    model = copied_model(recipe, tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "mamba2"}))
+    return (f"model.path={model}",)
+
+
+def rows(recipe: Path) -> list[dict]:
+    return [json.loads(line) for line in (recipe.parent / "train.jsonl").read_text().splitlines()]
+
+
+def data(tmp_path: Path, changed: list[dict]) -> tuple[str, ...]:
+    path = tmp_path / "changed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    return (f"data.train_paths=['{path}']",)
+
+
+def without_column(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
+    return data(tmp_path, [{key: value for key, value in row.items() if key != "reward_model"} for row in rows(recipe)])
+
+
+def useless_gold(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
+    changed = rows(recipe)
+    changed[3]["reward_model"]["ground_truth"] = ""
+    return data(tmp_path, changed)
+
+
+def boxed_prompts(recipe: Path, tmp_path: Path) -> tuple[str, ...]:
+    changed = rows(recipe)
+    for row in changed:
+        row["prompt"] = [{"role": "user", "content": "Put your final answer within \\boxed{}. What is 1 + 1?"}]
+        row["prompt"][0]["content"] += f" And {row['extra_info']}?"
+    return data(tmp_path, changed)
+
+
+# How the input is spoilt, and what the last line must name.
+SPOILT: dict[str, tuple[Callable[[Path, Path], tuple[str, ...]], tuple[str, ...]]] = {
+    "truncated safetensors": (truncated_weights, ("model.safetensors",)),
+    "unknown architecture": (unknown_architecture, ("model_type 'mamba2' is not supported", "qwen2")),
+    "data without a column": (without_column, ("changed.jsonl", "reward_model")),
+    "gold that cannot be parsed": (useless_gold, ("changed.jsonl, line 4: unparsable gold answer",)),
+    "prompts in another format than the verifier's": (boxed_prompts, ("self-test", "dapo", "boxed")),
+}
+
+
+@pytest.fixture(scope="module")
+def spoilt_runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
+    """The outcome and the folder of every spoilt run; two at a time, as each is one process."""
+    folders = {case: tmp_path_factory.mktemp("spoilt") for case in SPOILT}
+
+    def outcome(case: str) -> tuple:
+        overrides = SPOILT[case][0](recipe, folders[case])
+        return train(recipe, folders[case] / "run", "tp1", *NO_EVALUATION, *overrides), folders[case] / "run"
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SPOILT, pool.map(outcome, SPOILT), strict=True))
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_found_while_starting(case: str, spoilt_runs: dict[str, tuple]) -> None:
+    outcome, folder = spoilt_runs[case]
+    assert outcome.code not in (0, None)
+    assert outcome.last.startswith("first failure: rank 0, exception: ValueError: "), outcome.text
+    for name in SPOILT[case][1]:
+        assert name in outcome.last, outcome.last
+    assert checkpoint_names(folder) == []
+    assert not (folder / "huggingface").exists() and not (folder / "summary.json").exists()
+    assert json.loads((folder / "failure.json").read_text())["detail"].startswith("Traceback")

@@ -1,0 +1,137 @@
+"""What a run leaves when it ends: summary, metrics, samples, TensorBoard, and a model that plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from whole_runs import Finished, lines_of, run_command
+
+from megatron_dapo.proof.compare_runs import run_differences
+from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS
+
+pytestmark = pytest.mark.timeout(240)
+
+NUM_STEPS, GROUPS, GROUP_SIZE, EVALUATED = 5, 6, 4, [0, 2, 4, 5]
+
+
+def test_summary_says_what_was_gained(finished: Finished) -> None:
+    summary = json.loads((finished.folder / "summary.json").read_text())
+    evaluations = {record["train_step"]: record for record in lines_of(finished.folder / "evaluations.jsonl")}
+    assert summary["layout"] == "TP2 PP1 CP1 DP1" and summary["stopped"] == "finished"
+    assert (summary["train_steps"], summary["optimizer_steps"]) == (NUM_STEPS, NUM_STEPS * GROUPS // 2)
+    assert summary["accuracy_before"] == evaluations[0]["eval/avg_at_k"]
+    assert summary["accuracy_after"] == evaluations[NUM_STEPS]["eval/avg_at_k"]
+    times = [record["time/step"] for record in lines_of(finished.folder / "metrics.jsonl")]
+    assert summary["train_seconds"] == pytest.approx(sum(times), rel=1e-6)
+    assert summary["samples_per_s"] == pytest.approx(NUM_STEPS * GROUPS * GROUP_SIZE / sum(times), rel=1e-6)
+    assert summary["train_seconds"] < summary["total_seconds"]
+    assert summary["extra"]["lost_records"] == 0
+    for folder in summary["folders"].values():
+        assert Path(folder).exists(), folder
+    assert not list(finished.folder.glob("failure*"))
+
+
+def test_every_step_is_on_record_once_and_complete(finished: Finished) -> None:
+    metrics = lines_of(finished.folder / "metrics.jsonl")
+    assert [record["train_step"] for record in metrics] == list(range(1, NUM_STEPS + 1))
+    for record in metrics:
+        assert list(record)[1:] == list(STEP_METRICS) and None not in record.values()
+        phases = sum(value for name, value in record.items() if name.startswith("time/") and name != "time/step")
+        assert phases == pytest.approx(record["time/step"], rel=1e-6)
+        # Sampling, the trainer's forward pass and the packing all speak of the same tokens of the same weights.
+        assert record["mismatch/abs_logprob_diff_mean"] < (1e-5 if record["rollout/staleness_max"] == 0 else 0.5)
+    evaluations = lines_of(finished.folder / "evaluations.jsonl")
+    assert [record["train_step"] for record in evaluations] == EVALUATED
+    assert all(list(record)[1:] == list(EVALUATION_METRICS) for record in evaluations)
+    assert sorted(path.name for path in (finished.folder / "evaluations").iterdir()) == [
+        f"step_{step:06d}.json" for step in EVALUATED
+    ]
+
+
+def test_every_trained_response_is_among_the_samples_once(finished: Finished) -> None:
+    samples = lines_of(finished.folder / "samples.jsonl")
+    ids = [record["sample_id"] for record in samples]
+    assert len(set(ids)) == len(ids) == NUM_STEPS * GROUPS * GROUP_SIZE
+    for record in samples:
+        assert record["reward"] == pytest.approx(sum(record["reward_parts"].values()))
+        versions = [part["version"] for part in record["versions"]]
+        assert versions and all(record["train_step"] - 2 <= version < record["train_step"] for version in versions)
+    for step in range(1, NUM_STEPS + 1):
+        assert sum(record["train_step"] == step for record in samples) == GROUPS * GROUP_SIZE
+
+
+def test_tensorboard_holds_the_same_numbers(finished: Finished) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished.folder / "tensorboard"))
+    events.Reload()
+    for name in ("actor/loss", "reward/mean", "progress/policy_version"):
+        written = {record["train_step"]: record[name] for record in lines_of(finished.folder / "metrics.jsonl")}
+        assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(written, rel=1e-6)
+
+
+def gathered(folder: Path, num_layers: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """The model in a TP2 checkpoint under Hugging Face names, put together by hand."""
+    ranks = [
+        {name.removeprefix("parameter/0."): tensor for name, tensor in load_file(folder / f"rank_{rank:05d}.safetensors").items()}
+        for rank in (0, 1)
+    ]
+
+    def rows(name: str) -> torch.Tensor:
+        return torch.cat([rank[name] for rank in ranks])
+
+    def columns(name: str) -> torch.Tensor:
+        return torch.cat([rank[name] for rank in ranks], dim=1)
+
+    model = {"model.embed_tokens.weight": rows("embedding.word_embeddings.weight")[:vocab_size]}
+    model["model.norm.weight"] = ranks[0]["decoder.final_layernorm.weight"]
+    for layer in range(num_layers):
+        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        model[f"{theirs}input_layernorm.weight"] = ranks[0][f"{ours}self_attention.linear_qkv.layer_norm_weight"]
+        model[f"{theirs}post_attention_layernorm.weight"] = ranks[0][f"{ours}mlp.linear_fc1.layer_norm_weight"]
+        model[f"{theirs}self_attn.o_proj.weight"] = columns(f"{ours}self_attention.linear_proj.weight")
+        model[f"{theirs}mlp.down_proj.weight"] = columns(f"{ours}mlp.linear_fc2.weight")
+        halves = [rank[f"{ours}mlp.linear_fc1.weight"].chunk(2) for rank in ranks]
+        model[f"{theirs}mlp.gate_proj.weight"] = torch.cat([gate for gate, _ in halves])
+        model[f"{theirs}mlp.up_proj.weight"] = torch.cat([up for _, up in halves])
+    return model
+
+
+def test_export_is_the_last_checkpoint_and_plain_transformers_loads_it(finished: Finished) -> None:
+    export = finished.folder / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    state, config = model.state_dict(), model.config
+    checkpoint = finished.folder / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    expected = gathered(checkpoint, config.num_hidden_layers, config.vocab_size)
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+    resolved = json.loads((finished.folder / "config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(resolved["config"]["model"]["path"])
+    assert all(not torch.equal(base.state_dict()[name], tensor) for name, tensor in expected.items())
+    assert base.state_dict().keys() == state.keys()
+
+
+def test_evaluating_the_export_alone_gives_the_summary_s_accuracy(finished: Finished, recipe: Path, tmp_path: Path) -> None:
+    outcome = run_command("eval", str(recipe), "--model", str(finished.folder / "huggingface"), "--output", str(tmp_path / "e.json"))
+    assert outcome.code == 0, outcome.text
+    summary = json.loads((finished.folder / "summary.json").read_text())
+    assert f"avg@2: {summary['accuracy_after']:.4f}" in outcome.text
+    of_the_run = json.loads((finished.folder / "evaluations" / f"step_{NUM_STEPS:06d}.json").read_text())
+    alone = json.loads((tmp_path / "e.json").read_text())
+    assert alone["metrics"] == of_the_run["metrics"] and alone["rates"] == of_the_run["rates"]
+
+
+def test_a_finished_run_started_again_only_writes_its_end_anew(finished: Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(finished.folder, folder)
+    (folder / "summary.json").unlink()
+    run = finished.run(folder)
+    assert run.wait() == 0, run.last_words()
+    assert next(run_differences(finished.folder, folder), "") == ""
+    assert json.loads((folder / "summary.json").read_text())["train_steps"] == NUM_STEPS

@@ -1,0 +1,105 @@
+"""A run that was killed, stopped by a signal or robbed of a checkpoint ends exactly as the run that was not."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, Finished, checkpoint_names, lines_of, train
+
+from megatron_dapo.proof.compare_runs import checkpoint_steps, run_differences
+from megatron_dapo.proof.resume import ResumeProofSettings, Run, kill_after, make_reference, resume_and_compare
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def killed_and_resumed(settings: ResumeProofSettings, reference: Path, folder: Path, seconds: float) -> str:
+    """What differs from the reference after a kill so long after start-up. A run that was faster than that is the reference."""
+    killed = kill_after(settings, folder, seconds)
+    if killed is None:
+        return next(run_differences(reference, folder), "")
+    *_, left = killed
+    assert not left, f"outlived the kill: {left}"
+    assert not (folder / "summary.json").exists()
+    return resume_and_compare(settings, reference, folder)[1]
+
+
+def test_kill_and_resume_with_tensor_parallelism(finished: Finished, tmp_path: Path) -> None:
+    seconds = random.uniform(0.1, 0.95) * finished.seconds
+    difference = killed_and_resumed(finished.settings, finished.folder, tmp_path / "killed", seconds)
+    assert difference == "", f"killed {seconds:.3f} s after start-up"
+
+
+def test_kill_and_resume_with_data_parallelism(recipe: Path, tmp_path: Path) -> None:
+    settings = ResumeProofSettings(recipe, "dp2", tmp_path, ("run.total_steps=3",), run_timeout_s=RUN_TIMEOUT_S)
+    reference, _, duration = make_reference(settings)
+    seconds = random.uniform(0.1, 0.95) * duration
+    difference = killed_and_resumed(settings, reference, tmp_path / "killed", seconds)
+    assert difference == "", f"killed {seconds:.3f} s after start-up"
+
+
+def signalled(run: Run, signum: int, after_steps: int) -> int:
+    """The exit code of a run that got a signal once so many steps were on record."""
+    metrics = run.folder / "metrics.jsonl"
+    assert run.wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= after_steps), run.last_words()
+    run.process.send_signal(signum)
+    return run.wait()
+
+
+def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_to_the_same_end(finished: Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "stopped"
+    # Without an interval only the end and a signal save.
+    rare = "checkpoint.interval=0"
+    for signum, least in ((signal.SIGTERM, 1), (signal.SIGINT, 2)):
+        start = time.monotonic()
+        run = finished.run(folder, rare)
+        assert signalled(run, signum, least) == 0, run.last_words()
+        assert time.monotonic() - start < RUN_TIMEOUT_S
+        summary = json.loads((folder / "summary.json").read_text())
+        steps = [record["train_step"] for record in lines_of(folder / "metrics.jsonl")]
+        assert summary["stopped"] == "stopped by a signal" and summary["train_steps"] == steps[-1] == len(steps)
+        assert steps[-1] >= least and checkpoint_steps(folder / "checkpoints")[-1] == steps[-1]
+        assert not (folder / "huggingface").exists(), "only a run that came to its end exports"
+    run = finished.run(folder, rare)
+    assert run.wait() == 0, run.last_words()
+    assert next(run_differences(finished.folder, folder), "") == ""
+
+
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def test_a_corrupt_checkpoint_is_passed_over_and_said_so(finished: Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "corrupt"
+    shutil.copytree(finished.folder, folder)
+    for step in (1, 2, 5):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:06d}")
+    flip_a_byte(folder / "checkpoints" / "step_000004" / "rank_00001.safetensors")
+    run = finished.run(folder)
+    assert run.wait() == 0, run.last_words()
+    log = run.log.read_text()
+    assert "step_000004: contents of rank_00001.safetensors changed since they were written; trying the one before" in log
+    assert "checkpoints/step_000003" in log.partition("continuing from ")[2].splitlines()[0]
+    assert next(run_differences(finished.folder, folder), "") == ""
+
+
+def test_without_any_whole_checkpoint_the_run_refuses(finished: Finished, recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(finished.folder / "checkpoints", folder / "checkpoints")
+    for step in (1, 2, 3):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:06d}")
+    flip_a_byte(folder / "checkpoints" / "step_000004" / "rank_00000.safetensors")
+    (folder / "checkpoints" / "step_000005" / "manifest.json").unlink()
+    before = checkpoint_names(folder)
+    outcome = train(recipe, folder, "tp1", *NO_EVALUATION)
+    assert outcome.code != 0
+    assert outcome.last.startswith("first failure: rank 0") and f"none of the checkpoints in {folder}" in outcome.last
+    assert "step_000004" in outcome.last and "step_000005: no manifest.json" in outcome.last
+    assert checkpoint_names(folder) == before, "a checkpoint that cannot be read is not deleted"

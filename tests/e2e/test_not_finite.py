@@ -1,0 +1,25 @@
+"""A loss that is NaN on one rank: no rank steps, it is counted, training goes on, and after several in a row it stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launcher import run_distributed, target_in
+from whole_runs import NO_EVALUATION
+
+WORKER = target_in(str(Path(__file__).with_name("not_finite_worker.py")), "run")
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_one_rank_s_nan_holds_every_rank_back(tensor: int, recipe: Path) -> None:
+    arguments = {"recipe": str(recipe), "overrides": [*NO_EVALUATION, f"parallel.tensor={tensor}"]}
+    for rank, seen in enumerate(run_distributed(WORKER, 2, arguments, timeout_s=120)):
+        clean, nan_on_1, nan_on_0, clean_again = seen["changed"]
+        assert clean > 0 and clean_again > 0, rank
+        assert nan_on_1 == nan_on_0 == 0, rank
+        assert seen["after_recovery"] == {"optimizer_steps": 2, "skipped_steps": 2, "consecutive_skips": 0}, rank
+        assert "3 optimizer steps in a row" in seen["error"], rank
+        assert seen["at_the_end"] == {"optimizer_steps": 2, "skipped_steps": 5, "consecutive_skips": 3}, rank
+        assert seen["changed_at_the_end"] == 0, rank

@@ -1,0 +1,84 @@
+"""Starting the command in processes of its own, with a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.proof.resume import ResumeProofSettings, Run
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_TIMEOUT_S = 150.0
+COMMAND_TIMEOUT_S = 120.0
+
+NO_EVALUATION = ("data.eval_paths=[]", "evaluation.at_start=false", "evaluation.at_end=false", "evaluation.interval=0")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that was never interrupted, and what it takes to make another of the same configuration."""
+
+    settings: ResumeProofSettings
+    folder: Path
+    seconds: float  # after start-up
+
+    def run(self, folder: Path, *extra: str) -> Run:
+        return Run(self.settings, folder, extra)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left on the terminal."""
+
+    code: int
+    lines: tuple[str, ...]
+
+    @property
+    def last(self) -> str:
+        return self.lines[-1] if self.lines else ""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def run_command(*arguments: str, limit: Callable[[], None] | None = None) -> Outcome:
+    """`megatron-dapo ARGUMENTS`, both outputs in one, to its end. `limit` is called in the new process before it starts."""
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, preexec_fn=limit
+    )
+    try:
+        output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
+    finally:
+        process.kill()
+    return Outcome(process.returncode, tuple(line for line in output.splitlines() if line.strip()))
+
+
+def train(recipe: Path, folder: Path, layout: str, *overrides: str, limit: Callable[[], None] | None = None) -> Outcome:
+    """`megatron-dapo train` to its end; `layout` "" leaves it to the recipe."""
+    arguments = [str(recipe), *(["--layout", layout] if layout else []), "--run-folder", str(folder), *sets(overrides)]
+    return run_command("train", *arguments, limit=limit)
+
+
+def sets(overrides: Sequence[str]) -> list[str]:
+    """`--set` for each."""
+    return [part for override in overrides for part in ("--set", override)]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    """What lies in a run's checkpoint folder."""
+    checkpoints = folder / "checkpoints"
+    return sorted(entry.name for entry in checkpoints.iterdir()) if checkpoints.is_dir() else []
