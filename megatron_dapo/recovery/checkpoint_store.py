@@ -45,7 +45,18 @@ def alone(ok: bool) -> bool:
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or none can be loaded; the message says which, why and what is left."""
+    """A checkpoint could not be written or none can be loaded; the message says which, why and what is left.
+
+    `is_consequence`: this rank did nothing wrong, another one's message says why.
+    """
+
+    is_consequence = False
+
+
+def _consequence(message: str) -> CheckpointError:
+    error = CheckpointError(message)
+    error.is_consequence = True
+    return error
 
 
 @dataclass(frozen=True)
@@ -259,7 +270,10 @@ def save_checkpoint(
         if not agree(problem is None):
             if rank == 0:
                 store.abandon(step)
-            raise CheckpointError(_save_message(store, step, problem)) from problem
+            message = _save_message(store, step, problem)
+            if problem is None:
+                raise _consequence(message)
+            raise CheckpointError(message) from problem
     return store.path(step)
 
 
@@ -295,6 +309,7 @@ def newest_valid(
         store.clean()
     agree(True)
     reasons = []
+    found_here = False
     for step in store.steps():
         problem = _problem(store, step, rank, num_ranks)
         if agree(problem is None):
@@ -302,11 +317,13 @@ def newest_valid(
         reason = problem or f"checkpoint {store.path(step)}: another rank found it broken"
         logger.warning("%s; trying the one before", reason)
         reasons.append(reason)
+        found_here = found_here or problem is not None
     if reasons:
-        raise CheckpointError(
+        message = (
             f"none of the checkpoints in {store.folder} can be loaded: {'; '.join(reasons)}. "
             "Restore one, or start anew with another run.folder"
         )
+        raise CheckpointError(message) if found_here else _consequence(message)
     return None
 
 

@@ -1,6 +1,7 @@
 """The first root cause of a failed run, in failure.json and as the last line printed.
 
-Once one rank fails, the others fail because of it. The first to record wins; every rank's own record is kept beside it.
+Once one rank fails, the others fail because of it. The first to record wins; every rank's own record is kept beside it. An error that
+says of itself that its cause is elsewhere (`is_consequence`) never wins.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["exception", "deadline", "signal"]
+Kind = Literal["exception", "consequence", "deadline", "signal"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     """The record of an exception."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     message = " ".join(f"{type(error).__name__}: {error}".split())
-    return Failure(rank=rank, kind="exception", message=message, detail=lines)
+    kind: Kind = "consequence" if getattr(error, "is_consequence", False) else "exception"
+    return Failure(rank=rank, kind=kind, message=message, detail=lines)
 
 
 def record_failure(run_folder: Path, failure: Failure) -> bool:
@@ -41,6 +43,8 @@ def record_failure(run_folder: Path, failure: Failure) -> bool:
     partial = own.with_suffix(".tmp")
     partial.write_text(json.dumps(asdict(failure), indent=1), encoding="utf-8")
     os.replace(partial, own)
+    if failure.kind == "consequence":
+        return False
     try:
         os.link(own, run_folder / "failure.json")  # fails if another rank was first
     except FileExistsError:
@@ -49,9 +53,15 @@ def record_failure(run_folder: Path, failure: Failure) -> bool:
 
 
 def read_failure(run_folder: Path) -> Failure | None:
-    """The first root cause, or None where no process recorded one."""
+    """The first root cause (where only consequences are on record, the first of them), or None where nothing is."""
     path = run_folder / "failure.json"
-    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if path.is_file():
+        return _read(path)
+    return min(map(_read, run_folder.glob("failure_rank_*.json")), key=lambda failure: failure.time, default=None)
+
+
+def _read(path: Path) -> Failure:
+    return Failure(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def clear_failures(run_folder: Path) -> None:

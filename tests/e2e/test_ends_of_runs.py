@@ -77,7 +77,7 @@ def test_the_modes_agree_on_what_came_before(exhausted: dict) -> None:
 
 
 def test_a_pipeline_is_one_flag_away(finished: Finished, recipe: Path, tmp_path: Path) -> None:
-    outcome = train(recipe, tmp_path / "pp2", "pp2", *NO_EVALUATION, "run.total_steps=1")
+    outcome = train(recipe, tmp_path / "pp2", "pp2", *NO_EVALUATION, "run.total_steps=1", "optimizer.schedule=constant")
     assert outcome.code == 0, outcome.text
     assert json.loads((tmp_path / "pp2" / "summary.json").read_text())["layout"] == "TP1 PP2 CP1 DP1"
     ours = lines_of(tmp_path / "pp2" / "metrics.jsonl")[0]
