@@ -289,7 +289,7 @@ class OffPolicyConfig(Section):
     """Upper bound of w."""
 
     normalise: bool = False
-    """Divide the weights by their mean over the rollout batch, after cutting."""
+    """Divide the weights by their mean over the optimizer mini-batch, after cutting."""
 
 
 class AlgorithmConfig(Section):
