@@ -3,10 +3,10 @@ bridge.
 
 One tick is one forward pass that gives every active row its next token. A row that finishes is replaced at once (by the
 last active row, then by a waiting request), so short responses never wait for long ones. All requests of a group share
-one prefill.
+one prompt, computed and kept once.
 
 A prompt is prefilled without its last token; that one goes through the first ordinary tick. So there is one place where
-tokens are drawn, and a request with the same prompt as a running one costs only a copy.
+tokens are drawn, and a request with the same prompt as a running one costs nothing to start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,15 @@ from transformers.initialization import no_init_weights
 
 from megatron_dapo.engines.base import check_request, check_request_ids
 from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
-from megatron_dapo.engines.slot_cache import SlotCache, register_attention
+from megatron_dapo.engines.slot_cache import Sharing, SlotCache, register_attention
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Rows of the integer state [5, slots].
-_TOKEN, _POSITION, _LAST, _SEED, _TOP_K = range(5)
+# Rows of the integer state [6, slots]: the token that goes through the next tick; how many response tokens there are
+# (its column) and at most will be; how many tokens of the prompt are in the prefix; what sampling needs.
+_TOKEN, _COLUMN, _LIMIT, _PREFIX, _SEED, _TOP_K = range(6)
 # Rows of the float state [2, slots].
 _TEMPERATURE, _TOP_P = range(2)
 
@@ -57,23 +58,26 @@ class EmbeddedEngineSettings:
 
 @dataclass
 class _Prefix:
-    """A prompt whose keys and values stand in the slots of these rows, all computed by one policy version."""
+    """A prompt whose keys and values, without the last token, stand in prefix slot `index`; computed by one version."""
 
-    rows: dict[int, _Row] = field(default_factory=dict)  # by id(row), in order of admission
+    tokens: tuple[int, ...]  # of the whole prompt
+    index: int = -1
+    num_rows: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens in the slot."""
+        return len(self.tokens) - 1
 
 
 @dataclass
 class _Row:
-    """An active sequence: slot `index`; `starts` are (first response token, version) marks."""
+    """An active response: slot `index`; `starts` are (first response token, version) marks."""
 
     request: GenerationRequest
     index: int
     prefix: _Prefix
     starts: list[tuple[int, int]]
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt_ids)
 
 
 class EmbeddedEngine:
@@ -92,7 +96,8 @@ class EmbeddedEngine:
         self._waiting: deque[GenerationRequest] = deque()
         self._request_ids: set[str] = set()
         self._rows: list[_Row] = []
-        self._prefixes: dict[tuple[int, ...], _Prefix] = {}
+        self._prefixes: list[_Prefix] = []  # by slot
+        self._current: dict[tuple[int, ...], _Prefix] = {}  # those of the policy version served, by prompt
         self._allocate(config)
 
     @classmethod
@@ -117,7 +122,7 @@ class EmbeddedEngine:
             dtype=settings.dtype,
             device=device,
         )
-        self._integers = torch.zeros(5, settings.max_slots, dtype=torch.int64, device=device)
+        self._integers = torch.zeros(6, settings.max_slots, dtype=torch.int64, device=device)
         self._floats = torch.ones(2, settings.max_slots, dtype=torch.float32, device=device)
         self._stops = torch.full((settings.max_slots, 1), -1, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(settings.max_slots, settings.max_length, dtype=torch.int64, device=device)
@@ -126,7 +131,11 @@ class EmbeddedEngine:
         self._columns = torch.arange(settings.max_length, device=device)
         self._visible = torch.zeros((), dtype=settings.dtype, device=device)
         self._hidden = torch.full((), float("-inf"), dtype=settings.dtype, device=device)
-        self._span = 0  # columns in use by the longest active row
+        # What a tick keeps about the set of active rows, see _refresh.
+        self._span = 0  # response columns in use by the longest row
+        self._prefix_span = 0  # columns of the longest prefix
+        self._past_prefix = torch.zeros(0, 0, dtype=torch.bool, device=device)  # [B, prefix_span]: not the row's prompt
+        self._sharing: Sharing | None = None
         self._sampling: RowSampling | None = None
 
     # Weights
@@ -155,9 +164,9 @@ class EmbeddedEngine:
                 "the weight synchronisation left them out or the policy has diverged"
             )
         if version != self._version:
-            self._prefixes.clear()
-            for row, position in zip(self._rows, self._integers[_POSITION].tolist(), strict=False):
-                row.starts.append((position + 1 - row.prompt_length, version))
+            self._current.clear()
+            for row, num_tokens in zip(self._rows, self._integers[_COLUMN].tolist(), strict=False):
+                row.starts.append((num_tokens, version))
         self._version = version
 
     # RolloutEngine
@@ -210,8 +219,8 @@ class EmbeddedEngine:
         self._rows.clear()
         self._waiting.clear()
         self._prefixes.clear()
+        self._current.clear()
         self._request_ids.clear()
-        self._span = 0
         return completions
 
     # One tick
@@ -220,25 +229,28 @@ class EmbeddedEngine:
         """One token for every active row; the bool mask [B] of rows that finished, or None."""
         assert self._sampling is not None, "rows were admitted without sampling parameters"
         state = self._integers[:, : len(self._rows)]
-        logits = self._forward(state[_TOKEN], state[_POSITION])
-        position = state[_POSITION].add_(1)
+        column = state[_COLUMN]
+        position = state[_PREFIX] + column
+        logits = self._forward(state[_TOKEN], position, column)
         # Random numbers are keyed by the absolute position: a response resumed from its prefix continues the same
         # stream.
-        tokens, logprobs = draw(logits, self._sampling, uniforms(state[_SEED], position))
+        tokens, logprobs = draw(logits, self._sampling, uniforms(state[_SEED], position + 1))
         if not bool(torch.isfinite(logprobs).all()):
             raise RuntimeError(f"policy version {self._version} gave logits that are not finite: it has diverged")
-        cells = self._row_start[: len(self._rows)] + position
+        cells = self._row_start[: len(self._rows)] + column
         self._tokens.view(-1).index_copy_(0, cells, tokens)
         self._logprobs.view(-1).index_copy_(0, cells, logprobs)
         state[_TOKEN].copy_(tokens)
+        column.add_(1)
         self._span += 1
-        done = (position >= state[_LAST]) | (tokens[:, None] == self._stops[: len(self._rows)]).any(-1)
+        done = (column >= state[_LIMIT]) | (tokens[:, None] == self._stops[: len(self._rows)]).any(-1)
         return done if bool(done.any()) else None
 
-    def _forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] after token tokens[r] at column position[r] of row r."""
-        self._cache.begin_decode(position, self._span)
-        hidden = self._columns[: self._span] > position[:, None]
+    def _forward(self, tokens: torch.Tensor, position: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] after token tokens[r] at position[r], which is response column column[r] of row r."""
+        assert self._sharing is not None, "rows were admitted without prefixes"
+        self._cache.begin_decode(column, self._span, self._sharing, self._prefix_span)
+        hidden = torch.cat((self._past_prefix, self._columns[: self._span] > column[:, None]), dim=1)
         mask = torch.where(hidden, self._hidden, self._visible)[:, None, None, :]
         output = self._model(
             input_ids=tokens[:, None],
@@ -258,10 +270,9 @@ class EmbeddedEngine:
         for index in indices:
             row = self._rows[index]
             self._request_ids.discard(row.request.request_id)
-            row.prefix.rows.pop(id(row))
-            if not row.prefix.rows and self._prefixes.get(row.request.prompt_ids) is row.prefix:
-                del self._prefixes[row.request.prompt_ids]
+            row.prefix.num_rows -= 1
         self._compact(set(indices))
+        self._drop_prefixes()
         self._refresh()
         return completions
 
@@ -271,13 +282,13 @@ class EmbeddedEngine:
         return "stop" if last in self._rows[index].request.sampling.stop_token_ids else "length"
 
     def _completion(self, row: _Row, reason: FinishReason) -> Completion:
-        start, end = row.prompt_length, int(self._integers[_POSITION, row.index]) + 1
+        num_tokens = int(self._integers[_COLUMN, row.index])
         return Completion(
             request_id=row.request.request_id,
-            token_ids=tuple(self._tokens[row.index, start:end].tolist()),
-            logprobs=tuple(self._logprobs[row.index, start:end].tolist()),
+            token_ids=tuple(self._tokens[row.index, :num_tokens].tolist()),
+            logprobs=tuple(self._logprobs[row.index, :num_tokens].tolist()),
             finish_reason=reason,
-            versions=_version_ranges(row.starts, end - start),
+            versions=_version_ranges(row.starts, num_tokens),
         )
 
     def _compact(self, removed: set[int]) -> None:
@@ -286,26 +297,41 @@ class EmbeddedEngine:
         movers = [index for index in range(num_left, len(self._rows)) if index not in removed]
         if holes:
             to, source = self._index(holes), self._index(movers)
-            self._cache.move(source, to, self._span)
             for state in (self._integers, self._floats):
                 state[:, to] = state[:, source]
             self._stops[to] = self._stops[source]
-            self._tokens[to, : self._span + 1] = self._tokens[source, : self._span + 1]
-            self._logprobs[to, : self._span + 1] = self._logprobs[source, : self._span + 1]
+            self._tokens[to, : self._span] = self._tokens[source, : self._span]
+            self._logprobs[to, : self._span] = self._logprobs[source, : self._span]
         for hole, mover in zip(holes, movers, strict=True):
+            self._cache.move_response(mover, hole, self._span)
             self._rows[hole] = self._rows[mover]
             self._rows[hole].index = hole
         del self._rows[num_left:]
+
+    def _drop_prefixes(self) -> None:
+        """Free the slots of prefixes without rows by moving the last ones into them."""
+        for prefix in [prefix for prefix in self._prefixes if not prefix.num_rows]:
+            if self._current.get(prefix.tokens) is prefix:
+                del self._current[prefix.tokens]
+            last = self._prefixes.pop()
+            if last is not prefix:  # it may be free as well: then it is moved over in its own turn
+                self._cache.move_prefix(last.index, prefix.index, last.length)
+                last.index = prefix.index
+                self._prefixes[last.index] = last
 
     def _refresh(self) -> None:
         """Recompute what a tick keeps about the set of active rows."""
         num_rows = len(self._rows)
         if not num_rows:
-            self._span = 0
             return
-        self._span = int(self._integers[_POSITION, :num_rows].max()) + 1
+        state = self._integers[:, :num_rows]
+        self._span = int(state[_COLUMN].max()) + 1
+        self._prefix_span = max(prefix.length for prefix in self._prefixes)
+        self._past_prefix = self._columns[: self._prefix_span] >= state[_PREFIX][:, None]
+        prefix_of_row = [row.prefix.index for row in self._rows]
+        self._sharing = Sharing.of(prefix_of_row, len(self._prefixes), self.settings.device)
         self._sampling = RowSampling.of(
-            self._floats[_TEMPERATURE, :num_rows], self._floats[_TOP_P, :num_rows], self._integers[_TOP_K, :num_rows]
+            self._floats[_TEMPERATURE, :num_rows], self._floats[_TOP_P, :num_rows], state[_TOP_K]
         )
 
     # Admission
@@ -316,35 +342,39 @@ class EmbeddedEngine:
         if not num_new:
             return
         new: list[_Row] = []
-        to_prefill: list[_Row] = []
-        to_copy: dict[int, tuple[_Row, list[int]]] = {}  # by id of the source row
+        prefixes: list[_Prefix] = []
         for offset in range(num_new):
             request = self._waiting.popleft()
-            prefix = self._prefixes.setdefault(request.prompt_ids, _Prefix())
-            row = _Row(request, len(self._rows) + offset, prefix, [(0, self._version)])
-            if prefix.rows:
-                source = next(iter(prefix.rows.values()))
-                to_copy.setdefault(id(source), (source, []))[1].append(row.index)
-            elif row.prompt_length > 1:
-                to_prefill.append(row)
-            prefix.rows[id(row)] = row
-            new.append(row)
+            prefix = self._current.get(request.prompt_ids)
+            if prefix is None:
+                prefix = self._current[request.prompt_ids] = _Prefix(request.prompt_ids)
+                prefixes.append(prefix)
+            prefix.num_rows += 1
+            new.append(_Row(request, len(self._rows) + offset, prefix, [(0, self._version)]))
         self._write_state(new)
-        for rows in _chunks(to_prefill, self.settings.prefill_tokens):
-            self._prefill(rows)
-        for source, indices in to_copy.values():
-            self._cache.copy_prefix(source.index, self._index(indices), source.prompt_length - 1)
+        self._add_prefixes(prefixes)
         self._rows.extend(new)
         self._refresh()
 
-    def _prefill(self, rows: list[_Row]) -> None:
-        """Fill columns [0, prompt length - 1) of these rows; padding on the right is never visible before it is
-        overwritten.
-        """
-        width = max(row.prompt_length for row in rows) - 1
-        tokens = self._tokens[self._index([row.index for row in rows]), :width]
-        self._cache.begin_prefill(self._index([row.index for row in rows]))
-        positions = self._columns[:width].expand(len(rows), -1)
+    def _add_prefixes(self, prefixes: list[_Prefix]) -> None:
+        """Give new prefixes their slots and fill them; those of similar length are computed together."""
+        if not prefixes:
+            return
+        prefixes = sorted(prefixes, key=lambda prefix: -prefix.length)
+        for prefix in prefixes:
+            prefix.index = len(self._prefixes)
+            self._prefixes.append(prefix)
+        self._cache.reserve_prefixes(len(self._prefixes), prefixes[0].length)
+        for chunk in _chunks([prefix for prefix in prefixes if prefix.length], self.settings.prefill_tokens):
+            self._prefill(chunk)
+
+    def _prefill(self, prefixes: list[_Prefix]) -> None:
+        """Compute prefixes of falling length in consecutive slots. Padding on the right is never visible."""
+        width = prefixes[0].length
+        padded = [[*prefix.tokens[:-1], *[0] * (width - prefix.length)] for prefix in prefixes]
+        tokens = torch.tensor(padded, dtype=torch.int64, device=self.settings.device)
+        self._cache.begin_prefill(slice(prefixes[0].index, prefixes[-1].index + 1))
+        positions = self._columns[:width].expand(len(prefixes), -1)
         self._model.get_decoder()(input_ids=tokens, position_ids=positions, past_key_values=self._cache, use_cache=True)
 
     def _write_state(self, rows: list[_Row]) -> None:
@@ -355,8 +385,9 @@ class EmbeddedEngine:
         integers = [
             [
                 request.prompt_ids[-1],
+                0,
+                request.sampling.max_new_tokens,
                 len(request.prompt_ids) - 1,
-                len(request.prompt_ids) + request.sampling.max_new_tokens - 1,
                 signed_seed(request.seed),
                 request.sampling.top_k,
             ]
@@ -372,9 +403,6 @@ class EmbeddedEngine:
             for request in requests
         ]
         self._stops[span] = torch.tensor(stops, dtype=torch.int64, device=device)
-        longest = max(len(request.prompt_ids) for request in requests)
-        prompts = [[*request.prompt_ids, *[0] * (longest - len(request.prompt_ids))] for request in requests]
-        self._tokens[span, :longest] = torch.tensor(prompts, dtype=torch.int64, device=device)
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.settings.device)
@@ -417,14 +445,14 @@ def _empty_model(config: PreTrainedConfig, settings: EmbeddedEngineSettings) -> 
     return model
 
 
-def _chunks(rows: list[_Row], max_tokens: int) -> list[list[_Row]]:
-    """Rows by falling prompt length, cut so that rows x longest stays within max_tokens (one row may exceed it)."""
-    chunks: list[list[_Row]] = []
-    for row in sorted(rows, key=lambda row: (-row.prompt_length, row.index)):
-        if chunks and (len(chunks[-1]) + 1) * (chunks[-1][0].prompt_length - 1) <= max_tokens:
-            chunks[-1].append(row)
+def _chunks(prefixes: list[_Prefix], max_tokens: int) -> list[list[_Prefix]]:
+    """Prefixes of falling length, cut so that count x longest stays within max_tokens (one may exceed it alone)."""
+    chunks: list[list[_Prefix]] = []
+    for prefix in prefixes:
+        if chunks and (len(chunks[-1]) + 1) * chunks[-1][0].length <= max_tokens:
+            chunks[-1].append(prefix)
         else:
-            chunks.append([row])
+            chunks.append([prefix])
     return chunks
 
 

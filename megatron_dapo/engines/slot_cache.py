@@ -1,26 +1,79 @@
-"""A transformers key/value cache of fixed slots, and the attention that reads it.
+"""A transformers key/value cache whose responses share their prompts, and the attention that reads it.
 
-Every running sequence owns one slot (a row) and writes token t at column t: nothing is padded on the left, a row may be
-at any length, and positions are plain column numbers. Active rows are always the first ones, so a tick reads views,
+    prefixes   one slot a distinct prompt: its keys and values, without the last token
+    responses  one slot a running response: last prompt token at column 0, response token t at column t + 1
+
+Decoding is bound by reading keys and values from memory. A group of G responses has one prompt, which is read once a
+tick for all of them by a matrix product of G queries; only the responses' own columns are read a row at a time. Nothing
+is padded on the left and positions are given explicitly. Active slots are always the first ones, so a tick reads views,
 never copies.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy
 import torch
 from transformers import AttentionInterface, Cache
 
 ATTENTION_NAME = "slot_rows"
+WIDTH_STEP = 64  # columns the prefix slots grow by
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which rows share which prefix; R is the most rows of one prefix.
+
+    Places without a row point at row 0 and are never read back.
+    """
+
+    num_prefixes: int
+    members: torch.Tensor  # [num_prefixes * R] int64: row at each place
+    places: torch.Tensor  # [B] int64: place of each row
+
+    @classmethod
+    def of(cls, prefix_of_row: Sequence[int], num_prefixes: int, device: str) -> Sharing:
+        """From the prefix slot of every row."""
+        counts = [0] * num_prefixes
+        turn = []
+        for prefix in prefix_of_row:
+            turn.append(counts[prefix])
+            counts[prefix] += 1
+        most = max(counts)
+        places = [prefix * most + place for prefix, place in zip(prefix_of_row, turn, strict=True)]
+        members = [0] * (num_prefixes * most)
+        for row, place in enumerate(places):
+            members[place] = row
+        return cls(num_prefixes, torch.tensor(members, device=device), torch.tensor(places, device=device))
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, kv_heads, r, n] -> [num_prefixes, kv_heads, R * r, n]."""
+        _, heads, repeats, width = rows.shape
+        places = rows.index_select(0, self.members).view(self.num_prefixes, -1, heads, repeats, width)
+        return places.transpose(1, 2).reshape(self.num_prefixes, heads, -1, width)
+
+    def scatter(self, grouped: torch.Tensor, repeats: int) -> torch.Tensor:
+        """[num_prefixes, kv_heads, R * repeats, n] -> [B, kv_heads, repeats, n]."""
+        _, heads, _, width = grouped.shape
+        places = grouped.unflatten(2, (-1, repeats)).transpose(1, 2).reshape(-1, heads, repeats, width)
+        return places.index_select(0, self.places)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Keys or values one layer reads in a tick: views [num_prefixes, kv_heads, P, d] and [B, kv_heads, S, d]."""
+
+    prefixes: torch.Tensor
+    responses: torch.Tensor
+    sharing: Sharing
 
 
 class SlotCache(Cache):
-    """Keys and values [layers, 2, slots, kv_heads, max_length, head_dim] in one buffer; two modes of writing.
+    """Buffers [layers, 2, slots, kv_heads, columns, head_dim] for responses and for prefixes; two modes of writing.
 
-    `begin_decode`: one new token a row for rows [0, B), each at its own column; attention sees columns [0, span).
-    `begin_prefill`: whole prompts for any rows at columns [0, L); attention sees just the prompts.
+    `begin_decode`: one new token a row for rows [0, B), each at its own response column.
+    `begin_prefill`: whole prompts for some prefix slots; attention sees just the prompts.
     """
 
     def __init__(
@@ -35,54 +88,73 @@ class SlotCache(Cache):
         device: str,
     ):
         super().__init__(layers=[])
-        self.buffer = _zeros((num_layers, 2, num_slots, num_kv_heads, max_length, head_dim), dtype, device)
-        flat = self.buffer.view(num_layers, 2, -1, head_dim)
+        # Zeros, not empty: a masked column still enters 0 x value, which must not be NaN. On a CPU untouched pages cost
+        # no memory.
+        self.responses = torch.zeros(
+            num_layers, 2, num_slots, num_kv_heads, max_length, head_dim, dtype=dtype, device=device
+        )
+        self.prefixes = self.responses.new_zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim)
+        flat = self.responses.view(num_layers, 2, -1, head_dim)
         self._flat = [(flat[layer, 0], flat[layer, 1]) for layer in range(num_layers)]
-        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._stored: list[tuple[Stored, Stored]] = []
         self._first_column = (
             torch.arange(num_slots * num_kv_heads, device=device).view(num_slots, num_kv_heads) * max_length
         )
         self._cells: torch.Tensor | None = None  # decode: [B * kv_heads] rows of `_flat` to write
-        self._prefill_rows: torch.Tensor | None = None
+        self._prefill_slots = slice(0, 0)
 
-    @property
-    def max_length(self) -> int:
-        return self.buffer.shape[4]
+    def reserve_prefixes(self, num_prefixes: int, width: int) -> None:
+        """Have at least `num_prefixes` prefix slots of `width` columns; what they hold is kept."""
+        layers, two, slots, heads, columns, head_dim = self.prefixes.shape
+        if num_prefixes <= slots and width <= columns:
+            return
+        if num_prefixes > slots:
+            slots = min(self.responses.shape[2], max(num_prefixes, 2 * slots))
+        width = max(columns, -(-width // WIDTH_STEP) * WIDTH_STEP)
+        grown = self.prefixes.new_zeros(layers, two, slots, heads, width, head_dim)
+        grown[:, :, : self.prefixes.shape[2], :, :columns] = self.prefixes
+        self.prefixes = grown
 
-    def begin_decode(self, columns: torch.Tensor, span: int) -> None:
-        """Row r writes its next token at columns[r] (int64 [B]); attention reads columns [0, span)."""
+    def begin_decode(self, columns: torch.Tensor, span: int, sharing: Sharing, prefix_span: int) -> None:
+        """Row r writes its next token at response column columns[r] (int64 [B]).
+
+        Attention reads columns [0, span) of responses and [0, prefix_span) of prefixes.
+        """
         num_rows = columns.numel()
-        self._prefill_rows = None
         self._cells = (self._first_column[:num_rows] + columns[:, None]).view(-1)
-        window = self.buffer[:, :, :num_rows, :, :span]
-        self._views = [(layer[0], layer[1]) for layer in window.unbind(0)]
+        responses = self.responses[:, :, :num_rows, :, :span].unbind(0)
+        prefixes = self.prefixes[:, :, : sharing.num_prefixes, :, :prefix_span].unbind(0)
+        self._stored = [
+            (Stored(prefix[0], response[0], sharing), Stored(prefix[1], response[1], sharing))
+            for prefix, response in zip(prefixes, responses, strict=True)
+        ]
 
-    def begin_prefill(self, rows: torch.Tensor) -> None:
-        """The next forward pass holds whole prompts (padded on the right) for slots `rows` (int64 [m])."""
-        self._prefill_rows = rows
+    def begin_prefill(self, slots: slice) -> None:
+        """The next forward pass holds whole prompts (padded on the right) for these prefix slots."""
+        self._cells = None
+        self._prefill_slots = slots
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[Stored, Stored]:
         """Store [B, kv_heads, L, head_dim] and return what attention has to read."""
-        if self._prefill_rows is not None:
+        if self._cells is None:
             length = key_states.shape[2]
-            self.buffer[layer_idx, 0, self._prefill_rows, :, :length] = key_states
-            self.buffer[layer_idx, 1, self._prefill_rows, :, :length] = value_states
+            self.prefixes[layer_idx, 0, self._prefill_slots, :, :length] = key_states
+            self.prefixes[layer_idx, 1, self._prefill_slots, :, :length] = value_states
             return key_states, value_states
-        assert self._cells is not None, "begin_decode or begin_prefill comes before the forward pass"
         keys, values = self._flat[layer_idx]
         keys.index_copy_(0, self._cells, key_states.reshape(self._cells.numel(), -1))
         values.index_copy_(0, self._cells, value_states.reshape(self._cells.numel(), -1))
-        return self._views[layer_idx]
+        return self._stored[layer_idx]
 
-    def copy_prefix(self, source: int, rows: torch.Tensor, length: int) -> None:
-        """Give slots `rows` (int64 [m]) the first `length` columns of slot `source`."""
-        self.buffer[:, :, rows, :, :length] = self.buffer[:, :, source : source + 1, :, :length]
+    def move_response(self, source: int, slot: int, length: int) -> None:
+        """Overwrite columns [0, length) of response slot `slot` by those of `source`."""
+        self.responses[:, :, slot, :, :length] = self.responses[:, :, source, :, :length]
 
-    def move(self, sources: torch.Tensor, rows: torch.Tensor, length: int) -> None:
-        """Overwrite slots `rows` by slots `sources` (both int64 [m], disjoint), columns [0, length)."""
-        self.buffer[:, :, rows, :, :length] = self.buffer[:, :, sources, :, :length]
+    def move_prefix(self, source: int, slot: int, length: int) -> None:
+        """Overwrite columns [0, length) of prefix slot `slot` by those of `source`."""
+        self.prefixes[:, :, slot, :, :length] = self.prefixes[:, :, source, :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always given explicitly
@@ -91,42 +163,43 @@ class SlotCache(Cache):
         return query_length, 0
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Zeros, not empty: a masked column still enters 0 x value, which must not be NaN.
-
-    On a CPU through NumPy, whose zeros take memory only once a page is written: short responses do not pay for
-    max_length.
-    """
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(numpy.zeros(num_bytes, dtype=numpy.uint8)).view(dtype).view(shape)
-
-
 def slot_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | Stored,
+    value: torch.Tensor | Stored,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface over a `SlotCache`.
+    """Attention of transformers' interface over a `SlotCache`: query [B, heads, L, d] -> [B, L, heads, d].
 
-    query [B, heads, L, head_dim], key and value [B, kv_heads, S, head_dim]; returns [B, L, heads, head_dim].
-    Without a mask: causal over whole prompts. With an additive mask [B, 1, 1, S]: one query a row; the heads that share
-    a kv head are laid along the query dimension, so the cache is read in place instead of being repeated for each head.
+    Tensors as keys and values [B, kv_heads, L, d]: causal over whole prompts. `Stored` ones: one query a row, and an
+    additive mask [B, 1, 1, P + S] over prefix and response columns.
     """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, Stored) and isinstance(value, Stored):
+        assert attention_mask is not None, "decoding needs the mask of visible columns"
+        return _attend_stored(query * scale, key, value, attention_mask), None
     attend = torch.nn.functional.scaled_dot_product_attention
-    if attention_mask is None:
-        output = attend(query, key, value, scale=scaling, is_causal=True, enable_gqa=key.shape[1] != query.shape[1])
-        return output.transpose(1, 2).contiguous(), None
+    output = attend(query, key, value, scale=scale, is_causal=True, enable_gqa=key.shape[1] != query.shape[1])
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torch.Tensor) -> torch.Tensor:
+    """One softmax over a row's prefix and response columns; query [B, heads, 1, d], scaled -> [B, 1, heads, d]."""
     num_rows, num_heads, _, head_dim = query.shape
-    folded = query.reshape(num_rows, key.shape[1], -1, head_dim)
-    mask = attention_mask.expand(-1, 1, folded.shape[2], -1)
-    output = attend(folded, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(num_rows, 1, num_heads, head_dim), None
+    sharing, width = keys.sharing, keys.prefixes.shape[2]
+    # The heads that share a kv head stand side by side: [B, kv_heads, repeats, d].
+    query = query.reshape(num_rows, keys.responses.shape[1], -1, head_dim)
+    repeats = query.shape[2]
+    of_prefixes = sharing.scatter(sharing.gather(query) @ keys.prefixes.transpose(-1, -2), repeats)
+    of_responses = query @ keys.responses.transpose(-1, -2)
+    scores = torch.cat((of_prefixes, of_responses), dim=-1) + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    output = weights[..., width:] @ values.responses
+    output += sharing.scatter(sharing.gather(weights[..., :width]) @ values.prefixes, repeats)
+    return output.view(num_rows, 1, num_heads, head_dim)
 
 
 def register_attention() -> str:

@@ -338,3 +338,21 @@ def test_half_precision_follows_its_own_full_forward_pass() -> None:
         logits = model.float()(tokens, use_cache=False).logits[0, 14:-1]
     expected = logits.log_softmax(-1).gather(-1, tokens[0, 15:, None]).squeeze(-1)
     assert float((torch.tensor(completion.logprobs) - expected).abs().mean()) < 0.05
+
+
+def test_prompts_of_any_number_and_length_share_slots_without_mixing() -> None:
+    """Groups of different size start and end at different times, so that prefixes move and the pool of them grows."""
+    model = reference_model()
+    engine = make_engine(model, max_slots=6, max_length=160, prefill_tokens=40)
+    rng = random.Random(4)
+    requests = []
+    for group, (size, length) in enumerate([(5, 3), (1, 1), (3, 20), (2, 90), (7, 1), (1, 70), (4, 2)]):
+        prompt = tuple(rng.randrange(6, 61) for _ in range(length))
+        for index in range(size):
+            sampling = SamplingParams(max_new_tokens=rng.randint(1, 30), stop_token_ids=(5,))
+            requests.append(GenerationRequest(f"{group}/{index}", prompt, sampling, seed=index))
+    rng.shuffle(requests)
+    engine.submit(requests)
+    completions = drain(engine)
+    for request in requests:
+        check_against_forward(model, request, completions[request.request_id])
