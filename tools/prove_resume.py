@@ -1,7 +1,8 @@
 """Proves that a killed run goes on exactly: python tools/prove_resume.py --layout tp2 --points 20 --seed 0 --json
 
-Trains the quickstart's base model on a few of its problems: several optimizer steps a rollout batch, oversampled so that the buffer
-carries groups over checkpoints, a checkpoint every step, epochs that wrap round, evaluations in between.
+Trains the quickstart's base model on a few of its problems: several optimizer steps a rollout batch, oversampled so
+that the buffer carries groups over checkpoints, a checkpoint every step, epochs that wrap round, evaluations in
+between.
 """
 
 from __future__ import annotations
@@ -80,11 +81,15 @@ def write_recipe(folder: Path) -> Path:
 
 def main(arguments: list[str]) -> int:
     """Exit code 0: every point equals the uninterrupted run; 1: one does not."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layout", default="tp2", help="parallel layout, e.g. tp2, dp2, pp2, tp2dp2")
     parser.add_argument("--points", type=int, default=20, help="random moments to kill at")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value", help="change the recipe")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="a.b=value", help="change the recipe"
+    )
     parser.add_argument("--folder", type=Path, help="keep the runs here; default: a temporary folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = parser.parse_args(arguments)
@@ -102,7 +107,8 @@ def main(arguments: list[str]) -> int:
     if parsed.json:
         print(json.dumps(report.to_json()))
     else:
-        print(f"{report.layout}: {report.equal} of {report.points} points equal the uninterrupted run; kills hit {dict(report.phases)}")
+        print(f"{report.layout}: {report.equal} of {report.points} points equal the uninterrupted run")
+        print(f"kills hit: {', '.join(f'{phase} {count}' for phase, count in report.phases.items())}")
         if report.first_difference:
             print(f"first difference: {report.first_difference}")
     return 0 if report.equal == report.points else 1

@@ -2,7 +2,7 @@
 
 | what | how |
 |---|---|
-| checkpoints both still have (the last one always) | every tensor of every rank file byte by byte; counters, prompt stream, buffer |
+| checkpoints both still have, always the last | every tensor of every rank byte by byte; counters, stream, buffer |
 | metrics.jsonl, evaluations.jsonl | the same steps once each, in order, and equal values |
 | samples.jsonl | the same records in the same order: which prompts, which responses, which rewards |
 | huggingface/ | every file byte by byte |
@@ -105,7 +105,9 @@ def _file_differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def _names_differ(first: Path, second: Path) -> str:
-    names = [sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else None for folder in (first, second)]
+    names = [
+        sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else None for folder in (first, second)
+    ]
     return "" if names[0] == names[1] else f"{first.name}: files {names[0]} and {names[1]}"
 
 

@@ -1,11 +1,11 @@
-"""The proof of exact resume: a run that is killed at a random moment and started again is the run that was never killed.
+"""The proof of exact resume: a run that is killed at a random moment and started again equals the run never killed.
 
     once          a run to its end: the reference, and how long it takes
-    every point   the same run, killed (kill -9 of the launcher, torchrun and every worker) at a moment drawn uniformly from the
-                  reference's duration after start-up; started again until it ends; compared with the reference byte for byte
+    every point   the same run, killed (kill -9 of the launcher, torchrun and every worker) at a moment drawn uniformly
+                  from the reference's duration after start-up; started again until it ends; compared byte for byte
 
-The runs are those of `megatron-dapo train`, in processes of their own. Where a kill hit is read from the stacks that the workers write
-on SIGUSR1 an instant before.
+The runs are those of `megatron-dapo train`, in processes of their own. Where a kill hit is read from the stacks that
+the workers write on SIGUSR1 an instant before.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Run:
         return [int(file.read_text()) for file in files]
 
     def kill(self) -> list[psutil.Process]:
-        """kill -9 of the launcher, torchrun and every worker; whatever of the family is left after a while is returned."""
+        """kill -9 of the launcher, torchrun and every worker. Returns what of the family is left after a while."""
         family, workers = self.family(), self.worker_pids()
         for pid in workers:
             _signal(pid, signal.SIGUSR1)
@@ -152,7 +152,9 @@ class Run:
     def _check_time(self) -> None:
         if time.monotonic() - self.start > self._timeout_s:
             left = self.kill()
-            raise TimeoutError(f"{self.folder} did not end in {self._timeout_s} s (left: {left}); {self.log} says how far it came")
+            raise TimeoutError(
+                f"{self.folder} did not end in {self._timeout_s} s (left: {left}); {self.log} says how far it came"
+            )
 
 
 def _signal(pid: int, signum: int) -> None:
@@ -202,7 +204,8 @@ def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) ->
     draw = random.Random(settings.seed)
     kills: list[KillPoint] = []
     for index in range(settings.num_points):
-        kills.append(_kill_point(settings, reference, lambda: draw.uniform(0.0, duration), settings.folder / f"point_{index:02d}"))
+        folder = settings.folder / f"point_{index:02d}"
+        kills.append(_kill_point(settings, reference, lambda: draw.uniform(0.0, duration), folder))
         say(f"point {index + 1}: {kills[-1]}")
     differences = [kill.difference for kill in kills if kill.difference]
     return ResumeProofReport(
@@ -243,11 +246,14 @@ def _kill_point(settings: ResumeProofSettings, reference: Path, draw: Callable[[
             break
         shutil.rmtree(folder)  # it was over before: the machine is faster now than it was for the reference
     else:
-        raise RuntimeError(f"{MAX_LATE} runs in a row ended before their kill: the reference was much slower than they are")
+        raise RuntimeError(
+            f"{MAX_LATE} runs in a row ended before their kill: the reference was much slower than they are"
+        )
     phase, trained, checkpoints, left = killed
     resumed, problem = resume_and_compare(settings, reference, folder)
     orphans = f"processes outlived the kill: {left}" if left else ""
-    point = KillPoint(round(seconds, 3), phase, trained, checkpoints, resumed, orphans or problem, round(time.monotonic() - start, 1))
+    wall = round(time.monotonic() - start, 1)
+    point = KillPoint(round(seconds, 3), phase, trained, checkpoints, resumed, orphans or problem, wall)
     if not point.difference:
         shutil.rmtree(folder)
     return point
@@ -264,13 +270,15 @@ def kill_after(
     if not run.wait_until(run.is_past_start_up):
         raise RuntimeError(f"{folder}: the run failed before it was killed: {run.last_words()}")
     deadline = time.monotonic() + seconds
-    if run.wait_until(lambda: (folder / "summary.json").is_file() or time.monotonic() >= deadline) and time.monotonic() < deadline:
+    summary = folder / "summary.json"
+    run.wait_until(lambda: summary.is_file() or time.monotonic() >= deadline)
+    if time.monotonic() < deadline:
         run.wait()
         return None
     left = run.kill()
     stacks = worker_pid_file(folder, 0).with_suffix(".stacks").read_text(encoding="utf-8")
     metrics = (folder / "metrics.jsonl").read_bytes().count(b"\n")
-    names = sorted(entry.name for entry in (folder / "checkpoints").iterdir()) if (folder / "checkpoints").is_dir() else []
+    names = sorted(entry.name for entry in folder.glob("checkpoints/*"))
     return phase_of(stacks), metrics, tuple(names), left
 
 
@@ -278,13 +286,14 @@ def resume_and_compare(settings: ResumeProofSettings, reference: Path, folder: P
     """Start the run again until its end: (the checkpoint it went on from or "", the first difference or "")."""
     run = Run(settings, folder)
     code = run.wait()
-    found = re.findall(r"continuing from \S*/(step_\d+)", run.log.read_text(encoding="utf-8", errors="replace"))
+    log = run.log.read_text(encoding="utf-8", errors="replace")
+    resumed = (re.findall(r"continuing from \S*/(step_\d+)", log) or [""])[-1]
     if code:
-        return (found or [""])[-1], f"{folder}: the run that was started again ended with exit code {code}: {run.last_words()}"
-    return (found or [""])[-1], next(run_differences(reference, folder), "")
+        return resumed, f"{folder}: started again it ended with exit code {code}: {run.last_words()}"
+    return resumed, next(run_differences(reference, folder), "")
 
 
 def _num_carrying(checkpoints: Path) -> int:
     """Checkpoints whose buffer holds groups."""
-    states = [json.loads((folder / "collector.json").read_text(encoding="utf-8")) for folder in sorted(checkpoints.glob("step_*"))]
+    states = [json.loads(file.read_text(encoding="utf-8")) for file in checkpoints.glob("step_*/collector.json")]
     return sum(bool(state["buffer"]["groups"]) for state in states)

@@ -16,7 +16,13 @@ from megatron_dapo.proof.compare_runs import checkpoint_steps
 pytestmark = pytest.mark.timeout(240)
 
 MODES = ("train_partial", "stop", "error")
-ONE_EPOCH = ("data.max_epochs=1", "rollout.oversample=1.0", "rollout.max_staleness=0", "checkpoint.interval=0", *NO_EVALUATION)
+ONE_EPOCH = (
+    "data.max_epochs=1",
+    "rollout.oversample=1.0",
+    "rollout.max_staleness=0",
+    "checkpoint.interval=0",
+    *NO_EVALUATION,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,7 @@ def test_the_last_groups_are_kept_for_later_where_the_run_stops(exhausted: dict)
     state = ledger(folder)
     kept = len(state["buffer"]["groups"])
     assert 0 < kept < 6
-    assert 16 == state["counters"]["num_trained"] + state["counters"]["num_filtered"] + kept
+    assert state["counters"]["num_trained"] + state["counters"]["num_filtered"] + kept == 16
 
 
 def test_a_shortage_is_an_error_where_it_is_asked_to_be(exhausted: dict) -> None:
@@ -70,9 +76,7 @@ def test_a_shortage_is_an_error_where_it_is_asked_to_be(exhausted: dict) -> None
 
 
 def test_the_modes_agree_on_what_came_before(exhausted: dict) -> None:
-    losses = [
-        [record["actor/loss"] for record in lines_of(exhausted[mode][1] / "metrics.jsonl")][:1] for mode in MODES
-    ]
+    losses = [[record["actor/loss"] for record in lines_of(exhausted[mode][1] / "metrics.jsonl")][:1] for mode in MODES]
     assert losses[0] == losses[1] == losses[2]
 
 
@@ -82,7 +86,7 @@ def test_a_pipeline_is_one_flag_away(finished: Finished, recipe: Path, tmp_path:
     assert json.loads((tmp_path / "pp2" / "summary.json").read_text())["layout"] == "TP1 PP2 CP1 DP1"
     ours = lines_of(tmp_path / "pp2" / "metrics.jsonl")[0]
     theirs = lines_of(finished.folder / "metrics.jsonl")[0]
-    # The first rollout batch is sampled from the same weights with the same seeds, so losses may differ by rounding only.
+    # The first rollout batch is sampled from the same weights with the same seeds: only rounding may differ.
     for name in ("rollout/groups_generated", "actor/trained_tokens", "reward/mean"):
         assert ours[name] == theirs[name], name
     assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], rel=1e-4)
@@ -94,7 +98,9 @@ def no_large_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 
 
-def test_a_checkpoint_that_does_not_fit_leaves_the_earlier_ones(finished: Finished, recipe: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_leaves_the_earlier_ones(
+    finished: Finished, recipe: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "full"
     shutil.copytree(finished.folder / "checkpoints" / "step_000003", folder / "checkpoints" / "step_000003")
     outcome = train(recipe, folder, "tp2", *NO_EVALUATION, limit=no_large_files)

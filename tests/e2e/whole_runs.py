@@ -49,7 +49,7 @@ class Outcome:
 
 
 def run_command(*arguments: str, limit: Callable[[], None] | None = None) -> Outcome:
-    """`megatron-dapo ARGUMENTS`, both outputs in one, to its end. `limit` is called in the new process before it starts."""
+    """`megatron-dapo ARGUMENTS` to its end, both outputs in one. `limit` is called in the new process at first."""
     command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
     process = subprocess.Popen(
