@@ -5,12 +5,14 @@ With logits z_j = (hidden . weight_j) / temperature over the V real columns, and
     logprob = z_target - log Z                    d logprob / d z_j = [j = target] - p_j
     entropy = log Z - sum_j p_j z_j               d entropy / d z_j = -p_j (log p_j + entropy)
 
-Tokens are taken in chunks, so at most one chunk of logits lives at a time, and the backward pass computes each chunk again from
-`hidden` and `weight` (kept anyway) and two saved numbers a token. The vocabulary may be sharded over a tensor-parallel group: per
-call, forward does one all-reduce of the maxima and one of the stacked (sum exp, sum exp * logit, target logit), both of [tokens]
-size; backward does none, because the gradient of `hidden` is left as this rank's partial sum.
+Tokens are taken in chunks, so at most one chunk of logits lives at a time, and the backward pass computes each chunk
+again from `hidden` and `weight` (kept anyway) and two saved numbers a token. The vocabulary may be sharded over a
+tensor-parallel group: per call, forward does one all-reduce of the maxima and one of the stacked (sum exp, sum exp *
+logit, target logit), both of [tokens] size; backward does none, because the gradient of `hidden` is left as this rank's
+partial sum.
 
-Padded vocabulary columns are cut off before the matrix product, so they are in no sum and their gradient is exactly zero.
+Padded vocabulary columns are cut off before the matrix product, so they are in no sum and their gradient is exactly
+zero.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch.autograd.function import once_differentiable
 # Logits that live at a time. On a CPU a chunk should stay in the last-level cache; an accelerator wants large products.
 CHUNK_BYTES = {"cpu": 4 << 20}
 DEFAULT_CHUNK_BYTES = 64 << 20
-# Below this many rows the matrix products are bound by reading the weight (measured at V = 32,000 on a CPU: 8 rows 2.4x slower).
+# Below this many rows the matrix products are bound by reading the weight (measured at V = 32,000 on a CPU: 8 rows 2.4x
+# slower).
 MIN_CHUNK_TOKENS = 128
 
 
@@ -41,14 +44,14 @@ def vocab_parallel_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of `targets` and entropy of the whole distribution, both [P] and differentiable.
 
-    hidden: [P, h], the same on every rank of `group`. weight: [V_padded / ranks, h], this rank's rows of the output matrix, rows in
-    rank order. targets: [P] int64 in [0, vocab_size). vocab_size: the true V; columns from V on are padding. group: ranks over
-    which the rows are sharded, None for one shard. chunk_tokens: tokens whose logits live at a time; None takes
-    as many as fit CHUNK_BYTES, at least MIN_CHUNK_TOKENS.
-    Sums run in fp32 (fp64 for fp64 inputs) and the results have that type. The gradient of `hidden` is this rank's partial sum over
-    its columns: the caller reduces it over `group`. Every rank gets the same values bit for bit.
-    Raises ValueError for shapes that do not fit, a temperature that is not positive and, on a CPU, targets outside the vocabulary;
-    on an accelerator, where the check would stall the stream, such a token's log-prob is NaN instead.
+    hidden: [P, h], the same on every rank of `group`. weight: [V_padded / ranks, h], this rank's rows of the output
+    matrix, rows in rank order. targets: [P] int64 in [0, vocab_size). vocab_size: the true V; columns from V on are
+    padding. group: ranks over which the rows are sharded, None for one shard. chunk_tokens: tokens whose logits live at
+    a time; None takes as many as fit CHUNK_BYTES, at least MIN_CHUNK_TOKENS.
+    Sums run in fp32 (fp64 for fp64 inputs) and the results have that type. The gradient of `hidden` is this rank's
+    partial sum over its columns: the caller reduces it over `group`. Every rank gets the same values bit for bit.
+    Raises ValueError for shapes that do not fit, a temperature that is not positive and, on a CPU, targets outside the
+    vocabulary; on an accelerator, where the check would stall the stream, such a token's log-prob is NaN instead.
     """
     shard = _check(hidden, weight, targets, temperature, vocab_size, group)
     chunk = _chunk_tokens(chunk_tokens, shard.num_columns, hidden)
@@ -76,20 +79,28 @@ def _check(
 ) -> _Shard:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.size(1) != weight.size(1) or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} do not fit; "
-            "expected [P, h], [V, h] and [P]"
+            f"logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} "
+            "do not fit; expected [P, h], [V, h] and [P]"
         )
     if not temperature > 0:
-        raise ValueError(f"logprobs: temperature {temperature} must be positive; greedy sampling has no log-probabilities to train on")
+        raise ValueError(
+            f"logprobs: temperature {temperature} must be positive; "
+            "greedy sampling has no log-probabilities to train on"
+        )
     num_ranks = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     rows = weight.size(0)
     if not 0 < vocab_size <= rows * num_ranks:
-        raise ValueError(f"logprobs: vocab_size {vocab_size} is not in [1, {rows} rows x {num_ranks} ranks = {rows * num_ranks}]")
+        raise ValueError(
+            f"logprobs: vocab_size {vocab_size} is not in [1, {rows} rows x {num_ranks} ranks = {rows * num_ranks}]"
+        )
     if targets.device.type == "cpu" and targets.numel():
         low, high = (int(value) for value in torch.aminmax(targets))
         if low < 0 or high >= vocab_size:
-            raise ValueError(f"logprobs: targets span [{low}, {high}], outside the vocabulary [0, {vocab_size}); is this the model's tokenizer?")
+            raise ValueError(
+                f"logprobs: targets span [{low}, {high}], outside the vocabulary [0, {vocab_size}); is this the "
+                "model's tokenizer?"
+            )
     first = rank * rows
     return _Shard(first, min(max(vocab_size - first, 0), rows), vocab_size, float(temperature), group)
 
@@ -108,7 +119,8 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Type of the factors of the matrix products. Tensor cores take bf16 factors into fp32 sums; a CPU needs fp32 factors for that."""
+    """Type of the factors of the matrix products. Tensor cores take bf16 factors into fp32 sums; a CPU needs fp32
+    factors for that."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     return dtype if hidden.is_cuda else _accumulation_dtype(dtype)
 
@@ -151,7 +163,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if grad_logprobs is None and grad_entropy is None:
@@ -165,7 +179,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             chunk_hidden = hidden[part].to(dtype)
             log_p = _chunk_logits(chunk_hidden, columns, shard.temperature).sub_(log_z[part, None])
-            grad = _grad_logits(log_p, entropy[part], _part(grad_logprobs, part), _part(grad_entropy, part), column[part], owned[part])
+            grad = _grad_logits(
+                log_p, entropy[part], _part(grad_logprobs, part), _part(grad_entropy, part), column[part], owned[part]
+            )
             grad = (grad if shard.temperature == 1.0 else grad.div_(shard.temperature)).to(dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = _product(grad, rows)
@@ -181,8 +197,8 @@ def _part(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
 def _local_sums(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shard: _Shard, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maxima [P] over this rank's columns, and [3, P]: sum exp and sum exp * logit, both of logits relative to that maximum, and the
-    target's logit as it is (0 where another rank owns it)."""
+    """Maxima [P] over this rank's columns, and [3, P]: sum exp and sum exp * logit, both of logits relative to that
+    maximum, and the target's logit as it is (0 where another rank owns it)."""
     num_tokens, dtype = hidden.size(0), _product_dtype(hidden, weight)
     maxima = hidden.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=_accumulation_dtype(dtype))
     sums = maxima.new_zeros(3, num_tokens)
@@ -201,7 +217,9 @@ def _local_sums(
     return maxima, sums
 
 
-def _combine(maxima: torch.Tensor, sums: torch.Tensor, shard: _Shard) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _combine(
+    maxima: torch.Tensor, sums: torch.Tensor, shard: _Shard
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logprobs, log Z, entropy), each [P], from this rank's sums and the other ranks'."""
     if shard.group is not None:
         local_maxima = maxima.clone()
@@ -217,7 +235,8 @@ def _combine(maxima: torch.Tensor, sums: torch.Tensor, shard: _Shard) -> tuple[t
 
 
 def _rebase(sums: torch.Tensor, shift: torch.Tensor) -> None:
-    """Turn sums relative to the local maximum into sums relative to the global one; `shift` [P] is local minus global, at most 0."""
+    """Turn sums relative to the local maximum into sums relative to the global one; `shift` [P] is local minus global,
+    at most 0."""
     factor = shift.exp()
     sums[1].addcmul_(sums[0], shift).mul_(factor)
     sums[0].mul_(factor)

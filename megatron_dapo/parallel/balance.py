@@ -1,4 +1,5 @@
-"""Partitions of sizes into parts of nearly equal sums. Pure and deterministic: every rank computes the same answer from the same sizes."""
+"""Partitions of sizes into parts of nearly equal sums. Pure and deterministic: every rank computes the same answer from
+the same sizes."""
 
 from __future__ import annotations
 
@@ -12,13 +13,16 @@ Parts = list[list[int]]
 def balanced_partition(sizes: Sequence[int], num_parts: int, max_items: int | None = None) -> Parts:
     """Indices of `sizes` in `num_parts` parts of nearly equal sums, each of at most `max_items` indices.
 
-    Longest processing time first (R. Graham, 1969): the largest size left goes to the part with the smallest sum, so the largest
-    sum is at most 4/3 of the best possible where `max_items` does not bind. No part is empty unless there are fewer sizes than parts.
-    Sizes are positive. ValueError where the parts cannot hold all sizes.
+    Longest processing time first (R. Graham, 1969): the largest size left goes to the part with the smallest sum, so
+    the largest sum is at most 4/3 of the best possible where `max_items` does not bind. No part is empty unless there
+    are fewer sizes than parts. Sizes are positive. ValueError where the parts cannot hold all sizes.
     """
     room = len(sizes) if max_items is None else max_items
     if num_parts * room < len(sizes):
-        raise ValueError(f"{len(sizes)} items do not fit into {num_parts} parts of at most {room}; allow at least {-(-len(sizes) // num_parts)}")
+        raise ValueError(
+            f"{len(sizes)} items do not fit into {num_parts} parts of at most {room}; allow at least "
+            f"{-(-len(sizes) // num_parts)}"
+        )
     parts: Parts = [[] for _ in range(num_parts)]
     open_parts = [(0, part) for part in range(num_parts)]
     heapify(open_parts)
@@ -31,10 +35,11 @@ def balanced_partition(sizes: Sequence[int], num_parts: int, max_items: int | No
 
 
 def fewest_parts(sizes: Sequence[int], capacity: int, max_items: int | None = None) -> Parts:
-    """Indices of `sizes` in few parts, each of sum at most `capacity` and at most `max_items` indices; no part is empty.
+    """Indices of `sizes` in few parts, each of sum at most `capacity` and at most `max_items` indices; no part is
+    empty.
 
-    Best fit decreasing: each size goes to the fullest part that still holds it; at most 11/9 of the fewest possible parts, plus one.
-    Every size is at most `capacity`.
+    Best fit decreasing: each size goes to the fullest part that still holds it; at most 11/9 of the fewest possible
+    parts, plus one. Every size is at most `capacity`.
     """
     parts: Parts = []
     free: list[tuple[int, int]] = []  # (free room, part), sorted; full parts are left out
@@ -51,10 +56,13 @@ def fewest_parts(sizes: Sequence[int], capacity: int, max_items: int | None = No
 
 
 def spread(parts: Parts, sizes: Sequence[int], num_parts: int) -> Parts:
-    """The same indices in `num_parts` >= len(parts) parts, none empty and no sum larger than before: the smallest index of the part
-    with the largest sum among those that hold several moves into a part of its own, until there are enough."""
+    """The same indices in `num_parts` >= len(parts) parts, none empty and no sum larger than before: the smallest index
+    of the part with the largest sum among those that hold several moves into a part of its own, until there are
+    enough."""
     parts = [sorted(part, key=lambda index: (-sizes[index], index)) for part in parts]
-    assert len(parts) <= num_parts <= sum(map(len, parts)), f"cannot spread {sum(map(len, parts))} items over {num_parts} parts"
+    assert len(parts) <= num_parts <= sum(map(len, parts)), (
+        f"cannot spread {sum(map(len, parts))} items over {num_parts} parts"
+    )
     several = [(-sum(sizes[index] for index in part), place) for place, part in enumerate(parts) if len(part) > 1]
     heapify(several)
     while len(parts) < num_parts:

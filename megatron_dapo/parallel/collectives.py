@@ -16,14 +16,26 @@ import torch.distributed as dist
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.uint8,
+        torch.bool,
+    )
 }
 ALIGNMENT_BYTES = 16  # of each tensor in the common buffer; at least the largest element
 
 
 def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Where tensors must live to travel over `group`: the current CUDA device for NCCL, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
 
 
 def broadcast_json(value: Any | None, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
@@ -62,7 +74,11 @@ def broadcast_tensors(
     """
     is_source = dist.get_rank(group) == source
     assert tensors is not None or not is_source, f"rank {source} broadcasts, but has no tensors"
-    header = broadcast_json([_describe(name, tensor) for name, tensor in tensors.items()] if is_source and tensors is not None else None, source, group)
+    header = broadcast_json(
+        [_describe(name, tensor) for name, tensor in tensors.items()] if is_source and tensors is not None else None,
+        source,
+        group,
+    )
     device = communication_device(group)
     places, size = _places(header)
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -70,7 +86,10 @@ def broadcast_tensors(
         for tensor, place in zip(tensors.values(), places, strict=True):
             buffer[place] = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
     dist.broadcast(buffer, group=group, group_src=source)
-    return {name: buffer[place].view(DTYPES[dtype]).view(shape) for (name, dtype, shape), place in zip(header, places, strict=True)}
+    return {
+        name: buffer[place].view(DTYPES[dtype]).view(shape)
+        for (name, dtype, shape), place in zip(header, places, strict=True)
+    }
 
 
 def _describe(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
@@ -90,23 +109,34 @@ def _places(header: list[tuple[str, str, list[int]]]) -> tuple[list[slice], int]
     return places, end
 
 
-def sum_over(values: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+def sum_over(
+    values: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
     """Sums over the ranks of equally named and shaped values, in float64 on the group's device, by one collective."""
     return _reduce(values, dist.ReduceOp.SUM, group)
 
 
-def max_over(values: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+def max_over(
+    values: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
     """Maxima over the ranks of equally named and shaped values, in float64 on the group's device, by one collective."""
     return _reduce(values, dist.ReduceOp.MAX, group)
 
 
-def _reduce(values: Mapping[str, torch.Tensor | float], operation: Any, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+def _reduce(
+    values: Mapping[str, torch.Tensor | float], operation: Any, group: dist.ProcessGroup | None
+) -> dict[str, torch.Tensor]:
     device = communication_device(group)
     parts = {name: torch.as_tensor(values[name]).detach().to(device, torch.float64) for name in sorted(values)}
-    # The check travels along: unequal names would otherwise add up different things without a word. Its square catches them in a
-    # maximum and in a sum alike: only equal numbers have n * sum(x^2) = sum(x)^2, and max(x) = -max(-x).
+    # The check travels along: unequal names would otherwise add up different things without a word. Its square catches
+    # them in a maximum and in a sum alike: only equal numbers have n * sum(x^2) = sum(x)^2, and max(x) = -max(-x).
     check = float(crc32(json.dumps([(name, list(part.shape)) for name, part in parts.items()]).encode()) % (1 << 20))
-    flat = torch.cat([torch.tensor([check, check * check, -check], dtype=torch.float64, device=device), *(part.flatten() for part in parts.values())])
+    flat = torch.cat(
+        [
+            torch.tensor([check, check * check, -check], dtype=torch.float64, device=device),
+            *(part.flatten() for part in parts.values()),
+        ]
+    )
     dist.all_reduce(flat, op=operation, group=group)
     _check_equal_names(flat[:3].tolist(), operation, dist.get_world_size(group), list(parts))
     pieces = flat[3:].split([part.numel() for part in parts.values()])
@@ -120,7 +150,8 @@ def _check_equal_names(check: list[float], operation: Any, num_ranks: int, names
 
 
 def barrier(group: dist.ProcessGroup | None = None, *, waiting_for: str, timeout_s: float) -> None:
-    """Wait until every rank of the group is here. TimeoutError that says for what, and on gloo which ranks are missing."""
+    """Wait until every rank of the group is here. TimeoutError that says for what, and on gloo which ranks are
+    missing."""
     try:
         if dist.get_backend(group) == "gloo":
             dist.monitored_barrier(group, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)

@@ -18,7 +18,8 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel axes. Ranks are numbered as Megatron-core's default order "tp-cp-ep-dp-pp" does: tensor fastest.
+    """Sizes of the parallel axes. Ranks are numbered as Megatron-core's default order "tp-cp-ep-dp-pp" does: tensor
+    fastest.
 
     The expert axis divides the context x data ranks of a pipeline stage (expert tensor parallelism 1 x `tensor`).
     Raises ValueError where the sizes do not fit the world.
@@ -38,18 +39,23 @@ class ParallelLayout:
                 raise ValueError(f"parallel layout: {name} = {getattr(self, name)}, must be at least 1")
         if self.world_size % self.model_size:
             raise ValueError(
-                f"parallel layout: tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} = {self.model_size} "
-                f"does not divide the {self.world_size} processes; start a multiple of {self.model_size} processes"
+                f"parallel layout: tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} = "
+                f"{self.model_size} does not divide the {self.world_size} processes; "
+                f"start a multiple of {self.model_size} processes"
             )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
-                f"parallel layout: virtual_pipeline {self.virtual_pipeline} needs pipeline > 1; set pipeline or drop virtual_pipeline"
+                f"parallel layout: virtual_pipeline {self.virtual_pipeline} needs pipeline > 1; set pipeline or drop "
+                "virtual_pipeline"
             )
         if self.sequence_parallel and self.tensor == 1:
-            raise ValueError("parallel layout: sequence_parallel shards over tensor ranks, but tensor = 1; set tensor > 1 or drop it")
+            raise ValueError(
+                "parallel layout: sequence_parallel shards over tensor ranks, but tensor = 1; set tensor > 1 or drop it"
+            )
         if (self.data * self.context) % self.expert:
             raise ValueError(
-                f"parallel layout: expert {self.expert} does not divide context x data = {self.data * self.context}; choose a divisor"
+                f"parallel layout: expert {self.expert} does not divide context x data = {self.data * self.context}; "
+                "choose a divisor"
             )
 
     @property
@@ -73,7 +79,8 @@ class ParallelLayout:
         return c.tensor + self.tensor * (c.context + self.context * (c.data + self.data * c.pipeline))
 
     def layers_of(self, pipeline_rank: int, vp_stage: int, num_layers: int) -> range:
-        """Global indices of the layers of one model chunk: an even split, interleaved over stages under virtual pipelining."""
+        """Global indices of the layers of one model chunk: an even split, interleaved over stages under virtual
+        pipelining."""
         num_chunks = self.pipeline * self.virtual_pipeline
         if num_layers % num_chunks:
             raise ValueError(
@@ -86,12 +93,14 @@ class ParallelLayout:
 
     @property
     def sequence_alignment(self) -> int:
-        """Multiple every packed sequence is padded to: context parallelism cuts each sequence into two pieces a rank."""
+        """Multiple every packed sequence is padded to: context parallelism cuts each sequence into two pieces a
+        rank."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def micro_batch_alignment(self) -> int:
-        """Multiple the tokens of a packed micro-batch are padded to: under sequence parallelism each tensor rank holds an equal part."""
+        """Multiple the tokens of a packed micro-batch are padded to: under sequence parallelism each tensor rank holds
+        an equal part."""
         tensor = self.tensor if self.sequence_parallel else 1
         return lcm(self.sequence_alignment, tensor * self.context)
 

@@ -1,7 +1,8 @@
 """From a rollout batch to the micro-batches of its optimizer steps.
 
-A rollout batch is cut into mini-batches, one optimizer step each, by a rule from a table; then every mini-batch's loss weights are
-computed once, from all of its samples on all ranks, and only then is it cut into micro-batches. So no later cut can change the loss.
+A rollout batch is cut into mini-batches, one optimizer step each, by a rule from a table; then every mini-batch's loss
+weights are computed once, from all of its samples on all ranks, and only then is it cut into micro-batches. So no later
+cut can change the loss.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def split_by_groups(group_indices: Sequence[int], groups_per_mini_batch: int, or
 
 
 def split_by_samples(group_indices: Sequence[int], groups_per_mini_batch: int, order: Random | None) -> list[list[int]]:
-    """As many mini-batches as `split_by_groups` makes, of samples: a group may straddle mini-batches (its advantages were computed
-    before, on the whole group)."""
+    """As many mini-batches as `split_by_groups` makes, of samples: a group may straddle mini-batches (its advantages
+    were computed before, on the whole group)."""
     samples = list(range(len(group_indices)))
     if order is not None:
         order.shuffle(samples)
@@ -49,8 +50,8 @@ SPLITS: dict[str, Callable[[Sequence[int], int, Random | None], list[list[int]]]
 
 
 def _even_parts(items: list[T], num_parts: int) -> list[list[T]]:
-    """Consecutive parts whose sizes differ by at most one: a partial rollout batch leaves no tiny last mini-batch, which would give
-    its few samples the weight of a full one."""
+    """Consecutive parts whose sizes differ by at most one: a partial rollout batch leaves no tiny last mini-batch,
+    which would give its few samples the weight of a full one."""
     bounds = [len(items) * part // max(num_parts, 1) for part in range(num_parts + 1)]
     return [items[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 
@@ -60,8 +61,8 @@ def split_mini_batches(
 ) -> list[list[int]]:
     """Sample indices of each mini-batch; every sample is in exactly one.
 
-    group_indices: the group of each sample of the rollout batch. split: "groups" keeps groups whole, "samples" lets them straddle.
-    seed: shuffles, differently for every seed; None keeps the order of the rollout batch.
+    group_indices: the group of each sample of the rollout batch. split: "groups" keeps groups whole, "samples" lets
+    them straddle. seed: shuffles, differently for every seed; None keeps the order of the rollout batch.
     """
     if split not in SPLITS:
         raise ValueError(f"mini-batch split {split!r} does not exist; there are: {', '.join(SPLITS)}")
@@ -80,11 +81,14 @@ def build_micro_batches(
 ) -> list[MicroBatch]:
     """The micro-batches of data-parallel rank `data_rank` for one mini-batch.
 
-    samples: ALL samples of the mini-batch, the same on every rank: the weights are global and the plan is common. pack: how a
-    micro-batch's sequences are laid out.
+    samples: ALL samples of the mini-batch, the same on every rank: the weights are global and the plan is common. pack:
+    how a micro-batch's sequences are laid out.
     """
     weights = weigh(samples)
     if len(weights) != len(samples):
         raise ValueError(f"mini-batch: {len(weights)} loss weights for {len(samples)} samples")
     plan = plan_micro_batches([sample.num_tokens for sample in samples], layout, limits)
-    return [pack([samples[index] for index in part], [float(weights[index]) for index in part], layout) for part in plan[data_rank]]
+    return [
+        pack([samples[index] for index in part], [float(weights[index]) for index in part], layout)
+        for part in plan[data_rank]
+    ]

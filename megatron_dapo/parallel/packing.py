@@ -1,13 +1,15 @@
-"""From sequences to packed micro-batches: which sequences go together on which data-parallel rank, and how they are laid out.
+"""From sequences to packed micro-batches: which sequences go together on which data-parallel rank, and how they are
+laid out.
 
-Planning is arithmetic on lengths, the same on every rank. It keeps: an equal number of micro-batches on every data-parallel rank (a
-multiple of the pipeline size under virtual pipelining), every sequence exactly once, no micro-batch above the limits. A micro-batch
-without a sequence is planned only where the counts leave no other way (fewer sequences than micro-batches are needed at the same
-number on every rank); it is packed as a few masked tokens that no sum sees.
+Planning is arithmetic on lengths, the same on every rank. It keeps: an equal number of micro-batches on every
+data-parallel rank (a multiple of the pipeline size under virtual pipelining), every sequence exactly once, no
+micro-batch above the limits. A micro-batch without a sequence is planned only where the counts leave no other way
+(fewer sequences than micro-batches are needed at the same number on every rank); it is packed as a few masked tokens
+that no sum sees.
 
-Packed, every per-token field stands at the position that PREDICTS the token (see `MicroBatch`): response token j of a sequence with
-prompt length n stands at position n + j - 1. Response tokens keep their targets and values where the loss mask is 0; prompt positions
-and padding hold 0 in every field.
+Packed, every per-token field stands at the position that PREDICTS the token (see `MicroBatch`): response token j of a
+sequence with prompt length n stands at position n + j - 1. Response tokens keep their targets and values where the loss
+mask is 0; prompt positions and padding hold 0 in every field.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ MicroBatchPlan = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """What one micro-batch may hold, before context parallelism cuts it: padded tokens, sequences, or both. 0: no limit."""
+    """What one micro-batch may hold, before context parallelism cuts it: padded tokens, sequences, or both. 0: no
+    limit."""
 
     max_tokens: int = 0
     max_sequences: int = 0
@@ -38,7 +41,8 @@ class MicroBatchLimits:
     def __post_init__(self) -> None:
         if min(self.max_tokens, self.max_sequences) < 0 or not self.max_tokens + self.max_sequences:
             raise ValueError(
-                f"micro-batch limits: max_tokens {self.max_tokens} and max_sequences {self.max_sequences}; give at least one positive limit"
+                f"micro-batch limits: max_tokens {self.max_tokens} and max_sequences {self.max_sequences}; give at "
+                "least one positive limit"
             )
 
 
@@ -50,8 +54,8 @@ def padded_length(length: int, alignment: int) -> int:
 def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: MicroBatchLimits) -> MicroBatchPlan:
     """Assign the sequences of one optimizer mini-batch to data-parallel ranks and micro-batches, balanced by tokens.
 
-    lengths: true token counts of the sequences (prompt + response). As few micro-batches as the limits allow; the largest come
-    first, so that a memory error comes at once.
+    lengths: true token counts of the sequences (prompt + response). As few micro-batches as the limits allow; the
+    largest come first, so that a memory error comes at once.
     Raises ValueError where a sequence is larger than the token limit or a data-parallel rank would get no sequence.
     """
     num_ranks = layout.data
@@ -83,7 +87,8 @@ def _capacity(lengths: Sequence[int], sizes: Sequence[int], layout: ParallelLayo
         needed = padded_length(sizes[largest], alignment)
         raise ValueError(
             f"sequence {largest} has {lengths[largest]} tokens, {needed} with padding, but a micro-batch holds at most "
-            f"{limits.max_tokens}; raise the micro-batch token limit to at least {needed} or shorten prompts and responses"
+            f"{limits.max_tokens}; raise the micro-batch token limit to at least {needed} or shorten prompts and "
+            "responses"
         )
     return capacity
 
@@ -93,7 +98,8 @@ def _loads(parts: Parts, sizes: Sequence[int]) -> list[int]:
 
 
 def _deal(parts: Parts, sizes: Sequence[int], num_ranks: int, per_rank: int) -> MicroBatchPlan:
-    """Give every rank `per_rank` of the parts, ranks balanced, and empty micro-batches where there are too few parts."""
+    """Give every rank `per_rank` of the parts, ranks balanced, and empty micro-batches where there are too few
+    parts."""
     loads = _loads(parts, sizes)
     ranks = balanced_partition(loads, num_ranks, per_rank)
     empty: tuple[tuple[int, ...], ...] = ((),) * per_rank
@@ -105,10 +111,11 @@ def pack(
 ) -> MicroBatch:
     """One micro-batch of `samples`, one after the other.
 
-    loss_weights: one number a sample, the weight of each of its trained tokens in the optimizer step's loss. Each sequence is padded
-    to a multiple of `layout.sequence_alignment`, and to at least `sequence_length` tokens; the whole to a multiple of
-    `layout.micro_batch_alignment` by a masked sequence of its own (true length 0, id PADDING_ID). No samples give only that sequence.
-    Raises ValueError for a sample whose per-token fields do not have the length of its response.
+    loss_weights: one number a sample, the weight of each of its trained tokens in the optimizer step's loss. Each
+    sequence is padded to a multiple of `layout.sequence_alignment`, and to at least `sequence_length` tokens; the whole
+    to a multiple of `layout.micro_batch_alignment` by a masked sequence of its own (true length 0, id PADDING_ID). No
+    samples give only that sequence. Raises ValueError for a sample whose per-token fields do not have the length of its
+    response.
     """
     if len(samples) != len(loss_weights):
         raise ValueError(f"pack: {len(samples)} samples but {len(loss_weights)} loss weights")
@@ -146,12 +153,14 @@ def _write(sample: TrainSample, weight: float, start: int, integers: torch.Tenso
     num_response = sample.num_response_tokens
     if sample.prompt_length < 1 or num_response < 0:
         raise ValueError(
-            f"sample {sample.sample_id!r}: prompt length {sample.prompt_length} of {sample.num_tokens} tokens; the prompt needs at least one"
+            f"sample {sample.sample_id!r}: prompt length {sample.prompt_length} of {sample.num_tokens} tokens; the "
+            "prompt needs at least one"
         )
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
         if getattr(sample, name).shape != (num_response,):
             raise ValueError(
-                f"sample {sample.sample_id!r}: {name} has shape {tuple(getattr(sample, name).shape)}, its response has {num_response} tokens"
+                f"sample {sample.sample_id!r}: {name} has shape {tuple(getattr(sample, name).shape)}, its response "
+                f"has {num_response} tokens"
             )
     integers[0, start : start + sample.num_tokens] = sample.tokens
     place = slice(start + sample.prompt_length - 1, start + sample.num_tokens - 1)
@@ -164,24 +173,34 @@ def _write(sample: TrainSample, weight: float, start: int, integers: torch.Tenso
 
 def pad_to_longest(samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout) -> MicroBatch:
     """The rectangular variant of `pack`: every sequence is padded to the longest of the micro-batch."""
-    return pack(samples, loss_weights, layout, sequence_length=max((sample.num_tokens for sample in samples), default=0))
+    return pack(
+        samples, loss_weights, layout, sequence_length=max((sample.num_tokens for sample in samples), default=0)
+    )
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device | str) -> MicroBatch:
     """The micro-batch with its tensors on `device`."""
     fields = vars(micro_batch)
-    return dataclasses.replace(micro_batch, **{name: value.to(device) for name, value in fields.items() if isinstance(value, torch.Tensor)})
+    return dataclasses.replace(
+        micro_batch, **{name: value.to(device) for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    )
 
 
-def unpack_responses(values: torch.Tensor, micro_batch: MicroBatch, prompt_lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+def unpack_responses(
+    values: torch.Tensor, micro_batch: MicroBatch, prompt_lengths: Sequence[int]
+) -> dict[str, torch.Tensor]:
     """Per-token `values` [P, ...] of a packed micro-batch as {sample id: [R, ...]}, response token j at index j.
 
     prompt_lengths: of the micro-batch's samples in their order, without its padding sequence.
     """
     starts = micro_batch.cu_seqlens.tolist()
     real = [place for place, name in enumerate(micro_batch.sample_ids) if name != PADDING_ID]
-    assert len(real) == len(prompt_lengths), f"{len(real)} samples in the micro-batch, {len(prompt_lengths)} prompt lengths"
+    assert len(real) == len(prompt_lengths), (
+        f"{len(real)} samples in the micro-batch, {len(prompt_lengths)} prompt lengths"
+    )
     return {
-        micro_batch.sample_ids[place]: values[starts[place] + prompt - 1 : starts[place] + micro_batch.sequence_lengths[place] - 1]
+        micro_batch.sample_ids[place]: values[
+            starts[place] + prompt - 1 : starts[place] + micro_batch.sequence_lengths[place] - 1
+        ]
         for place, prompt in zip(real, prompt_lengths, strict=True)
     }

@@ -1,1 +1,2 @@
-"""The proof that the loss is exact: gradients under every layout, cut and packing against a plain model, one sequence at a time."""
+"""The proof that the loss is exact: gradients under every layout, cut and packing against a plain model, one sequence
+at a time."""

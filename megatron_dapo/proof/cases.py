@@ -1,4 +1,5 @@
-"""What is compared: every layout the number of processes allows, times every cut into micro-batches, packing and aggregation."""
+"""What is compared: every layout the number of processes allows, times every cut into micro-batches, packing and
+aggregation."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import Packing
 from megatron_dapo.parallel.packing import MicroBatchLimits, pack, pad_to_longest
 
-# The largest sequence of the batch always fits a dynamic micro-batch: `longest` padded tokens of it -> limits.
+# Padded tokens of the batch's longest sequence -> limits. A dynamic micro-batch holds it and a few short ones.
 MICRO_BATCHES: Mapping[str, Callable[[int], MicroBatchLimits]] = {
     "1": lambda longest: MicroBatchLimits(max_sequences=1),
     "2": lambda longest: MicroBatchLimits(max_sequences=2),
     "4": lambda longest: MicroBatchLimits(max_sequences=4),
-    "dynamic": lambda longest: MicroBatchLimits(max_tokens=2 * longest),
+    "dynamic": lambda longest: MicroBatchLimits(max_tokens=longest * 5 // 4),
 }
 PACKINGS: Mapping[str, Packing] = {"packed": pack, "padded": pad_to_longest}
 
@@ -31,7 +32,9 @@ class Cut:
 
 def cuts() -> list[Cut]:
     """Every cut; one sequence a micro-batch is the same packed and padded, so it is listed once."""
-    return [Cut(size, packing) for size, packing in product(MICRO_BATCHES, PACKINGS) if (size, packing) != ("1", "padded")]
+    return [
+        Cut(size, packing) for size, packing in product(MICRO_BATCHES, PACKINGS) if (size, packing) != ("1", "padded")
+    ]
 
 
 def aggregations() -> list[str]:
@@ -39,7 +42,8 @@ def aggregations() -> list[str]:
 
 
 def layouts(world_size: int) -> list[ParallelLayout]:
-    """Every TP x PP x CP x DP of exactly `world_size` processes, with and without sequence parallelism and two virtual stages."""
+    """Every TP x PP x CP x DP of exactly `world_size` processes, with and without sequence parallelism and two virtual
+    stages."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     return [
         ParallelLayout(world_size, tensor, pipeline, virtual, context, sequence_parallel=sequence)

@@ -1,7 +1,8 @@
-"""`megatron-dapo check-loss`: the gradient of the token loss under every layout, cut, packing and aggregation, against a plain model.
+"""`megatron-dapo check-loss`: the gradient of the token loss under every layout, cut, packing and aggregation, against
+a plain model.
 
-Processes are started here, unless this runs under torchrun or srun already: then the ranks that were started are the world, and rank 0
-prints. With CUDA each process takes one device (NCCL), else the CPU (gloo).
+Processes are started here, unless this runs under torchrun or srun already: then the ranks that were started are the
+world, and rank 0 prints. With CUDA each process takes one device (NCCL), else the CPU (gloo).
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ WORKER = "megatron_dapo.proof.start_worker"
 
 
 def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: str = "float32") -> CheckLossReport:
-    """Check on `num_processes` local processes, or on the processes of the launcher this runs under (all of them call it).
+    """Check on `num_processes` local processes, or on the processes of the launcher this runs under (all of them call
+    it).
 
-    model: a Hugging Face folder, None for a small random model. Raises ValueError for settings that make no sense and RuntimeError
-    where a process fails (its own output says why).
+    model: a Hugging Face folder, None for a small random model. Raises ValueError for settings that make no sense and
+    RuntimeError where a process fails (its own output says why).
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"check-loss: dtype {dtype!r} is unknown; choose one of {', '.join(TOLERANCES)}")
@@ -65,8 +67,11 @@ def _start_and_check(settings: CheckLossSettings, num_processes: int) -> dict[st
         return json.loads((folder / "result.json").read_text())
 
 
-def check_loss(num_processes: int = 4, json_output: bool = False, model: str | None = None, dtype: str = "float32") -> int:
-    """Run the check and print a table, or one JSON object. Exit code 0: within the tolerance, 1: not, 2: it could not be run."""
+def check_loss(
+    num_processes: int = 4, json_output: bool = False, model: str | None = None, dtype: str = "float32"
+) -> int:
+    """Run the check and print a table, or one JSON object. Exit code 0: within the tolerance, 1: not, 2: it could not
+    be run."""
     try:
         report = run_check_loss(num_processes, model=model, dtype=dtype)
     except (ValueError, RuntimeError) as error:

@@ -1,4 +1,5 @@
-"""Gradients of a layout's ranks against whole gradients by Hugging Face name; every replica and every padding row takes part."""
+"""Gradients of a layout's ranks against whole gradients by Hugging Face name; every replica and every padding row takes
+part."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ class Difference:
 
 def global_part(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The part of the whole tensor that `piece` holds."""
-    return whole[tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))]
+    return whole[
+        tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
+    ]
 
 
-def fill_from_whole(parameters: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, whole: Mapping[str, torch.Tensor]) -> None:
+def fill_from_whole(
+    parameters: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, whole: Mapping[str, torch.Tensor]
+) -> None:
     """Set a rank's local parameters from whole tensors; padding becomes zero."""
     for parameter in parameters.values():
         parameter.zero_()
@@ -38,8 +43,8 @@ def fill_from_whole(parameters: Mapping[str, torch.Tensor], layout: MegatronLayo
 def compare_gradients(
     gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, right: Mapping[str, torch.Tensor]
 ) -> Difference:
-    """Collective over the default group: all ranks call it with their local gradients. A gradient of padding that is not zero, or one
-    that is not finite, makes the difference the largest float (JSON knows no infinity)."""
+    """Collective over the default group: all ranks call it with their local gradients. A gradient of padding that is
+    not zero, or one that is not finite, makes the difference the largest float (JSON knows no infinity)."""
     names = list(right)
     sums = torch.zeros(2, len(names), dtype=torch.float64, device=communication_device())
     place = {name: index for index, name in enumerate(names)}
@@ -52,7 +57,10 @@ def compare_gradients(
     error, norm = totals["sums"]
     relative = (error / norm.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
     if not torch.isfinite(relative).all() or totals["padding"] != 0:
-        return Difference(sys.float_info.max, "padding" if torch.isfinite(relative).all() else names[int((~torch.isfinite(relative)).int().argmax())])
+        return Difference(
+            sys.float_info.max,
+            "padding" if torch.isfinite(relative).all() else names[int((~torch.isfinite(relative)).int().argmax())],
+        )
     worst = int(relative.argmax())
     return Difference(float(relative[worst]), names[worst])
 
@@ -61,7 +69,9 @@ def _padding_sum(gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, 
     """Sum of absolute gradients of everything that no piece covers."""
     shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
     holes = local_holes(layout.pieces(rank), shapes)
-    return sum(float(_region(gradients[name], box).abs().double().sum()) for name, boxes in holes.items() for box in boxes)
+    return sum(
+        float(_region(gradients[name], box).abs().double().sum()) for name, boxes in holes.items() for box in boxes
+    )
 
 
 def _region(buffer: torch.Tensor, box: Box) -> torch.Tensor:

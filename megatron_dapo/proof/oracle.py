@@ -1,7 +1,8 @@
-"""The right answer: a plain transformers model in fp64, one sequence at a time, and the loss written out from the papers.
+"""The right answer: a plain transformers model in fp64, one sequence at a time, and the loss written out from the
+papers.
 
-Nothing of the training path is used here: no packing, no weights from `algorithms`, no log-prob kernel, no process group. Gradients
-are linear in the samples' weights, so one backward pass a sequence gives those of every aggregation.
+Nothing of the training path is used here: no packing, no weights from `algorithms`, no log-prob kernel, no process
+group. Gradients are linear in the samples' weights, so one backward pass a sequence gives those of every aggregation.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 3.0
 TEMPERATURE = 0.9
 
-# Sizes of the model of the proof: small enough for a laptop, and with everything in it that a layout can get wrong: grouped queries, a
-# bias on the fused QKV, a vocabulary that does not divide, norms and biases away from 1 and 0.
+# Sizes of the model of the proof: small enough for a laptop, and with everything in it that a layout can get wrong:
+# grouped queries, a bias on the fused QKV, a vocabulary that does not divide, norms and biases away from 1 and 0.
 MODEL_FIELDS = {
     "vocab_size": 203,
     "hidden_size": 32,
@@ -81,7 +82,8 @@ def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample], dict[str, Answer]]:
-    """The batch with the old log-probs that give its ratios (in `rollout_logprobs`), and the answer of every aggregation."""
+    """The batch with the old log-probs that give its ratios (in `rollout_logprobs`), and the answer of every
+    aggregation."""
     model = in_fp64(model)
     names, parameters = zip(*model.named_parameters(), strict=True)
     samples, losses, scales, gradients = [], [], [], []
@@ -115,7 +117,8 @@ def _response_logprobs(model: PreTrainedModel, sample: TrainSample) -> torch.Ten
 
 
 def _token_losses(logprobs: torch.Tensor, sample: TrainSample) -> torch.Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at most -c A (DAPO, arXiv 2503.14476, Eq 10; dual clip, arXiv 1912.09729)."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at most -c A (DAPO, arXiv 2503.14476, Eq 10; dual clip,
+    arXiv 1912.09729)."""
     ratio = (logprobs - sample.rollout_logprobs.double()).exp()
     advantage = sample.advantages.double()
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
@@ -132,7 +135,10 @@ def _sample_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
 
 
 def _per_group(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
-    tokens = {group: sum(length for length, other in zip(lengths, groups, strict=True) if other == group) for group in set(groups)}
+    tokens = {
+        group: sum(length for length, other in zip(lengths, groups, strict=True) if other == group)
+        for group in set(groups)
+    }
     num_groups = sum(count > 0 for count in tokens.values())
     return [1 / (num_groups * tokens[group]) if tokens[group] else 0.0 for group in groups]
 

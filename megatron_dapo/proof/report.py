@@ -90,7 +90,8 @@ def print_report(report: CheckLossReport, console: Console | None = None) -> Non
         console.print(f"not run: {entry['layout']}: {entry['reason']}")
     relation = "within" if report.passed else "ABOVE"
     console.print(
-        f"{len(report.rows)} comparisons in {report.seconds:.0f} s: largest relative difference {report.max_rel_diff:.2e}, "
+        f"{len(report.rows)} comparisons in {report.seconds:.0f} s: largest relative difference "
+        f"{report.max_rel_diff:.2e}, "
         f"{relation} the tolerance {report.tolerance:g}"
     )
 

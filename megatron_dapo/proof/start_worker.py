@@ -1,4 +1,5 @@
-"""Entry of a worker process: keeps its standard output and megatron-core's import-time warnings from the user, then checks."""
+"""Entry of a worker process: keeps its standard output and megatron-core's import-time warnings from the user, then
+checks."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ if __name__ == "__main__":
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # megatron-core warns in every process about each optional package that is not installed.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
+    # torch renames collectives that older versions have only under the old name.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from megatron_dapo.proof.worker import main
 
     main(*sys.argv[1:])

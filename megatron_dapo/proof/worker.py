@@ -1,6 +1,8 @@
-"""What every process of `check-loss` does: for each layout build the real actor, then compare the gradients of every cut and aggregation.
+"""What every process of `check-loss` does: for each layout build the real actor, then compare the gradients of every
+cut and aggregation.
 
-Started by torchrun (by `check_loss` through `start_worker`, or by the user on a cluster). The processes are used for all layouts one after another.
+Started by torchrun (by `check_loss` through `start_worker`, or by the user on a cluster). The processes are used for
+all layouts one after another.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.load import load_from_huggingface
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.launch.environment import prepare_rendezvous, process_environment
 from megatron_dapo.megatron.actor import ActorSettings, Loader, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings
@@ -35,7 +38,6 @@ from megatron_dapo.proof.cases import MICRO_BATCHES, PACKINGS, Cut, aggregations
 from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
 from megatron_dapo.proof.report import CheckLossSettings, Row
 from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
-from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.types import MicroBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -63,11 +65,17 @@ def pose_problem(settings: CheckLossSettings) -> Problem:
         description, tensors = to_tensors(samples)
         numbers = {name: (answer.loss, answer.loss_scale) for name, answer in answers.items()}
         gradients = {name: dict(answer.gradients) for name, answer in answers.items()}
-    samples = from_tensors(broadcast_json(description), {name: part.cpu() for name, part in broadcast_tensors(tensors).items()})
+    samples = from_tensors(
+        broadcast_json(description), {name: part.cpu() for name, part in broadcast_tensors(tensors).items()}
+    )
     weights = broadcast_tensors(weights)
     numbers = broadcast_json(numbers)
     answers = {name: oracle.Answer(*numbers[name], broadcast_tensors(gradients.get(name))) for name in numbers}
-    architecture = ModelArchitecture.from_folder(settings.model) if settings.model else ModelArchitecture.from_config(broadcast_json(config))
+    architecture = (
+        ModelArchitecture.from_folder(settings.model)
+        if settings.model
+        else ModelArchitecture.from_config(broadcast_json(config))
+    )
     return Problem(samples, answers, architecture, _loader(settings.model, weights))
 
 
@@ -87,13 +95,18 @@ def weigh_by(aggregation: str) -> WeighSamples:
     def weigh(samples: Sequence[TrainSample]) -> list[float]:
         trained = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
         groups = torch.tensor([sample.group_index for sample in samples])
-        return sample_token_weights(aggregation, trained, groups, global_denominators(trained, groups), MAX_RESPONSE_TOKENS).tolist()
+        return sample_token_weights(
+            aggregation, trained, groups, global_denominators(trained, groups), MAX_RESPONSE_TOKENS
+        ).tolist()
 
     return weigh
 
 
-def dapo_loss(micro_batch: MicroBatch, outputs: TokenOutputs, index: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """The training path's loss with clip-higher and dual clip; the batch carries the old log-probs as its rollout log-probs."""
+def dapo_loss(
+    micro_batch: MicroBatch, outputs: TokenOutputs, index: int
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The training path's loss with clip-higher and dual clip; the batch carries the old log-probs as its rollout
+    log-probs."""
     bounds = {"clip_ratio_low": oracle.CLIP_LOW, "clip_ratio_high": oracle.CLIP_HIGH}
     objective = PolicyObjective(build_policy_loss("clip_higher", bounds, oracle.DUAL_CLIP))
     return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviourTerms(micro_batch.rollout_logprobs))
@@ -107,7 +120,11 @@ def build_actor(problem: Problem, layout: ParallelLayout, dtype: str) -> Megatro
 def check_layout(problem: Problem, layout: ParallelLayout, dtype: str) -> list[Row]:
     """All cuts and aggregations of one layout."""
     actor = build_actor(problem, layout, dtype)
-    return [check_cut(problem, actor, cut, aggregation, weigh_by(aggregation)) for cut in cuts() for aggregation in aggregations()]
+    return [
+        check_cut(problem, actor, cut, aggregation, weigh_by(aggregation))
+        for cut in cuts()
+        for aggregation in aggregations()
+    ]
 
 
 def check_cut(problem: Problem, actor: MegatronActor, cut: Cut, aggregation: str, weigh: WeighSamples) -> Row:
@@ -115,9 +132,13 @@ def check_cut(problem: Problem, actor: MegatronActor, cut: Cut, aggregation: str
     layout, rank = actor.layout, actor.rank
     longest = padded_length(max(sample.num_tokens for sample in problem.samples), layout.micro_batch_alignment)
     limits = MICRO_BATCHES[cut.micro_batch](longest)
-    micro_batches = build_micro_batches(problem.samples, weigh, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing])
+    micro_batches = build_micro_batches(
+        problem.samples, weigh, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing]
+    )
     device = communication_device()
-    metrics = actor.accumulate_gradients([to_device(part, device) for part in micro_batches], dapo_loss, oracle.TEMPERATURE)
+    metrics = actor.accumulate_gradients(
+        [to_device(part, device) for part in micro_batches], dapo_loss, oracle.TEMPERATURE
+    )
     answer = problem.answers[aggregation]
     trained = sum(float(sample.loss_mask.sum()) for sample in problem.samples)
     assert metrics["num_tokens"] == trained, f"{metrics['num_tokens']} tokens were trained, the batch has {trained}"
@@ -135,7 +156,8 @@ def check_cut(problem: Problem, actor: MegatronActor, cut: Cut, aggregation: str
 
 
 def check_all(settings: CheckLossSettings) -> dict[str, Any]:
-    """{"rows": [...], "skipped": [...]}: every layout of the world; skipped are those that the model does not divide into."""
+    """{"rows": [...], "skipped": [...]}: every layout of the world; skipped are those that the model does not divide
+    into."""
     problem = pose_problem(settings)
     rows, skipped = [], []
     candidates = layouts(dist.get_world_size())

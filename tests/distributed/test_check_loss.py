@@ -23,7 +23,12 @@ def test_all_layouts_of_two_processes_agree_with_the_plain_model(capfd) -> None:
     assert report["max_rel_diff"] <= 1e-5 and report["max_loss_rel_diff"] <= 1e-6
     assert report["num_layouts"] == 6 and report["num_comparisons"] == len(report["rows"]) == 6 * 7 * 5
     assert not report["skipped"]
-    assert {row["layout"] for row in report["rows"]} >= {"TP2 PP1 CP1 DP1 SP", "TP1 PP2 VPP2 CP1 DP1", "TP1 PP1 CP2 DP1", "TP1 PP1 CP1 DP2"}
+    assert {row["layout"] for row in report["rows"]} >= {
+        "TP2 PP1 CP1 DP1 SP",
+        "TP1 PP2 VPP2 CP1 DP1",
+        "TP1 PP1 CP2 DP1",
+        "TP1 PP1 CP1 DP2",
+    }
 
 
 @pytest.mark.timeout(200)
@@ -49,18 +54,21 @@ def test_a_tied_model_from_a_folder(tmp_path) -> None:
 
 
 def per_micro_batch_mean(samples: Sequence[TrainSample]) -> list[float]:
-    """The error of training on means of micro-batches: here each sample is divided by its neighbour's and its own tokens."""
+    """The error of training on means of micro-batches: here each sample is divided by its neighbour's and its own
+    tokens."""
     counts = [int(sample.loss_mask.sum()) for sample in samples]
-    pairs = [counts[index] + counts[index ^ 1] if index ^ 1 < len(counts) else counts[index] for index in range(len(counts))]
+    pairs = [
+        counts[index] + counts[index ^ 1] if index ^ 1 < len(counts) else counts[index] for index in range(len(counts))
+    ]
     return [2 / (len(counts) * max(pair, 1)) for pair in pairs]
 
 
 def faults(_: Any) -> dict[str, Any]:
     from megatron_dapo.parallel.layout import ParallelLayout
+    from megatron_dapo.proof.cases import Cut
     from megatron_dapo.proof.compare import compare_gradients
     from megatron_dapo.proof.report import CheckLossSettings
     from megatron_dapo.proof.worker import build_actor, check_cut, pose_problem, weigh_by
-    from megatron_dapo.proof.cases import Cut
 
     problem = pose_problem(CheckLossSettings())
     actor = build_actor(problem, ParallelLayout(2), "float32")

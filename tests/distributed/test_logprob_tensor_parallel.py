@@ -16,10 +16,17 @@ WIDTH, NUM_TOKENS = 12, 40
 CASES = ((101, 64), (60, 64), (5, 16), (256, 64))
 
 
-def compute(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, group: Any) -> list[torch.Tensor]:
+def compute(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, group: Any
+) -> list[torch.Tensor]:
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     logprobs, entropy = vocab_parallel_logprobs(
-        *leaves, targets, temperature=0.8, vocab_size=vocab_size, group=group, chunk_tokens=None if group is None else 16
+        *leaves,
+        targets,
+        temperature=0.8,
+        vocab_size=vocab_size,
+        group=group,
+        chunk_tokens=None if group is None else 16,
     )
     (logprobs * hidden[:, 0] + entropy * hidden[:, 1]).sum().backward()
     return [logprobs.detach(), entropy.detach(), leaves[0].grad, leaves[1].grad]

@@ -15,7 +15,9 @@ def naive(
     return log_p.gather(1, targets[:, None])[:, 0], -torch.special.xlogy(log_p.exp(), log_p.exp()).sum(-1)
 
 
-def make(num_tokens: int, width: int = 16, vocab_size: int = 37, rows: int | None = None, scale: float = 1.0, seed: int = 0):
+def make(
+    num_tokens: int, width: int = 16, vocab_size: int = 37, rows: int | None = None, scale: float = 1.0, seed: int = 0
+):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, width, generator=generator)
     weight = torch.randn(rows or vocab_size, width, generator=generator) * scale
@@ -97,7 +99,8 @@ def test_bf16_inputs_are_summed_in_fp32() -> None:
     (logprobs - entropy).sum().backward()
     (exact - exact_entropy).sum().backward()
     assert weight.grad.dtype == torch.bfloat16
-    # The only rounding left is the last one to bf16, half a unit in the last of 8 bits; accumulating in bf16 would show over 7 chunks.
+    # The only rounding left is the last one to bf16, half a unit in the last of 8 bits; accumulating in bf16 would show
+    # over 7 chunks.
     torch.testing.assert_close(weight.grad.double(), wide[1].grad, rtol=2**-8, atol=1e-5)
     torch.testing.assert_close(hidden.grad.double(), wide[0].grad, rtol=2**-8, atol=1e-5)
 

@@ -17,7 +17,10 @@ def best_largest_sum(sizes: list[int], num_parts: int) -> int:
     """By trying every assignment."""
     best = sum(sizes)
     for choice in product(range(num_parts), repeat=len(sizes)):
-        best = min(best, max(sum(size for size, part in zip(sizes, choice, strict=True) if part == p) for p in range(num_parts)))
+        best = min(
+            best,
+            max(sum(size for size, part in zip(sizes, choice, strict=True) if part == p) for p in range(num_parts)),
+        )
     return best
 
 

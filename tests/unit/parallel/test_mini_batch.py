@@ -14,7 +14,10 @@ from megatron_dapo.types import TrainSample
 
 
 @given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=20), st.integers(1, 8), st.sampled_from(["groups", "samples"]), st.none() | st.integers(0, 99)
+    st.lists(st.integers(1, 6), min_size=1, max_size=20),
+    st.integers(1, 8),
+    st.sampled_from(["groups", "samples"]),
+    st.none() | st.integers(0, 99),
 )
 def test_every_sample_is_in_one_mini_batch(group_sizes, per_mini_batch, split, seed) -> None:
     groups = [group for group, size in enumerate(group_sizes) for _ in range(size)]
@@ -52,11 +55,16 @@ def test_bad_settings_are_errors() -> None:
 
 def make_samples(num: int) -> list[TrainSample]:
     return [
-        TrainSample(f"g/{n}", n // 4, torch.arange(1, n + 5), 2, torch.ones(n + 2), torch.ones(n + 2), -torch.ones(n + 2)) for n in range(num)
+        TrainSample(
+            f"g/{n}", n // 4, torch.arange(1, n + 5), 2, torch.ones(n + 2), torch.ones(n + 2), -torch.ones(n + 2)
+        )
+        for n in range(num)
     ]
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(1), ParallelLayout(4), ParallelLayout(4, pipeline=2, virtual_pipeline=2)])
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(1), ParallelLayout(4), ParallelLayout(4, pipeline=2, virtual_pipeline=2)]
+)
 @pytest.mark.parametrize("limits", [MicroBatchLimits(max_tokens=64), MicroBatchLimits(max_sequences=2)])
 def test_weights_are_those_of_the_whole_mini_batch_on_every_rank(layout, limits) -> None:
     samples = make_samples(13)
@@ -66,11 +74,17 @@ def test_weights_are_those_of_the_whole_mini_batch_on_every_rank(layout, limits)
         assert len(everyone) == 13
         return [1.0 / total] * 13
 
-    batches = [batch for rank in range(layout.data) for batch in build_micro_batches(samples, token_mean, layout, rank, limits)]
+    batches = [
+        batch for rank in range(layout.data) for batch in build_micro_batches(samples, token_mean, layout, rank, limits)
+    ]
     assert sum(float(batch.loss_weights.double().sum()) for batch in batches) == pytest.approx(1.0, rel=1e-6)
-    assert sorted(name for batch in batches for name in batch.sample_ids if name) == sorted(sample.sample_id for sample in samples)
+    assert sorted(name for batch in batches for name in batch.sample_ids if name) == sorted(
+        sample.sample_id for sample in samples
+    )
 
 
 def test_wrong_number_of_weights_is_an_error() -> None:
     with pytest.raises(ValueError, match="2 loss weights for 5 samples"):
-        build_micro_batches(make_samples(5), lambda everyone: [1.0, 1.0], ParallelLayout(1), 0, MicroBatchLimits(max_sequences=2))
+        build_micro_batches(
+            make_samples(5), lambda everyone: [1.0, 1.0], ParallelLayout(1), 0, MicroBatchLimits(max_sequences=2)
+        )

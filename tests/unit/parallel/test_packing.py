@@ -54,7 +54,10 @@ def check_plan(plan, lengths, layout, limits) -> None:
     for rank in plan:
         assert any(rank), "a rank without a sequence"
         for part in rank:
-            padded = padded_length(sum(padded_length(lengths[index], layout.sequence_alignment) for index in part), layout.micro_batch_alignment)
+            padded = padded_length(
+                sum(padded_length(lengths[index], layout.sequence_alignment) for index in part),
+                layout.micro_batch_alignment,
+            )
             assert not limits.max_tokens or padded <= limits.max_tokens
             assert not limits.max_sequences or len(part) <= limits.max_sequences
 
@@ -66,7 +69,9 @@ def test_plan_by_tokens(lengths, layout, budget) -> None:
     check_plan(plan, lengths, layout, limits)
     num_empty = sum(not part for rank in plan for part in rank)
     if num_empty:
-        assert sum(len(rank) for rank in plan) > len(lengths), "an empty micro-batch though there were sequences for all"
+        assert sum(len(rank) for rank in plan) > len(lengths), (
+            "an empty micro-batch though there were sequences for all"
+        )
 
 
 @given(ragged, layouts, st.integers(1, 8))
@@ -83,7 +88,9 @@ def test_plan_with_both_limits(lengths, layout) -> None:
 
 
 def test_plan_is_as_short_as_the_limits_allow_and_balanced() -> None:
-    lengths = [torch.randint(20, 200, (1,), generator=torch.Generator().manual_seed(seed)).item() for seed in range(512)]
+    lengths = [
+        torch.randint(20, 200, (1,), generator=torch.Generator().manual_seed(seed)).item() for seed in range(512)
+    ]
     plan = plan_micro_batches(lengths, ParallelLayout(8), MicroBatchLimits(max_tokens=2048))
     assert len(plan[0]) <= -(-sum(lengths) // (8 * 2048)) + 1
     tokens = [sum(lengths[index] for part in rank for index in part) for rank in plan]
@@ -99,12 +106,16 @@ def test_tight_budget_that_balancing_alone_would_break() -> None:
 def test_masked_micro_batch_only_where_counts_leave_no_other_way() -> None:
     plan = plan_micro_batches([10] * 5, ParallelLayout(2), MicroBatchLimits(max_tokens=10))
     assert [len(rank) for rank in plan] == [3, 3] and sum(not part for rank in plan for part in rank) == 1
-    plan = plan_micro_batches([10] * 3, ParallelLayout(2, pipeline=2, virtual_pipeline=2), MicroBatchLimits(max_tokens=20))
+    plan = plan_micro_batches(
+        [10] * 3, ParallelLayout(2, pipeline=2, virtual_pipeline=2), MicroBatchLimits(max_tokens=20)
+    )
     assert [len(part) for part in plan[0]] == [2, 1]
 
 
 def test_sequence_above_the_limit_is_an_error_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"sequence 1 has 301 tokens, 304 with padding.*at most 256; raise.*at least 304"):
+    with pytest.raises(
+        ValueError, match=r"sequence 1 has 301 tokens, 304 with padding.*at most 256; raise.*at least 304"
+    ):
         plan_micro_batches([5, 301, 7], ParallelLayout(2, context=2), MicroBatchLimits(max_tokens=256))
 
 
@@ -171,7 +182,9 @@ def test_pack_holds_every_field_of_every_sample_once(shapes, layout) -> None:
     for batch in (pack(samples, weights, layout), pad_to_longest(samples, weights, layout)):
         assert batch.num_tokens % layout.micro_batch_alignment == 0
         starts = batch.cu_seqlens.tolist()
-        assert all((end - start) % layout.sequence_alignment == 0 for start, end in zip(starts, starts[1:], strict=False))
+        assert all(
+            (end - start) % layout.sequence_alignment == 0 for start, end in zip(starts, starts[1:], strict=False)
+        )
         for index, sample in enumerate(samples):
             assert torch.equal(batch.token_ids[starts[index] :][: sample.num_tokens], sample.tokens)
             assert set(batch.sequence_ids[starts[index] : starts[index + 1]].tolist()) == {index}

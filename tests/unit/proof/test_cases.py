@@ -13,7 +13,9 @@ def test_four_processes_have_every_layout_once() -> None:
     found = layouts(4)
     assert len(found) == len(set(found)) == 19
     sizes = {(layout.tensor, layout.pipeline, layout.context, layout.data) for layout in found}
-    assert sizes == {(t, p, c, 4 // (t * p * c)) for t in (1, 2, 4) for p in (1, 2, 4) for c in (1, 2, 4) if 4 % (t * p * c) == 0}
+    assert sizes == {
+        (t, p, c, 4 // (t * p * c)) for t in (1, 2, 4) for p in (1, 2, 4) for c in (1, 2, 4) if 4 % (t * p * c) == 0
+    }
     assert {layout.describe() for layout in found} >= {
         "TP2 PP2 VPP2 CP1 DP1 SP",
         "TP2 PP1 CP2 DP1 SP",
@@ -49,7 +51,11 @@ def test_batch_has_what_makes_denominators_and_masks_differ() -> None:
     assert min(lengths) == 1 and max(lengths) == 60 and len(set(lengths)) > 8
     trained = [int(sample.loss_mask.sum()) for sample in batch.samples]
     assert trained.count(0) == 1, "one response is filtered out"
-    gaps = [sample.loss_mask[:-1].min() == 0 for sample in batch.samples if sample.loss_mask.any() and sample.num_response_tokens > 10]
+    gaps = [
+        sample.loss_mask[:-1].min() == 0
+        for sample in batch.samples
+        if sample.loss_mask.any() and sample.num_response_tokens > 10
+    ]
     assert all(gaps) and len(gaps) > 4
     groups = [sample.group_index for sample in batch.samples]
     assert len({groups.count(group) for group in groups}) > 2, "groups of different sizes"

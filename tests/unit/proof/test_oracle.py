@@ -25,7 +25,9 @@ VALUES = {
 @pytest.mark.parametrize("mode", VALUES)
 def test_weights_give_the_golden_losses(mode) -> None:
     weights = oracle.WEIGHTS[mode](GOLDEN["lengths"], [0, 0, 1, 1])
-    assert sum(w * s for w, s in zip(weights, GOLDEN["sums"], strict=True)) == pytest.approx(GOLDEN[VALUES[mode]], rel=1e-9)
+    assert sum(w * s for w, s in zip(weights, GOLDEN["sums"], strict=True)) == pytest.approx(
+        GOLDEN[VALUES[mode]], rel=1e-9
+    )
 
 
 def test_dr_grpo_divides_by_a_constant() -> None:
@@ -43,7 +45,9 @@ def test_token_losses_by_hand() -> None:
     expected = [-0.5, -0.9, -1.25, -1.28, -1.28, 0.8, 0.9, 1.35, 3.0]
     torch.testing.assert_close(losses.detach(), torch.tensor(expected, dtype=torch.float64))
     losses.sum().backward()
-    torch.testing.assert_close(logprobs.grad, torch.tensor([-0.5, -0.9, -1.25, 0, 0, 0, 0.9, 1.35, 0], dtype=torch.float64))
+    torch.testing.assert_close(
+        logprobs.grad, torch.tensor([-0.5, -0.9, -1.25, 0, 0, 0, 0.9, 1.35, 0], dtype=torch.float64)
+    )
 
 
 def test_answer_has_the_chosen_ratios_and_the_gradient_of_its_loss() -> None:
@@ -57,7 +61,10 @@ def test_answer_has_the_chosen_ratios_and_the_gradient_of_its_loss() -> None:
 
     def loss(mode: str) -> float:
         with torch.no_grad():
-            parts = [oracle._token_losses(oracle._response_logprobs(model, sample), sample) * sample.loss_mask for sample in samples]
+            parts = [
+                oracle._token_losses(oracle._response_logprobs(model, sample), sample) * sample.loss_mask
+                for sample in samples
+            ]
         lengths = [int(sample.loss_mask.sum()) for sample in samples]
         weights = oracle.WEIGHTS[mode](lengths, [sample.group_index for sample in samples])
         return float(sum(w * part.sum() for w, part in zip(weights, parts, strict=True)))
@@ -82,6 +89,8 @@ def test_masked_tokens_have_no_part_in_the_answer() -> None:
     sample = batch.samples[0]
     assert sample.loss_mask.min() == 0
     changed = replace(sample, advantages=sample.advantages + 5 * (1 - sample.loss_mask))
-    first, second = (oracle.solve(model, ProofBatch((one,), batch.ratios))[1]["token_mean"] for one in (sample, changed))
+    first, second = (
+        oracle.solve(model, ProofBatch((one,), batch.ratios))[1]["token_mean"] for one in (sample, changed)
+    )
     assert first.loss == second.loss
     assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)

@@ -17,7 +17,9 @@ def report(*differences: float) -> CheckLossReport:
         Row("TP1 PP1 CP1 DP1", size, "packed", "token_mean", 4, difference, "model.norm.weight", 1e-8)
         for size, difference in zip(("1", "2", "4"), differences, strict=False)
     )
-    return CheckLossReport(1, "float32", 1e-5, rows, ({"layout": "TP3 PP1 CP1 DP1", "reason": "3 does not divide"},), 1.5)
+    return CheckLossReport(
+        1, "float32", 1e-5, rows, ({"layout": "TP3 PP1 CP1 DP1", "reason": "3 does not divide"},), 1.5
+    )
 
 
 def test_the_largest_row_decides() -> None:
@@ -31,7 +33,11 @@ def test_json_is_one_object_with_a_row_a_comparison(monkeypatch, capsys) -> None
     monkeypatch.setattr(command, "run_check_loss", lambda *args, **kwargs: report(1e-7, 2e-5))
     assert command.check_loss(1, json_output=True) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["max_rel_diff"] == 2e-5 and found["passed"] is False and len(found["rows"]) == found["num_comparisons"] == 2
+    assert (
+        found["max_rel_diff"] == 2e-5
+        and found["passed"] is False
+        and len(found["rows"]) == found["num_comparisons"] == 2
+    )
     assert set(found["rows"][0]) >= {"layout", "micro_batch", "packing", "aggregation", "rel_diff"}
     assert found["skipped"][0]["layout"] == "TP3 PP1 CP1 DP1"
 
