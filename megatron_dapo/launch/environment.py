@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def process_environment(environment: Mapping[str, str] | None = None) -> ProcessEnvironment:
-    """Reads rank, world size and local rank as torchrun sets them, else as srun does; a plain process is a world of one.
+    """Reads rank, world size and local rank as torchrun sets them, else as srun does; without either a world of one.
 
     Raises ValueError where a launcher set some of its variables but not all.
     """
@@ -34,7 +34,9 @@ def process_environment(environment: Mapping[str, str] | None = None) -> Process
             return ProcessEnvironment(*(int(environment[name]) for name in names))
         if found and launcher == "torchrun":
             missing = sorted(set(names) - set(found))
-            raise ValueError(f"{', '.join(found)} are set but {', '.join(missing)} are not; start the workers with torchrun or srun")
+            raise ValueError(
+                f"{', '.join(found)} are set but {', '.join(missing)} are not; start the workers with torchrun or srun"
+            )
     return ProcessEnvironment(rank=0, world_size=1, local_rank=0)
 
 

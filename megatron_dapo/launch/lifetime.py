@@ -1,4 +1,4 @@
-"""What keeps two runs out of one folder, ends a process with the one that started it, and shows where a running one stands."""
+"""One run a folder, processes that end with the one that started them, and stacks of a running one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def end_with_parent(signum: int) -> Callable[[], None]:
     """A function that asks the kernel to send the calling process `signum` when its parent dies, however it dies.
 
-    It may run between fork and exec: the C library is found here, not there. Only Linux has this; elsewhere it does nothing.
+    It may run between fork and exec: the C library is found here, not there. Only Linux has this; elsewhere it does
+    nothing.
     """
     if not sys.platform.startswith("linux"):
         return lambda: None
@@ -31,7 +32,7 @@ def end_with_parent(signum: int) -> Callable[[], None]:
 
 
 class FolderLock:
-    """Held by rank 0 for as long as it lives, so that no second run writes into the folder. The kernel releases it at any death."""
+    """Held by rank 0 while it lives, so that no second run writes into the folder. Any death releases it."""
 
     def __init__(self, run_folder: Path) -> None:
         """Take the lock. RuntimeError, naming the process, where another run holds it."""
@@ -63,7 +64,8 @@ def _lock(run_folder: Path) -> TextIO:
         holder = stream.read() or "unknown"
         stream.close()
         raise RuntimeError(
-            f"run folder {run_folder} is in use by process {holder}: wait for that run, stop it, or choose another run.folder"
+            f"run folder {run_folder} is in use by process {holder}: wait for that run, stop it, or choose another "
+            "run.folder"
         ) from None
     return stream
 

@@ -1,8 +1,9 @@
 """Starts the workers of one machine under torchrun and passes Ctrl-C and SIGTERM to the workers, not to torchrun.
 
-torchrun kills its workers 30 s after a signal, which is less than a training step of a large model. So it runs in a process group of its
-own; the launcher forwards the first signal to the workers, who finish the step, save and exit, and ends everything at the second. A
-launcher that is killed takes torchrun and the workers along: each asks the kernel for a SIGTERM when its parent dies.
+torchrun kills its workers 30 s after a signal, which is less than a training step of a large model. So it runs in a
+process group of its own; the launcher forwards the first signal to the workers, who finish the step, save and exit, and
+ends everything at the second. A launcher that is killed takes torchrun and the workers along: each asks the kernel for
+a SIGTERM when its parent dies.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _Forwarder:
             _send(pid, signal.SIGTERM)
 
     def kill_all(self) -> None:
-        """Ends torchrun and its workers at once. Workers may lead sessions of their own, so the group alone is not enough."""
+        """Ends torchrun and its workers at once; workers may lead sessions of their own, outside torchrun's group."""
         for pid in self._worker_pids():
             _send(pid, signal.SIGKILL)
         if self._process.poll() is None:
@@ -95,7 +96,7 @@ def _forget_old_workers(run_folder: Path) -> None:
 
 
 def launch_workers(module: str, arguments: Sequence[str], num_processes: int, run_folder: Path) -> int:
-    """Runs `module` under torchrun until it ends and returns its exit code (128 + the signal that ended it, as shells count).
+    """Runs `module` under torchrun to its end and returns its exit code (128 + signal number, as shells count).
 
     Signals are forwarded as the module says. RuntimeError where another run works in `run_folder`.
     """

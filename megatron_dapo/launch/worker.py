@@ -1,4 +1,4 @@
-"""What torchrun (or srun) starts: one process of a run. `python -m megatron_dapo.launch.worker RECIPE [--set a.b=c]...`"""
+"""What torchrun or srun starts, one process of a run: python -m megatron_dapo.launch.worker RECIPE [--set a.b=c]..."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         record_failure(run_folder, failure_of(process.rank, error))
         logging.getLogger(__name__).exception("rank %d failed", process.rank)
-        # Other ranks may wait in a collective: leaving without the destructors of process groups lets the launcher end them.
+        # Other ranks may wait in a collective: leaving without the destructors of process groups lets the launcher end
+        # them.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -68,7 +69,8 @@ def _configure_logging(process: ProcessEnvironment) -> None:
     logging.basicConfig(level=level, format=f"[rank {process.rank}] %(levelname)s %(name)s: %(message)s")
     for name in ("megatron", "transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # megatron-core warns once a module that Transformer Engine and apex are absent; the layer specification's log line says it once.
+    # megatron-core warns once a module that Transformer Engine and apex are absent; the layer specification's log line
+    # says it once.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core|torch\.autograd")
 
 

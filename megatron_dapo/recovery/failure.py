@@ -1,7 +1,7 @@
 """The first root cause of a failed run, in failure.json and as the last line printed.
 
-Once one rank fails, the others fail because of it. The first to record wins; every rank's own record is kept beside it. An error that
-says of itself that its cause is elsewhere (`is_consequence`) never wins.
+Once one rank fails, the others fail because of it. The first to record wins; every rank's own record is kept beside it.
+An error that says of itself that its cause is elsewhere (`is_consequence`) never wins.
 """
 
 from __future__ import annotations

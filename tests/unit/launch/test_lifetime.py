@@ -73,7 +73,9 @@ child.wait()
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of another system has no parent-death signal")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernel of another system has no parent-death signal"
+)
 def test_a_child_ends_when_its_parent_is_killed() -> None:
     parent = start(PARENT)
     assert parent.stdout is not None
