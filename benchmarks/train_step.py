@@ -41,7 +41,9 @@ SHAPES = {
 def make_model(folder: Path, shape: dict[str, int]) -> Qwen2ForCausalLM:
     """A random Qwen2 of that shape, saved to `folder`."""
     torch.manual_seed(0)
-    config = Qwen2Config(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, **shape)
+    config = Qwen2Config(
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, **shape
+    )
     model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa").float()
     model.save_pretrained(folder)
     return model
@@ -57,10 +59,14 @@ def make_sequences(num_sequences: int, vocab_size: int) -> list[torch.Tensor]:
 def megatron_step(folder: Path, sequences: Sequence[torch.Tensor]) -> Callable[[], float]:
     """A function that makes one optimizer step of the actor and returns the loss."""
     layout = ParallelLayout(1)
-    actor = MegatronActor.build(folder, layout, ActorSettings(optimizer=OptimizerSettings(weight_decay=0.01, clip_grad=1.0)))
+    actor = MegatronActor.build(
+        folder, layout, ActorSettings(optimizer=OptimizerSettings(weight_decay=0.01, clip_grad=1.0))
+    )
     num_trained = sum(len(tokens) - 1 for tokens in sequences)
     samples = [
-        TrainSample(str(i), i, tokens, 1, torch.ones(len(tokens) - 1), torch.ones(len(tokens) - 1), torch.zeros(len(tokens) - 1))
+        TrainSample(
+            str(i), i, tokens, 1, torch.ones(len(tokens) - 1), torch.ones(len(tokens) - 1), torch.zeros(len(tokens) - 1)
+        )
         for i, tokens in enumerate(sequences)
     ]
     micro_batch = pack(samples, [1.0 / num_trained] * len(samples), layout)
@@ -72,7 +78,9 @@ def megatron_step(folder: Path, sequences: Sequence[torch.Tensor]) -> Callable[[
     return lambda: actor.train_step([micro_batch], loss_fn, 1.0, LEARNING_RATE).metrics["loss"]
 
 
-def transformers_step(model: Qwen2ForCausalLM, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Callable[[], float]:
+def transformers_step(
+    model: Qwen2ForCausalLM, inputs: dict[str, torch.Tensor], labels: torch.Tensor
+) -> Callable[[], float]:
     """A function that makes one AdamW step of transformers' model and returns the loss; labels are -100 where nothing is predicted."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
 
@@ -168,7 +176,9 @@ def main() -> None:
         print(json.dumps(result))
         return
     for row in rows:
-        print(f"{row['shape']}: {row['step_ratio']:.2f} x transformers packed, {row['step_ratio_padded']:.2f} x transformers padded")
+        print(
+            f"{row['shape']}: {row['step_ratio']:.2f} x transformers packed, {row['step_ratio_padded']:.2f} x transformers padded"
+        )
 
 
 if __name__ == "__main__":

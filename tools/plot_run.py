@@ -1,6 +1,6 @@
 """Draw a run's accuracy and response length over train steps as an SVG, from metrics.jsonl and evaluations.jsonl alone.
 
-    python tools/plot_run.py runs/quickstart docs/quickstart.svg
+python tools/plot_run.py runs/quickstart docs/quickstart.svg
 """
 
 from __future__ import annotations

@@ -27,18 +27,27 @@ def read_problems(path: Path) -> list[tuple[list[dict[str, str]], str]]:
 
 
 @torch.inference_mode()
-def responses(model: Any, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int, batch_size: int) -> Iterator[tuple[str, bool]]:
+def responses(
+    model: Any, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int, batch_size: int
+) -> Iterator[tuple[str, bool]]:
     """(text, is truncated) of one sampled response to each prompt, in order."""
     for start in range(0, len(prompts), batch_size):
-        texts = [tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) for prompt in prompts[start : start + batch_size]]
+        texts = [
+            tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            for prompt in prompts[start : start + batch_size]
+        ]
         batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-        output = model.generate(**batch, do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens)
+        output = model.generate(
+            **batch, do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens
+        )
         for row in output[:, batch["input_ids"].shape[1] :]:
             stopped = bool((row == model.generation_config.eos_token_id).any())
             yield tokenizer.decode(row, skip_special_tokens=True), not stopped
 
 
-def score(model_folder: Path, data: Path, num_samples: int, max_new_tokens: int, batch_size: int, seed: int) -> dict[str, Any]:
+def score(
+    model_folder: Path, data: Path, num_samples: int, max_new_tokens: int, batch_size: int, seed: int
+) -> dict[str, Any]:
     """Accuracy of `num_samples` responses to each problem; a truncated response is wrong."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -70,7 +79,14 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    result = score(arguments.model, arguments.data, arguments.num_samples, arguments.max_new_tokens, arguments.batch_size, arguments.seed)
+    result = score(
+        arguments.model,
+        arguments.data,
+        arguments.num_samples,
+        arguments.max_new_tokens,
+        arguments.batch_size,
+        arguments.seed,
+    )
     print(json.dumps(result))
 
 

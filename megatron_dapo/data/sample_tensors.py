@@ -54,4 +54,6 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 def _check_total(name: str, tensor: torch.Tensor, expected: int) -> None:
     if tensor.numel() != expected:
-        raise ValueError(f"train samples: {name} holds {tensor.numel()} values, its lengths add up to {expected}; the batch is damaged")
+        raise ValueError(
+            f"train samples: {name} holds {tensor.numel()} values, its lengths add up to {expected}; the batch is damaged"
+        )

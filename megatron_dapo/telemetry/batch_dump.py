@@ -45,7 +45,9 @@ def load_batch(folder: Path) -> DumpedBatch:
     """Read a dumped batch. Raises ValueError where its parts do not fit each other."""
     missing = [name for name in (_TENSORS, _FACTS) if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"batch dump {folder}: no {', '.join(missing)}; name a folder written by telemetry.dump_batches")
+        raise ValueError(
+            f"batch dump {folder}: no {', '.join(missing)}; name a folder written by telemetry.dump_batches"
+        )
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     try:
         samples = from_tensors(facts["samples"], load_file(folder / _TENSORS))

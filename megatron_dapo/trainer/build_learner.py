@@ -52,7 +52,9 @@ def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
             report = load_from_huggingface(config.model.path, tensors, dist.get_rank(), parameters)
         else:
             report = initialise_randomly(config.run.seed, tensors, dist.get_rank(), parameters)
-            logger.warning("%s holds no weights: the policy starts from random ones (model.allow_random_init)", config.model.path)
+            logger.warning(
+                "%s holds no weights: the policy starts from random ones (model.allow_random_init)", config.model.path
+            )
         logger.info("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, config.model.path)
 
     optimizer = config.optimizer
@@ -74,14 +76,22 @@ def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
 
 
 def build_learner(
-    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Callable[[str], AbstractContextManager[object]]
+    config: Config,
+    actor: MegatronActor,
+    layout: ParallelLayout,
+    rank: int,
+    phase: Callable[[str], AbstractContextManager[object]],
 ) -> Learner:
     """The learner of the actor by algorithm.name."""
     return _LEARNERS[config.algorithm.name](config, actor, layout, rank, phase)
 
 
 def _dapo_learner(
-    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Callable[[str], AbstractContextManager[object]]
+    config: Config,
+    actor: MegatronActor,
+    layout: ParallelLayout,
+    rank: int,
+    phase: Callable[[str], AbstractContextManager[object]],
 ) -> Learner:
     """Group advantages and a clipped policy loss; a reference policy where the loss has a KL term."""
     # The reference is never trained, so its optimizer state stays unmade.
@@ -98,7 +108,11 @@ def _objective(algorithm: AlgorithmConfig, actor: MegatronActor) -> PolicyObject
     correction = None
     if off_policy.correction != "none":
         correction = OffPolicyCorrection(
-            off_policy.correction, off_policy.level, upper=off_policy.high, lower=off_policy.low, batch_normalise=off_policy.normalise
+            off_policy.correction,
+            off_policy.level,
+            upper=off_policy.high,
+            lower=off_policy.low,
+            batch_normalise=off_policy.normalise,
         )
     return PolicyObjective(
         build_policy_loss(algorithm.policy_loss, settings, algorithm.dual_clip or None),

@@ -76,7 +76,8 @@ def build_local_engine(config: Config, model_folder: Path) -> EmbeddedEngine:
     """An embedded engine of this process for the architecture of `model_folder`, without weights."""
     settings = EmbeddedEngineSettings(
         max_slots=config.rollout.slots_per_rank,
-        max_length=config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.evaluation_response_tokens),
+        max_length=config.data.max_prompt_tokens
+        + max(config.rollout.max_response_tokens, config.evaluation_response_tokens),
         dtype=DTYPES[config.model.dtype],
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
@@ -103,7 +104,11 @@ def build_driver(
         CollectorSettings(
             group_size=rollout.group_size,
             sampling=SamplingParams(
-                rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, inputs.stop_tokens.token_ids
+                rollout.temperature,
+                rollout.top_p,
+                rollout.top_k,
+                rollout.max_response_tokens,
+                inputs.stop_tokens.token_ids,
             ),
             seed=config.run.seed,
             oversample=rollout.oversample,

@@ -1,8 +1,8 @@
 """What a checkpoint of a run holds, so that the run goes on bit for bit as if it had never stopped.
 
-    rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 masters, moments, steps and random states
-    run.json                                  counters, and what was measured so far
-    collector.json                            prompt stream and replay buffer
+rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 masters, moments, steps and random states
+run.json                                  counters, and what was measured so far
+collector.json                            prompt stream and replay buffer
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.recovery.checkpoint_store import Agree, Checkpoint, CheckpointStore, CheckpointWriter, save_checkpoint
+from megatron_dapo.recovery.checkpoint_store import (
+    Agree,
+    Checkpoint,
+    CheckpointStore,
+    CheckpointWriter,
+    save_checkpoint,
+)
 
 
 class Stateful(Protocol):
@@ -85,7 +91,9 @@ class Checkpoints:
         writer.save_tensors(_tensor_file(state.rank), tensors)
         writer.save_json(_description_file(state.rank), description)
         if state.collector is not None:
-            writer.save_json("run.json", {"progress": asdict(state.progress), "learner": asdict(state.learner_counters)})
+            writer.save_json(
+                "run.json", {"progress": asdict(state.progress), "learner": asdict(state.learner_counters)}
+            )
             writer.save_json("collector.json", state.collector.state_dict())
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -123,6 +131,8 @@ def _description_file(rank: int) -> str:
 def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
     unknown = set(values) ^ set(asdict(target))
     if unknown:
-        raise ValueError(f"checkpoint: {type(target).__name__} has other fields than were saved ({sorted(unknown)}); it is of another version")
+        raise ValueError(
+            f"checkpoint: {type(target).__name__} has other fields than were saved ({sorted(unknown)}); it is of another version"
+        )
     for name, value in values.items():
         setattr(target, name, value)

@@ -73,7 +73,10 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) 
     texts = [(inputs.tokenizer.decode(list(prompt.token_ids)), prompt.answer) for prompt in checked]
     report = check_contract(texts, pool.score_many, config.reward.verifier, config.reward.answer_format)
     logger.info(
-        "self-test: verifier %s reads %s in %d prompts", config.reward.verifier, " and ".join(report.formats), report.num_prompts
+        "self-test: verifier %s reads %s in %d prompts",
+        config.reward.verifier,
+        " and ".join(report.formats),
+        report.num_prompts,
     )
     first = PromptTemplate(inputs.tokenizer, data.template).describe(dataset.prompts[0].messages)
     logger.info("first prompt, template %s %s: %s", first["template"], first["template_hash"], first["text"])

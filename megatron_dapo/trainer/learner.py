@@ -54,7 +54,11 @@ class Actor(Protocol):
     def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Outputs | None]: ...
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss_fn: Callable[..., object], temperature: float, learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_fn: Callable[..., object],
+        temperature: float,
+        learning_rate: float,
     ) -> StepResult: ...
 
 
@@ -177,7 +181,9 @@ class Learner:
     def _cut(self, samples: Sequence[TrainSample], train_step: int) -> list[_MiniBatch]:
         settings = self._settings
         seed = None if settings.shuffle_seed is None else settings.shuffle_seed * 1_000_003 + train_step
-        parts = split_mini_batches([sample.group_index for sample in samples], settings.groups_per_mini_batch, seed=seed)
+        parts = split_mini_batches(
+            [sample.group_index for sample in samples], settings.groups_per_mini_batch, seed=seed
+        )
         limits = MicroBatchLimits(max_tokens=settings.micro_batch_tokens)
         return [self._mini_batch([samples[index] for index in part], limits) for part in parts]
 
@@ -190,7 +196,9 @@ class Learner:
         groups = torch.tensor([sample.group_index for sample in samples])
         settings = self._settings
         denominators = global_denominators(trained, groups)
-        return sample_token_weights(settings.aggregation, trained, groups, denominators, settings.aggregation_length).tolist()
+        return sample_token_weights(
+            settings.aggregation, trained, groups, denominators, settings.aggregation_length
+        ).tolist()
 
     def _old_policy(self, mini_batch: _MiniBatch, mismatch: list[MismatchSums]) -> list[BehaviourTerms | None]:
         """Old and reference log-probs and importance weights of this rank's part, before any step of this rollout batch."""
@@ -215,7 +223,9 @@ class Learner:
         return [
             term
             if term is None or term.importance_weights is None
-            else replace(term, importance_weights=normalise_by_batch_mean(term.importance_weights, weight_sum, num_tokens))
+            else replace(
+                term, importance_weights=normalise_by_batch_mean(term.importance_weights, weight_sum, num_tokens)
+            )
             for term in terms
         ]
 
@@ -231,7 +241,9 @@ class Learner:
     def _step(self, mini_batch: _MiniBatch, train_step: int, mismatch: list[MismatchSums] | None) -> StepResult:
         reference = [] if mini_batch.behaviour else self._reference_logprobs(mini_batch)
 
-        def loss_fn(micro_batch: MicroBatch, outputs: Outputs, index: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        def loss_fn(
+            micro_batch: MicroBatch, outputs: Outputs, index: int
+        ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
             behaviour = mini_batch.behaviour[index] if mini_batch.behaviour else None
             if behaviour is None:  # the only step on this batch: the old policy is the current one
                 old = outputs.logprobs.detach()
@@ -243,7 +255,9 @@ class Learner:
             return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behaviour)
 
         counted = self.counters.optimizer_steps if self._settings.schedule_counts_optimizer_steps else train_step
-        result = self._actor.train_step(mini_batch.micro_batches, loss_fn, self._settings.temperature, self._schedule.at(counted))
+        result = self._actor.train_step(
+            mini_batch.micro_batches, loss_fn, self._settings.temperature, self._schedule.at(counted)
+        )
         self._count(result)
         return result
 
@@ -255,7 +269,9 @@ class Learner:
             return
         counters.skipped_steps += 1
         counters.consecutive_skips += 1
-        logger.warning("optimizer step skipped: gradient norm %s is not finite; no rank changed anything", result.grad_norm)
+        logger.warning(
+            "optimizer step skipped: gradient norm %s is not finite; no rank changed anything", result.grad_norm
+        )
         if counters.consecutive_skips >= self._settings.max_consecutive_skips:
             raise TooManySkips(
                 f"{counters.consecutive_skips} optimizer steps in a row had a gradient that is not finite (limit "
@@ -281,7 +297,9 @@ class Learner:
             "actor/grad_norm": sum(norms) / len(norms),
             "actor/grad_norm_max": max(norms),
             "actor/learning_rate": self._schedule.at(max(0, counted)),
-            "actor/trained_tokens": float(sum(mini_batch.num_tokens for mini_batch in mini_batches) * self._settings.epochs),
+            "actor/trained_tokens": float(
+                sum(mini_batch.num_tokens for mini_batch in mini_batches) * self._settings.epochs
+            ),
             **self._mismatch(mismatch),
             **self._correction_metrics(mini_batches),
         }

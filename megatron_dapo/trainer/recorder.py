@@ -67,7 +67,9 @@ class Recorder:
         first_step, first_evaluation = train_step + 1, evaluated_step + 1
         self.paths = RunPaths(config.run.folder)
         self._telemetry = telemetry
-        tensorboard: list[MetricWriter] = [TensorBoardWriter(self.paths.tensorboard, first_step)] if telemetry.tensorboard else []
+        tensorboard: list[MetricWriter] = (
+            [TensorBoardWriter(self.paths.tensorboard, first_step)] if telemetry.tensorboard else []
+        )
         self._steps = MetricRecorder([JsonlWriter(self.paths.metrics, first_step), *tensorboard])
         self._evaluations = MetricRecorder([JsonlWriter(self.paths.evaluation_metrics, first_evaluation), *tensorboard])
         self._samples = SampleWriter(self.paths.samples, first_step) if telemetry.samples_per_step else None
@@ -105,7 +107,9 @@ class Recorder:
         if self._samples is not None:
             self._samples.write(
                 [
-                    sample_record(train_step, groups[group], index, _advantage(by_id[groups[group].samples[index].sample_id]))
+                    sample_record(
+                        train_step, groups[group], index, _advantage(by_id[groups[group].samples[index].sample_id])
+                    )
                     for group, index in choose(groups, self._telemetry.samples_per_step)
                 ]
             )
@@ -115,7 +119,9 @@ class Recorder:
     @property
     def num_lost(self) -> int:
         """Records that could not be written."""
-        return self._steps.num_failures + self._evaluations.num_failures + (self._samples.num_lost if self._samples else 0)
+        return (
+            self._steps.num_failures + self._evaluations.num_failures + (self._samples.num_lost if self._samples else 0)
+        )
 
     def flush(self) -> None:
         """Wait until the samples so far are written; metrics always are."""

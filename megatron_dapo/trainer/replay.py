@@ -45,13 +45,17 @@ def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -
     gate = config.mismatch.step0_max_mean_abs if step == 0 else None
     result = learner.learn(batch.samples, step, gate)
     if rank == 0:
-        (folder / "replay.json").write_text(json.dumps({"train_step": step + 1, **result.metrics}, indent=1) + "\n", encoding="utf-8")
+        (folder / "replay.json").write_text(
+            json.dumps({"train_step": step + 1, **result.metrics}, indent=1) + "\n", encoding="utf-8"
+        )
         logger.info("replayed train step %d: %s", step + 1, json.dumps(result.metrics))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _restore(config: Config, actor: MegatronActor, learner: Learner, layout: ParallelLayout, rank: int, step: int) -> None:
+def _restore(
+    config: Config, actor: MegatronActor, learner: Learner, layout: ParallelLayout, rank: int, step: int
+) -> None:
     store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)
     if step not in store.steps():
         raise ValueError(

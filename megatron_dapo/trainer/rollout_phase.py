@@ -53,5 +53,9 @@ class RolloutPhase:
 
     def _receive(self) -> CollectedBatch:
         header = broadcast_json(None)
-        samples = from_tensors(header["description"], {name: part.cpu() for name, part in broadcast_tensors(None).items()})
-        return CollectedBatch(samples, header["should_stop"], header["generation_step"], rollout=None, advantage_metrics={})
+        samples = from_tensors(
+            header["description"], {name: part.cpu() for name, part in broadcast_tensors(None).items()}
+        )
+        return CollectedBatch(
+            samples, header["should_stop"], header["generation_step"], rollout=None, advantage_metrics={}
+        )

@@ -99,7 +99,11 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
     parts = Parts(
         rollout=RolloutPhase(engine, driver.collector if driver else None, sample_builder(config)),
         learner=learner,
-        publisher=WeightPublisher(replica_sync(actor.tensors, DTYPES[config.model.dtype], dist.group.WORLD), actor.named_local_parameters, engine),
+        publisher=WeightPublisher(
+            replica_sync(actor.tensors, DTYPES[config.model.dtype], dist.group.WORLD),
+            actor.named_local_parameters,
+            engine,
+        ),
         evaluator=_evaluator(config, engine, driver, layout),
         checkpoints=checkpoints,
         recorder=recorder,
@@ -111,7 +115,9 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
     return _Run(loop, actor, progress, learner, recorder, layout)
 
 
-def _restore(config: Config, store: CheckpointStore, checkpoints: Checkpoints, rank: int, layout: ParallelLayout) -> Checkpoint | None:
+def _restore(
+    config: Config, store: CheckpointStore, checkpoints: Checkpoints, rank: int, layout: ParallelLayout
+) -> Checkpoint | None:
     """Continue from the checkpoint that checkpoint.resume asks for, if any."""
     found = find_resume(config.checkpoint.resume, store, rank=rank, num_ranks=layout.world_size, agree=_agree)
     if found is not None:
@@ -135,10 +141,14 @@ def _agree(ok: bool) -> bool:
 
 def _watch(config: Config, rank: int) -> Callable[[str], AbstractContextManager[None]]:
     on_expired = exit_with_stacks(config.run.folder, rank)
-    return lambda name: watch(f"phase {name}", config.run.wait_timeout_seconds, lambda: f"rank {rank} is in phase {name}", on_expired)
+    return lambda name: watch(
+        f"phase {name}", config.run.wait_timeout_seconds, lambda: f"rank {rank} is in phase {name}", on_expired
+    )
 
 
-def _evaluator(config: Config, engine: DistributedEmbeddedEngine, driver: Driver | None, layout: ParallelLayout) -> Evaluator | None:
+def _evaluator(
+    config: Config, engine: DistributedEmbeddedEngine, driver: Driver | None, layout: ParallelLayout
+) -> Evaluator | None:
     if not config.data.eval_paths:
         return None
     in_flight = 4 * config.rollout.slots_per_rank * layout.world_size

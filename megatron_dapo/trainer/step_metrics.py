@@ -33,7 +33,9 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
     lengths = [len(sample.completion.token_ids) for sample in samples]
     staleness = [policy_version - group.policy_version for group in groups]
     num_finished = max(1, sum(statistics.verdicts.values()))
-    duplicates = sum(len(group.samples) - len({sample.completion.token_ids for sample in group.samples}) for group in groups)
+    duplicates = sum(
+        len(group.samples) - len({sample.completion.token_ids for sample in group.samples}) for group in groups
+    )
     return {
         "rollout/groups_trained": len(groups),
         "rollout/groups_generated": sum(statistics.verdicts.values()),
@@ -53,7 +55,9 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/prompt_tokens_mean": mean([len(group.prompt.token_ids) for group in groups]),
         "rollout/truncated_share": mean([sample.completion.is_truncated for sample in samples]),
         "rollout/duplicate_share": duplicates / max(1, len(samples)),
-        "rollout/repetition": mean([ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM) for sample in samples]),
+        "rollout/repetition": mean(
+            [ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM) for sample in samples]
+        ),
     }
 
 

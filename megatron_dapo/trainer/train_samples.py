@@ -20,7 +20,9 @@ class TrainSamples:
     metrics: dict[str, float]
 
 
-def build_train_samples(groups: Sequence[Group], estimator: AdvantageEstimator, *, filter_overlong: bool) -> TrainSamples:
+def build_train_samples(
+    groups: Sequence[Group], estimator: AdvantageEstimator, *, filter_overlong: bool
+) -> TrainSamples:
     """Advantages are computed over complete groups, before any split into mini-batches (DAPO, arXiv 2503.14476, Eq 9).
 
     With `filter_overlong` truncated responses keep their place in the group's statistics and lose their loss mask, so their tokens

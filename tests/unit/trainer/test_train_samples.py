@@ -16,7 +16,9 @@ def _group(name, samples):
 
 
 def test_every_token_carries_its_response_s_advantage():
-    group = _group("g", [_sample("g/0", 2, 1.0), _sample("g/1", 3, -1.0), _sample("g/2", 1, -1.0), _sample("g/3", 4, 1.0)])
+    group = _group(
+        "g", [_sample("g/0", 2, 1.0), _sample("g/1", 3, -1.0), _sample("g/2", 1, -1.0), _sample("g/3", 4, 1.0)]
+    )
     built = build_train_samples([group], build_advantage_estimator("grpo", {"std": "unbiased"}), filter_overlong=False)
     expected = 3**0.5 / 2
     for sample, sign in zip(built.samples, (1, -1, -1, 1), strict=True):
