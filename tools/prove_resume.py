@@ -86,6 +86,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--layout", default="tp2", help="parallel layout, e.g. tp2, dp2, pp2, tp2dp2")
     parser.add_argument("--points", type=int, default=20, help="random moments to kill at")
+    parser.add_argument("--aimed", type=int, default=0, help="kills during checkpoint writes, in addition")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="a.b=value", help="change the recipe"
@@ -101,6 +102,7 @@ def main(arguments: list[str]) -> int:
             folder=folder,
             overrides=tuple(parsed.overrides),
             num_points=parsed.points,
+            num_aimed=parsed.aimed,
             seed=parsed.seed,
         )
         report = prove_resume(settings, lambda line: print(line, file=sys.stderr, flush=True))

@@ -3,6 +3,7 @@
     once          a run to its end: the reference, and how long it takes
     every point   the same run, killed (kill -9 of the launcher, torchrun and every worker) at a moment drawn uniformly
                   from the reference's duration after start-up; started again until it ends; compared byte for byte
+    aimed ones    besides: kills within milliseconds of the moment a checkpoint begins to be written
 
 The runs are those of `megatron-dapo train`, in processes of their own. Where a kill hit is read from the stacks that
 the workers write on SIGUSR1 an instant before.
@@ -31,12 +32,17 @@ import psutil
 from megatron_dapo.launch.local import worker_pid_file
 from megatron_dapo.proof.compare_runs import checkpoint_steps, run_differences
 
-POLL_S = 0.005
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.002
 STACK_S = 0.004  # for the workers to write their stacks before they are killed
 ORPHAN_S = 20.0  # for verifier processes to notice that their worker is gone
 MAX_LATE = 5  # kills that came after the end, drawn again
 
+SAVING_S = 0.03  # an aimed kill comes within this time of the first byte of a checkpoint
+
 Say = Callable[[str], None]
+# Armed with the folder of a run that has started, it says when to kill.
+Moment = Callable[[Path], Callable[[], bool]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class ResumeProofSettings:
     folder: Path
     overrides: tuple[str, ...] = ()
     num_points: int = 20
+    num_aimed: int = 0  # kills during checkpoint writes, in addition
     seed: int = 0
     run_timeout_s: float = 600.0
 
@@ -56,7 +63,7 @@ class ResumeProofSettings:
 class KillPoint:
     """One kill and what came of it. `difference`: the first one to the reference, "" for none."""
 
-    seconds: float  # after start-up
+    aim: str  # what the moment was drawn as
     phase: str
     trained_steps: int  # on record when it hit
     checkpoints: tuple[str, ...]  # folders when it hit, unfinished ones included
@@ -95,7 +102,8 @@ class Run:
         sets = [part for override in (*settings.overrides, *extra) for part in ("--set", override)]
         command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(settings.recipe)]
         command += ["--layout", settings.layout, "--run-folder", str(folder), *sets]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", ""))))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.start = time.monotonic()
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -202,10 +210,13 @@ def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) ->
     reference, start_up, duration = make_reference(settings)
     say(f"reference: {start_up:.1f} s start-up, {duration:.1f} s run")
     draw = random.Random(settings.seed)
+    steps = checkpoint_steps(reference / "checkpoints")
+    draws = [lambda: after_seconds(draw.uniform(0.0, duration))] * settings.num_points
+    draws += [lambda: while_saving(draw.choice(steps), draw.uniform(0.0, SAVING_S))] * settings.num_aimed
     kills: list[KillPoint] = []
-    for index in range(settings.num_points):
+    for index, draw_moment in enumerate(draws):
         folder = settings.folder / f"point_{index:02d}"
-        kills.append(_kill_point(settings, reference, lambda: draw.uniform(0.0, duration), folder))
+        kills.append(_kill_point(settings, reference, draw_moment, folder))
         say(f"point {index + 1}: {kills[-1]}")
     differences = [kill.difference for kill in kills if kill.difference]
     return ResumeProofReport(
@@ -216,7 +227,7 @@ def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) ->
         phases=dict(Counter(kill.phase for kill in kills).most_common()),
         restarts_from_a_checkpoint=sum(bool(kill.resumed_from) for kill in kills),
         checkpoints_with_carried_groups=_num_carrying(reference / "checkpoints"),
-        train_steps=checkpoint_steps(reference / "checkpoints")[-1],
+        train_steps=steps[-1],
         start_up_seconds=round(start_up, 2),
         run_seconds=round(duration, 2),
         seconds=round(time.monotonic() - start, 1),
@@ -237,11 +248,40 @@ def make_reference(settings: ResumeProofSettings) -> tuple[Path, float, float]:
     return run.folder, started - run.start, ended - started
 
 
-def _kill_point(settings: ResumeProofSettings, reference: Path, draw: Callable[[], float], folder: Path) -> KillPoint:
+def after_seconds(seconds: float) -> tuple[str, Moment]:
+    """So long after start-up."""
+
+    def arm(folder: Path) -> Callable[[], bool]:
+        deadline = time.monotonic() + seconds
+        return lambda: time.monotonic() >= deadline
+
+    return f"{seconds:.3f} s after start-up", arm
+
+
+def while_saving(step: int, delay: float) -> tuple[str, Moment]:
+    """`delay` seconds after the checkpoint of `step` is begun."""
+
+    def arm(folder: Path) -> Callable[[], bool]:
+        unfinished = folder / "checkpoints" / f"step_{step:06d}.tmp"
+
+        def begun() -> bool:
+            if not unfinished.is_dir():
+                return False
+            time.sleep(delay)
+            return True
+
+        return begun
+
+    return f"{1000 * delay:.1f} ms into checkpoint {step}", arm
+
+
+def _kill_point(
+    settings: ResumeProofSettings, reference: Path, draw: Callable[[], tuple[str, Moment]], folder: Path
+) -> KillPoint:
     start = time.monotonic()
     for _ in range(MAX_LATE):
-        seconds = draw()
-        killed = kill_after(settings, folder, seconds)
+        aim, moment = draw()
+        killed = kill_at(settings, folder, moment)
         if killed is not None:
             break
         shutil.rmtree(folder)  # it was over before: the machine is faster now than it was for the reference
@@ -253,26 +293,25 @@ def _kill_point(settings: ResumeProofSettings, reference: Path, draw: Callable[[
     resumed, problem = resume_and_compare(settings, reference, folder)
     orphans = f"processes outlived the kill: {left}" if left else ""
     wall = round(time.monotonic() - start, 1)
-    point = KillPoint(round(seconds, 3), phase, trained, checkpoints, resumed, orphans or problem, wall)
+    point = KillPoint(aim, phase, trained, checkpoints, resumed, orphans or problem, wall)
     if not point.difference:
         shutil.rmtree(folder)
     return point
 
 
-def kill_after(
-    settings: ResumeProofSettings, folder: Path, seconds: float
+def kill_at(
+    settings: ResumeProofSettings, folder: Path, moment: Moment
 ) -> tuple[str, int, tuple[str, ...], list[psutil.Process]] | None:
-    """Start a run and kill it so long after its start-up: (phase, steps on record, checkpoint folders, processes left).
+    """Start a run and kill it at the moment: (phase, steps on record, checkpoint folders, processes left).
 
     None where the run was over by then.
     """
     run = Run(settings, folder)
     if not run.wait_until(run.is_past_start_up):
         raise RuntimeError(f"{folder}: the run failed before it was killed: {run.last_words()}")
-    deadline = time.monotonic() + seconds
-    summary = folder / "summary.json"
-    run.wait_until(lambda: summary.is_file() or time.monotonic() >= deadline)
-    if time.monotonic() < deadline:
+    is_time, summary = moment(folder), folder / "summary.json"
+    run.wait_until(lambda: is_time() or summary.is_file())
+    if summary.is_file():
         run.wait()
         return None
     left = run.kill()

@@ -13,14 +13,21 @@ import pytest
 from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, Finished, checkpoint_names, lines_of, train
 
 from megatron_dapo.proof.compare_runs import checkpoint_steps, run_differences
-from megatron_dapo.proof.resume import ResumeProofSettings, Run, kill_after, make_reference, resume_and_compare
+from megatron_dapo.proof.resume import (
+    ResumeProofSettings,
+    Run,
+    after_seconds,
+    kill_at,
+    make_reference,
+    resume_and_compare,
+)
 
 pytestmark = pytest.mark.timeout(400)
 
 
 def killed_and_resumed(settings: ResumeProofSettings, reference: Path, folder: Path, seconds: float) -> str:
     """What differs from the reference after a kill so long after start-up, or after the end of a faster run."""
-    killed = kill_after(settings, folder, seconds)
+    killed = kill_at(settings, folder, after_seconds(seconds)[1])
     if killed is None:
         return next(run_differences(reference, folder), "")
     *_, left = killed
