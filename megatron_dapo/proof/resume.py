@@ -209,14 +209,15 @@ def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) ->
     settings.folder.mkdir(parents=True, exist_ok=True)
     reference, start_up, duration = make_reference(settings)
     say(f"reference: {start_up:.1f} s start-up, {duration:.1f} s run")
+    length = _Length(duration)
     draw = random.Random(settings.seed)
     steps = checkpoint_steps(reference / "checkpoints")
-    draws = [lambda: after_seconds(draw.uniform(0.0, duration))] * settings.num_points
+    draws = [lambda: after_seconds(draw.uniform(0.0, length.seconds))] * settings.num_points
     draws += [lambda: while_saving(draw.choice(steps), draw.uniform(0.0, SAVING_S))] * settings.num_aimed
     kills: list[KillPoint] = []
     for index, draw_moment in enumerate(draws):
         folder = settings.folder / f"point_{index:02d}"
-        kills.append(_kill_point(settings, reference, draw_moment, folder))
+        kills.append(_kill_point(settings, reference, draw_moment, length, folder))
         say(f"point {index + 1}: {kills[-1]}")
     differences = [kill.difference for kill in kills if kill.difference]
     return ResumeProofReport(
@@ -275,50 +276,75 @@ def while_saving(step: int, delay: float) -> tuple[str, Moment]:
     return f"{1000 * delay:.1f} ms into checkpoint {step}", arm
 
 
+@dataclass
+class _Length:
+    """How long a run takes after start-up, as far as is known: the machine may be faster now than it was before."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Killed:
+    """Where a kill found a run."""
+
+    phase: str
+    trained_steps: int
+    checkpoints: tuple[str, ...]
+    left: tuple[psutil.Process, ...]  # outlived the kill
+
+
+class RunWasOver(RuntimeError):
+    """The run ended before its kill, `seconds` after start-up."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the run was over {seconds:.1f} s after start-up, before its kill")
+        self.seconds = seconds
+
+
 def _kill_point(
-    settings: ResumeProofSettings, reference: Path, draw: Callable[[], tuple[str, Moment]], folder: Path
+    settings: ResumeProofSettings,
+    reference: Path,
+    draw: Callable[[], tuple[str, Moment]],
+    length: _Length,
+    folder: Path,
 ) -> KillPoint:
     start = time.monotonic()
-    for _ in range(MAX_LATE):
+    for attempt in range(MAX_LATE):
         aim, moment = draw()
-        killed = kill_at(settings, folder, moment)
-        if killed is not None:
+        try:
+            killed = kill_at(settings, folder, moment)
             break
-        shutil.rmtree(folder)  # it was over before: the machine is faster now than it was for the reference
-    else:
-        raise RuntimeError(
-            f"{MAX_LATE} runs in a row ended before their kill: the reference was much slower than they are"
-        )
-    phase, trained, checkpoints, left = killed
+        except RunWasOver as over:
+            length.seconds = over.seconds
+            shutil.rmtree(folder)
+            if attempt == MAX_LATE - 1:
+                raise
     resumed, problem = resume_and_compare(settings, reference, folder)
-    orphans = f"processes outlived the kill: {left}" if left else ""
+    orphans = f"processes outlived the kill: {killed.left}" if killed.left else ""
     wall = round(time.monotonic() - start, 1)
-    point = KillPoint(aim, phase, trained, checkpoints, resumed, orphans or problem, wall)
+    point = KillPoint(aim, killed.phase, killed.trained_steps, killed.checkpoints, resumed, orphans or problem, wall)
     if not point.difference:
         shutil.rmtree(folder)
     return point
 
 
-def kill_at(
-    settings: ResumeProofSettings, folder: Path, moment: Moment
-) -> tuple[str, int, tuple[str, ...], list[psutil.Process]] | None:
-    """Start a run and kill it at the moment: (phase, steps on record, checkpoint folders, processes left).
-
-    None where the run was over by then.
-    """
+def kill_at(settings: ResumeProofSettings, folder: Path, moment: Moment) -> Killed:
+    """Start a run and kill it at the moment. Raises RunWasOver where it had ended by then."""
     run = Run(settings, folder)
     if not run.wait_until(run.is_past_start_up):
         raise RuntimeError(f"{folder}: the run failed before it was killed: {run.last_words()}")
+    started = time.monotonic()
     is_time, summary = moment(folder), folder / "summary.json"
     run.wait_until(lambda: is_time() or summary.is_file())
     if summary.is_file():
+        seconds = time.monotonic() - started
         run.wait()
-        return None
+        raise RunWasOver(seconds)
     left = run.kill()
     stacks = worker_pid_file(folder, 0).with_suffix(".stacks").read_text(encoding="utf-8")
     metrics = (folder / "metrics.jsonl").read_bytes().count(b"\n")
     names = sorted(entry.name for entry in folder.glob("checkpoints/*"))
-    return phase_of(stacks), metrics, tuple(names), left
+    return Killed(phase_of(stacks), metrics, tuple(names), tuple(left))
 
 
 def resume_and_compare(settings: ResumeProofSettings, reference: Path, folder: Path) -> tuple[str, str]:
