@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import torch
 from megatron_dapo.bridge.huggingface import HuggingFaceFolder
 from megatron_dapo.bridge.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.executors import Buffers, execute_from_reader
-from megatron_dapo.parallel.reshard.layout import Piece, local_holes
+from megatron_dapo.parallel.reshard.executors import Buffers, PieceReader, execute_from_reader
+from megatron_dapo.parallel.reshard.layout import Layout, Piece, local_holes
 from megatron_dapo.parallel.reshard.planner import plan
 
 
@@ -25,7 +25,7 @@ class LoadReport:
     num_model_tensors: int  # of the whole model
     num_elements: int  # written into parameters
     num_padding_elements: int  # set to zero
-    bytes_read: int
+    bytes_read: int = 0  # from storage
 
 
 def load_from_huggingface(folder: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers) -> LoadReport:
@@ -37,21 +37,27 @@ def load_from_huggingface(folder: str | Path, layout: MegatronLayout, rank: int,
     fails.
     """
     with HuggingFaceFolder(folder) as source:
-        check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
         source.check_aliases(layout.architecture)
-        transfers = plan(source.layout(layout.architecture), layout).receives(rank)
         already_read = source.bytes_read
-        with torch.no_grad():
-            written = execute_from_reader(transfers, source, parameters)
-        padding = zero_padding(layout.pieces(rank), parameters)
-        check_complete(written, padding, parameters)
-        return LoadReport(
-            num_tensors=len({transfer.tensor for transfer in transfers}),
-            num_model_tensors=len(layout.tensors),
-            num_elements=sum(written.values()),
-            num_padding_elements=sum(padding.values()),
-            bytes_read=source.bytes_read - already_read,
-        )
+        report = fill(source.layout(layout.architecture), source, layout, rank, parameters)
+        return replace(report, bytes_read=source.bytes_read - already_read)
+
+
+def fill(source: Layout, reader: PieceReader, layout: MegatronLayout, rank: int, parameters: Buffers) -> LoadReport:
+    """Fills `parameters` of `rank` with what `reader` gives of `source`; padding becomes zero. Every element is written
+    exactly once or is padding; anything else fails."""
+    check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
+    transfers = plan(source, layout).receives(rank)
+    with torch.no_grad():
+        written = execute_from_reader(transfers, reader, parameters)
+    padding = zero_padding(layout.pieces(rank), parameters)
+    check_complete(written, padding, parameters)
+    return LoadReport(
+        num_tensors=len({transfer.tensor for transfer in transfers}),
+        num_model_tensors=len(layout.tensors),
+        num_elements=sum(written.values()),
+        num_padding_elements=sum(padding.values()),
+    )
 
 
 def check_buffers(expected: Mapping[str, tuple[int, ...]], buffers: Buffers, who: str) -> None:

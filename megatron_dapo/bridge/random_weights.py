@@ -7,12 +7,11 @@ import hashlib
 import torch
 
 from megatron_dapo.bridge.huggingface import huggingface_layout
-from megatron_dapo.bridge.load import LoadReport, check_buffers, check_complete, zero_padding
+from megatron_dapo.bridge.load import LoadReport, fill
 from megatron_dapo.bridge.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.executors import Buffers, execute_from_reader
+from megatron_dapo.parallel.reshard.executors import Buffers
 from megatron_dapo.parallel.reshard.layout import Piece
-from megatron_dapo.parallel.reshard.planner import plan
 
 STANDARD_DEVIATION = 0.02  # of matrices, as the initializer_range of the published configs
 
@@ -44,18 +43,6 @@ class _RandomReader:
 
 
 def initialise_randomly(seed: int, layout: MegatronLayout, rank: int, parameters: Buffers) -> LoadReport:
-    """Fills `parameters` of `rank` with random weights; padding becomes zero. Every element is written exactly once or is padding."""
-    check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
+    """Fills `parameters` of `rank` with random weights; padding becomes zero."""
     source = huggingface_layout(layout.architecture, torch.float32, num_ranks=layout.num_ranks)
-    transfers = plan(source, layout).receives(rank)
-    with torch.no_grad():
-        written = execute_from_reader(transfers, _RandomReader(seed), parameters)
-    padding = zero_padding(layout.pieces(rank), parameters)
-    check_complete(written, padding, parameters)
-    return LoadReport(
-        num_tensors=len({transfer.tensor for transfer in transfers}),
-        num_model_tensors=len(layout.tensors),
-        num_elements=sum(written.values()),
-        num_padding_elements=sum(padding.values()),
-        bytes_read=0,
-    )
+    return fill(source, _RandomReader(seed), layout, rank, parameters)
