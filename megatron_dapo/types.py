@@ -145,7 +145,7 @@ class MicroBatch:
 
     token_ids: torch.Tensor  # [P] int64
     position_ids: torch.Tensor  # [P] int64, restart at 0 in every sequence
-    targets: torch.Tensor  # [P] int64, 0 at masked positions
+    targets: torch.Tensor  # [P] int64, 0 at prompt and padding positions
     cu_seqlens: torch.Tensor  # [N + 1] int32
     sequence_lengths: tuple[int, ...]  # N true lengths
     sequence_ids: torch.Tensor  # [P] int64, index of the sequence within this micro-batch

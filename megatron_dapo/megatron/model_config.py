@@ -108,5 +108,6 @@ def _layout_fields(layout: ParallelLayout) -> dict[str, Any]:
         "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
         "sequence_parallel": layout.sequence_parallel,
-        "deallocate_pipeline_outputs": True,
+        # Interleaved schedules free an output while gloo still sends it: its work object holds the tensor, not the storage.
+        "deallocate_pipeline_outputs": layout.virtual_pipeline == 1,
     }
