@@ -1,0 +1,355 @@
+"""DAPO by TRL's GRPOTrainer and by this project: same model, prompts, rewards, learning rate and two cores, in one run.
+
+    python benchmarks/dapo_vs_trl.py [--json] [--quick] [--steps 28] [--target 0.7] [--layout dp2] [--tune]
+                                     [--trl-python PATH] [--output FOLDER]
+
+Both sides run one after the other on the same two cores, from the recipe (the quickstart): groups, group size, response
+length, sampling, verifier and overlong punishment, clip bounds, optimizer steps a rollout batch, AdamW, warm-up. TRL
+runs in an environment of its own (`--trl-python`; default: `.venv-trl`, made where there is none) with the settings
+that were fastest of `CANDIDATES`; `--tune` times them all again. The clock of both sides runs while they train: model
+loading, evaluation and checkpoints are not in it.
+
+    samples_per_s_ratio      responses trained on per second, ours / TRL's
+    time_to_accuracy_ratio   seconds of training until held-out avg@k first reaches the target, TRL's / ours
+
+Ours also generates the groups that dynamic sampling filters out: its `generated_samples_per_s` counts them. TRL trains
+on groups that are all right or all wrong, which teach nothing: its `useful_samples_per_s` leaves them out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "examples" / "quickstart" / "quickstart.toml"
+PEER = Path(__file__).resolve().parent / "peers" / "trl_dapo.py"
+TRL_PACKAGES = (("torch==2.13.0",), ("trl==1.16.0", "transformers==5.12.1"))  # torch first: TRL alone takes the newest
+NUM_CORES = 2
+ROLLOUT_PHASES, TRAIN_PHASES = ("generate",), ("logprobs", "advantages", "train")
+QUICK_STEPS = 3
+TUNE_STEPS = 3
+
+Settings = dict[str, Any]
+# What `--tune` times: processes x threads, rows of one forward and backward pass, and GRPOConfig's own settings.
+CANDIDATES: Mapping[str, Settings] = {
+    "2 threads, 32 rows": {"processes": 1, "rows_per_pass": 32},
+    "2 threads, 64 rows": {"processes": 1, "rows_per_pass": 64},
+    "2 threads, 128 rows": {"processes": 1, "rows_per_pass": 128},
+    "2 threads, 64 rows, static cache": {"processes": 1, "rows_per_pass": 64, "cache_implementation": "static"},
+    "2 threads, 64 rows, continuous batching": {
+        "processes": 1,
+        "rows_per_pass": 64,
+        "use_transformers_continuous_batching": True,
+    },
+    "2 processes, 32 rows": {"processes": 2, "rows_per_pass": 32},
+    "2 processes, 64 rows": {"processes": 2, "rows_per_pass": 64},
+}
+FASTEST = "2 processes, 32 rows"
+
+
+def peer_specification(config: Config, folder: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
+    """What `peers/trl_dapo.py` reads: the recipe's values, how TRL is to run, and when it ends."""
+    rollout, algorithm, optimizer, reward = config.rollout, config.algorithm, config.optimizer, config.reward
+    if optimizer.schedule != "constant" or reward.verifier != "dapo" or algorithm.aggregation != "token_mean":
+        raise ValueError(
+            "the peer knows a constant learning rate, the dapo verifier and token_mean; the recipe differs"
+        )
+    overlong = reward.overlong_punishment
+    return {
+        "model": str(config.model.path),
+        "train_paths": [str(path) for path in config.data.train_paths],
+        "eval_paths": [str(path) for path in config.data.eval_paths],
+        "stop_ids": [AutoTokenizer.from_pretrained(str(config.model.path)).eos_token_id],
+        "prompts_per_step": rollout.prompts_per_step,
+        "group_size": rollout.group_size,
+        "max_response_tokens": rollout.max_response_tokens,
+        "temperature": rollout.temperature,
+        "optimizer_steps_per_batch": rollout.prompts_per_step // config.training.mini_batch_prompts,
+        "clip_ratio_low": algorithm.clip_ratio_low,
+        "clip_ratio_high": algorithm.clip_ratio_high,
+        "dual_clip": algorithm.dual_clip,
+        "optimizer": {
+            "learning_rate": optimizer.learning_rate,
+            "warmup_steps": optimizer.warmup_steps,
+            "weight_decay": optimizer.weight_decay,
+            "betas": list(optimizer.betas),
+            "epsilon": optimizer.epsilon,
+            "clip_grad": optimizer.clip_grad,
+        },
+        "reward": {
+            "correct": reward.correct,
+            "incorrect": reward.incorrect,
+            "overlong": overlong.model_dump() if overlong.enabled else None,
+        },
+        "evaluation": {
+            "num_samples": config.evaluation.num_samples,
+            "temperature": config.evaluation.temperature,
+            "top_p": config.evaluation.top_p,
+            "top_k": config.evaluation.top_k,
+            "max_response_tokens": config.evaluation_response_tokens,
+        },
+        "seed": config.run.seed,
+        "threads": NUM_CORES // settings["processes"],
+        "settings": {name: value for name, value in settings.items() if name != "processes"},
+        "report_path": str(folder / "report.json"),
+        "output_dir": str(folder / "output"),
+        **limits,
+    }
+
+
+# ---- the two sides
+
+
+def run_trl(python: Path, config: Config, folder: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
+    """TRL's report. RuntimeError with the end of its output where it fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    specification = folder / "specification.json"
+    specification.write_text(json.dumps(peer_specification(config, folder, settings, **limits)), encoding="utf-8")
+    processes = settings["processes"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    environment = {"OMP_NUM_THREADS": str(NUM_CORES // processes), "TOKENIZERS_PARALLELISM": "false"}
+    _run([str(python), "-W", "ignore", *launcher, str(PEER), str(specification)], environment, folder / "log.txt")
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def run_ours(overrides: Sequence[str], recipe: Path, layout: str | None, folder: Path) -> dict[str, Any]:
+    """This project's report, in TRL's terms, from the run's own metrics."""
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(recipe)]
+    command += ["--run-folder", str(folder / "run"), *(["--layout", layout] if layout else [])]
+    command += [part for override in overrides for part in ("--set", override)]
+    folder.mkdir(parents=True, exist_ok=True)
+    _run(command, {"PYTHONPATH": str(ROOT)}, folder / "log.txt")
+    steps = _read_lines(folder / "run" / "metrics.jsonl")
+    evaluations = _read_lines(folder / "run" / "evaluations.jsonl")
+    group_size = load_config(recipe, overrides).config.rollout.group_size
+    return ours_report(steps, evaluations, group_size)
+
+
+def ours_report(steps: Sequence[Settings], evaluations: Sequence[Settings], group_size: int) -> dict[str, Any]:
+    """The report of a run from its metrics, one record a train step."""
+    ends, total = [0.0], 0.0
+    for step in steps:
+        total += step["time/step"]
+        ends.append(total)
+    trained = sum(step["rollout/groups_trained"] for step in steps) * group_size
+    generated = sum(step["rollout/groups_generated"] for step in steps) * group_size
+    names = [name for name in steps[0] if name.startswith("time/") and name != "time/step"]
+    return {
+        "train_steps": len(steps),
+        "train_seconds": total,
+        "trained_samples": trained,
+        "samples_per_s": trained / total,
+        "generated_samples_per_s": generated / total,
+        "filtered_share": 1 - trained / generated,
+        "phase_shares": {name.removeprefix("time/"): sum(step[name] for step in steps) / total for name in names},
+        "evaluations": [
+            {
+                "train_step": entry["train_step"],
+                "train_seconds": ends[int(entry["train_step"])],
+                "accuracy": entry["eval/avg_at_k"],
+            }
+            for entry in evaluations
+        ],
+    }
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    with open(log, "w", encoding="utf-8") as stream:
+        code = subprocess.run(
+            command, env={**inherited, **environment}, stdout=stream, stderr=subprocess.STDOUT
+        ).returncode
+    if code:
+        tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise RuntimeError(f"{command[0]} ended with code {code}; its last output:\n{tail}")
+
+
+def _read_lines(path: Path) -> list[Settings]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+# ---- TRL's environment and settings
+
+
+def trl_python(given: Path | None) -> Path:
+    """The interpreter that has TRL; without one given, `.venv-trl` in the repository, made on first use."""
+    if given is not None:
+        return given
+    folder = ROOT / ".venv-trl"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+        for packages in TRL_PACKAGES:
+            subprocess.run(
+                [str(python), "-m", "pip", "install", "-q", *index, *packages], check=True, stdout=sys.stderr
+            )
+    return python
+
+
+def tune(python: Path, config: Config, folder: Path) -> dict[str, float | str]:
+    """Samples per second of every candidate without its first, warming step; or why it does not run."""
+    speeds: dict[str, float | str] = {}
+    for name, settings in CANDIDATES.items():
+        limits = {"train_steps": TUNE_STEPS, "evaluation_interval": 0, "target": 2.0, "max_train_seconds": 90.0}
+        try:
+            report = run_trl(python, config, folder / name.replace(" ", "_").replace(",", ""), settings, **limits)
+        except RuntimeError as error:
+            speeds[name] = str(error).strip().splitlines()[-1][:300]
+            continue
+        speeds[name] = warm_speed(report, config.rollout.prompts_per_step // config.training.mini_batch_prompts)
+        print(f"{name}: {speeds[name]:.1f} samples/s", file=sys.stderr)
+    return speeds
+
+
+def warm_speed(report: Settings, optimizer_steps: int) -> float:
+    """Samples per second after the first rollout batch."""
+    first = report["step_ends"][optimizer_steps - 1]
+    samples = report["trained_samples"] / report["train_steps"] * (report["train_steps"] - 1)
+    return samples / (report["train_seconds"] - first) if samples else report["samples_per_s"]
+
+
+# ---- the comparison
+
+
+def seconds_to(target: float, evaluations: Sequence[Settings]) -> float | None:
+    """Training seconds at the first evaluation that reaches `target`; None if none does."""
+    return next((entry["train_seconds"] for entry in evaluations if entry["accuracy"] >= target), None)
+
+
+def interpolated_seconds_to(target: float, evaluations: Sequence[Settings]) -> float | None:
+    """The same on the straight lines between evaluations, which does not depend on how often they come."""
+    for before, after in zip(evaluations, evaluations[1:]):
+        if before["accuracy"] < target <= after["accuracy"]:
+            share = (target - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
+            return before["train_seconds"] + share * (after["train_seconds"] - before["train_seconds"])
+    return None
+
+
+def compare(ours: Settings, theirs: Settings, target: float) -> dict[str, Any]:
+    """The two keys and what belongs to them."""
+    useful = theirs["useful_samples"] / theirs["train_seconds"]
+    times = [
+        find(target, side["evaluations"]) for find in (seconds_to, interpolated_seconds_to) for side in (theirs, ours)
+    ]
+    return {
+        "samples_per_s_ratio": ours["samples_per_s"] / theirs["samples_per_s"],
+        "time_to_accuracy_ratio": _ratio(times[0], times[1]),
+        "time_to_accuracy_ratio_interpolated": _ratio(times[2], times[3]),
+        "useful_samples_per_s_ratio": ours["samples_per_s"] / useful,
+        "generated_samples_per_s_ratio": ours["generated_samples_per_s"] / theirs["samples_per_s"],
+        "target_accuracy": target,
+        "seconds_to_target": {"ours": times[1], "trl": times[0]},
+        "what_bounds_it": bounds(ours, theirs),
+    }
+
+
+def _ratio(theirs: float | None, ours: float | None) -> float | None:
+    return theirs / ours if theirs is not None and ours else None
+
+
+def bounds(ours: Settings, theirs: Settings) -> str:
+    """Where our time goes, in a sentence."""
+    shares = ours["phase_shares"]
+    rollout, train = (sum(shares[name] for name in names) for names in (ROLLOUT_PHASES, TRAIN_PHASES))
+    rest = 1 - rollout - train
+    idle = 1 - theirs["useful_samples"] / theirs["trained_samples"]
+    return (
+        f"ours: {rollout:.0%} of a step generates (bound by dispatching small operators when few responses are left, "
+        f"by reading keys and values when many run), {train:.0%} computes log-probs and trains (matrix products), "
+        f"{rest:.1%} is the rest (weight sync, records); {ours['filtered_share']:.0%} of what is generated is "
+        f"filtered. TRL: {idle:.0%} of what it trains on has no advantage"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="DAPO by TRL's GRPOTrainer and by this project on two cores.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, no evaluation: speed alone")
+    parser.add_argument("--steps", type=int, default=20, help="train steps at most")
+    parser.add_argument("--target", type=float, default=0.7, help="held-out avg@k to reach")
+    parser.add_argument("--evaluation-interval", type=int, default=2, help="train steps between evaluations")
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--layout", help="our parallel layout, e.g. tp2 or dp2; default: the recipe's")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="a.b=value", help="both sides' recipe"
+    )
+    parser.add_argument("--trl-python", type=Path, help="interpreter with TRL; default: .venv-trl, made if absent")
+    parser.add_argument("--trl-settings", choices=list(CANDIDATES), default=FASTEST, help="of the candidates")
+    parser.add_argument("--tune", action="store_true", help="time all candidates first and take the fastest")
+    parser.add_argument("--output", type=Path, help="folder for logs and runs; default: a temporary one")
+    return parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Both sides, one after the other."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
+    config = load_config(arguments.recipe, arguments.overrides).config
+    python = trl_python(arguments.trl_python)
+    steps, interval = (QUICK_STEPS, 0) if arguments.quick else (arguments.steps, arguments.evaluation_interval)
+    tried, chosen = {}, arguments.trl_settings
+    if arguments.tune:
+        tried = tune(python, config, folder / "tune")
+        chosen = max((name for name, speed in tried.items() if isinstance(speed, float)), key=lambda name: tried[name])
+    load_before = os.getloadavg()[0]
+    limits = {
+        "train_steps": steps,
+        "evaluation_interval": interval,
+        "target": arguments.target,
+        "max_train_seconds": 400.0,
+    }
+    theirs = run_trl(python, config, folder / "trl", CANDIDATES[chosen], **limits)
+    overrides = [
+        *arguments.overrides,
+        f"run.total_steps={steps}",
+        f"evaluation.interval={interval}",
+        f"evaluation.at_start={str(interval > 0).lower()}",
+        f"evaluation.at_end={str(interval > 0).lower()}",
+        "checkpoint.interval=0",
+    ]
+    ours = run_ours(overrides, arguments.recipe, arguments.layout, folder / "ours")
+    return {
+        **compare(ours, theirs, arguments.target),
+        "optimizer_steps_per_batch": config.rollout.prompts_per_step // config.training.mini_batch_prompts,
+        "layout": arguments.layout or "of the recipe",
+        "trl_settings": chosen,
+        "trl_tried": tried,
+        "load_average": [load_before, os.getloadavg()[0]],
+        "ours": ours,
+        "trl": theirs,
+    }
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory() as temporary:
+        result = measure(arguments, arguments.output or Path(temporary))
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    for name in (
+        "samples_per_s_ratio",
+        "time_to_accuracy_ratio",
+        "useful_samples_per_s_ratio",
+        "generated_samples_per_s_ratio",
+    ):
+        print(f"{name:32}{'not reached' if result[name] is None else format(result[name], '.2f')}")
+    print(result["what_bounds_it"])
+
+
+if __name__ == "__main__":
+    main()
