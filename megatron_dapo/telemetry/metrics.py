@@ -18,8 +18,8 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "advantages": "rewards to advantages, packing and balancing",
         "train": "forward, backward and optimizer",
         "weight_sync": "new weights into the engine, verified",
-        "evaluate": "held-out evaluation",
-        "checkpoint": "saving a checkpoint",
+        "evaluate": "held-out evaluation since the row before",
+        "checkpoint": "saving a checkpoint since the row before",
         "record": "writing metrics and samples",
     }
 )
@@ -130,7 +130,7 @@ _STEP = [
     ),
     *_section(
         "throughput",
-        ("samples_per_s", "responses/s", "trained responses / step time"),
+        ("samples_per_s", "responses/s", "trained responses / step time without evaluation and checkpoint"),
         ("generated_tokens_per_s", "tokens/s", "response tokens generated / generate time"),
         ("trained_tokens_per_s", "tokens/s", "prompt and response tokens trained / train time"),
         ("generated_tokens", "tokens", "response tokens generated in this step, filtered ones included"),
@@ -140,7 +140,7 @@ _STEP = [
         "time",
         *((name, "s", meaning) for name, meaning in PHASES.items()),
         ("unaccounted", "s", "step time outside all phases"),
-        ("step", "s", "wall time of the whole step"),
+        ("step", "s", "wall time since the row before"),
     ),
 ]
 

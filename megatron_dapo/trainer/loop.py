@@ -36,6 +36,7 @@ from megatron_dapo.trainer.step_metrics import (
     reward_metrics,
     rollout_metrics,
     throughput_metrics,
+    training_seconds,
 )
 
 logger = logging.getLogger(__name__)
@@ -147,8 +148,9 @@ class TrainingLoop:
             if self._parts.recorder is not None and batch.rollout is not None:
                 self._progress.num_generated_tokens += batch.rollout.statistics.num_tokens
                 self._parts.recorder.batch(step, batch.rollout.groups, batch.samples)
+        # A row covers the time since the row before it: an evaluation or a checkpoint after a step is in the next one.
         times = self._phases.timer.finish_step()
-        self._progress.train_seconds += times["step"]
+        self._progress.train_seconds += training_seconds(times)
         if self._parts.recorder is not None:
             self._parts.recorder.step(step, self._metrics(batch, result, times))
         # The evaluation comes first, so that a run which goes on from this checkpoint knows it.
@@ -156,7 +158,6 @@ class TrainingLoop:
             self._evaluate()
         if self._is_due(self._settings.checkpoint_interval):
             self._save()
-        self._phases.timer.finish_step()
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self._progress.train_step % interval == 0

@@ -91,13 +91,18 @@ def advantage_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def training_seconds(times: Mapping[str, float]) -> float:
+    """Of a step's `times` by phase, what making the step took: evaluations and checkpoints since the last one left out."""
+    return times["step"] - times["evaluate"] - times["checkpoint"]
+
+
 def throughput_metrics(batch: RolloutBatch, times: Mapping[str, float]) -> dict[str, float]:
     """The "throughput/" section; `times` in seconds by phase."""
     samples = [(group, sample) for group in batch.groups for sample in group.samples]
     trained_tokens = sum(len(group.prompt.token_ids) + len(sample.completion.token_ids) for group, sample in samples)
     generated = batch.statistics.num_tokens
     return {
-        "throughput/samples_per_s": len(samples) / max(times["step"], 1e-9),
+        "throughput/samples_per_s": len(samples) / max(training_seconds(times), 1e-9),
         "throughput/generated_tokens_per_s": generated / max(times["generate"], 1e-9),
         "throughput/trained_tokens_per_s": trained_tokens / max(times["train"], 1e-9),
         "throughput/generated_tokens": generated,

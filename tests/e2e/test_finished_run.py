@@ -28,7 +28,10 @@ def test_summary_says_what_was_gained(finished: Finished) -> None:
     assert (summary["train_steps"], summary["optimizer_steps"]) == (NUM_STEPS, NUM_STEPS * GROUPS // 2)
     assert summary["accuracy_before"] == evaluations[0]["eval/avg_at_k"]
     assert summary["accuracy_after"] == evaluations[NUM_STEPS]["eval/avg_at_k"]
-    times = [record["time/step"] for record in lines_of(finished.folder / "metrics.jsonl")]
+    rows = lines_of(finished.folder / "metrics.jsonl")
+    times = [row["time/step"] - row["time/evaluate"] - row["time/checkpoint"] for row in rows]
+    # What follows a step (here evaluations after steps 2 and 4) is in the row after it.
+    assert [row["train_step"] for row in rows if row["time/evaluate"] > 0] == [3, 5]
     assert summary["train_seconds"] == pytest.approx(sum(times), rel=1e-6)
     assert summary["samples_per_s"] == pytest.approx(NUM_STEPS * GROUPS * GROUP_SIZE / sum(times), rel=1e-6)
     assert summary["train_seconds"] < summary["total_seconds"]
