@@ -4,8 +4,8 @@
             -> old log-probs (same packing, same kernel) -> importance weights, mismatch with the engine
             -> for every mini-batch: forward, backward, guarded step
 
-Every rank holds all samples and computes the same plan, so nothing about the batch has to be agreed on. Where a rollout batch makes
-a single optimizer step, the old log-probs are those of the training forward itself: same weights, same numbers, one pass less.
+Every rank holds all samples and computes the same plan, so nothing about the batch has to be agreed on. The old
+log-probs of the first mini-batch are those of its training forward itself: same weights, same numbers, one pass less.
 """
 
 from __future__ import annotations
@@ -146,11 +146,12 @@ class Learner:
         """
         with self._phase("advantages"):
             mini_batches = self._cut(samples, train_step)
-        recompute = len(mini_batches) * self._settings.epochs > 1 or self._normalises or mismatch_gate is not None
+        # The first optimizer step still sees the old policy, unless something is needed of all samples before it.
+        ahead = mini_batches if self._normalises or mismatch_gate is not None else mini_batches[1:]
         mismatch: list[MismatchSums] = []
-        if recompute:
+        if ahead:
             with self._phase("logprobs"):
-                for mini_batch in mini_batches:
+                for mini_batch in ahead:
                     mini_batch.behaviour = self._old_policy(mini_batch, mismatch)
         if mismatch_gate is not None:
             self._check_mismatch(self._mismatch(mismatch), mismatch_gate)
@@ -159,7 +160,7 @@ class Learner:
         with self._phase("train"):
             for epoch in range(self._settings.epochs):
                 for mini_batch in mini_batches:
-                    steps.append(self._step(mini_batch, train_step, mismatch if not recompute else None))
+                    steps.append(self._step(mini_batch, train_step, mismatch))
                     _add(totals, steps[-1].metrics)
         return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
 
@@ -238,20 +239,24 @@ class Learner:
     def _local(self, micro_batch: MicroBatch) -> MicroBatch:
         return slice_for_context(micro_batch, self._coordinates.context, self._layout.context)
 
-    def _step(self, mini_batch: _MiniBatch, train_step: int, mismatch: list[MismatchSums] | None) -> StepResult:
-        reference = [] if mini_batch.behaviour else self._reference_logprobs(mini_batch)
+    def _step(self, mini_batch: _MiniBatch, train_step: int, mismatch: list[MismatchSums]) -> StepResult:
+        """One optimizer step. Without behaviour terms it is the first since the rollout: its own forward gives them."""
+        first = not mini_batch.behaviour
+        if first:
+            reference = self._reference_logprobs(mini_batch)
+            mini_batch.behaviour = [None] * len(mini_batch.micro_batches)
 
         def loss_fn(
             micro_batch: MicroBatch, outputs: Outputs, index: int
         ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-            behaviour = mini_batch.behaviour[index] if mini_batch.behaviour else None
-            if behaviour is None:  # the only step on this batch: the old policy is the current one
+            if first:
                 old = outputs.logprobs.detach()
+                mismatch.append(mismatch_sums(old, micro_batch.rollout_logprobs, micro_batch.loss_mask))
                 weights, sums = self._objective.importance(micro_batch, old)
                 _add(mini_batch.correction_sums, sums)
-                behaviour = BehaviourTerms(old, weights, reference[index])
-                if mismatch is not None:
-                    mismatch.append(mismatch_sums(old, micro_batch.rollout_logprobs, micro_batch.loss_mask))
+                mini_batch.behaviour[index] = BehaviourTerms(old, weights, reference[index])
+            behaviour = mini_batch.behaviour[index]
+            assert behaviour is not None, "a loss is computed where log-probs are"
             return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behaviour)
 
         counted = self.counters.optimizer_steps if self._settings.schedule_counts_optimizer_steps else train_step

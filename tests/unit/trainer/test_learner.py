@@ -1,0 +1,116 @@
+"""When old log-probs are computed: of the first mini-batch by its own training forward, of all others ahead of any step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron_dapo.algorithms.policy_loss import build_policy_loss
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer.learner import Learner, LearnerSettings
+from megatron_dapo.trainer.learning_rate import LearningRateSchedule
+from megatron_dapo.trainer.objective import PolicyObjective
+from megatron_dapo.types import TrainSample
+
+
+@dataclass
+class Outputs:
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+@dataclass
+class Result:
+    metrics: dict[str, float]
+    grad_norm: float = 1.0
+    applied: bool = True
+
+
+class FakeActor:
+    """A policy that gives every token the log-prob -1 - `steps made` / 10; notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.calls: list[str] = []
+        self.ratios: list[float] = []
+
+    def _outputs(self, num_tokens: int) -> Outputs:
+        return Outputs(torch.full((num_tokens,), -1.0 - self.num_steps / 10), torch.zeros(num_tokens))
+
+    def forward_logprobs(self, micro_batches, temperature):
+        self.calls.append("logprobs")
+        return [self._outputs(micro_batch.num_tokens) for micro_batch in micro_batches]
+
+    def train_step(self, micro_batches, loss_fn, temperature, learning_rate):
+        self.calls.append("train")
+        totals: dict[str, float] = {}
+        for index, micro_batch in enumerate(micro_batches):
+            _, metrics = loss_fn(micro_batch, self._outputs(micro_batch.num_tokens), index)
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        self.ratios.append(totals["ratio_sum"] / totals["num_tokens"])
+        self.num_steps += 1
+        return Result(totals)
+
+
+def make_learner(actor: FakeActor, epochs: int) -> Learner:
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        yield
+
+    settings = LearnerSettings(
+        groups_per_mini_batch=2,
+        epochs=epochs,
+        micro_batch_tokens=64,
+        aggregation="token_mean",
+        aggregation_length=8,
+        temperature=1.0,
+        shuffle_seed=None,
+        schedule_counts_optimizer_steps=False,
+        max_consecutive_skips=3,
+    )
+    loss = build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, None)
+    schedule = LearningRateSchedule(1e-3, 0, 10)
+    return Learner(actor, PolicyObjective(loss), ParallelLayout(1), 0, settings, schedule, phase)
+
+
+def make_samples(num_groups: int) -> list[TrainSample]:
+    return [
+        TrainSample(f"{group}/{index}", group, torch.arange(7), 3, torch.ones(4), torch.ones(4), torch.full((4,), -1.5))
+        for group in range(num_groups)
+        for index in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "epochs", "calls"),
+    [
+        (2, 1, ["train"]),
+        (4, 1, ["logprobs", "train", "train"]),
+        (6, 1, ["logprobs", "logprobs", "train", "train", "train"]),
+        (2, 2, ["train", "train"]),
+        (4, 2, ["logprobs", "train", "train", "train", "train"]),
+    ],
+)
+def test_ratios_are_against_the_policy_before_the_first_step(num_groups: int, epochs: int, calls: list[str]) -> None:
+    actor = FakeActor()
+    result = make_learner(actor, epochs).learn(make_samples(num_groups), train_step=1)
+    assert actor.calls == calls
+    expected = [torch.tensor(-step / 10).exp().item() for step in range(num_groups // 2 * epochs)]
+    assert actor.ratios == pytest.approx(expected)
+    # all tokens once, against the engine's log-probs
+    assert result.metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.5)
+
+
+def test_a_gate_looks_at_everything_before_anything_is_trained() -> None:
+    actor = FakeActor()
+    make_learner(actor, epochs=1).learn(make_samples(4), train_step=0, mismatch_gate=0.6)
+    assert actor.calls == ["logprobs", "logprobs", "train", "train"]
+    refused = FakeActor()
+    with pytest.raises(RuntimeError, match="nats on the first batch"):
+        make_learner(refused, epochs=1).learn(make_samples(4), train_step=0, mismatch_gate=0.4)
+    assert "train" not in refused.calls
