@@ -166,13 +166,11 @@ class Evaluator:
         return float(total) / len(self._tasks)
 
     def _right(self, model: Any, tasks: Sequence[Mapping[str, Any]]) -> int:
-        batch = self._tokenizer.apply_chat_template(
-            [task["prompt"] for task in tasks],
-            add_generation_prompt=True,
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-            return_dict=True,
+        messages = [task["prompt"] for task in tasks]
+        prompts = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        width = max(map(len, prompts))
+        batch = self._tokenizer.pad(
+            {"input_ids": prompts}, padding="max_length", max_length=width, padding_side="left", return_tensors="pt"
         )
         output = model.generate(
             input_ids=batch["input_ids"],
@@ -183,7 +181,7 @@ class Evaluator:
             top_k=self._settings["top_k"],
             max_new_tokens=self._settings["max_response_tokens"],
         )
-        responses = output[:, batch["input_ids"].shape[1] :]
+        responses = output[:, width:]
         ended = torch.isin(responses, torch.tensor(sorted(self._stop_ids))).any(1).tolist()
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         return sum(
