@@ -125,11 +125,10 @@ class Clock(TrainerCallback):
             "train_steps": batches,
             "train_seconds": seconds,
             "trained_samples": samples,
-            "samples_per_s": samples / seconds if seconds else 0.0,
+            "batch_ends": self.step_ends[per_batch - 1 :: per_batch],
             "response_tokens": self._reward.response_tokens * processes,  # this process's share, scaled up
             "reward_seconds": self._reward.seconds,
             "useful_samples": self._reward.useful_samples,
-            "step_ends": self.step_ends,
             "evaluations": self.evaluations,
         }
         if int(os.environ.get("RANK", "0")) == 0:
