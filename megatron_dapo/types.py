@@ -43,16 +43,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
-    """One response to be sampled. `seed` alone (not the batch it runs in) determines its random numbers."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    seed: int
-
-
-@dataclass(frozen=True)
 class VersionRange:
     """Response tokens [start, end) were sampled by policy `version`."""
 
@@ -74,6 +64,22 @@ class Completion:
     @property
     def is_truncated(self) -> bool:
         return self.finish_reason != "stop"
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to be sampled. `seed` and the position alone (not the batch it runs in) determine its random numbers.
+
+    With `prefix` (an aborted completion of the same request) the engine goes on behind its tokens, whose keys and values
+    it computes anew, and returns the whole response: the prefix with its log-probs and versions, then the new tokens.
+    `sampling.max_new_tokens` bounds the whole response.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    prefix: Completion | None = None
 
 
 @dataclass(frozen=True)
