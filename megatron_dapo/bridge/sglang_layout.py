@@ -1,0 +1,224 @@
+"""Where SGLang's dense decoders keep each Hugging Face tensor under tensor parallelism: names, rows and padding.
+
+Local names are those of the SGLang model's `named_parameters()` (0.5.17 to 0.5.21, one pipeline stage, no data-parallel
+attention, no quantisation, weights not repacked by the kernels). See the table in `SglangLayout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ModelArchitecture
+from megatron_dapo.parallel.reshard.boxes import Box
+from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec, local_holes
+
+VOCABULARY_MULTIPLE = 64  # the engine pads the vocabulary to a multiple of this
+CPU_INTERMEDIATE_MULTIPLE = 32  # on a CPU the engine pads intermediate sizes to a multiple of this times its size
+
+Local = tuple[str, tuple[int, ...], tuple[Piece, ...]]  # name, shape, what fills it
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Sizes over all ranks of one engine, with the padding it adds: zero heads, rows or columns at the end."""
+
+    query_heads: int
+    key_value_heads: int
+    intermediate: int
+    vocabulary: int
+
+
+def _multiple(size: int, of: int) -> int:
+    return -(-size // of) * of
+
+
+def _divided(field: str, size: int, tensor_parallel: int) -> int:
+    if size % tensor_parallel:
+        raise ValueError(
+            f"engine tensor parallel size {tensor_parallel} does not divide {field} {size}; choose a divisor"
+        )
+    return size
+
+
+def _cuda_sizes(architecture: ModelArchitecture, tensor_parallel: int) -> EngineSizes:
+    """An accelerator pads the vocabulary alone; all else must divide, but for key-value heads, which are replicated."""
+    heads, vocabulary = architecture.num_key_value_heads, _multiple(architecture.vocab_size, VOCABULARY_MULTIPLE)
+    if heads % tensor_parallel and tensor_parallel % heads:
+        raise ValueError(
+            f"engine tensor parallel size {tensor_parallel} is neither a multiple nor a divisor of "
+            f"num_key_value_heads {heads}, which SGLang needs"
+        )
+    return EngineSizes(
+        query_heads=_divided("num_attention_heads", architecture.num_attention_heads, tensor_parallel),
+        key_value_heads=heads,
+        intermediate=_divided("intermediate_size", architecture.intermediate_size, tensor_parallel),
+        vocabulary=_divided("the padded vocabulary", vocabulary, tensor_parallel),
+    )
+
+
+def _cpu_sizes(architecture: ModelArchitecture, tensor_parallel: int) -> EngineSizes:
+    """A CPU server pads what does not divide: key-value heads with their query heads, intermediate and vocabulary."""
+    heads = architecture.num_key_value_heads
+    if architecture.num_attention_heads % tensor_parallel or heads % tensor_parallel:
+        heads = _multiple(heads, tensor_parallel)
+    vocabulary = _multiple(architecture.vocab_size, VOCABULARY_MULTIPLE)
+    if vocabulary % tensor_parallel:
+        vocabulary = _multiple(architecture.vocab_size, VOCABULARY_MULTIPLE * tensor_parallel)
+    return EngineSizes(
+        query_heads=heads * architecture.query_groups_ratio,
+        key_value_heads=heads,
+        intermediate=_multiple(architecture.intermediate_size, CPU_INTERMEDIATE_MULTIPLE * tensor_parallel),
+        vocabulary=vocabulary,
+    )
+
+
+SIZES: Mapping[str, Callable[[ModelArchitecture, int], EngineSizes]] = {"cuda": _cuda_sizes, "cpu": _cpu_sizes}
+
+
+class SglangLayout:
+    """Layout of `num_engines` equal engines; rank = engine * T + tensor-parallel rank t.
+
+    | local buffer | content of rank t of T |
+    |---|---|
+    | model.embed_tokens, lm_head | rows [t V'/T, ...) of the vocabulary padded to V' |
+    | qkv_proj | its query heads, then its key heads, then its value heads |
+    | gate_up_proj | [gate rows of t; up rows of t] |
+    | o_proj, down_proj | columns of t |
+    | norms | whole on every rank |
+
+    With fewer key-value heads K than T, rank t holds head t // (T / K). A tied model has no lm_head of its own. What
+    no piece fills is padding (`padding`); it must hold zeros, which an engine started with random weights does not.
+    """
+
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        tensor_parallel: int,
+        dtype: torch.dtype,
+        num_engines: int,
+        sizes: EngineSizes,
+    ) -> None:
+        self.architecture = architecture
+        self.tensor_parallel = tensor_parallel
+        self.num_engines = num_engines
+        self.sizes = sizes
+        self.dtype = dtype
+        self.tensors = {name: TensorSpec(shape, dtype) for name, shape in architecture.shapes().items()}
+        self._cache: dict[int, tuple[tuple[Piece, ...], dict[str, TensorSpec]]] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_engines * self.tensor_parallel
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        return self._rank(rank)[0]
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return frozenset(self.local_specs(rank))
+
+    def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
+        """Shape and dtype of every parameter of a rank, in model order."""
+        return self._rank(rank)[1]
+
+    def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        return {name: spec.shape for name, spec in self.local_specs(rank).items()}
+
+    def padding(self, rank: int) -> dict[str, tuple[Box, ...]]:
+        """Boxes of the parameters, in local coordinates, that no tensor fills; they must be zero."""
+        holes = local_holes(self.pieces(rank), self.local_shapes(rank))
+        return {name: boxes for name, boxes in holes.items() if boxes}
+
+    def _rank(self, rank: int) -> tuple[tuple[Piece, ...], dict[str, TensorSpec]]:
+        assert 0 <= rank < self.num_ranks, f"rank {rank} outside {self.num_ranks}"
+        tensor = rank % self.tensor_parallel
+        if tensor not in self._cache:
+            locals_ = list(self._locals(tensor))
+            specs = {name: TensorSpec(shape, self.dtype) for name, shape, _ in locals_}
+            self._cache[tensor] = (tuple(piece for _, _, pieces in locals_ for piece in pieces), specs)
+        return self._cache[tensor]
+
+    def _locals(self, tensor: int) -> Iterator[Local]:
+        yield self._rows(EMBEDDING, [(EMBEDDING, tensor, self._share(self.sizes.vocabulary))])
+        for layer in range(self.architecture.num_layers):
+            prefix = f"model.layers.{layer}."
+            yield from self._attention(prefix, tensor)
+            yield from self._mlp(prefix + "mlp.", tensor)
+        yield self._whole(FINAL_NORM)
+        if not self.architecture.tie_word_embeddings:
+            yield self._rows(LM_HEAD, [(LM_HEAD, tensor, self._share(self.sizes.vocabulary))])
+
+    def _attention(self, prefix: str, tensor: int) -> Iterator[Local]:
+        attention, head = prefix + "self_attn.", self.architecture.head_dim
+        num_query = self._share(self.sizes.query_heads) * head
+        yield self._whole(prefix + "input_layernorm.weight")
+        for kind in ("weight", "bias") if self.architecture.qkv_bias else ("weight",):
+            yield self._rows(attention + "qkv_proj." + kind, self._qkv(attention, kind, tensor))
+        if self.architecture.qk_norm:
+            yield self._whole(attention + "q_norm.weight")
+            yield self._whole(attention + "k_norm.weight")
+        yield self._columns(attention + "o_proj.weight", tensor, num_query)
+        yield self._whole(prefix + "post_attention_layernorm.weight")
+
+    def _qkv(self, attention: str, kind: str, tensor: int) -> list[tuple[str, int, int]]:
+        heads, size, head = self.sizes.key_value_heads, self.tensor_parallel, self.architecture.head_dim
+        # A rank holds at least one key-value head: `replicas` neighbours share it.
+        replicas, rows = max(1, size // heads), max(1, heads // size) * head
+        query = (f"{attention}q_proj.{kind}", tensor, self._share(self.sizes.query_heads) * head)
+        return [query, *((f"{attention}{name}_proj.{kind}", tensor // replicas, rows) for name in "kv")]
+
+    def _mlp(self, prefix: str, tensor: int) -> Iterator[Local]:
+        size = self._share(self.sizes.intermediate)
+        parts = [(f"{prefix}{name}_proj.weight", tensor, size) for name in ("gate", "up")]
+        yield self._rows(prefix + "gate_up_proj.weight", parts)
+        yield self._columns(prefix + "down_proj.weight", tensor, size)
+
+    def _share(self, size: int) -> int:
+        return size // self.tensor_parallel
+
+    def _whole(self, name: str) -> Local:
+        shape = self.tensors[name].shape
+        zeros = (0,) * len(shape)
+        return name, shape, (Piece(name, zeros, shape, name, zeros),)
+
+    def _columns(self, name: str, index: int, width: int) -> Local:
+        """Columns [index * width, +width) of the padded matrix."""
+        rows, columns = self.tensors[name].shape
+        real = min(columns - index * width, width)
+        pieces = (Piece(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
+        return name, (rows, width), pieces
+
+    def _rows(self, local: str, parts: Sequence[tuple[str, int, int]]) -> Local:
+        """Rows of one or several tensors below each other; a part is (tensor, index, rows): rows [index * rows, +rows)
+        of the padded tensor. A bias is a matrix without columns."""
+        tail = self.tensors[parts[0][0]].shape[1:]
+        zeros = (0,) * len(tail)
+        pieces, position = [], 0
+        for name, index, rows in parts:
+            real = min(self.tensors[name].shape[0] - index * rows, rows)
+            if real > 0:
+                pieces.append(Piece(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
+            position += rows
+        return local, (position, *tail), tuple(pieces)
+
+
+def sglang_layout(
+    architecture: ModelArchitecture,
+    tensor_parallel: int,
+    dtype: torch.dtype,
+    num_engines: int = 1,
+    *,
+    device: str = "cuda",
+) -> SglangLayout:
+    """Layout of `num_engines` engines of `tensor_parallel` ranks each, all parameters in `dtype`.
+
+    `device` is where the engine runs, "cuda" or "cpu": SGLang pads other sizes there. Raises ValueError where the
+    engine would refuse the size.
+    """
+    if device not in SIZES:
+        raise ValueError(f"engine device {device!r}: choose one of {', '.join(SIZES)}")
+    if tensor_parallel < 1 or num_engines < 1:
+        raise ValueError(f"engines: {num_engines} of {tensor_parallel} ranks; both must be at least 1")
+    return SglangLayout(architecture, tensor_parallel, dtype, num_engines, SIZES[device](architecture, tensor_parallel))
