@@ -118,6 +118,26 @@ class SingleHolderLayout:
         return frozenset(self.tensors if rank == self.holder else ())
 
 
+class ShiftedLayout:
+    """Rank r of `layout` is rank r + `offset` of this one, lower ranks hold nothing: engines beside the trainer."""
+
+    def __init__(self, layout: Layout, offset: int) -> None:
+        assert offset >= 0, f"offset {offset} is negative"
+        self.layout = layout
+        self.offset = offset
+        self.tensors = layout.tensors
+
+    @property
+    def num_ranks(self) -> int:
+        return self.offset + self.layout.num_ranks
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        return self.layout.pieces(rank - self.offset) if rank >= self.offset else ()
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return self.layout.buffer_names(rank - self.offset) if rank >= self.offset else frozenset()
+
+
 def _whole_pieces(tensors: Mapping[str, TensorSpec]) -> tuple[Piece, ...]:
     return tuple(
         Piece(name, (0,) * len(spec.shape), tuple(spec.shape), name, (0,) * len(spec.shape))
