@@ -1,4 +1,4 @@
-"""Engines, data, verifiers and the collector from the configuration: what generates and scores."""
+"""Data, verifiers and the collector from the configuration: what rank 0 collects with."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.algorithms.advantages import build_advantage_estimator
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompt_stream import PromptStream
-from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
-from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
-from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
 from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import CollectProgress, Collector, CollectorSettings, keep_every_group
 from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.trainer.driven_engine import DrivenEngine
 from megatron_dapo.trainer.evaluator import EvaluationTask
 from megatron_dapo.trainer.inputs import (
     ModelInputs,
@@ -56,36 +52,8 @@ class Driver:
         return statistics.num_disagreements / max(1, statistics.num_compared)
 
 
-def build_engine(config: Config) -> DistributedEmbeddedEngine:
-    """This rank's engine, driven by rank 0. It has no weights yet. Raises ValueError for one that does not exist."""
-    if config.rollout.engine not in _ENGINES:
-        raise ValueError(
-            f'rollout.engine = "{config.rollout.engine}" is not part of this version; set rollout.engine to one of: {", ".join(_ENGINES)}'
-        )
-    return _ENGINES[config.rollout.engine](config)
-
-
-def _embedded_engine(config: Config) -> DistributedEmbeddedEngine:
-    return DistributedEmbeddedEngine(build_local_engine(config, config.model.path), dist.group.WORLD)
-
-
-_ENGINES = {"embedded": _embedded_engine}
-
-
-def build_local_engine(config: Config, model_folder: Path) -> EmbeddedEngine:
-    """An embedded engine of this process for the architecture of `model_folder`, without weights."""
-    settings = EmbeddedEngineSettings(
-        max_slots=config.rollout.slots_per_rank,
-        max_length=config.data.max_prompt_tokens
-        + max(config.rollout.max_response_tokens, config.evaluation_response_tokens),
-        dtype=DTYPES[config.model.dtype],
-        device="cuda" if torch.cuda.is_available() else "cpu",
-    )
-    return EmbeddedEngine.from_folder(model_folder, settings, trust_remote_code=config.model.trust_remote_code)
-
-
 def build_driver(
-    config: Config, engine: DistributedEmbeddedEngine, on_progress: Callable[[CollectProgress], None], stack: ExitStack
+    config: Config, engine: DrivenEngine, on_progress: Callable[[CollectProgress], None], stack: ExitStack
 ) -> Driver:
     """Data, verifiers and the collector; `stack` closes the verifiers' processes."""
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dapo.data.dataset import PromptDataset
-from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, Scorer, evaluate
+from megatron_dapo.trainer.driven_engine import DrivenEngine
 from megatron_dapo.trainer.inputs import ModelInputs
 from megatron_dapo.trainer.step_metrics import evaluation_metrics
 
@@ -29,7 +29,7 @@ class EvaluationTask:
 class Evaluator:
     """Evaluates on rank 0 while the engines of all ranks generate. `task` exists on rank 0."""
 
-    def __init__(self, engine: DistributedEmbeddedEngine, task: EvaluationTask | None, max_in_flight: int) -> None:
+    def __init__(self, engine: DrivenEngine, task: EvaluationTask | None, max_in_flight: int) -> None:
         self._engine = engine
         self._task = task
         self._max_in_flight = max_in_flight

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
+from megatron_dapo.trainer.driven_engine import Publisher
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner, LearnResult
 from megatron_dapo.trainer.phases import Phases
-from megatron_dapo.trainer.publisher import WeightPublisher
 from megatron_dapo.trainer.recorder import Recorder
 from megatron_dapo.trainer.rollout_phase import CollectedBatch, RolloutPhase
 from megatron_dapo.trainer.step_metrics import (
@@ -64,7 +64,7 @@ class Parts:
 
     rollout: RolloutPhase
     learner: Learner
-    publisher: WeightPublisher
+    publisher: Publisher
     evaluator: Evaluator | None
     checkpoints: Checkpoints
     recorder: Recorder | None

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from megatron_dapo.bridge.weight_sync import SyncReport, WeightSync
+from megatron_dapo.bridge.weight_sync import WeightSync
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 
 
-class WeightPublisher:
-    """Publishes policy versions. Collective: every rank holds shards and an engine."""
+class EmbeddedPublisher:
+    """Publishes policy versions to engines inside the trainer's processes: every rank holds shards and an engine."""
 
     def __init__(
         self, sync: WeightSync, parameters: Callable[[], Mapping[str, torch.Tensor]], engine: DistributedEmbeddedEngine
@@ -20,11 +20,10 @@ class WeightPublisher:
         self._parameters = parameters
         self._engine = engine
 
-    def publish(self, version: int) -> SyncReport:
+    def publish(self, version: int) -> None:
         """Bring the current weights into the engines and declare them `version`. A mismatch of checksums raises before that."""
         sources = {name: tensor.detach() for name, tensor in self._parameters().items()}
         destinations = self._engine.parameters_by_name()
-        report = self._sync.execute(sources, destinations)
+        self._sync.execute(sources, destinations)
         self._sync.verify(sources, destinations)
         self._engine.set_policy_version(version)
-        return report

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
+from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
 from megatron_dapo.rollout.collector import Collector, RolloutBatch
-from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.trainer.driven_engine import DrivenEngine
 from megatron_dapo.trainer.train_samples import TrainSamples
 from megatron_dapo.types import Group, TrainSample
 
@@ -29,7 +29,7 @@ class CollectedBatch:
 class RolloutPhase:
     """Drives the engines of all ranks. `collector` and `build` exist on rank 0."""
 
-    def __init__(self, engine: DistributedEmbeddedEngine, collector: Collector | None, build: BuildSamples) -> None:
+    def __init__(self, engine: DrivenEngine, collector: Collector | None, build: BuildSamples) -> None:
         self._engine = engine
         self._collector = collector
         self._build = build

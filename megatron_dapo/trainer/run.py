@@ -13,14 +13,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_dapo.bridge.export import export_to_huggingface
-from megatron_dapo.bridge.weight_sync import replica_sync
 from megatron_dapo.config.architecture import read_architecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
-from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.megatron.actor import MegatronActor
-from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -31,14 +28,15 @@ from megatron_dapo.rollout.collector import CollectProgress
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
+from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_learner import build_actor, build_learner, parallel_layout
-from megatron_dapo.trainer.build_rollout import Driver, build_driver, build_engine, sample_builder
+from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState
+from megatron_dapo.trainer.driven_engine import DrivenEngine
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
 from megatron_dapo.trainer.phases import Phases
-from megatron_dapo.trainer.publisher import WeightPublisher
 from megatron_dapo.trainer.recorder import Recorder, RunPaths
 from megatron_dapo.trainer.rollout_phase import RolloutPhase
 
@@ -80,8 +78,10 @@ class _Run:
 
 def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest, stack: ExitStack) -> _Run:
     phases = Phases(PhaseTimer(list(PHASES)), _watch(config, rank))
+    connect = start_engines(config, stack)
     actor = build_actor(config, layout)
-    engine = build_engine(config)
+    engines = connect(actor)
+    engine = engines.engine
 
     def show(progress: CollectProgress) -> None:
         phases.show("generate", progress.num_accepted, progress.num_groups)
@@ -99,11 +99,7 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
     parts = Parts(
         rollout=RolloutPhase(engine, driver.collector if driver else None, sample_builder(config)),
         learner=learner,
-        publisher=WeightPublisher(
-            replica_sync(actor.tensors, DTYPES[config.model.dtype], dist.group.WORLD),
-            actor.named_local_parameters,
-            engine,
-        ),
+        publisher=engines.publisher,
         evaluator=_evaluator(config, engine, driver, layout),
         checkpoints=checkpoints,
         recorder=recorder,
@@ -146,9 +142,7 @@ def _watch(config: Config, rank: int) -> Callable[[str], AbstractContextManager[
     )
 
 
-def _evaluator(
-    config: Config, engine: DistributedEmbeddedEngine, driver: Driver | None, layout: ParallelLayout
-) -> Evaluator | None:
+def _evaluator(config: Config, engine: DrivenEngine, driver: Driver | None, layout: ParallelLayout) -> Evaluator | None:
     if not config.data.eval_paths:
         return None
     in_flight = 4 * config.rollout.slots_per_rank * layout.world_size
