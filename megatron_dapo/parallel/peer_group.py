@@ -1,0 +1,188 @@
+"""Point-to-point groups of processes that share no default process group: trainer ranks and the ranks of an engine.
+
+    place = MeetingPlace()                                        # one process; the others get place.address
+    group = join(place.address, name, rank, size, timeout_s=30)   # every member
+    group.send(tensor, to=3).wait(deadline)
+
+Imports torch alone, so that it runs in an engine's process as well. Messages between two members arrive in the order in
+which they were sent. A member that is gone, late or closed makes `wait` raise PeerError in all that talk to it; such a
+group is of no more use: close it and join another one under a new name.
+
+The store and gloo's connections have no authentication of their own. They listen on the given host alone (loopback
+unless a caller names an interface); what arrives must be checked against what an authenticated channel announced.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+_SHORTEST_WAIT_S = 0.001  # a timeout of zero means "for ever" to the backends
+_POLL_INTERVAL_S = 0.0005
+
+
+class PeerError(RuntimeError):
+    """A member of the group is gone, late, or never came."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where members meet."""
+
+    host: str
+    port: int
+
+
+class MeetingPlace:
+    """The key-value store through which members find each other's addresses. It lives in one process, on one host."""
+
+    def __init__(self, host: str = LOOPBACK, timeout_s: float = 60.0) -> None:
+        """Listens on `host` alone, on a port the operating system chooses. OSError where the host is not this machine."""
+        listener = socket.create_server((host, 0))
+        self.address = Address(host, listener.getsockname()[1])
+        # The store takes the socket over: no moment in which another process could take the port.
+        self._store = dist.TCPStore(
+            host,
+            self.address.port,
+            None,
+            True,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    @staticmethod
+    def new_name() -> str:
+        """A name for a group that nobody guesses and that no earlier group had."""
+        return secrets.token_hex(16)
+
+
+class Pending:
+    """A message under way. Its tensor must neither change nor vanish before `wait` returned."""
+
+    def __init__(self, work: Any, what: str, finish: Callable[[Any, float], None], tensor: torch.Tensor) -> None:
+        self._work = work
+        self._what = what
+        self._finish = finish
+        self._tensor = tensor
+
+    def wait(self, deadline: float) -> None:
+        """Returns when the message has left or arrived; PeerError at `deadline` (of time.monotonic) or on a failure."""
+        try:
+            self._finish(self._work, max(_SHORTEST_WAIT_S, deadline - time.monotonic()))
+        except RuntimeError as error:
+            raise PeerError(f"{self._what}: {_first_line(error)}") from error
+
+
+class PeerGroup:
+    """One member's end of a group."""
+
+    def __init__(self, group: Any, name: str, rank: int, size: int, finish: Callable[[Any, float], None]) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self._group = group
+        self._finish = finish
+
+    def send(self, tensor: torch.Tensor, to: int) -> Pending:
+        """Starts sending a contiguous tensor."""
+        return self._start("send", tensor, to, f"{tensor.nbytes} bytes to member {to}")
+
+    def receive(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Starts receiving exactly `tensor.nbytes` bytes into a contiguous tensor."""
+        return self._start("recv", tensor, source, f"{tensor.nbytes} bytes from member {source}")
+
+    def _start(self, operation: str, tensor: torch.Tensor, peer: int, what: str) -> Pending:
+        assert tensor.is_contiguous(), f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous"
+        assert 0 <= peer < self.size and peer != self.rank, f"member {self.rank} of {self.size} has no peer {peer}"
+        if self._group is None:
+            raise PeerError(f"{what}: the group is closed")
+        try:
+            work = getattr(self._group, operation)([tensor.detach()], peer, 0)
+        except RuntimeError as error:
+            raise PeerError(f"{what}: {_first_line(error)}") from error
+        return Pending(work, what, self._finish, tensor)
+
+    def close(self) -> None:
+        """Closes the connections: whoever waits for this member fails at once. Harmless when repeated."""
+        group, self._group = self._group, None
+        if group is not None and hasattr(group, "abort"):
+            group.abort()
+
+
+def join(
+    address: Address,
+    name: str,
+    rank: int,
+    size: int,
+    *,
+    timeout_s: float,
+    backend: str = "gloo",
+    host: str = LOOPBACK,
+) -> PeerGroup:
+    """Member `rank` of the `size` members of the group `name`; returns when all are connected.
+
+    `host`: this machine's address on which the other members reach it (gloo; NCCL chooses its own network). `backend`:
+    one of BACKENDS; "nccl" is for CUDA tensors, connects on the first message of a pair, and has not run yet: it needs
+    two GPUs. PeerError where not all came within `timeout_s`; ValueError for an unknown backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"peer group: backend {backend!r} is not one of {', '.join(sorted(BACKENDS))}")
+    timeout = timedelta(seconds=timeout_s)
+    make, finish = BACKENDS[backend]
+    try:
+        store = dist.TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
+        group = make(dist.PrefixStore(name, store), rank, size, timeout, host)
+    except RuntimeError as error:
+        raise PeerError(
+            f"member {rank} of {size} did not meet the others at {address.host}:{address.port} "
+            f"within {timeout_s:.0f} s: {_first_line(error)}"
+        ) from error
+    return PeerGroup(group, name, rank, size, finish)
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _wait_gloo(work: Any, seconds: float) -> None:
+    work.wait(timedelta(seconds=seconds))
+
+
+def _wait_nccl(work: Any, seconds: float) -> None:
+    """NCCL's own wait only orders streams; a deadline for the host needs the work to be watched."""
+    end = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise RuntimeError(f"timed out after {seconds:.1f} s")
+        time.sleep(_POLL_INTERVAL_S)
+    work.wait()
+
+
+# name -> (how a member is made, how it waits)
+BACKENDS: Mapping[str, tuple[Callable[..., Any], Callable[[Any, float], None]]] = {
+    "gloo": (_gloo, _wait_gloo),
+    "nccl": (_nccl, _wait_nccl),
+}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

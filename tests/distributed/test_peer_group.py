@@ -1,0 +1,100 @@
+"""Groups without a default group, in processes that share nothing but an address: values, order, and what failures do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dapo.parallel.peer_group import LOOPBACK, MeetingPlace, PeerError, join
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("peer_worker.py")
+
+
+def run_members(scenario: str, ranks: tuple[int, ...], size: int = 3) -> dict[int, dict[str, Any]]:
+    """Outcome of every member that lived to report one."""
+    place = MeetingPlace()
+    name = place.new_name()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    address = [place.address.host, str(place.address.port), name]
+    processes = {
+        rank: subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(WORKER), scenario, str(rank), str(size), *address],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    }
+    outcomes = {}
+    try:
+        for rank, process in processes.items():
+            output, errors = process.communicate(timeout=90)
+            if output:
+                outcomes[rank] = json.loads(output.splitlines()[-1])
+            assert output or process.returncode == 9, f"member {rank}:\n{errors[-3000:]}"
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    return outcomes
+
+
+def test_all_to_all() -> None:
+    outcomes = run_members("ring", (0, 1, 2))
+    assert [outcomes[rank]["outcome"] for rank in range(3)] == ["ok"] * 3
+
+
+@pytest.mark.parametrize(("scenario", "witnesses"), [("dies", (0, 2)), ("closes", (0, 2)), ("late", (0, 2))])
+def test_a_member_that_is_gone_or_late_fails_the_others_in_seconds(scenario: str, witnesses: tuple[int, ...]) -> None:
+    outcomes = run_members(scenario, (0, 1, 2))
+    for rank in witnesses:
+        assert "member" in outcomes[rank]["outcome"] and "join" not in outcomes[rank]["outcome"], outcomes
+        # Well under the 20 s for which a member would have waited by itself.
+        assert outcomes[rank]["seconds"] < 10, outcomes
+
+
+def test_a_member_that_never_comes() -> None:
+    outcomes = run_members("absent", (0, 1))
+    for outcome in outcomes.values():
+        assert outcome["outcome"].startswith("join:") and "within 4 s" in outcome["outcome"]
+        assert outcome["seconds"] < 30
+
+
+def test_nobody_at_the_address() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    place = MeetingPlace()
+    with pytest.raises(PeerError, match="did not meet"):
+        join(type(place.address)(LOOPBACK, port), "name", 0, 2, timeout_s=1.5)
+
+
+def test_listens_on_loopback_alone() -> None:
+    place = MeetingPlace()
+    listening = [
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[1].endswith(f":{place.address.port:04X}") and line.split()[3] == "0A"
+    ]
+    assert listening == [f"0100007F:{place.address.port:04X}"]
+
+
+def test_misuse_is_named() -> None:
+    place = MeetingPlace()
+    with pytest.raises(ValueError, match="gloo, nccl"):
+        join(place.address, "name", 0, 1, timeout_s=1, backend="mpi")
+    group = join(place.address, place.new_name(), 0, 1, timeout_s=10)
+    with pytest.raises(AssertionError, match="no peer 1"):
+        group.send(torch.zeros(3), to=1)
+    group.close()
+    group.close()
