@@ -164,6 +164,17 @@ class Learner:
                     _add(totals, steps[-1].metrics)
         return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
 
+    def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
+        """The mismatch of the weights as they are with the log-probs in `samples`; the same on every rank."""
+        mini_batch = self._mini_batch(list(samples), MicroBatchLimits(max_tokens=self._settings.micro_batch_tokens))
+        outputs = self._actor.forward_logprobs(mini_batch.micro_batches, temperature)
+        parts = []
+        for output, whole in zip(outputs, mini_batch.micro_batches, strict=True):
+            if output is not None:
+                local = self._local(whole)
+                parts.append(mismatch_sums(output.logprobs, local.rollout_logprobs, local.loss_mask))
+        return self._mismatch(parts)
+
     @staticmethod
     def _check_mismatch(metrics: Mapping[str, float], gate: float) -> None:
         gap = metrics["mismatch/abs_logprob_diff_mean"]

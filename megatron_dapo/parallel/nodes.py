@@ -1,0 +1,52 @@
+"""Which ranks share a machine: who may share memory, and who starts the machine's servers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_dapo.parallel.collectives import all_gather_json
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, numbered in order of their first rank; every one holds equally many consecutive ranks."""
+
+    num_ranks: int
+    ranks_per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def ranks_of(self, node: int) -> range:
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+    def is_leader(self, rank: int) -> bool:
+        """Whether `rank` is the first of its node."""
+        return rank % self.ranks_per_node == 0
+
+
+def nodes_from_names(names: Sequence[str]) -> Nodes:
+    """Nodes from the machine name of every rank. ValueError where one has more ranks than another, or ranks apart."""
+    order = list(dict.fromkeys(names))
+    per_node = len(names) // len(order)
+    expected = [name for name in order for _ in range(per_node)]
+    if expected != list(names):
+        counts = {name: names.count(name) for name in order}
+        raise ValueError(
+            f"ranks must lie on the machines one machine after the other, equally many on each, but there are {counts}; "
+            "start the same number of processes on every machine, with block distribution"
+        )
+    return Nodes(len(names), per_node)
+
+
+def find_nodes() -> Nodes:
+    """The nodes of the default group's ranks. Collective."""
+    return nodes_from_names(all_gather_json(socket.gethostname(), dist.group.WORLD))

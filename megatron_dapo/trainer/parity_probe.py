@@ -1,0 +1,76 @@
+"""Are the weights that are served those that are trained? Log-probs of fixed prompts, trainer against every server.
+
+Checksums prove that bytes arrived; this proves that both sides mean the same by them (names, rotary settings, scaling,
+kernels). At the first update it is a gate, later a meter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.types import TrainSample
+
+logger = logging.getLogger(__name__)
+
+# Samples with an engine's log-probs -> the mismatch metrics, on every rank.
+Compare = Callable[[Sequence[TrainSample]], dict[str, float]]
+# One log-prob for every token but the first, at temperature 1.
+PromptLogprobs = Callable[[Sequence[int]], Sequence[float]]
+
+
+class ParityError(RuntimeError):
+    """A server's log-probs are not those of the trainer's weights."""
+
+
+class ParityProbe:
+    """Compares a server with the trainer on fixed token sequences of at least two tokens each. Collective."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]], compare: Compare, gate: float) -> None:
+        """`gate`: largest mean |difference| in nats. There must be a sequence for every data-parallel rank."""
+        short = [index for index, tokens in enumerate(sequences) if len(tokens) < 2]
+        if short or not sequences:
+            raise ValueError(
+                f"parity probe: sequences {short[:4]} have fewer than 2 tokens; nothing is predicted in them"
+            )
+        self._sequences = [list(tokens) for tokens in sequences]
+        self._compare = compare
+        self._gate = gate
+
+    def check(self, server: str, prompt_logprobs: PromptLogprobs | None) -> dict[str, float]:
+        """The mismatch with one server; `prompt_logprobs` asks it, on rank 0 (None elsewhere).
+
+        Raises ParityError on every rank where the mean |difference| is above the gate or not a number.
+        """
+        asked = None if prompt_logprobs is None else [list(prompt_logprobs(tokens)) for tokens in self._sequences]
+        served = broadcast_json(asked)
+        metrics = self._compare([_sample(*pair) for pair in enumerate(zip(self._sequences, served, strict=True))])
+        gap, worst = metrics["mismatch/abs_logprob_diff_mean"], metrics["mismatch/abs_logprob_diff_max"]
+        logger.info("parity with %s on %d prompts: mean |d log-prob| %.3g, max %.3g", server, len(served), gap, worst)
+        if not gap <= self._gate:
+            raise ParityError(
+                f"{server} does not serve the trainer's model: mean |log-prob difference| {gap:.3g} nats on "
+                f"{len(served)} fixed prompts, mismatch.step0_max_mean_abs allows {self._gate:.3g}. The bytes arrived "
+                "(checksums are equal): compare the two sides' config.json, precision and kernels"
+            )
+        return metrics
+
+
+def _sample(index: int, pair: tuple[list[int], list[float]]) -> TrainSample:
+    tokens, logprobs = pair
+    if len(logprobs) != len(tokens) - 1:
+        raise ParityError(
+            f"the server gave {len(logprobs)} log-probs for {len(tokens)} tokens; {len(tokens) - 1} follow the first"
+        )
+    return TrainSample(
+        sample_id=f"parity/{index}",
+        group_index=index,
+        tokens=torch.tensor(tokens),
+        prompt_length=1,
+        loss_mask=torch.ones(len(logprobs)),
+        advantages=torch.zeros(len(logprobs)),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+    )

@@ -1,0 +1,55 @@
+"""The parity probe, with a trainer and a server that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.algorithms.off_policy import mismatch_metrics, mismatch_sums
+from megatron_dapo.trainer.parity_probe import ParityError, ParityProbe
+from megatron_dapo.types import TrainSample
+
+SEQUENCES = [[5, 6, 7], [1, 2], [9, 8, 7, 6]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_process_group() -> Iterator[None]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trainer(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Holds that token t has log-prob -t / 10."""
+    rollout = torch.cat([sample.rollout_logprobs for sample in samples])
+    own = torch.cat([-sample.tokens[1:] / 10 for sample in samples])
+    return mismatch_metrics(mismatch_sums(own, rollout, torch.ones_like(own)))
+
+
+def server(offset: float, tokens: Sequence[int]) -> list[float]:
+    return [-token / 10 + offset for token in tokens[1:]]
+
+
+def test_equal_sides_pass_and_the_gap_is_measured() -> None:
+    metrics = ParityProbe(SEQUENCES, trainer, gate=0.02).check("server 0", lambda tokens: server(0.01, tokens))
+    assert metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.01, rel=1e-4)
+
+
+@pytest.mark.parametrize("offset", [0.03, float("nan")])
+def test_another_model_is_refused_by_name_with_both_numbers(offset: float) -> None:
+    with pytest.raises(ParityError, match="server 3 does not serve .* allows 0.02"):
+        ParityProbe(SEQUENCES, trainer, gate=0.02).check("server 3", lambda tokens: server(offset, tokens))
+
+
+def test_missing_logprobs_are_named() -> None:
+    with pytest.raises(ParityError, match="3 log-probs for 3 tokens"):
+        ParityProbe(SEQUENCES, trainer, gate=1.0).check("server 0", lambda tokens: [-1.0] * len(tokens))
+
+
+def test_a_sequence_that_predicts_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sequences \[1\] have fewer than 2 tokens"):
+        ParityProbe([[1, 2], [3]], trainer, gate=1.0)
