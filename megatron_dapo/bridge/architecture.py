@@ -36,12 +36,14 @@ class Family:
     qkv_bias: bool
     qk_norm: bool
     derives_head_dim: bool  # hidden_size / num_attention_heads where the config has no head_dim
+    experts: bool = False  # layers may hold a mixture of experts instead of one MLP
 
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False, derives_head_dim=True),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, derives_head_dim=True),
     "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, derives_head_dim=False),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qkv_bias=False, qk_norm=True, derives_head_dim=True, experts=True),
 }
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -53,6 +55,16 @@ _USED = frozenset(
     tie_word_embeddings torch_dtype dtype layer_types sliding_window use_sliding_window
     """.split()
 )
+# Fields that families with experts use besides; num_local_experts is transformers 5's name of num_experts.
+_USED_BY_EXPERTS = frozenset(
+    """
+    num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
+    mlp_only_layers
+    """.split()
+)
+# The load-balancing loss is added to transformers' language-model loss where router logits are returned; it changes no
+# logits, and the policy losses here never have it.
+_NEUTRAL_FOR_EXPERTS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 # Fields that say nothing about logits or gradients: bookkeeping, generation, outputs to return, initialisation.
 _NEUTRAL = frozenset(
     """
@@ -89,13 +101,25 @@ _ROPE_FIELDS: Mapping[str, frozenset[str]] = {
 
 
 @dataclass(frozen=True)
+class MixtureOfExperts:
+    """What stands in place of the MLP in `layers`: a token goes to the `num_experts_per_token` experts of highest
+    softmax probability, and their outputs are weighted by it."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of one expert
+    normalise: bool  # the chosen experts' probabilities are divided by their sum
+    layers: frozenset[int]  # of the model; the others have a dense MLP
+
+
+@dataclass(frozen=True)
 class ModelArchitecture:
-    """A dense decoder of one of FAMILIES: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+    """A decoder of one of FAMILIES: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP or experts."""
 
     model_type: str
     num_layers: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of a dense MLP
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -108,6 +132,7 @@ class ModelArchitecture:
     qkv_bias: bool
     qk_norm: bool
     dtype: torch.dtype | None  # what config.json says the weights are; None where it does not say
+    experts: MixtureOfExperts | None = None  # None: a dense model
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, neutral_fields: Collection[str] = ()) -> ModelArchitecture:
@@ -130,7 +155,7 @@ class ModelArchitecture:
         names it.
         """
         family = _family(config)
-        _check_fields(config, neutral_fields)
+        _check_fields(config, family, neutral_fields)
         _check_full_attention(config)
         heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
         key_value_heads = (
@@ -158,6 +183,7 @@ class ModelArchitecture:
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             dtype=_dtype(config),
+            experts=_experts(config) if family.experts else None,
         )
 
     @property
@@ -165,12 +191,20 @@ class ModelArchitecture:
         """Query heads that share one key-value head."""
         return self.num_attention_heads // self.num_key_value_heads
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer holds a mixture of experts, not a dense MLP."""
+        return self.experts is not None and layer in self.experts.layers
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return not all(self.has_experts(layer) for layer in range(self.num_layers))
+
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of one layer's tensors, in the order of a forward pass."""
         hidden, head = self.hidden_size, self.head_dim
         query, key_value = self.num_attention_heads * head, self.num_key_value_heads * head
         prefix = f"model.layers.{layer}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         shapes: dict[str, tuple[int, ...]] = {prefix + "input_layernorm.weight": (hidden,)}
         for name, rows in (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value)):
             shapes[attention + name + ".weight"] = (rows, hidden)
@@ -180,9 +214,22 @@ class ModelArchitecture:
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (head,)
         shapes[attention + "o_proj.weight"] = (hidden, query)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[mlp + "gate_proj.weight"] = shapes[mlp + "up_proj.weight"] = (self.intermediate_size, hidden)
-        shapes[mlp + "down_proj.weight"] = (hidden, self.intermediate_size)
+        if not self.has_experts(layer):
+            return shapes | self._mlp_shapes(prefix + "mlp.", self.intermediate_size)
+        assert self.experts is not None
+        shapes[prefix + ROUTER] = (self.experts.num_experts, hidden)
+        for expert in range(self.experts.num_experts):
+            shapes |= self._mlp_shapes(f"{prefix}mlp.experts.{expert}.", self.experts.intermediate_size)
         return shapes
+
+    def _mlp_shapes(self, prefix: str, intermediate_size: int) -> dict[str, tuple[int, ...]]:
+        """One gated MLP: a dense layer's or an expert's."""
+        into = (intermediate_size, self.hidden_size)
+        return {
+            prefix + "gate_proj.weight": into,
+            prefix + "up_proj.weight": into,
+            prefix + "down_proj.weight": into[::-1],
+        }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every distinct tensor; a tied model has no lm_head.weight."""
@@ -206,6 +253,7 @@ class ModelArchitecture:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+ROUTER = "mlp.gate.weight"  # in a layer with experts
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -232,6 +280,35 @@ def _required(config: Mapping[str, Any], field: str) -> Any:
     return config[field]
 
 
+def _experts(config: Mapping[str, Any]) -> MixtureOfExperts | None:
+    """None where every layer is dense."""
+    counts = {config[field] for field in ("num_experts", "num_local_experts") if config.get(field) is not None}
+    if len(counts) > 1:
+        raise ValueError(f"config.json: num_experts and num_local_experts are {sorted(counts)}; keep one")
+    num_experts = _positive({"num_experts": counts.pop() if counts else None}, "num_experts")
+    per_token = _positive(config, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise ValueError(f"config.json: num_experts_per_tok {per_token} is more than num_experts {num_experts}")
+    normalise = _required(config, "norm_topk_prob")
+    if not isinstance(normalise, bool):
+        raise ValueError(f"config.json: norm_topk_prob = {normalise!r} must be true or false")
+    layers = _layers_with_experts(config)
+    return (
+        MixtureOfExperts(num_experts, per_token, _positive(config, "moe_intermediate_size"), normalise, layers)
+        if layers
+        else None
+    )
+
+
+def _layers_with_experts(config: Mapping[str, Any]) -> frozenset[int]:
+    """Every decoder_sparse_step-th layer, but not those of mlp_only_layers."""
+    num_layers, step = _positive(config, "num_hidden_layers"), _positive(config, "decoder_sparse_step")
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(not isinstance(layer, int) or not 0 <= layer < num_layers for layer in dense):
+        raise ValueError(f"config.json: mlp_only_layers = {dense!r} must list layers from 0 to {num_layers - 1}")
+    return frozenset(layer for layer in range(num_layers) if (layer + 1) % step == 0) - frozenset(dense)
+
+
 def _positive(config: Mapping[str, Any], field: str) -> int:
     value = _required(config, field)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -249,16 +326,17 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int
     return hidden // heads
 
 
-def _check_fields(config: Mapping[str, Any], neutral_fields: Collection[str]) -> None:
+def _check_fields(config: Mapping[str, Any], family: Family, neutral_fields: Collection[str]) -> None:
+    known = _USED | _NEUTRAL | frozenset(neutral_fields)
+    if family.experts:
+        known |= _USED_BY_EXPERTS | _NEUTRAL_FOR_EXPERTS
     for field, value in config.items():
         if field in _REQUIRED_VALUES:
             if value not in _REQUIRED_VALUES[field]:
                 raise ValueError(
                     f"config.json: {field} = {value!r} is not supported, only {_REQUIRED_VALUES[field][0]!r}"
                 )
-        elif (
-            field not in _USED and field not in _NEUTRAL and field not in neutral_fields and value not in (None, False)
-        ):
+        elif field not in known and value not in (None, False):
             raise ValueError(
                 f"config.json: unknown field {field} = {value!r} may change the model; remove it, or name it "
                 "in neutral_fields if it does not change logits or gradients"

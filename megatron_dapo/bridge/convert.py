@@ -31,11 +31,11 @@ from megatron_dapo.bridge.megatron_folder import (
     MegatronFolder,
     is_megatron_folder,
     manifest,
+    one_replica,
     rank_file,
 )
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.bridge.safetensors_file import SafetensorsWriter
-from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.executors import execute_from_reader
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
 from megatron_dapo.parallel.reshard.planner import ReshardPlan, Transfer, plan
@@ -63,24 +63,38 @@ class Difference:
 
 
 def huggingface_to_megatron(
-    source: str | Path, target: str | Path, *, tensor: int = 1, pipeline: int = 1, virtual_pipeline: int = 1
+    source: str | Path,
+    target: str | Path,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
 ) -> ConversionReport:
     """Writes the model of folder `source` as one file a model-parallel rank, types kept, padding zero.
+
+    With `expert` > 1 every expert rank's file also holds the dense tensors, as the ranks do that will read it.
 
     Raises ValueError where the source is incomplete, does not fit its config.json or the parallel sizes, or `target`
     exists; OSError where the disk is full. Then nothing of `target` is left.
     """
     architecture = ModelArchitecture.from_folder(source)
-    sizes = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual_pipeline}
+    parallel = one_replica(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=virtual_pipeline,
+        expert=expert,
+        expert_tensor=expert_tensor,
+    )
     with HuggingFaceFolder(source) as folder, atomic_folder(target) as output:
         folder.check(architecture)
         folder.check_aliases(architecture)
-        parallel = ParallelLayout(world_size=tensor * pipeline, **sizes)
         layout = megatron_layout(architecture, parallel, folder.dtypes(architecture))
         reshard = plan(folder.layout(architecture), layout)
         file_bytes = {
             rank_file(rank): _write_rank(output / rank_file(rank), rank, reshard, folder)
-            for rank in range(tensor * pipeline)
+            for rank in range(parallel.world_size)
         }
         untouched = {name: folder.specs[name] for name in folder.untouched(architecture)}
         if untouched:

@@ -99,9 +99,8 @@ class HuggingFaceFolder:
 
     def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
         """Stored tensors that are no parameters of the architecture and no copies of one; an export takes them over."""
-        return tuple(
-            name for name in self.specs if name not in architecture.shapes() and name not in architecture.aliases()
-        )
+        known = architecture.shapes() | architecture.aliases()
+        return tuple(name for name in self.specs if name not in known)
 
     def check(self, architecture: ModelArchitecture) -> None:
         """ValueError that lists tensors which are missing, unknown, or of another shape than the config.json says."""

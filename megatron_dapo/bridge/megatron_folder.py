@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,21 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
+def one_replica(
+    *, tensor: int, pipeline: int, virtual_pipeline: int, expert: int, expert_tensor: int | None
+) -> ParallelLayout:
+    """The smallest layout of these sizes. Dense tensors are held `world_size / (tensor x pipeline)` times in it."""
+    stage_size = lcm(tensor, expert * (expert_tensor or tensor))
+    return ParallelLayout(
+        world_size=stage_size * pipeline,
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=virtual_pipeline,
+        expert=expert,
+        expert_tensor=expert_tensor,
+    )
+
+
 def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes: Mapping[str, int]) -> dict[str, Any]:
     """The manifest of a layout of one replica; `specs` are the source's tensors in stored order."""
     parallel = layout.parallel
@@ -44,6 +60,8 @@ def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
             "virtual_pipeline": parallel.virtual_pipeline,
+            "expert": parallel.expert,
+            "expert_tensor": parallel.expert_tensor_size,
         },
         "tensors": {name: [CODE_OF_DTYPE[spec.dtype], list(spec.shape)] for name, spec in specs.items()},
         "files": dict(file_bytes),
@@ -58,6 +76,7 @@ class MegatronFolder:
         self.architecture = architecture or ModelArchitecture.from_folder(self.path)
         parallel, self.specs, files = _read_manifest(self.path / MANIFEST_FILE)
         self.layout = _layout(self.architecture, parallel, self.specs, self.path)
+        self._untouched = frozenset(self.untouched(self.architecture))
         self._readers: dict[str, SafetensorsReader] = {}
         try:
             self._open(files)
@@ -96,7 +115,7 @@ class MegatronFolder:
         """One whole tensor by its Hugging Face name, put together from the ranks' files."""
         spec = self.specs[name]
         out = torch.empty(spec.shape, dtype=spec.dtype)
-        if name in self.untouched(self.architecture):
+        if name in self._untouched:
             self._readers[UNTOUCHED_FILE].read(name, out)
             return out
         name = self.architecture.aliases().get(name, name)
@@ -105,9 +124,8 @@ class MegatronFolder:
 
     def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
         """Stored tensors that are no parameters of the architecture and no copies of one."""
-        return tuple(
-            name for name in self.specs if name not in architecture.shapes() and name not in architecture.aliases()
-        )
+        known = architecture.shapes() | architecture.aliases()
+        return tuple(name for name in self.specs if name not in known)
 
     def _open(self, files: Mapping[str, int]) -> None:
         expected = {rank_file(rank): dict(self.layout.local_specs(rank)) for rank in range(self.layout.num_ranks)}
@@ -158,8 +176,11 @@ def _read_manifest(path: Path) -> tuple[ParallelLayout, dict[str, TensorSpec], d
             raise ValueError(
                 f"format {content['format']!r} version {content['version']}, this program reads {FORMAT!r} {VERSION}"
             )
-        sizes = {axis: int(content["parallel"][axis]) for axis in ("tensor", "pipeline", "virtual_pipeline")}
-        parallel = ParallelLayout(world_size=sizes["tensor"] * sizes["pipeline"], **sizes)
+        stored = content["parallel"]
+        sizes = {axis: int(stored[axis]) for axis in ("tensor", "pipeline", "virtual_pipeline")}
+        # Folders written before there were experts do not say how they are cut.
+        expert, expert_tensor = int(stored.get("expert", 1)), int(stored.get("expert_tensor", sizes["tensor"]))
+        parallel = one_replica(**sizes, expert=expert, expert_tensor=expert_tensor)
         specs = {
             n: TensorSpec(tuple(int(d) for d in shape), DTYPE_OF_CODE[code])
             for n, (code, shape) in content["tensors"].items()

@@ -1,7 +1,7 @@
-"""Where a Megatron-core GPT model under TP x PP x VPP keeps each Hugging Face tensor: names, rows and padding.
+"""Where a Megatron-core GPT model under TP x PP x VPP x EP keeps each Hugging Face tensor: names, rows and padding.
 
 Local names are "{vp_stage}.{parameter path inside that model chunk}" with Transformer Engine's parameter names. Data-
-and context-parallel ranks hold replicas. See the table in `MegatronLayout`.
+and context-parallel ranks hold replicas, except of experts. See the table in `MegatronLayout`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ModelArchitecture
-from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
+from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
 from megatron_dapo.parallel.reshard.boxes import Box, intersect
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
 
@@ -35,8 +35,10 @@ class MegatronLayout:
     | linear_qkv | for each key-value head: its query heads, the key head, the value head; cut evenly into T |
     | linear_fc1 | [gate rows of t; up rows of t] |
     | linear_proj, linear_fc2 | columns of t |
-    | norms | whole on every rank |
+    | norms, router | whole on every rank |
+    | experts.local_experts.i | expert e n + i (expert rank e holds n), cut as a dense MLP over expert_tensor ranks |
 
+    Layers with experts have their norm as pre_mlp_layernorm, dense ones inside linear_fc1.
     With fewer key-value heads than T, the cut of linear_qkv goes through a head's group, as Megatron-core does it (it
     gathers the activations). A tied model has a second copy of the embedding as output_layer on the last pipeline
     stage.
@@ -49,7 +51,7 @@ class MegatronLayout:
         self.architecture = architecture
         self.parallel = parallel
         self.tensors = {name: TensorSpec(shape, dtypes[name]) for name, shape in architecture.shapes().items()}
-        self._cache: dict[tuple[int, int], tuple[tuple[Piece, ...], dict[str, TensorSpec]]] = {}
+        self._cache: dict[tuple[int, ...], tuple[tuple[Piece, ...], dict[str, TensorSpec]]] = {}
 
     @property
     def num_ranks(self) -> int:
@@ -69,15 +71,20 @@ class MegatronLayout:
         return {name: spec.shape for name, spec in self.local_specs(rank).items()}
 
     def model_parallel_ranks(self) -> tuple[int, ...]:
-        """The ranks of the first data- and context-parallel replica, by (pipeline, tensor): together one model."""
-        ranks = range(self.num_ranks)
-        return tuple(r for r in ranks if self.parallel.coordinates(r).data == self.parallel.coordinates(r).context == 0)
+        """The ranks of the first replica of the dense tensors and of the experts: together one model."""
+        return tuple(rank for rank in range(self.num_ranks) if self._is_first_replica(rank))
+
+    def _is_first_replica(self, rank: int) -> bool:
+        dense, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
+        return dense.data == dense.context == 0 or (self.architecture.experts is not None and experts.data == 0)
 
     def _rank(self, rank: int) -> tuple[tuple[Piece, ...], dict[str, TensorSpec]]:
-        coordinates = self.parallel.coordinates(rank)
+        coordinates, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
         key = (coordinates.tensor, coordinates.pipeline)
+        if self.architecture.experts is not None:
+            key += (experts.tensor, experts.expert)
         if key not in self._cache:
-            locals_ = list(self._locals(*key))
+            locals_ = list(self._locals(coordinates.tensor, coordinates.pipeline, experts))
             specs = {name: TensorSpec(shape, self._dtype_of(name, pieces)) for name, shape, pieces in locals_}
             self._cache[key] = (tuple(piece for _, _, pieces in locals_ for piece in pieces), specs)
         return self._cache[key]
@@ -92,7 +99,7 @@ class MegatronLayout:
             )
         return dtypes.pop()
 
-    def _locals(self, tensor: int, pipeline: int) -> Iterator[Local]:
+    def _locals(self, tensor: int, pipeline: int, experts: ExpertCoordinates) -> Iterator[Local]:
         parallel, architecture = self.parallel, self.architecture
         last_stage = parallel.virtual_pipeline - 1
         for stage in range(parallel.virtual_pipeline):
@@ -101,7 +108,12 @@ class MegatronLayout:
             if first_chunk:
                 yield self._vocabulary(f"{stage}.embedding.word_embeddings.weight", EMBEDDING, tensor)
             for index, layer in enumerate(parallel.layers_of(pipeline, stage, architecture.num_layers)):
-                yield from self._layer(f"{stage}.decoder.layers.{index}.", f"model.layers.{layer}.", tensor)
+                local, name = f"{stage}.decoder.layers.{index}.", f"model.layers.{layer}."
+                yield from self._attention(local, name, tensor)
+                if architecture.has_experts(layer):
+                    yield from self._experts(local, name, experts)
+                else:
+                    yield from self._mlp(local, name, tensor)
             if last_chunk:
                 yield self._whole(f"{stage}.decoder.final_layernorm.weight", FINAL_NORM)
                 if not architecture.tie_word_embeddings:
@@ -109,7 +121,7 @@ class MegatronLayout:
                 elif not first_chunk:
                     yield self._vocabulary(f"{stage}.output_layer.weight", EMBEDDING, tensor)
 
-    def _layer(self, local: str, name: str, tensor: int) -> Iterator[Local]:
+    def _attention(self, local: str, name: str, tensor: int) -> Iterator[Local]:
         attention, qkv = local + "self_attention.", local + "self_attention.linear_qkv."
         yield self._whole(qkv + "layer_norm_weight", name + "input_layernorm.weight")
         yield self._qkv(qkv + "weight", name + "self_attn.{}_proj.weight", tensor)
@@ -118,20 +130,37 @@ class MegatronLayout:
         if self.architecture.qk_norm:
             yield self._whole(attention + "q_layernorm.weight", name + "self_attn.q_norm.weight")
             yield self._whole(attention + "k_layernorm.weight", name + "self_attn.k_norm.weight")
-        yield self._columns(attention + "linear_proj.weight", name + "self_attn.o_proj.weight", tensor)
+        yield self._columns(
+            attention + "linear_proj.weight", name + "self_attn.o_proj.weight", tensor, self.parallel.tensor
+        )
+
+    def _mlp(self, local: str, name: str, tensor: int) -> Iterator[Local]:
+        size = self.parallel.tensor
         yield self._whole(local + "mlp.linear_fc1.layer_norm_weight", name + "post_attention_layernorm.weight")
-        yield self._gate_up(local + "mlp.linear_fc1.weight", name + "mlp.", tensor)
-        yield self._columns(local + "mlp.linear_fc2.weight", name + "mlp.down_proj.weight", tensor)
+        yield self._gate_up(local + "mlp.linear_fc1.weight", name + "mlp.", tensor, size)
+        yield self._columns(local + "mlp.linear_fc2.weight", name + "mlp.down_proj.weight", tensor, size)
+
+    def _experts(self, local: str, name: str, place: ExpertCoordinates) -> Iterator[Local]:
+        assert self.architecture.experts is not None
+        size = self.parallel.expert_tensor_size
+        num_local = self.architecture.experts.num_experts // self.parallel.expert
+        yield self._whole(local + "pre_mlp_layernorm.weight", name + "post_attention_layernorm.weight")
+        yield self._whole(local + "mlp.router.weight", name + ROUTER)
+        for index in range(num_local):
+            here = f"{local}mlp.experts.local_experts.{index}."
+            there = f"{name}mlp.experts.{place.expert * num_local + index}."
+            yield self._gate_up(here + "linear_fc1.weight", there, place.tensor, size)
+            yield self._columns(here + "linear_fc2.weight", there + "down_proj.weight", place.tensor, size)
 
     def _whole(self, local: str, name: str) -> Local:
         shape = self.tensors[name].shape
         zeros = (0,) * len(shape)
         return local, shape, (Piece(name, zeros, shape, local, zeros),)
 
-    def _columns(self, local: str, name: str, tensor: int) -> Local:
+    def _columns(self, local: str, name: str, part: int, num_parts: int) -> Local:
         rows, columns = self.tensors[name].shape
-        width = columns // self.parallel.tensor
-        return local, (rows, width), (Piece(name, (0, tensor * width), (rows, width), local, (0, 0)),)
+        width = columns // num_parts
+        return local, (rows, width), (Piece(name, (0, part * width), (rows, width), local, (0, 0)),)
 
     def _vocabulary(self, local: str, name: str, tensor: int) -> Local:
         vocab_size, hidden = self.tensors[name].shape
@@ -141,11 +170,11 @@ class MegatronLayout:
         pieces = (Piece(name, (start, 0), (real, hidden), local, (0, 0)),) if real > 0 else ()
         return local, (rows, hidden), pieces
 
-    def _gate_up(self, local: str, prefix: str, tensor: int) -> Local:
+    def _gate_up(self, local: str, prefix: str, part: int, num_parts: int) -> Local:
         rows, hidden = self.tensors[prefix + "gate_proj.weight"].shape
-        rows //= self.parallel.tensor
+        rows //= num_parts
         pieces = tuple(
-            Piece(prefix + name + ".weight", (tensor * rows, 0), (rows, hidden), local, (position * rows, 0))
+            Piece(prefix + name + ".weight", (part * rows, 0), (rows, hidden), local, (position * rows, 0))
             for position, name in enumerate(("gate_proj", "up_proj"))
         )
         return local, (2 * rows, hidden), pieces
@@ -181,7 +210,7 @@ def _interleaved_rows(architecture: ModelArchitecture) -> Iterator[tuple[str, in
 
 def _check_divisible(architecture: ModelArchitecture, parallel: ParallelLayout) -> None:
     tensor, groups = parallel.tensor, architecture.num_key_value_heads
-    for field in ("num_attention_heads", "intermediate_size"):
+    for field in ("num_attention_heads", *(("intermediate_size",) if architecture.has_dense_layers else ())):
         if getattr(architecture, field) % tensor:
             raise ValueError(
                 f"tensor parallel size {tensor} does not divide {field} "
@@ -196,12 +225,29 @@ def _check_divisible(architecture: ModelArchitecture, parallel: ParallelLayout) 
         raise ValueError(
             f"tensor parallel size {tensor} does not divide the rows of the fused QKV; choose a smaller one"
         )
-    if parallel.expert > 1:
-        raise ValueError(
-            f"expert parallel size {parallel.expert} needs a mixture-of-experts model; "
-            f"{architecture.model_type} is dense"
-        )
+    _check_experts(architecture, parallel)
     parallel.layers_of(0, 0, architecture.num_layers)  # raises where the layers do not split
+
+
+def _check_experts(architecture: ModelArchitecture, parallel: ParallelLayout) -> None:
+    experts = architecture.experts
+    if experts is None:
+        if parallel.expert > 1:
+            raise ValueError(
+                f"expert parallel size {parallel.expert} needs a mixture-of-experts model; "
+                f"{architecture.model_type} is dense"
+            )
+        return
+    if experts.num_experts % parallel.expert:
+        raise ValueError(
+            f"expert parallel size {parallel.expert} does not divide num_experts {experts.num_experts}; "
+            "choose a divisor"
+        )
+    if experts.intermediate_size % parallel.expert_tensor_size:
+        raise ValueError(
+            f"expert tensor parallel size {parallel.expert_tensor_size} does not divide moe_intermediate_size "
+            f"{experts.intermediate_size}; choose a divisor"
+        )
 
 
 def megatron_layout(

@@ -17,12 +17,22 @@ class RankCoordinates:
 
 
 @dataclass(frozen=True)
+class ExpertCoordinates:
+    """Where a rank stands among the ranks of its pipeline stage for the weights of experts."""
+
+    tensor: int  # part of each expert
+    expert: int  # which experts
+    data: int  # replica
+
+
+@dataclass(frozen=True)
 class ParallelLayout:
     """Sizes of the parallel axes. Ranks are numbered as Megatron-core's default order "tp-cp-ep-dp-pp" does: tensor
     fastest.
 
-    The expert axis divides the context x data ranks of a pipeline stage (expert tensor parallelism 1 x `tensor`).
-    Raises ValueError where the sizes do not fit the world.
+    Experts are laid out over the same ranks of a pipeline stage in another way: each is cut over `expert_tensor` ranks
+    (None: as many as `tensor`), and they are dealt out over `expert` ranks; what is left holds replicas. Raises
+    ValueError where the sizes do not fit the world.
     """
 
     world_size: int
@@ -32,6 +42,7 @@ class ParallelLayout:
     context: int = 1
     expert: int = 1
     sequence_parallel: bool = False
+    expert_tensor: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert"):
@@ -52,10 +63,30 @@ class ParallelLayout:
             raise ValueError(
                 "parallel layout: sequence_parallel shards over tensor ranks, but tensor = 1; set tensor > 1 or drop it"
             )
-        if (self.data * self.context) % self.expert:
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.expert_tensor is None:
+            if (self.data * self.context) % self.expert:
+                raise ValueError(
+                    f"parallel layout: expert {self.expert} does not divide context x data = "
+                    f"{self.data * self.context}; choose a divisor"
+                )
+            return
+        if self.expert_tensor < 1 or self.tensor % self.expert_tensor:
             raise ValueError(
-                f"parallel layout: expert {self.expert} does not divide context x data = {self.data * self.context}; "
+                f"parallel layout: expert_tensor {self.expert_tensor} does not divide tensor = {self.tensor}; "
                 "choose a divisor"
+            )
+        if self.expert_tensor != self.tensor and self.expert == 1:
+            raise ValueError(
+                f"parallel layout: expert_tensor {self.expert_tensor} other than tensor = {self.tensor} needs expert "
+                "> 1: without it Megatron-core sums gradients of experts as those of dense layers"
+            )
+        if self.stage_size % (self.expert_tensor * self.expert):
+            raise ValueError(
+                f"parallel layout: expert_tensor {self.expert_tensor} x expert {self.expert} does not divide the "
+                f"{self.stage_size} ranks of a pipeline stage; choose sizes whose product does"
             )
 
     @property
@@ -67,12 +98,28 @@ class ParallelLayout:
     def data(self) -> int:
         return self.world_size // self.model_size
 
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world_size // self.pipeline
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that hold one expert together."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
     def coordinates(self, rank: int) -> RankCoordinates:
         assert 0 <= rank < self.world_size, f"rank {rank} outside a world of {self.world_size}"
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
         return RankCoordinates(tensor=tensor, context=context, data=data, pipeline=pipeline)
+
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        assert 0 <= rank < self.world_size, f"rank {rank} outside a world of {self.world_size}"
+        rest, tensor = divmod(rank % self.stage_size, self.expert_tensor_size)
+        data, expert = divmod(rest, self.expert)
+        return ExpertCoordinates(tensor=tensor, expert=expert, data=data)
 
     def rank_of(self, coordinates: RankCoordinates) -> int:
         c = coordinates
@@ -112,6 +159,8 @@ class ParallelLayout:
         parts += [f"CP{self.context}", f"DP{self.data}"]
         if self.expert > 1:
             parts.append(f"EP{self.expert}")
+        if self.expert_tensor_size != self.tensor:
+            parts.append(f"ETP{self.expert_tensor_size}")
         if self.sequence_parallel:
             parts.append("SP")
         return " ".join(parts)

@@ -1,4 +1,4 @@
-"""Tiny model folders made by transformers: three families, tied and untied, a vocabulary that no padding fits."""
+"""Tiny model folders made by transformers: four families, tied and untied, a vocabulary that no padding fits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+EXPERT_SIZES = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
 }
 SIZES = {
     "vocab_size": 301,
@@ -36,7 +53,8 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         config_class, model_class = MODELS[family]
         torch.manual_seed(0)
-        model = model_class(config_class(**{**SIZES, "tie_word_embeddings": tied, **sizes}))
+        fields = {**SIZES, "tie_word_embeddings": tied, **(EXPERT_SIZES if family == "qwen3_moe" else {}), **sizes}
+        model = model_class(config_class(**fields))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
         folder = tmp_path / name

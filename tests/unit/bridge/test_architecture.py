@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from safetensors import safe_open
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron_dapo.bridge.architecture import ModelArchitecture, RopeScaling
 
@@ -52,6 +62,53 @@ LLAMA3_SCALING = {
 }
 
 
+# As published for Qwen3-30B-A3B and Qwen3-235B-A22B.
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_235B = {
+    **QWEN3_30B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}
+
+
 def _with(**fields) -> dict:
     return {**QWEN25, **fields}
 
@@ -84,6 +141,69 @@ def test_names_and_shapes_are_those_of_transformers(family, tied, tmp_path):
     assert architecture.shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert architecture.aliases() == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     assert architecture.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "dense", [{}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 1, 2]}]
+)
+def test_names_and_shapes_of_experts_are_those_that_transformers_stores(dense, tmp_path):
+    config = Qwen3MoeConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **dense,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    architecture = ModelArchitecture.from_folder(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as stored:
+        shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}
+    assert architecture.shapes() == shapes
+    assert architecture.num_parameters == sum(p.numel() for p in model.parameters())
+    with_experts = [layer for layer in range(3) if hasattr(model.model.layers[layer].mlp, "experts")]
+    assert [layer for layer in range(3) if architecture.has_experts(layer)] == with_experts
+    assert architecture.head_dim == 4 and architecture.qk_norm and not architecture.qkv_bias
+    if with_experts:
+        experts = architecture.experts
+        assert (experts.num_experts, experts.num_experts_per_token, experts.normalise) == (6, 2, False)
+
+
+def test_published_mixtures_of_experts():
+    small, large = ModelArchitecture.from_config(QWEN3_30B), ModelArchitecture.from_config(QWEN3_235B)
+    assert small.num_parameters == 30_532_122_624 and large.num_parameters == 235_093_634_560
+    assert small.experts.normalise and small.experts.layers == frozenset(range(48)) and not small.has_dense_layers
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"num_local_experts": 64}, r"num_experts and num_local_experts are \[64, 128\]"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than num_experts 128"),
+        ({"norm_topk_prob": None}, "norm_topk_prob is missing"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob = 1 must be true or false"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+        ({"mlp_only_layers": [48]}, r"mlp_only_layers = \[48\].*0 to 47"),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
+        ({"n_group": 4}, "unknown field n_group"),
+    ],
+)
+def test_what_is_wrong_with_a_mixture_is_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArchitecture.from_config({**QWEN3_30B, **fields})
+
+
+def test_a_dense_family_has_no_experts():
+    with pytest.raises(ValueError, match="unknown field num_experts = 8"):
+        ModelArchitecture.from_config(_with(num_experts=8))
 
 
 @pytest.mark.parametrize(

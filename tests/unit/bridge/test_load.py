@@ -24,6 +24,16 @@ PARALLEL = [
     ParallelLayout(8, tensor=2, pipeline=2, context=2),
     ParallelLayout(4, tensor=2),
 ]
+EXPERT_PARALLEL = [
+    ParallelLayout(1),
+    ParallelLayout(2, expert=2),
+    ParallelLayout(8, expert=4),  # two replicas of each expert
+    ParallelLayout(4, tensor=2, expert=2),  # experts cut as dense layers
+    ParallelLayout(2, tensor=2, expert=2, expert_tensor=1),
+    ParallelLayout(8, tensor=4, expert=2, expert_tensor=2),
+    ParallelLayout(8, context=2, pipeline=2, expert=4),
+    ParallelLayout(4, pipeline=2, virtual_pipeline=2, expert=2),
+]
 
 
 def _empty_parameters(layout, rank: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -63,10 +73,13 @@ def _expected(
             result[local + "self_attention.linear_qkv.weight"] = qkv(prefix, "weight")
             if a.model_type == "qwen2":
                 result[local + "self_attention.linear_qkv.bias"] = qkv(prefix, "bias")
-            if a.model_type == "qwen3":
+            if a.model_type.startswith("qwen3"):
                 for x in "qk":
                     result[local + f"self_attention.{x}_layernorm.weight"] = hf[prefix + f"self_attn.{x}_norm.weight"]
             result[local + "self_attention.linear_proj.weight"] = shard(hf[prefix + "self_attn.o_proj.weight"], 1)
+            if prefix + "mlp.gate.weight" in hf:
+                result |= _expected_experts(hf, parallel, rank, prefix, local)
+                continue
             result[local + "mlp.linear_fc1.layer_norm_weight"] = hf[prefix + "post_attention_layernorm.weight"]
             gate, up = (shard(hf[prefix + f"mlp.{x}_proj.weight"]) for x in ("gate", "up"))
             result[local + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
@@ -80,12 +93,31 @@ def _expected(
     return result
 
 
+def _expected_experts(
+    hf: dict[str, torch.Tensor], parallel: ParallelLayout, rank: int, prefix: str, local: str
+) -> dict[str, torch.Tensor]:
+    """Ranks of a stage are dealt out to parts of an expert first, then to experts."""
+    size = parallel.expert_tensor or parallel.tensor
+    in_stage = rank % (parallel.world_size // parallel.pipeline)
+    part, place = in_stage % size, in_stage // size % parallel.expert
+    result = {
+        local + "pre_mlp_layernorm.weight": hf[prefix + "post_attention_layernorm.weight"],
+        local + "mlp.router.weight": hf[prefix + "mlp.gate.weight"],
+    }
+    for index, expert in enumerate(torch.arange(8).chunk(parallel.expert)[place].tolist()):
+        gate, up, down = (hf[f"{prefix}mlp.experts.{expert}.{x}_proj.weight"] for x in ("gate", "up", "down"))
+        here = f"{local}mlp.experts.local_experts.{index}."
+        result[here + "linear_fc1.weight"] = torch.cat([gate.chunk(size)[part], up.chunk(size)[part]])
+        result[here + "linear_fc2.weight"] = down.chunk(size, 1)[part]
+    return result
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_folder):
     folder = make_folder(family, tied=tied)
     architecture, hf = ModelArchitecture.from_folder(folder), load_file(folder / "model.safetensors")
-    for parallel in PARALLEL:
+    for parallel in PARALLEL + (EXPERT_PARALLEL if architecture.experts else []):
         layout = megatron_layout(architecture, parallel, torch.float32)
         check_layout(layout)
         for rank in range(parallel.world_size):
