@@ -1,0 +1,127 @@
+"""What a stock SGLang needs to import and to sample on a machine without CUDA. With CUDA it changes nothing.
+
+SGLang has a CPU mode of plain torch layers ("native"), taken when the CPU build of its kernel package is missing. Some
+modules nevertheless import names of that package, and of a torchvision built for CUDA, when they are imported. The
+stand-ins here let those imports pass and raise when called; none of them does arithmetic. Sampling by a seed per
+request is the exception: SGLang computes its random numbers with a Triton kernel, so the same hash is given in torch.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+
+import torch
+
+# Name in sgl_kernel -> the sglang module whose import needs it. All belong to speculative decoding, which is never on.
+KERNEL_STAND_INS = {
+    "copy_all_layer_kv_cache_cpu": "sglang.kernels.ops.kvcache.cache_move",
+    "rotate_input_ids_cpu": "sglang.kernels.ops.speculative.multi_layer_eagle",
+    "fill_accept_out_cache_loc_cpu": "sglang.kernels.ops.speculative.eagle",
+    "fill_bonus_tokens_cpu": "sglang.kernels.ops.speculative.eagle",
+    "assign_extend_cache_locs_cpu": "sglang.kernels.ops.speculative.cache_locs",
+    "assign_req_to_token_pool_cpu": "sglang.srt.mem_cache.allocation",
+    "assign_draft_cache_locs_contiguous_cpu": "sglang.srt.speculative.eagle_worker_common",
+    "build_tree_kernel_efficient_cpu": "sglang.srt.speculative.eagle_utils",
+    "verify_tree_greedy_cpu": "sglang.srt.speculative.eagle_utils",
+}
+# Operators whose schema torchvision's Python half needs when sglang imports it (transformers' image processors do).
+TORCHVISION_STAND_INS = ("nms", "qnms")
+_HASH_MODULE = "sglang.kernels.ops.sampling.murmur_hash"
+_WORD = 0xFFFFFFFF
+
+
+def is_needed() -> bool:
+    """Whether this machine has no CUDA device."""
+    return not torch.cuda.is_available()
+
+
+def prepare_imports() -> None:
+    """Make `import sglang` possible. Call before it, in every process of the engine."""
+    if is_needed():
+        _declare_torchvision_operators()
+        _install(_kernel_package())
+        _install(_hash_module())
+
+
+def apply_to_sglang() -> None:
+    """Let a seed per request count on a CPU (imports sglang). Call in every process of the engine.
+
+    SGLang listens to seeds only in its deterministic mode, which accepts no CPU attention backend and swaps matrix
+    products for Triton kernels. torch's products on a CPU differ by rounding alone between batch sizes, so they stay.
+    """
+    if not is_needed():
+        return
+    from sglang.srt import batch_invariant_ops, server_args
+
+    server_args.add_deterministic_attention_backend_choices(["torch_native"])
+    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    batch_invariant_ops.enable_batch_invariant_mode = _keep_torch_products
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (x86, 32 bit) of the 16 bytes (seed, position, column), as SGLang's kernel computes it.
+
+    seed [n], positions [n], col_indices [m], any integer type -> [n, m] int64 with values in [0, 2**32).
+    """
+    seed = seed.to(torch.int64)
+    rows = torch.zeros_like(seed)
+    for word in (seed & _WORD, (seed >> 32) & _WORD, positions.to(torch.int64) & _WORD):
+        rows = _mix(rows, word)
+    hashed = _mix(rows[:, None], col_indices.to(torch.int64)[None, :]) ^ 16
+    hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _WORD
+    hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _WORD
+    return hashed ^ (hashed >> 16)
+
+
+def _mix(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+    word = _rotate((word * 0xCC9E2D51) & _WORD, 15)
+    state = _rotate(state ^ ((word * 0x1B873593) & _WORD), 13)
+    return (state * 5 + 0xE6546B64) & _WORD
+
+
+def _rotate(word: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((word << bits) | (word >> (32 - bits))) & _WORD
+
+
+def _keep_torch_products(enable_bmm: bool = True) -> None:
+    """In place of SGLang's switch to batch-invariant Triton kernels."""
+
+
+def _hash_module() -> types.ModuleType:
+    module = types.ModuleType(_HASH_MODULE)
+    module.murmur_hash32 = murmur_hash32
+    return module
+
+
+def _kernel_package() -> types.ModuleType:
+    package = types.ModuleType("sgl_kernel")
+    package.__path__ = []
+    package.__version__ = "0.0.0"
+    for name in KERNEL_STAND_INS:
+        setattr(package, name, _missing(name))
+    return package
+
+
+def _missing(name: str) -> Callable[..., None]:
+    def raise_missing(*arguments: object, **keywords: object) -> None:
+        raise NotImplementedError(f"sgl_kernel.{name}: SGLang's kernels for CPUs are not installed")
+
+    raise_missing.__name__ = name
+    return raise_missing
+
+
+def _install(module: types.ModuleType) -> None:
+    if "." in module.__name__ or importlib.util.find_spec(module.__name__) is None:
+        is_package = hasattr(module, "__path__")
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=is_package)
+        sys.modules[module.__name__] = module
+
+
+def _declare_torchvision_operators() -> None:
+    for name in TORCHVISION_STAND_INS:
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
