@@ -1,7 +1,8 @@
-"""Where SGLang's dense decoders keep each Hugging Face tensor under tensor parallelism: names, rows and padding.
+"""Where SGLang's decoders keep each Hugging Face tensor under tensor and expert parallelism: names, rows, padding.
 
 Local names are those of the SGLang model's `named_parameters()` (0.5.17 to 0.5.21, one pipeline stage, no data-parallel
-attention, no quantisation, weights not repacked by the kernels). See the table in `SglangLayout`.
+attention, no quantisation, no redundant experts, an MoE runner that takes [gate; up] untransposed as the Triton and the
+native one do). See the table in `SglangLayout`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ModelArchitecture
+from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec, local_holes
 
@@ -27,7 +28,8 @@ class EngineSizes:
 
     query_heads: int
     key_value_heads: int
-    intermediate: int
+    intermediate: int  # of a dense MLP; 0 where there is none
+    expert_intermediate: int  # 0 in a dense model
     vocabulary: int
 
 
@@ -43,8 +45,15 @@ def _divided(field: str, size: int, tensor_parallel: int) -> int:
     return size
 
 
-def _cuda_sizes(architecture: ModelArchitecture, tensor_parallel: int) -> EngineSizes:
+def _mlp_sizes(architecture: ModelArchitecture) -> tuple[int, int]:
+    """Intermediate sizes of the dense layers and of an expert, 0 for what the model does not have."""
+    experts = architecture.experts
+    return architecture.intermediate_size * architecture.has_dense_layers, experts.intermediate_size if experts else 0
+
+
+def _cuda_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_parallel: int) -> EngineSizes:
     """An accelerator pads the vocabulary alone; all else must divide, but for key-value heads, which are replicated."""
+    dense, expert = _mlp_sizes(architecture)
     heads, vocabulary = architecture.num_key_value_heads, _multiple(architecture.vocab_size, VOCABULARY_MULTIPLE)
     if heads % tensor_parallel and tensor_parallel % heads:
         raise ValueError(
@@ -54,13 +63,15 @@ def _cuda_sizes(architecture: ModelArchitecture, tensor_parallel: int) -> Engine
     return EngineSizes(
         query_heads=_divided("num_attention_heads", architecture.num_attention_heads, tensor_parallel),
         key_value_heads=heads,
-        intermediate=_divided("intermediate_size", architecture.intermediate_size, tensor_parallel),
+        intermediate=_divided("intermediate_size", dense, tensor_parallel),
+        expert_intermediate=_divided("moe_intermediate_size", expert, tensor_parallel // expert_parallel),
         vocabulary=_divided("the padded vocabulary", vocabulary, tensor_parallel),
     )
 
 
-def _cpu_sizes(architecture: ModelArchitecture, tensor_parallel: int) -> EngineSizes:
+def _cpu_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_parallel: int) -> EngineSizes:
     """A CPU server pads what does not divide: key-value heads with their query heads, intermediate and vocabulary."""
+    dense, expert = _mlp_sizes(architecture)
     heads = architecture.num_key_value_heads
     if architecture.num_attention_heads % tensor_parallel or heads % tensor_parallel:
         heads = _multiple(heads, tensor_parallel)
@@ -70,12 +81,13 @@ def _cpu_sizes(architecture: ModelArchitecture, tensor_parallel: int) -> EngineS
     return EngineSizes(
         query_heads=heads * architecture.query_groups_ratio,
         key_value_heads=heads,
-        intermediate=_multiple(architecture.intermediate_size, CPU_INTERMEDIATE_MULTIPLE * tensor_parallel),
+        intermediate=_multiple(dense, CPU_INTERMEDIATE_MULTIPLE * tensor_parallel),
+        expert_intermediate=_multiple(expert, CPU_INTERMEDIATE_MULTIPLE * tensor_parallel),
         vocabulary=vocabulary,
     )
 
 
-SIZES: Mapping[str, Callable[[ModelArchitecture, int], EngineSizes]] = {"cuda": _cuda_sizes, "cpu": _cpu_sizes}
+SIZES: Mapping[str, Callable[[ModelArchitecture, int, int], EngineSizes]] = {"cuda": _cuda_sizes, "cpu": _cpu_sizes}
 
 
 class SglangLayout:
@@ -87,22 +99,28 @@ class SglangLayout:
     | qkv_proj | its query heads, then its key heads, then its value heads |
     | gate_up_proj | [gate rows of t; up rows of t] |
     | o_proj, down_proj | columns of t |
-    | norms | whole on every rank |
+    | norms, router | whole on every rank |
+    | experts.w13_weight [n, 2 i, h] | of each of its n experts [gate rows; up rows] |
+    | experts.w2_weight [n, h, i] | of each of its n experts the columns |
 
-    With fewer key-value heads K than T, rank t holds head t // (T / K). A tied model has no lm_head of its own. What
-    no piece fills is padding (`padding`); it must hold zeros, which an engine started with random weights does not.
+    With fewer key-value heads K than T, rank t holds head t // (T / K). Under expert parallelism E, rank t holds the
+    experts of expert rank t // (T / E), cut into T / E. A tied dense model has no lm_head of its own, one with experts
+    has a copy. What no piece fills is padding (`padding`); it must hold zeros, which an engine started with random
+    weights does not.
     """
 
     def __init__(
         self,
         architecture: ModelArchitecture,
         tensor_parallel: int,
+        expert_parallel: int,
         dtype: torch.dtype,
         num_engines: int,
         sizes: EngineSizes,
     ) -> None:
         self.architecture = architecture
         self.tensor_parallel = tensor_parallel
+        self.expert_parallel = expert_parallel
         self.num_engines = num_engines
         self.sizes = sizes
         self.dtype = dtype
@@ -141,14 +159,21 @@ class SglangLayout:
         return self._cache[tensor]
 
     def _locals(self, tensor: int) -> Iterator[Local]:
-        yield self._rows(EMBEDDING, [(EMBEDDING, tensor, self._share(self.sizes.vocabulary))])
+        vocabulary = self._share(self.sizes.vocabulary)
+        yield self._rows(EMBEDDING, [(EMBEDDING, tensor, vocabulary)])
         for layer in range(self.architecture.num_layers):
             prefix = f"model.layers.{layer}."
             yield from self._attention(prefix, tensor)
-            yield from self._mlp(prefix + "mlp.", tensor)
+            if self.architecture.has_experts(layer):
+                yield self._whole(prefix + ROUTER)
+                yield from self._experts(prefix + "mlp.experts.", tensor)
+            else:
+                yield from self._mlp(prefix + "mlp.", tensor)
         yield self._whole(FINAL_NORM)
         if not self.architecture.tie_word_embeddings:
-            yield self._rows(LM_HEAD, [(LM_HEAD, tensor, self._share(self.sizes.vocabulary))])
+            yield self._rows(LM_HEAD, [(LM_HEAD, tensor, vocabulary)])
+        elif self.architecture.experts is not None:
+            yield self._rows(LM_HEAD, [(EMBEDDING, tensor, vocabulary)])
 
     def _attention(self, prefix: str, tensor: int) -> Iterator[Local]:
         attention, head = prefix + "self_attn.", self.architecture.head_dim
@@ -175,6 +200,22 @@ class SglangLayout:
         yield self._rows(prefix + "gate_up_proj.weight", parts)
         yield self._columns(prefix + "down_proj.weight", tensor, size)
 
+    def _experts(self, prefix: str, tensor: int) -> Iterator[Local]:
+        experts, cut = self.architecture.experts, self.tensor_parallel // self.expert_parallel
+        assert experts is not None, "a layer with experts in a dense model"
+        rank, index = divmod(tensor, cut)
+        size, num_local = self.sizes.expert_intermediate // cut, experts.num_experts // self.expert_parallel
+        gate_up: list[Piece] = []
+        down: list[Piece] = []
+        for slot in range(num_local):
+            name = f"{prefix}{rank * num_local + slot}."
+            parts = [(f"{name}{half}_proj.weight", index, size) for half in ("gate", "up")]
+            gate_up += _stacked(self._rows(prefix + "w13_weight", parts), slot)
+            down += _stacked(self._columns(name + "down_proj.weight", index, size, prefix + "w2_weight"), slot)
+        hidden = self.architecture.hidden_size
+        yield prefix + "w13_weight", (num_local, 2 * size, hidden), tuple(gate_up)
+        yield prefix + "w2_weight", (num_local, hidden, size), tuple(down)
+
     def _share(self, size: int) -> int:
         return size // self.tensor_parallel
 
@@ -183,12 +224,13 @@ class SglangLayout:
         zeros = (0,) * len(shape)
         return name, shape, (Piece(name, zeros, shape, name, zeros),)
 
-    def _columns(self, name: str, index: int, width: int) -> Local:
-        """Columns [index * width, +width) of the padded matrix."""
+    def _columns(self, name: str, index: int, width: int, local: str = "") -> Local:
+        """Columns [index * width, +width) of the padded matrix; `local` where it is not of the tensor's name."""
+        local = local or name
         rows, columns = self.tensors[name].shape
         real = min(columns - index * width, width)
-        pieces = (Piece(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
-        return name, (rows, width), pieces
+        pieces = (Piece(name, (0, index * width), (rows, real), local, (0, 0)),) if real > 0 else ()
+        return local, (rows, width), pieces
 
     def _rows(self, local: str, parts: Sequence[tuple[str, int, int]]) -> Local:
         """Rows of one or several tensors below each other; a part is (tensor, index, rows): rows [index * rows, +rows)
@@ -204,12 +246,18 @@ class SglangLayout:
         return local, (position, *tail), tuple(pieces)
 
 
+def _stacked(local: Local, slot: int) -> list[Piece]:
+    """The pieces of one matrix as those of matrix `slot` of a stack."""
+    return [piece._replace(local_offset=(slot, *piece.local_offset)) for piece in local[2]]
+
+
 def sglang_layout(
     architecture: ModelArchitecture,
     tensor_parallel: int,
     dtype: torch.dtype,
     num_engines: int = 1,
     *,
+    expert_parallel: int = 1,
     device: str = "cuda",
 ) -> SglangLayout:
     """Layout of `num_engines` engines of `tensor_parallel` ranks each, all parameters in `dtype`.
@@ -221,4 +269,19 @@ def sglang_layout(
         raise ValueError(f"engine device {device!r}: choose one of {', '.join(SIZES)}")
     if tensor_parallel < 1 or num_engines < 1:
         raise ValueError(f"engines: {num_engines} of {tensor_parallel} ranks; both must be at least 1")
-    return SglangLayout(architecture, tensor_parallel, dtype, num_engines, SIZES[device](architecture, tensor_parallel))
+    _check_experts(architecture, tensor_parallel, expert_parallel)
+    sizes = SIZES[device](architecture, tensor_parallel, expert_parallel)
+    return SglangLayout(architecture, tensor_parallel, expert_parallel, dtype, num_engines, sizes)
+
+
+def _check_experts(architecture: ModelArchitecture, tensor_parallel: int, expert_parallel: int) -> None:
+    if expert_parallel < 1 or tensor_parallel % expert_parallel:
+        raise ValueError(
+            f"engine expert parallel size {expert_parallel} does not divide its tensor parallel size "
+            f"{tensor_parallel}; choose a divisor"
+        )
+    num_experts = architecture.experts.num_experts if architecture.experts else 0
+    if expert_parallel > 1 and not num_experts:
+        raise ValueError(f"engine expert parallel size {expert_parallel} needs a mixture-of-experts model")
+    if num_experts % expert_parallel:
+        raise ValueError(f"engine expert parallel size {expert_parallel} does not divide num_experts {num_experts}")

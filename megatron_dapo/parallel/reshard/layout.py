@@ -36,8 +36,9 @@ class Piece(NamedTuple):
     """Box [global_offset, +shape) of global tensor `tensor` is held in the local buffer `local`.
 
     Where `local_offset` has as many numbers as the box has dimensions, the piece is the box [local_offset, +shape) of
-    the buffer. Where it has one number and the box has more dimensions, the piece lies contiguous in row-major order
-    from that element of the flat buffer on (ZeRO ranges).
+    the buffer. Where it has more, the first are indices into a buffer of more dimensions (one expert of a stack of
+    them). Where it has one number and the box has more dimensions, the piece lies contiguous in row-major order from
+    that element of the flat buffer on (ZeRO ranges).
     """
 
     tensor: str
@@ -181,9 +182,23 @@ def _check_piece(piece: Piece, tensors: Mapping[str, TensorSpec], rank: int) -> 
         raise ValueError(f"layout: piece {piece.box} of rank {rank} is not inside {piece.tensor!r} {tuple(shape)}")
 
 
+def _is_flat(piece: Piece) -> bool:
+    return len(piece.local_offset) == 1 < len(piece.shape)
+
+
+def local_box(piece: Piece, box: Box | None = None) -> Box:
+    """Box of the local buffer that holds `piece`, or only its global box `box`. Not for flat pieces."""
+    assert not _is_flat(piece), f"{piece} is a flat range, not a box of its buffer"
+    inner = piece.box if box is None else box
+    lead = len(piece.local_offset) - len(piece.shape)
+    place = piece.local_offset[lead:]
+    offset = tuple(at + start - base for at, start, base in zip(place, inner.offset, piece.global_offset))
+    return Box((*piece.local_offset[:lead], *offset), ((1,) * lead + tuple(inner.shape)))
+
+
 def piece_view(buffer: torch.Tensor, piece: Piece, box: Box | None = None) -> torch.Tensor:
     """View of the part of local `buffer` that holds `piece`, or only of the piece's global box `box`."""
-    region = _flat_view(buffer, piece) if len(piece.local_offset) == 1 else _box_view(buffer, piece)
+    region = _flat_view(buffer, piece) if _is_flat(piece) else _box_view(buffer, piece)
     if box is None:
         return region
     for dim, (start, size, base) in enumerate(zip(box.offset, box.shape, piece.global_offset)):
@@ -198,24 +213,23 @@ def _flat_view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _box_view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
-    fits = len(buffer.shape) == len(piece.shape) and all(
-        o + n <= size for o, n, size in zip(piece.local_offset, piece.shape, buffer.shape)
-    )
+    offset, shape = local_box(piece)
+    fits = len(buffer.shape) == len(shape) and all(o + n <= size for o, n, size in zip(offset, shape, buffer.shape))
     assert fits, f"{piece} does not fit its buffer of shape {tuple(buffer.shape)}"
     region = buffer.detach()
-    for dim, (start, size) in enumerate(zip(piece.local_offset, piece.shape)):
+    for dim, (start, size) in enumerate(zip(offset, shape)):
         region = region.narrow(dim, start, size)
-    return region
+    return region.view(piece.shape) if len(shape) > len(piece.shape) else region
 
 
 def local_holes(pieces: Sequence[Piece], shapes: Mapping[str, Coordinates]) -> dict[str, tuple[Box, ...]]:
     """Boxes of every local buffer that no piece fills (padding). Raises ValueError where two pieces fill one element.
 
-    Only for pieces that are boxes of their buffer (`local_offset` of the buffer's number of dimensions).
+    Only for pieces that are boxes of their buffer, not for flat ranges.
     """
     boxes: dict[str, list[Box]] = {name: [] for name in shapes}
     for piece in pieces:
-        boxes[piece.local].append(Box(piece.local_offset, piece.shape))
+        boxes[piece.local].append(local_box(piece))
     holes = {name: uncovered(whole(shape), boxes[name]) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         filled = sum(box.volume for box in boxes[name])
