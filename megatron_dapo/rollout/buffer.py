@@ -45,7 +45,9 @@ class ReplayBuffer:
     """Groups waiting to be trained.
 
     Args:
-        max_staleness: policy versions a group may be behind when it is taken; 0: only groups of the current version.
+        max_staleness: policy versions a group may be behind the one it trains; 0: only groups of that version.
+
+    Wherever a policy version is asked for, it is the one that the batch being made will train.
         strategy: name in TAKE_STRATEGIES.
     """
 
@@ -105,13 +107,15 @@ class ReplayBuffer:
             num_evicted=self._num_evicted,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable: the groups with every token, log-prob, score and version, and the counters."""
+    def state_dict(self, put_back: Sequence[Group] = ()) -> dict[str, Any]:
+        """JSON-serialisable: the groups with every token, log-prob, score and version, and the counters. As if the
+        groups `put_back` had been put back before.
+        """
         return {
             "version": STATE_VERSION,
-            "groups": [group_to_json(group) for group in self._groups],
+            "groups": [group_to_json(group) for group in [*put_back, *self._groups]],
             "num_put": self._num_put,
-            "num_taken": self._num_taken,
+            "num_taken": self._num_taken - len(put_back),
             "num_evicted": self._num_evicted,
         }
 

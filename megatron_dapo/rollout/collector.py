@@ -1,7 +1,8 @@
 """The collector: fills one rollout batch after the other with groups worth training on.
 
     prompt stream -> in flight (engine) -> scored -> filter -> replay buffer -> batch for the trainer
-          ^               | given up                   | all right, all wrong: gone      | too stale
+          ^    ^          | stopped                    | all right, all wrong: gone      | too stale
+          |    +- held <--+ (partial = "continue")                                       |
           +---------------+--------------------------------------------------------------+
 
 Groups are started one at a time, each when a group is missing and none in flight may still supply it: a rejected group
@@ -9,8 +10,13 @@ costs one replacement, not a round. With oversample = 1 the batch is therefore a
 seeds and the weights alone: the first groups, in order of their start, that pass the filter, however fast the engine
 finished which.
 
-Every prompt drawn ends in exactly one place: trained, filtered, queued again, buffered or in flight. `accounting` shows
-it, and `state_dict` saves a cut that keeps it.
+What is in flight when a batch is full either starts again from its prompt (partial = "restart") or is held and goes on
+in the next collection (partial = "continue"), as far as it may still be trained: no token handed out is more than the
+buffer's max_staleness versions older than the policy version that the batch trains. With max_staleness = 0 nothing
+unfinished can be, so both give the same batches.
+
+Every prompt drawn ends in exactly one place: trained, filtered, queued again, buffered, unfinished or in flight.
+`accounting` shows it, and `state_dict` saves a cut that keeps it.
 """
 
 from __future__ import annotations
@@ -19,21 +25,31 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from megatron_dapo.rollout.buffer import ReplayBuffer
+from megatron_dapo.rollout.continuation import (
+    SURVIVORS,
+    OpenGroup,
+    is_partial,
+    next_request,
+    open_group_from_json,
+    open_group_to_json,
+    settled,
+)
 from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
 from megatron_dapo.rollout.statistics import CollectStatistics, StatisticsBuilder
 from megatron_dapo.types import Completion, GenerationRequest, Group, Prompt, SamplingParams, ScoredSample
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 KEPT = "kept"
 
 Exhaustion = Literal["", "rounds", "prompts"]
 OnExhausted = Literal["train_partial", "stop", "error"]
+Partial = Literal["restart", "continue"]
 
 
 class PromptStream(Protocol):
@@ -87,6 +103,7 @@ class CollectorSettings:
     )
     max_rounds: int = 10  # of num_groups x oversample groups started in one collection; 0: no limit
     on_exhausted: OnExhausted = "train_partial"  # when rounds or prompts run out
+    partial: Partial = "restart"  # what becomes of responses that are stopped before their end
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
@@ -99,6 +116,8 @@ class CollectorSettings:
             raise ValueError(
                 f"collector: unknown on_exhausted {self.on_exhausted!r}; there are {', '.join(_ON_EXHAUSTED)}"
             )
+        if self.partial not in SURVIVORS:
+            raise ValueError(f"collector: unknown partial {self.partial!r}; there are {', '.join(SURVIVORS)}")
 
 
 @dataclass(frozen=True)
@@ -109,6 +128,7 @@ class RolloutBatch:
     statistics: CollectStatistics
     exhausted: Exhaustion = ""  # why there are fewer groups than asked for
     should_stop: bool = False  # nothing more to train on: save a checkpoint and end
+    training_version: int = 0  # the policy version these groups train; no token is further behind it than allowed
 
 
 @dataclass(frozen=True)
@@ -120,7 +140,7 @@ class CollectProgress:
     num_in_flight: int
     num_filtered: int
     num_responses: int  # finished since the collection began
-    num_tokens: int  # of finished responses
+    num_tokens: int  # generated since the collection began, of responses that came back
 
 
 @dataclass(frozen=True)
@@ -132,31 +152,19 @@ class Accounting:
     filtered: int
     queued_again: int  # aborted or too stale
     buffered: int
+    unfinished: int  # held to go on in the next collection
     in_flight: int
 
     @property
     def is_balanced(self) -> bool:
-        return self.drawn == self.trained + self.filtered + self.queued_again + self.buffered + self.in_flight
+        waiting = self.buffered + self.unfinished + self.in_flight
+        return self.drawn == self.trained + self.filtered + self.queued_again + waiting
 
 
 class CollectionExhausted(RuntimeError):
     """on_exhausted = "error": the batch could not be filled. Groups kept so far are in the buffer, so a checkpoint
     loses nothing.
     """
-
-
-@dataclass(eq=False)
-class _InFlight:
-    """A group the engine works on."""
-
-    group_id: str
-    prompt: Prompt
-    generation_step: int
-    completions: dict[int, Completion] = field(default_factory=dict)  # by index in the group
-
-    @property
-    def was_aborted(self) -> bool:
-        return any(completion.finish_reason == "abort" for completion in self.completions.values())
 
 
 @dataclass
@@ -179,7 +187,8 @@ class Collector:
         prompts: by prompt id.
         engine: generates.
         scorer: decodes, verifies, shapes.
-        buffer: holds kept groups; its max_staleness decides what is carried over. Saved with the collector's state.
+        buffer: holds kept groups; its max_staleness bounds the age of every token, of unfinished responses as well.
+            Saved with the collector's state.
         verdict: the group filter.
         on_progress: called after every poll.
     """
@@ -203,7 +212,9 @@ class Collector:
         self._settings = settings
         self._verdict = verdict
         self._on_progress = on_progress
-        self._in_flight: dict[str, _InFlight] = {}  # by group id, in order of their start
+        self._in_flight: dict[str, OpenGroup] = {}  # by group id
+        self._unfinished: dict[str, OpenGroup] = {}  # by group id, in order of their start
+        self._training_version = 0  # of the batch being collected
         self._counters = _Counters()
         self._builder = StatisticsBuilder()
 
@@ -219,25 +230,53 @@ class Collector:
 
     # Collecting
 
-    def collect(self, num_groups: int) -> RolloutBatch:
+    def collect(
+        self,
+        num_groups: int,
+        training_version: int | None = None,
+        between_polls: Callable[[], None] = lambda: None,
+    ) -> RolloutBatch:
         """The next batch: exactly `num_groups` whole groups, or fewer (see `on_exhausted`) when rounds or prompts run
         out.
 
+        training_version: the policy version the batch will train; None: the one the engine serves.
+        between_polls: called after every poll, with everything accounted for. It may call `hold` and wait; an error it
+        raises ends the collection.
+
         Raises CollectionExhausted under on_exhausted = "error". On any error nothing is lost: what was in flight is
-        queued again by the next call or by loading the state.
+        taken up by the next call or by loading the state.
         """
         if num_groups < 1:
             raise ValueError(f"collect: num_groups = {num_groups}, must be at least 1")
+        self._training_version = self._checked_version(training_version)
         self._builder = StatisticsBuilder()
-        self._give_up()
+        self._hold(self._training_version)
         self._evict()
         first_number = self._counters.num_started
-        exhausted = self._fill(num_groups)
-        self._give_up()
+        exhausted = self._fill(num_groups, between_polls)
+        # What is left can be trained by the next batch at the earliest.
+        self._hold(self._training_version + 1)
         if exhausted:
             logger.warning("%s", self._describe_shortage(num_groups, exhausted))
             return _ON_EXHAUSTED[self._settings.on_exhausted](self, num_groups, exhausted, first_number)
         return self._batch(num_groups, "", first_number)
+
+    def hold(self) -> None:
+        """Stop the engine and hold what is unfinished, as far as it may go on: its weights can be replaced. For
+        `between_polls` or between collections; a collection goes on by itself.
+        """
+        self._hold(self._training_version)
+
+    def _checked_version(self, training_version: int | None) -> int:
+        serving = self._engine.policy_version
+        if training_version is None:
+            return serving
+        if not 0 <= training_version - serving <= self._buffer.max_staleness:
+            raise ValueError(
+                f"collect: a batch for policy version {training_version} cannot be sampled by version {serving}: "
+                f"max_staleness = {self._buffer.max_staleness}; wait for newer weights or raise max_staleness"
+            )
+        return training_version
 
     def give_back(self, batch: RolloutBatch) -> None:
         """Undo the last `collect` as far as its groups go, for a checkpoint before they were trained: the next call
@@ -247,7 +286,7 @@ class Collector:
         self._counters.num_trained -= len(batch.groups)
         self._counters.train_step -= bool(batch.groups)
 
-    def _fill(self, num_groups: int) -> Exhaustion:
+    def _fill(self, num_groups: int, between_polls: Callable[[], None]) -> Exhaustion:
         """Generate until the buffer holds `num_groups`, or say why it cannot."""
         round_size = math.ceil(num_groups * self._settings.oversample)
         exhausted: Exhaustion = ""
@@ -257,15 +296,20 @@ class Collector:
                 return exhausted
             self._receive(self._engine.poll())
             self._report(num_groups)
+            between_polls()
         return ""
 
     def _num_available(self) -> int:
-        return self._buffer.num_available(self._engine.policy_version)
+        return self._buffer.num_available(self._training_version)
 
     def _start_groups(self, num_wanted: int, round_size: int) -> Exhaustion:
-        """Start groups until `num_wanted` are in flight or a limit is met, which is returned."""
+        """Go on with unfinished groups, then start new ones, until `num_wanted` are in flight or a limit is met, which
+        is returned.
+        """
         requests: list[GenerationRequest] = []
         exhausted: Exhaustion = ""
+        while self._unfinished and len(self._in_flight) < num_wanted:
+            requests.extend(self._go_on(next(iter(self._unfinished))))
         while len(self._in_flight) < num_wanted:
             if self._settings.max_rounds and self._builder.num_started >= self._settings.max_rounds * round_size:
                 exhausted = "rounds"
@@ -286,37 +330,63 @@ class Collector:
         # Fixed width: group ids sort in order of their start.
         group_id = f"{self._counters.num_started:012d}"
         prompt = self._prompts[prompt_id]
-        self._in_flight[group_id] = _InFlight(group_id, prompt, self._counters.generation_step)
+        self._in_flight[group_id] = OpenGroup(group_id, prompt, self._counters.generation_step)
         self._counters.num_started += 1
         self._builder.num_started += 1
-        return [
-            GenerationRequest(
-                request_id=f"{group_id}/{index}",
-                prompt_ids=prompt.token_ids,
-                sampling=self._settings.sampling,
-                seed=sample_seed(self._settings.seed, group_id, index),
-            )
-            for index in range(self._settings.group_size)
-        ]
+        return self._missing(self._in_flight[group_id])
+
+    def _go_on(self, group_id: str) -> list[GenerationRequest]:
+        """Put an unfinished group in flight again; its requests."""
+        group = self._in_flight[group_id] = self._unfinished.pop(group_id)
+        group.num_fruitless.clear()
+        return self._missing(group)
+
+    def _missing(self, group: OpenGroup) -> list[GenerationRequest]:
+        """Requests for the responses of a group that have not come to their end."""
+        held = group.completions
+        indices = range(self._settings.group_size)
+        return [self._request(group, index) for index in indices if index not in held or is_partial(held[index])]
+
+    def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
+        seed = sample_seed(self._settings.seed, group.group_id, index)
+        request = next_request(group, index, self._settings.sampling, seed)
+        self._builder.num_continued += request.prefix is not None
+        return request
 
     def _receive(self, completions: Sequence[Completion]) -> None:
         """Sort completions into their groups and decide on the groups that are complete, in order of their start."""
         self._assign(completions)
-        complete = [group for group in self._in_flight.values() if len(group.completions) == self._settings.group_size]
-        # An engine may abort by itself (a restart): such a group would train on cut responses, so its prompt starts
-        # over.
-        for group in complete:
-            if group.was_aborted:
-                self._queue_again(group)
-        self._decide([group for group in complete if not group.was_aborted])
+        # An engine may abort by itself (a restart): a group never trains on responses cut so.
+        _ON_ENGINE_ABORT[self._settings.partial](self, completions)
+        size = self._settings.group_size
+        self._decide([self._in_flight[name] for name in sorted(self._in_flight) if self._in_flight[name].is_complete(size)])
 
     def _assign(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
-            group_id, index = completion.request_id.rsplit("/", 1)
-            assert group_id in self._in_flight, f"the engine returned {completion.request_id}, which is not in flight"
-            self._in_flight[group_id].completions[int(index)] = completion
+            group, index = self._place(completion)
+            self._builder.num_tokens += group.add(index, settled(completion, self._settings.sampling))
 
-    def _decide(self, complete: Sequence[_InFlight]) -> None:
+    def _place(self, completion: Completion) -> tuple[OpenGroup, int]:
+        group_id, index = completion.request_id.rsplit("/", 1)
+        assert group_id in self._in_flight, f"the engine returned {completion.request_id}, which is not in flight"
+        return self._in_flight[group_id], int(index)
+
+    def _restart_aborted(self, completions: Sequence[Completion]) -> None:
+        """Groups with aborted responses start again from their prompts once the engine works on none of them."""
+        for group in list(self._in_flight.values()):
+            size = self._settings.group_size
+            if group.has_returned(size) and not group.is_complete(size):
+                del self._in_flight[group.group_id]
+                self._queue_again(group)
+
+    def _continue_aborted(self, completions: Sequence[Completion]) -> None:
+        """Aborted responses go on at once."""
+        places = [self._place(completion) for completion in completions]
+        requests = [self._request(group, index) for group, index in places if is_partial(group.completions[index])]
+        if requests:
+            self._engine.submit(requests)
+
+    def _decide(self, complete: Sequence[OpenGroup]) -> None:
         """Score complete groups and keep or drop each."""
         if not complete:
             return
@@ -338,7 +408,7 @@ class Collector:
             else:
                 self._counters.num_filtered += 1
 
-    def _group(self, flight: _InFlight, samples: tuple[ScoredSample, ...]) -> Group:
+    def _group(self, flight: OpenGroup, samples: tuple[ScoredSample, ...]) -> Group:
         versions = [version.version for sample in samples for version in sample.completion.versions]
         return Group(
             group_id=flight.group_id,
@@ -348,48 +418,61 @@ class Collector:
             generation_step=flight.generation_step,
         )
 
-    # Queueing again
+    # Holding and queueing again
 
-    def _give_up(self) -> None:
-        """Abort what is in flight and queue its prompts again, ahead of fresh ones: long groups are not lost to short
-        ones.
+    def _hold(self, training_version: int) -> None:
+        """Stop what is in flight; hold what policy version `training_version` may be trained on and queue the prompts
+        of the rest again, ahead of fresh ones: long groups are not lost to short ones.
         """
-        if not self._in_flight:
-            return
-        self._assign(self._engine.abort())
-        for group in list(self._in_flight.values()):
-            self._queue_again(group)
+        if self._in_flight:
+            self._assign(self._engine.abort())
+        oldest_allowed, serving = training_version - self._buffer.max_staleness, self._engine.policy_version
+        stopped = {**self._unfinished, **self._in_flight}
+        self._unfinished, self._in_flight = {}, {}
+        for group_id in sorted(stopped):
+            group = stopped[group_id]
+            survivors = SURVIVORS[self._settings.partial](group.completions, oldest_allowed, serving)
+            if not survivors:
+                self._queue_again(group)
+                continue
+            gone = [held for index, held in group.completions.items() if index not in survivors]
+            self._builder.num_discarded_tokens += sum(len(completion.token_ids) for completion in gone)
+            group.completions = survivors
+            self._unfinished[group_id] = group
 
-    def _queue_again(self, group: _InFlight) -> None:
-        del self._in_flight[group.group_id]
+    def _queue_again(self, group: OpenGroup) -> None:
         self._stream.requeue(group.prompt.prompt_id)
         self._counters.num_queued_again += 1
         self._builder.add_aborted(group.completions.values())
 
     def _evict(self) -> None:
-        """Queue the prompts of buffered groups again that are too stale for the policy now served."""
-        for group in self._buffer.evict(self._engine.policy_version):
+        """Queue the prompts of buffered groups again that are too stale for the batch being collected."""
+        for group in self._buffer.evict(self._training_version):
             self._stream.requeue(group.prompt.prompt_id)
             self._counters.num_queued_again += 1
-            self._builder.num_stale += 1
+            self._builder.add_stale(group)
 
     # The batch
 
     def _batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
         """Hand out at most `num_groups` groups; `first_number` is the first group started by this collection."""
-        groups = sorted(self._buffer.take(num_groups, self._engine.policy_version), key=lambda group: group.group_id)
+        groups = sorted(self._buffer.take(num_groups, self._training_version), key=lambda group: group.group_id)
         self._counters.num_trained += len(groups)
         self._counters.train_step += bool(groups)
-        statistics = self._builder.build(
-            num_carried_over=sum(int(group.group_id) < first_number for group in groups),
+        num_carried_over = sum(int(group.group_id) < first_number for group in groups)
+        statistics = self._statistics(num_carried_over)
+        return RolloutBatch(tuple(groups), statistics, exhausted, not groups, self._training_version)
+
+    def _statistics(self, num_carried_over: int) -> CollectStatistics:
+        return self._builder.build(
+            num_carried_over=num_carried_over,
             num_left_over=len(self._buffer),
+            num_unfinished=len(self._unfinished),
         )
-        return RolloutBatch(tuple(groups), statistics, exhausted, should_stop=not groups)
 
     def _stopped(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
         """No groups: those kept stay in the buffer for a later run."""
-        statistics = self._builder.build(num_carried_over=0, num_left_over=len(self._buffer))
-        return RolloutBatch((), statistics, exhausted, should_stop=True)
+        return RolloutBatch((), self._statistics(0), exhausted, True, self._training_version)
 
     def _failed(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
         raise CollectionExhausted(self._describe_shortage(num_groups, exhausted))
@@ -409,15 +492,16 @@ class Collector:
     def _report(self, num_groups: int) -> None:
         if self._on_progress is None:
             return
-        waiting = [completion for group in self._in_flight.values() for completion in group.completions.values()]
+        opened = self._in_flight.values()
+        num_waiting = sum(not is_partial(held) for group in opened for held in group.completions.values())
         self._on_progress(
             CollectProgress(
                 num_accepted=min(num_groups, self._num_available()),
                 num_groups=num_groups,
                 num_in_flight=len(self._in_flight),
                 num_filtered=sum(count for verdict, count in self._builder.verdicts.items() if verdict != KEPT),
-                num_responses=self._builder.num_scored_responses + len(waiting),
-                num_tokens=self._builder.num_tokens + sum(len(completion.token_ids) for completion in waiting),
+                num_responses=self._builder.num_scored_responses + num_waiting,
+                num_tokens=self._builder.num_tokens,
             )
         )
 
@@ -431,35 +515,75 @@ class Collector:
             filtered=self._counters.num_filtered,
             queued_again=self._counters.num_queued_again,
             buffered=len(self._buffer),
+            unfinished=len(self._unfinished),
             in_flight=len(self._in_flight),
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
         """JSON-serialisable, with the stream's and the buffer's state: one consistent cut.
 
-        Between collections nothing is in flight. In the middle of one (a signal), groups in flight are saved as prompts
-        to be queued again. Groups already handed out count as trained; `give_back` first where they were not.
+        Unfinished groups are saved with every token. In the middle of a collection (a signal), so are groups in flight,
+        with what the engine has returned of them. Groups handed out count as trained, save those of the batches
+        `untrained`: the state is as if they had been given back.
         """
+        groups = [group for batch in untrained for group in batch.groups]
+        counters = {
+            **vars(self._counters),
+            "num_trained": self._counters.num_trained - len(groups),
+            "train_step": self._counters.train_step - sum(bool(batch.groups) for batch in untrained),
+        }
+        opened = {**self._unfinished, **self._in_flight}
         return {
             "version": STATE_VERSION,
             "stream": self._stream.state_dict(),
-            "buffer": self._buffer.state_dict(),
-            "in_flight_prompts": [group.prompt.prompt_id for group in self._in_flight.values()],
-            "counters": dict(vars(self._counters)),
+            "buffer": self._buffer.state_dict(put_back=groups),
+            "open_groups": [open_group_to_json(opened[group_id]) for group_id in sorted(opened)],
+            "counters": counters,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, in a collector that has nothing in flight."""
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(f"collector state has version {state.get('version')}, this program reads {STATE_VERSION}")
+        """Continue from `state`, in a collector that has nothing in flight. Also reads version 1, which saved groups in
+        flight as prompts to be queued again.
+        """
+        if state.get("version") not in _QUEUED_PROMPTS:
+            raise ValueError(
+                f"collector state has version {state.get('version')}, this program reads "
+                f"{', '.join(map(str, _QUEUED_PROMPTS))}; resume with the program that wrote it"
+            )
         assert not self._in_flight, f"{len(self._in_flight)} groups are in flight; load the state before collecting"
         self._stream.load_state_dict(state["stream"])
         self._buffer.load_state_dict(state["buffer"])
         self._counters = _Counters(**state["counters"])
-        for prompt_id in state["in_flight_prompts"]:
+        for prompt_id in _QUEUED_PROMPTS[state["version"]](state):
             self._stream.requeue(prompt_id)
             self._counters.num_queued_again += 1
+        self._unfinished = {}
+        for value in state.get("open_groups", ()):
+            self._restore(open_group_from_json(value, self._prompts))
 
+    def _restore(self, group: OpenGroup) -> None:
+        """Hold a saved group, or queue it again where this run does not go on with it or has other sizes."""
+        fits = all(
+            index < self._settings.group_size and len(held.token_ids) <= self._settings.sampling.max_new_tokens
+            for index, held in group.completions.items()
+        )
+        if self._settings.partial == "continue" and fits:
+            self._unfinished[group.group_id] = group
+        else:
+            self._queue_again(group)
+
+
+# State version -> the prompts to be queued again that it holds.
+_QUEUED_PROMPTS: dict[int, Callable[[Mapping[str, Any]], Sequence[str]]] = {
+    1: lambda state: state["in_flight_prompts"],
+    STATE_VERSION: lambda state: (),
+}
+
+# What becomes of responses that the engine returns unfinished.
+_ON_ENGINE_ABORT: dict[str, Callable[[Collector, Sequence[Completion]], None]] = {
+    "restart": Collector._restart_aborted,
+    "continue": Collector._continue_aborted,
+}
 
 # What becomes of an incomplete batch.
 _ON_EXHAUSTED: dict[str, Callable[[Collector, int, Exhaustion, int], RolloutBatch]] = {

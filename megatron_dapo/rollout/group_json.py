@@ -41,7 +41,13 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
     )
 
 
+def completion_to_json(completion: Completion) -> dict[str, Any]:
+    """`completion` as JSON-serialisable dictionaries and lists."""
+    return asdict(completion)
+
+
 def completion_from_json(value: Mapping[str, Any]) -> Completion:
+    """The completion `completion_to_json` was given."""
     return Completion(
         request_id=value["request_id"],
         token_ids=tuple(value["token_ids"]),

@@ -30,11 +30,14 @@ class CollectStatistics:
     verdicts: Mapping[str, int]  # scored groups by the filter's word: kept, all_right, all_wrong
     num_aborted: int  # groups given up unfinished; their prompts were queued again
     num_stale: int  # buffered groups that had become too stale; their prompts were queued again
-    num_carried_over: int  # groups of the batch that were generated in an earlier collection
+    num_unfinished: int  # groups that the next collection goes on with
+    num_continued: int  # responses that went on behind tokens they already had
+    num_carried_over: int  # groups of the batch that were begun in an earlier collection
     num_left_over: int  # kept groups that stay in the buffer
-    num_tokens: int  # response tokens generated
-    num_kept_tokens: int  # of them in kept groups
-    num_responses: int  # complete ones
+    num_tokens: int  # response tokens generated in this collection
+    num_kept_tokens: int  # response tokens of kept groups, earlier ones included
+    num_discarded_tokens: int  # response tokens thrown away unjudged or too stale, earlier ones included
+    num_responses: int  # complete ones, of groups that were judged
     num_truncated: int
     num_duplicates: int  # responses equal to an earlier one of their group
     mean_accuracy: float
@@ -48,16 +51,21 @@ class CollectStatistics:
         """Flat numbers for the log."""
         num_scored = max(1, sum(self.verdicts.values()))
         num_responses = max(1, self.num_responses)
+        num_dropped_tokens = self.dropped_lengths.mean * self.dropped_lengths.num_responses
+        num_settled_tokens = self.num_kept_tokens + num_dropped_tokens + self.num_discarded_tokens
         return {
             "groups_started": float(self.num_started),
             **{f"groups_{verdict}": float(count) for verdict, count in self.verdicts.items()},
             **{f"share_{verdict}": count / num_scored for verdict, count in self.verdicts.items()},
             "groups_aborted": float(self.num_aborted),
             "groups_stale": float(self.num_stale),
+            "groups_unfinished": float(self.num_unfinished),
+            "responses_continued": float(self.num_continued),
             "groups_carried_over": float(self.num_carried_over),
             "groups_left_over": float(self.num_left_over),
             "tokens": float(self.num_tokens),
-            "kept_token_share": self.num_kept_tokens / max(1, self.num_tokens),
+            "tokens_discarded": float(self.num_discarded_tokens),
+            "kept_token_share": self.num_kept_tokens / max(1.0, num_settled_tokens),
             "responses": float(self.num_responses),
             "truncated_share": self.num_truncated / num_responses,
             "duplicate_completions_in_group": self.num_duplicates / num_responses,
@@ -78,6 +86,9 @@ class StatisticsBuilder:
     num_started: int = 0
     num_aborted: int = 0
     num_stale: int = 0
+    num_continued: int = 0
+    num_tokens: int = 0  # generated
+    num_discarded_tokens: int = 0
     verdicts: Counter[str] = field(default_factory=lambda: Counter(kept=0, all_right=0, all_wrong=0))
     outcomes: Counter[str] = field(default_factory=Counter)
     num_truncated: int = 0
@@ -101,27 +112,33 @@ class StatisticsBuilder:
     def add_aborted(self, completions: Iterable[Completion]) -> None:
         """One group given up, with what there was of it."""
         self.num_aborted += 1
-        self.lengths["aborted"] += [len(completion.token_ids) for completion in completions]
+        lengths = [len(completion.token_ids) for completion in completions]
+        self.lengths["aborted"] += lengths
+        self.num_discarded_tokens += sum(lengths)
+
+    def add_stale(self, group: Group) -> None:
+        """One buffered group thrown away for its age."""
+        self.num_stale += 1
+        self.num_discarded_tokens += sum(len(sample.completion.token_ids) for sample in group.samples)
 
     @property
     def num_scored_responses(self) -> int:
         return len(self.lengths["kept"]) + len(self.lengths["dropped"])
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(sum(lengths) for lengths in self.lengths.values())
-
-    def build(self, *, num_carried_over: int, num_left_over: int) -> CollectStatistics:
+    def build(self, *, num_carried_over: int, num_left_over: int, num_unfinished: int) -> CollectStatistics:
         num_responses = max(1, self.num_scored_responses)
         return CollectStatistics(
             num_started=self.num_started,
             verdicts=dict(self.verdicts),
             num_aborted=self.num_aborted,
             num_stale=self.num_stale,
+            num_unfinished=num_unfinished,
+            num_continued=self.num_continued,
             num_carried_over=num_carried_over,
             num_left_over=num_left_over,
             num_tokens=self.num_tokens,
             num_kept_tokens=sum(self.lengths["kept"]),
+            num_discarded_tokens=self.num_discarded_tokens,
             num_responses=self.num_scored_responses,
             num_truncated=self.num_truncated,
             num_duplicates=self.num_duplicates,

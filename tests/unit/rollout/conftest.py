@@ -27,16 +27,25 @@ def fraction(*key: object) -> float:
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little") / 2**56
 
 
+@dataclass
+class Running:
+    """A request and the version that sampled each of its tokens so far."""
+
+    request: GenerationRequest
+    versions: list[int]
+
+
 class FakeEngine:
-    """Responses depend on their seed; when they finish depends on `jitter`. Pass rate: second prompt token / 1000."""
+    """Responses depend on their seed; how fast they come depends on `jitter`. Pass rate: second prompt token / 1000."""
 
     def __init__(self, jitter: int = 0, abort_rate: float = 0.0, version: int = 0) -> None:
         self.policy_version = version
         self.polls_until_crash: int | None = None
         self._random = random.Random(jitter)
         self._abort_rate = abort_rate
-        self._running: dict[str, GenerationRequest] = {}
+        self._running: dict[str, Running] = {}
         self.seeds: dict[str, int] = {}
+        self.num_generated = 0  # tokens
         self.max_groups_in_flight = 0
 
     @property
@@ -45,10 +54,18 @@ class FakeEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
-            assert request.request_id not in self.seeds, f"{request.request_id} was used before"
-            self.seeds[request.request_id] = request.seed
-            self._running[request.request_id] = request
+            assert request.request_id not in self._running, f"{request.request_id} is running"
+            assert self.seeds.setdefault(request.request_id, request.seed) == request.seed
+            self._running[request.request_id] = Running(request, self._prefix_versions(request))
         self.max_groups_in_flight = max(self.max_groups_in_flight, len({name.split("/")[0] for name in self._running}))
+
+    def _prefix_versions(self, request: GenerationRequest) -> list[int]:
+        prefix = request.prefix
+        if prefix is None:
+            return []
+        assert prefix.finish_reason == "abort" and 0 < len(prefix.token_ids) < response_length(request.seed)
+        assert prefix.token_ids == response(request)[: len(prefix.token_ids)]
+        return [run.version for run in prefix.versions for _ in range(run.start, run.end)]
 
     def poll(self) -> list[Completion]:
         if self.polls_until_crash is not None:
@@ -57,24 +74,51 @@ class FakeEngine:
                 raise ConnectionError("the engine went away")
         names = [name for name in self._running if self._random.random() < 0.3]
         self._random.shuffle(names)
-        return [self._finish(self._running.pop(name)) for name in names]
+        finished = [self._finish(self._running.pop(name)) for name in names]
+        for running in self._running.values():
+            self._generate(running, self._random.choice([0, 0, 1, 2]), leave=1)
+        return finished
 
-    def _finish(self, request: GenerationRequest) -> Completion:
+    def _generate(self, running: Running, num_tokens: int, leave: int) -> None:
+        """At most `num_tokens` more, `leave` before the end."""
+        num_tokens = max(0, min(num_tokens, response_length(running.request.seed) - leave - len(running.versions)))
+        running.versions += [self.policy_version] * num_tokens
+        self.num_generated += num_tokens
+
+    def _finish(self, running: Running) -> Completion:
         if self._random.random() < self._abort_rate:
-            return self._completion(request, 1, "abort")
-        is_right = fraction(request.seed, "answer") < request.prompt_ids[1] / 1000
-        length = 2 + int(10 * fraction(request.seed, "length"))
-        return self._completion(request, length, "stop", RIGHT if is_right else WRONG)
-
-    def _completion(self, request: GenerationRequest, length: int, reason: str, answer: int = WRONG) -> Completion:
-        tokens = tuple(10 + int(1000 * fraction(request.seed, t)) for t in range(length - 1)) + (answer,)
-        logprobs = tuple(-fraction(request.seed, "logprob", t) for t in range(length))
-        return Completion(request.request_id, tokens, logprobs, reason, (VersionRange(0, length, self.policy_version),))
+            self._generate(running, 1, leave=1)
+            return completion_of(running, "abort")
+        self._generate(running, 1000, leave=0)
+        return completion_of(running, "stop")
 
     def abort(self) -> list[Completion]:
-        partials = [self._completion(request, 1, "abort") for request in self._running.values()]
+        partials = [completion_of(running, "abort") for running in self._running.values()]
         self._running.clear()
         return partials
+
+
+def response_length(seed: int) -> int:
+    return 2 + int(10 * fraction(seed, "length"))
+
+
+def response(request: GenerationRequest) -> tuple[int, ...]:
+    """The whole response, however often it is stopped."""
+    is_right = fraction(request.seed, "answer") < request.prompt_ids[1] / 1000
+    body = [10 + int(1000 * fraction(request.seed, place)) for place in range(response_length(request.seed) - 1)]
+    return (*body, RIGHT if is_right else WRONG)
+
+
+def completion_of(running: Running, reason: str) -> Completion:
+    length = len(running.versions)
+    logprobs = tuple(-fraction(running.request.seed, "logprob", place) for place in range(length))
+    starts = [place for place in range(length) if place == 0 or running.versions[place] != running.versions[place - 1]]
+    versions = [
+        VersionRange(start, end, running.versions[start]) for start, end in zip(starts, [*starts[1:], length])
+    ]
+    return Completion(
+        running.request.request_id, response(running.request)[:length], logprobs, reason, tuple(versions)
+    )
 
 
 class FakeVerifier:

@@ -30,6 +30,21 @@ def ids(batch: RolloutBatch) -> list[tuple[str, str]]:
     return [(group.group_id, group.prompt.prompt_id) for group in batch.groups]
 
 
+def assert_whole_and_fresh(batch: RolloutBatch, max_staleness: int) -> None:
+    """Every token has its log-prob and its version, and none is too old for the policy it trains."""
+    for group in batch.groups:
+        for sample in group.samples:
+            completion = sample.completion
+            assert completion.finish_reason == "stop"
+            assert len(completion.logprobs) == len(completion.token_ids) > 0
+            bounds = [0, *(run.end for run in completion.versions)]
+            assert [run.start for run in completion.versions] == bounds[:-1] and bounds[-1] == len(completion.token_ids)
+            ages = [batch.training_version - run.version for run in completion.versions]
+            assert ages == sorted(ages, reverse=True) and 0 <= ages[-1] <= ages[0] <= max_staleness
+        versions = [run.version for sample in group.samples for run in sample.completion.versions]
+        assert group.policy_version == min(versions)
+
+
 def contents(batch: RolloutBatch) -> list:
     return [(group.group_id, group.prompt.prompt_id, group.samples) for group in batch.groups]
 
@@ -77,6 +92,7 @@ def test_a_rejected_group_costs_one_replacement(make_world: Callable) -> None:
     max_rounds=st.sampled_from([0, 1, 10]),
     max_staleness=st.integers(0, 2),
     abort_rate=st.sampled_from([0.0, 0.05]),
+    partial=st.sampled_from(["restart", "continue"]),
     seed=st.integers(0, 2**32),
 )
 def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
@@ -88,6 +104,7 @@ def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
     max_rounds: int,
     max_staleness: int,
     abort_rate: float,
+    partial: str,
     seed: int,
 ) -> None:
     """Across aborts, staleness, signals in the middle of a collection, crashes and resumes from older checkpoints."""
@@ -99,6 +116,7 @@ def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
         max_rounds=max_rounds,
         max_staleness=max_staleness,
         abort_rate=abort_rate,
+        partial=partial,
         jitter=seed,
         verdict=GroupFilter().verdict if group_size > 1 else keep_every_group,
     )
@@ -125,6 +143,8 @@ def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
             assert world.collector.accounting().is_balanced
             continue
         trained += [group.prompt.prompt_id for group in batch.groups]
+        assert batch.training_version == world.engine.policy_version
+        assert_whole_and_fresh(batch, max_staleness)
         world.engine.policy_version += chance.choice([1, 1, 0])
         accounting = world.collector.accounting()
         assert accounting.is_balanced and accounting.in_flight == 0 and accounting.trained == len(trained)
@@ -135,16 +155,18 @@ def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
     else:
         pytest.fail("the run does not end")
     accounting = world.collector.accounting()
-    assert accounting.buffered == 0
+    assert accounting.buffered == accounting.unfinished == 0
     assert max(Counter(trained).values(), default=0) <= 1
     assert len(trained) + accounting.filtered == len(pass_rates)
     assert accounting.drawn == len(pass_rates) + accounting.queued_again
 
 
 @pytest.mark.parametrize("trial", range(8))
-@pytest.mark.parametrize(("oversample", "max_staleness"), [(1.0, 0), (2.0, 1)])
+@pytest.mark.parametrize(
+    ("oversample", "max_staleness", "partial"), [(1.0, 0, "restart"), (2.0, 1, "restart"), (2.0, 2, "continue")]
+)
 def test_resuming_gives_the_batches_of_the_uninterrupted_run(
-    make_world: Callable, trial: int, oversample: float, max_staleness: int
+    make_world: Callable, trial: int, oversample: float, max_staleness: int, partial: str
 ) -> None:
     """With kills anywhere; each resumes from the last step's checkpoint. Across an epoch's edge, too."""
     chance = random.Random(trial)
@@ -153,7 +175,7 @@ def test_resuming_gives_the_batches_of_the_uninterrupted_run(
     def reseed(world: object, step: int) -> None:
         world.engine._random.seed(step)
 
-    arguments = dict(oversample=oversample, max_staleness=max_staleness, max_epochs=None)
+    arguments = dict(oversample=oversample, max_staleness=max_staleness, partial=partial, max_epochs=None)
     reference = make_world(MIXED * 4, **arguments)
     expected = []
     for step in range(8):
@@ -304,7 +326,7 @@ def test_statistics_add_up(make_world: Callable) -> None:
 def test_duplicates_within_a_group_are_counted(make_world: Callable) -> None:
     world = make_world([0.5] * 20, verdict=keep_every_group)
     finish = world.engine._finish
-    world.engine._finish = lambda request: replace(finish(request), token_ids=(5, 1), logprobs=(-1.0, -1.0))
+    world.engine._finish = lambda running: replace(finish(running), token_ids=(5, 1), logprobs=(-1.0, -1.0))
     statistics = world.collector.collect(3).statistics
     assert statistics.num_duplicates == 9
     assert statistics.metrics()["duplicate_completions_in_group"] == 0.75
@@ -354,6 +376,7 @@ def test_a_foreign_or_wrong_state_is_refused(make_world: Callable) -> None:
         ({"oversample": 0.5}, "oversample = 0.5"),
         ({"max_rounds": -1}, "max_rounds = -1"),
         ({"on_exhausted": "panic"}, "train_partial, stop, error"),
+        ({"partial": "half"}, "restart, continue"),
     ],
 )
 def test_settings_are_checked(changes: dict, message: str) -> None:
