@@ -359,7 +359,9 @@ class Collector:
         # An engine may abort by itself (a restart): a group never trains on responses cut so.
         _ON_ENGINE_ABORT[self._settings.partial](self, completions)
         size = self._settings.group_size
-        self._decide([self._in_flight[name] for name in sorted(self._in_flight) if self._in_flight[name].is_complete(size)])
+        self._decide(
+            [self._in_flight[name] for name in sorted(self._in_flight) if self._in_flight[name].is_complete(size)]
+        )
 
     def _assign(self, completions: Sequence[Completion]) -> None:
         for completion in completions:

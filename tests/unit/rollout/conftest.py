@@ -113,12 +113,8 @@ def completion_of(running: Running, reason: str) -> Completion:
     length = len(running.versions)
     logprobs = tuple(-fraction(running.request.seed, "logprob", place) for place in range(length))
     starts = [place for place in range(length) if place == 0 or running.versions[place] != running.versions[place - 1]]
-    versions = [
-        VersionRange(start, end, running.versions[start]) for start, end in zip(starts, [*starts[1:], length])
-    ]
-    return Completion(
-        running.request.request_id, response(running.request)[:length], logprobs, reason, tuple(versions)
-    )
+    versions = [VersionRange(start, end, running.versions[start]) for start, end in zip(starts, [*starts[1:], length])]
+    return Completion(running.request.request_id, response(running.request)[:length], logprobs, reason, tuple(versions))
 
 
 class FakeVerifier:

@@ -35,9 +35,7 @@ def num_tokens(batch: RolloutBatch) -> int:
 
 @pytest.mark.parametrize("jitter", range(4))
 @pytest.mark.parametrize("oversample", [1.0, 1.5, 3.0])
-def test_bound_0_gives_the_batches_of_the_synchronous_run(
-    make_world: Callable, jitter: int, oversample: float
-) -> None:
+def test_bound_0_gives_the_batches_of_the_synchronous_run(make_world: Callable, jitter: int, oversample: float) -> None:
     worlds = [
         make_world(MIXED * 20, oversample=oversample, jitter=jitter, partial=partial)
         for partial in ("restart", "continue")
