@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_dapo.megatron.attention import PackedAttention, PackedSelfAttention
+from megatron_dapo.megatron.experts import experts_spec, route_softmax_first
 
 logger = logging.getLogger(__name__)
 
@@ -66,22 +68,41 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
-    """The layers of one model chunk, of Transformer Engine's modules where it can be used, else of the own ones."""
+def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
+    """The given layers of the model, of Transformer Engine's modules where it can be used, else of the own ones."""
     if uses_transformer_engine():
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-        logger.info("layers: Transformer Engine")
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return _transformer_engine_block_spec(config, layers)
     logger.info("layers: own specification (Transformer Engine with CUDA is not available)")
-    layer = own_layer_spec(config)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm
+    specs = [own_layer_spec(config, has_experts(config, layer)) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer of the model holds a mixture of experts."""
+    return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
+
+
+def _transformer_engine_block_spec(
+    config: TransformerConfig, layers: Sequence[int]
+) -> TransformerBlockSubmodules | ModuleSpec:
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    logger.info("layers: Transformer Engine")
+    dense = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    if config.num_moe_experts is None:
+        return dense
+    # One linear layer an expert, not one grouped layer for all: its parameters have the names of SequentialMLP.
+    sparse = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
     )
+    sparse = route_softmax_first(sparse)
+    specs = [sparse if has_experts(config, layer) else dense for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
-def own_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """One dense layer: norm + QKV, packed attention, output projection, norm + gated MLP."""
+def own_layer_spec(config: TransformerConfig, experts: bool) -> ModuleSpec:
+    """One layer: norm + QKV, packed attention, output projection, and norm + gated MLP, or a norm and experts."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=NormColumnParallelLinear,
@@ -90,14 +111,16 @@ def own_layer_spec(config: TransformerConfig) -> ModuleSpec:
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
+    dense = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
     submodules = TransformerLayerSubmodules(
         self_attention=ModuleSpec(
             module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
         ),
         self_attn_bda=get_bias_dropout_add,
-        mlp=ModuleSpec(
-            module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
-        ),
+        pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
+        mlp=experts_spec() if experts else dense,
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import padded_vocabulary
+from megatron_dapo.megatron.experts import normalise_probabilities
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.rotary import inverse_frequencies
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -80,7 +81,7 @@ def _build_chunk(
     vp_stage = stage if layout.virtual_pipeline > 1 else None
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, vp_stage),
+        transformer_layer_spec=block_spec(config, layout.layers_of(pipeline_rank, stage, architecture.num_layers)),
         vocab_size=padded_vocabulary(architecture.vocab_size, layout.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=pipeline_rank == 0 and stage == 0,
@@ -93,6 +94,8 @@ def _build_chunk(
     frequencies = inverse_frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
     chunk.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
     mark_sharded_parameters(chunk)
+    if architecture.experts is not None:
+        normalise_probabilities(chunk, architecture.experts.normalise)
     if chunk.post_process:
         chunk.output_layer = DeferredOutputLayer(
             chunk.output_layer.weight, config.sequence_parallel, chunk.pg_collection.tp

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.megatron.experts import layer_pattern
 from megatron_dapo.parallel.layout import ParallelLayout
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
@@ -47,6 +48,7 @@ def transformer_config(
     cuda = torch.cuda.is_available()
     return TransformerConfig(
         **_architecture_fields(architecture),
+        **_expert_fields(architecture, layout),
         **_layout_fields(layout),
         **RECOMPUTE[settings.recompute],
         params_dtype=dtype,
@@ -57,7 +59,8 @@ def transformer_config(
         use_cpu_initialization=not cuda,
         # The loss function divides by global counts itself: gradients are summed over ranks, never averaged.
         calculate_per_token_loss=True,
-        # Packed micro-batches differ in length; megatron-core wants this dispatcher then, even for a dense model.
+        # Packed micro-batches differ in length, and between expert ranks too: the other dispatcher wants equal ones.
+        # megatron-core asks for this one even for a dense model.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         **_communication_fields(layout),
@@ -89,6 +92,28 @@ def _architecture_fields(architecture: ModelArchitecture) -> dict[str, Any]:
         # Dropout would make the log-probs of the old policy and of training disagree.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+    }
+
+
+def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> dict[str, Any]:
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        raise ValueError(
+            f"experts under tensor parallelism ({layout.tensor}) need sequence parallelism, so that each tensor rank "
+            "routes its own tokens; set sequence_parallel = true, or tensor = 1"
+        )
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.num_experts_per_token,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_layer_freq": layer_pattern(range(architecture.num_layers), experts.layers),
+        "expert_tensor_parallel_size": layout.expert_tensor_size,
+        "moe_router_pre_softmax": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
     }
 
 

@@ -66,6 +66,7 @@ def _create_groups(layout: ParallelLayout, timeout_s: float) -> None:
         virtual_pipeline_model_parallel_size=_virtual(layout),
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
         distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
@@ -85,8 +86,16 @@ def _is_current(layout: ParallelLayout) -> bool:
         mpu.get_virtual_pipeline_model_parallel_world_size(),
         mpu.get_context_parallel_world_size(),
         mpu.get_expert_model_parallel_world_size(),
+        mpu.get_expert_tensor_parallel_world_size(),
     )
-    return current == (layout.tensor, layout.pipeline, _virtual(layout), layout.context, layout.expert)
+    return current == (
+        layout.tensor,
+        layout.pipeline,
+        _virtual(layout),
+        layout.context,
+        layout.expert,
+        layout.expert_tensor_size,
+    )
 
 
 def _living_groups() -> Collection[dist.ProcessGroup]:
@@ -120,4 +129,13 @@ def _check_order(layout: ParallelLayout, groups: Groups) -> None:
     theirs = (groups.tensor.rank(), groups.context.rank(), groups.data.rank(), groups.pipeline.rank())
     assert (here.tensor, here.context, here.data, here.pipeline) == theirs, (
         f"rank order: layout says {here}, megatron-core {theirs}"
+    )
+    experts = layout.expert_coordinates(dist.get_rank())
+    theirs = (
+        mpu.get_expert_tensor_parallel_rank(),
+        mpu.get_expert_model_parallel_rank(),
+        mpu.get_expert_data_parallel_rank(),
+    )
+    assert (experts.tensor, experts.expert, experts.data) == theirs, (
+        f"rank order of experts: layout says {experts}, megatron-core {theirs}"
     )

@@ -6,6 +6,7 @@ mathematics. With CUDA present nothing is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
@@ -153,6 +155,79 @@ class _Silent:
         """Drop the message."""
 
 
+class _Stream:
+    """A CUDA stream or event where there are none: what is put on it has been done already."""
+
+    def wait_stream(self, other: _Stream) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def dispatcher_streams() -> tuple[Replacement, ...]:
+    """The stream on which the all-to-all dispatcher of tokens copies counts to the host is one that does nothing.
+
+    transformer/moe/token_dispatcher.py:445 makes it; :871-874, :895, :899 use it.
+    """
+    module = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    stream = _Stream()
+    cuda = _Overlay(
+        torch.cuda,
+        {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda s: contextlib.nullcontext()},
+    )
+    return (Replacement(module, "torch", _Overlay(torch, {"cuda": cuda})),)
+
+
+def dispatcher_counts() -> tuple[Replacement, ...]:
+    """Counts of tokens to send become numpy arrays although they are on the CPU already: torch.distributed's
+    all_to_all_single takes no tensors as sizes.
+
+    transformer/moe/token_dispatcher.py:879-887 asks for them of transformer/moe/moe_utils.py:1078, which converts CUDA
+    tensors only.
+    """
+    module = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return (Replacement(module, "maybe_move_tensor_to_cpu", on_host),)
+
+
+def uneven_collectives() -> tuple[Replacement, ...]:
+    """all_gather and reduce_scatter of parts of different lengths: gloo knows equal ones only, so they are padded.
+
+    tensor_parallel/mappings.py:150, :193, which the dispatcher of tokens reaches where an expert is cut over several
+    ranks (expert tensor parallelism).
+    """
+    module = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    replaced = {"all_gather": _gather_uneven, "reduce_scatter": _reduce_scatter_uneven}
+    return (Replacement(module, "torch", _Overlay(torch, {"distributed": _Overlay(dist, replaced)})),)
+
+
+def _gather_uneven(parts: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    longest = max(part.size(0) for part in parts)
+    gathered = mine.new_empty(len(parts) * longest, *mine.shape[1:])
+    dist.all_gather_into_tensor(gathered, _pad_rows(mine, longest), group=group)
+    for part, row in zip(parts, gathered.split(longest) if longest else parts, strict=True):
+        part.copy_(row[: part.size(0)])
+
+
+def _reduce_scatter_uneven(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    longest = max(part.size(0) for part in parts)
+    padded = torch.cat([_pad_rows(part, longest) for part in parts])
+    reduced = mine.new_empty(longest, *mine.shape[1:])
+    dist.reduce_scatter_tensor(reduced, padded, group=group)
+    mine.copy_(reduced[: mine.size(0)])
+
+
+def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return torch.cat((tensor, tensor.new_zeros(num_rows - tensor.size(0), *tensor.shape[1:])))
+
+
 PATCHES: Mapping[str, Callable[[], tuple[Replacement, ...]]] = MappingProxyType(
     {
         "current_device": current_device,
@@ -162,6 +237,9 @@ PATCHES: Mapping[str, Callable[[], tuple[Replacement, ...]]] = MappingProxyType(
         "moves_to_cuda": moves_to_cuda,
         "random_states": random_states,
         "quiet_fork": quiet_fork,
+        "dispatcher_streams": dispatcher_streams,
+        "dispatcher_counts": dispatcher_counts,
+        "uneven_collectives": uneven_collectives,
     }
 )
 

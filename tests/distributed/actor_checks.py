@@ -55,6 +55,31 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": False, "head_dim": 24}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "rope_parameters": DEFAULT_ROPE,
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-mixed": (  # dense and sparse layers, weights that are not normalised, tied
+        "Qwen3Moe",
+        {
+            "rope_parameters": DEFAULT_ROPE,
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+    ),
     "llama-linear": (
         "Llama",
         {
@@ -74,6 +99,7 @@ def reference_model(name: str) -> Any:
     family, fields = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**SIZES, **fields, architectures=[f"{family}ForCausalLM"])
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -81,6 +107,23 @@ def reference_model(name: str) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
     return model.double()
+
+
+def stored_tensors(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names and tensors as folders store them: transformers fuses the experts of a layer in memory, never on disk."""
+    stored = {}
+    for name, tensor in parameters.items():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            stored[name] = tensor
+            continue
+        prefix = name.rpartition(".")[0]
+        for expert, whole in enumerate(tensor):
+            if name.endswith("down_proj"):
+                stored[f"{prefix}.{expert}.down_proj.weight"] = whole
+            else:
+                gate, up = whole.chunk(2)
+                stored |= {f"{prefix}.{expert}.gate_proj.weight": gate, f"{prefix}.{expert}.up_proj.weight": up}
+    return stored
 
 
 @dataclass(frozen=True)
@@ -129,11 +172,12 @@ def write_reference(folder: str | Path, name: str) -> None:
     tensors: dict[str, torch.Tensor] = {f"logprobs/{index}": values for index, values in enumerate(logprobs)} | {
         "loss": total.detach()
     }
-    for parameter_name, parameter in model.named_parameters():
-        tensors[f"weight/{parameter_name}"], tensors[f"gradient/{parameter_name}"] = (
-            parameter.detach(),
-            parameter.grad.contiguous(),
-        )
+    for kind, whole in (
+        ("weight", dict(model.named_parameters())),
+        ("gradient", {name: parameter.grad for name, parameter in model.named_parameters()}),
+    ):
+        for parameter_name, tensor in stored_tensors(whole).items():
+            tensors[f"{kind}/{parameter_name}"] = tensor.detach().contiguous()
     save_file(tensors, Path(folder) / f"{name}.safetensors")
     (Path(folder) / f"{name}.json").write_text(model.config.to_json_string(use_diff=False))
 
