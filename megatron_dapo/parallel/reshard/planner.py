@@ -2,23 +2,27 @@
 
 The source is first cut into regions: disjoint boxes, each with the set of ranks that hold it. A destination piece meets
 the regions it overlaps; each such part comes from exactly one holder: the destination itself if it holds it, else a
-rank of the same node, else any. Among equals a rotation by destination rank and tensor name spreads the load, so that
-the choice for one (rank, piece) needs no knowledge of the others: what rank 731 of 1024 sends is computed from the
-tensors it holds alone.
+rank of the same node, else any. What all destinations want from one set of interchangeable holders is laid end to end
+and cut evenly among them (`Spread`), which bounds what a rank sends (`ReshardPlan.sent_bound`). Ranks that hold the
+same are planned once, so a plan for 16,384 ranks costs little more than one for a replica.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
-from zlib import crc32
 
 from megatron_dapo.parallel.reshard.boxes import Box, intersect, subtract, whole
 from megatron_dapo.parallel.reshard.layout import Layout, Piece, check_layout
 
-PLANNER_VERSION = 1  # part of the digest: two processes with different planners must not exchange tensors
+PLANNER_VERSION = 2  # part of the digest: two processes with different planners must not exchange tensors
+
+
+ANYWHERE = -1  # in place of a node's number
 
 
 class Transfer(NamedTuple):
@@ -40,7 +44,7 @@ class Region(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes of one rank in one execution, counted in the source's element type."""
+    """Bytes of one rank in one execution, counted in the narrower of both element types, which crosses."""
 
     sent: int
     received: int
@@ -105,6 +109,69 @@ def _insert(regions: list[Region], new: Region) -> list[Region]:
     return result + [Region(box, new.holders) for box in rest]
 
 
+class Part(NamedTuple):
+    """What one region of the source gives to a destination piece."""
+
+    box: Box
+    holders: Mapping[int, Piece]  # holder group -> the group's piece that contains the box
+    groups: frozenset[int]  # the keys of `holders`
+    piece: Piece  # of the destination
+
+
+class Demand(NamedTuple):
+    """What a destination rank wants from one set of holders, laid end to end in the order of its pieces."""
+
+    parts: list[int]  # indices into the parts of its holder group
+    middles: list[int]  # twice the byte where the middle of each lies
+    num_bytes: int
+
+
+class Station(NamedTuple):
+    """All that decides where a destination rank gets its parts: what it wants, has, and what its node has."""
+
+    group: int  # of the destination
+    own: int  # holder group of the source that the rank is in, -1 outside of the source
+    near: frozenset[int]  # holder groups of the source on its node
+
+
+class Spread:
+    """One set of interchangeable holders, and the bytes that destinations want from it, in order of their ranks.
+
+    The bytes are cut evenly: holder k of n serves the parts whose middle lies in [k, k + 1) / n of them. So it sends at
+    most its even share and half of the largest part at either end, and few holders serve each destination.
+    """
+
+    def __init__(self, members: Sequence[int], wanted: Iterable[tuple[int, int]]) -> None:
+        """`wanted`: (destination rank, bytes)."""
+        self.members = members
+        ordered = sorted(wanted)
+        self.ranks = [rank for rank, _ in ordered]
+        self.starts = [0, *accumulate(num_bytes for _, num_bytes in ordered)]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.starts[-1]
+
+    def start(self, rank: int) -> int:
+        """First byte of what destination `rank` wants."""
+        return self.starts[bisect_left(self.ranks, rank)]
+
+    def senders(self, rank: int, middles: Sequence[int]) -> list[int]:
+        """The holder that serves each part, given twice the byte of its middle within what `rank` wants."""
+        count, start, total = len(self.members), 2 * self.start(rank), 2 * self.num_bytes
+        return [self.members[(start + middle) * count // total] for middle in middles]
+
+    def served_by(self, member: int) -> list[int]:
+        """Destinations whose bytes reach into the share of one holder."""
+        index, count, total = bisect_left(self.members, member), len(self.members), self.num_bytes
+        first = bisect_right(self.starts, index * total // count) - 1
+        last = bisect_left(self.starts, -(-(index + 1) * total // count))
+        return self.ranks[first:last]
+
+
+Key = tuple[int, frozenset[int]]  # node (-1: any), holder groups: interchangeable holders
+
+
 class ReshardPlan:
     """What every rank sends to and receives from every other; made by `plan`.
 
@@ -117,12 +184,12 @@ class ReshardPlan:
         self.ranks_per_node = ranks_per_node
         self._sources = HolderGroups(source)
         self._destinations = HolderGroups(destination)
-        self._destination_index = self._destinations.by_tensor()
-        held = self._sources.by_tensor()
-        self._regions = {
-            name: partition((group, piece) for group, _, piece in held.get(name, ())) for name in destination.tensors
-        }
-        self._parts: dict[tuple[str, Box], tuple[Region, ...]] = {}
+        self._itemsize = {name: _wire_itemsize(source, destination, name) for name in destination.tensors}
+        self._regions = _regions(source, self._sources, destination.tensors)
+        self._parts: dict[int, tuple[Part, ...]] = {}
+        self._demands: dict[Station, tuple[dict[frozenset[int], Demand], dict[frozenset[int], Demand]]] = {}
+        self._near: dict[int, frozenset[int]] = {}
+        self._spreads: dict[Key, Spread] = {}
         self._received: dict[int, tuple[Transfer, ...]] = {}
         self._sent: dict[int, tuple[Transfer, ...]] = {}
 
@@ -141,14 +208,14 @@ class ReshardPlan:
     def receives(self, rank: int, tensors: Collection[str] | None = None) -> tuple[Transfer, ...]:
         """Transfers into `rank`, from itself included, in the order of its pieces; only of `tensors` where given."""
         if rank not in self._received:
-            pieces = self.destination.pieces(rank) if rank < self.destination.num_ranks else ()
-            self._received[rank] = tuple(transfer for piece in pieces for transfer in self._into(rank, piece))
+            self._received[rank] = tuple(self._into(rank)) if rank < self.destination.num_ranks else ()
         return _only(self._received[rank], tensors)
 
     def sends(self, rank: int, tensors: Collection[str] | None = None) -> tuple[Transfer, ...]:
         """Transfers out of `rank`, those to itself included, by destination rank, then in the order of its pieces."""
         if rank not in self._sent:
-            self._sent[rank] = self._out_of(rank) if rank < self.source.num_ranks else ()
+            destinations = sorted(self._served_by(rank)) if rank < self.source.num_ranks else ()
+            self._sent[rank] = tuple(t for destination in destinations for t in self._into(destination, rank))
         return _only(self._sent[rank], tensors)
 
     def traffic(self, rank: int) -> Traffic:
@@ -161,57 +228,193 @@ class ReshardPlan:
         )
 
     def num_bytes(self, transfer: Transfer) -> int:
-        return transfer.box.volume * self.source.tensors[transfer.tensor].dtype.itemsize
+        return transfer.box.volume * self._itemsize[transfer.tensor]
 
-    def _out_of(self, rank: int) -> tuple[Transfer, ...]:
-        own_group = self._sources.group_of[rank]
-        held = dict.fromkeys(piece.tensor for piece in self._sources.pieces[own_group])
-        keyed = [
-            ((destination, position), transfer)
-            for tensor in held
-            for group, position, piece in self._destination_index.get(tensor, ())
-            for destination in self._destinations.ranks[group]
-            for transfer in self._into(destination, piece, only=own_group)
-            if transfer.source == rank
-        ]
-        # The sort is stable, so parts of one piece keep the order in which the receiver lists them.
-        return tuple(transfer for _, transfer in sorted(keyed, key=lambda pair: pair[0]))
+    def sent_bound(self, rank: int) -> int:
+        """Bytes that `rank` cannot exceed in sending: its even share of every set of holders it is in, and a part each.
 
-    def _into(self, destination: int, piece: Piece, only: int | None = None) -> Iterator[Transfer]:
-        """Transfers that fill one destination piece (those of holder group `only` where given)."""
-        for box, holders in self._parts_of(piece):
-            if only is not None and only not in holders:
-                continue
-            source = self._holder(destination, piece.tensor, holders)
-            yield Transfer(piece.tensor, box, source, destination, holders[self._sources.group_of[source]], piece)
+        The sum over the sets of (bytes wanted from the set / ranks in it + the largest part wanted from it).
+        """
+        bound = 0
+        for key in self._keys_of(rank):
+            spread = self.spread(key)
+            bound += -(-spread.num_bytes // len(spread.members)) + self._largest(key)
+        return bound
 
-    def _parts_of(self, piece: Piece) -> tuple[Region, ...]:
-        """The destination piece cut at the borders of the source's regions."""
-        key = (piece.tensor, piece.box)
-        if key not in self._parts:
-            overlaps = ((intersect(region.box, piece.box), region.holders) for region in self._regions[piece.tensor])
-            self._parts[key] = tuple(Region(box, holders) for box, holders in overlaps if box is not None)
-        return self._parts[key]
+    def parts(self, group: int) -> tuple[Part, ...]:
+        """The pieces of a holder group of the destination, cut at the borders of the source's regions."""
+        if group not in self._parts:
+            self._parts[group] = tuple(self._cut(self._destinations.pieces[group]))
+        return self._parts[group]
 
-    def _holder(self, destination: int, tensor: str, holders: Mapping[int, Piece]) -> int:
-        """The rank that serves a part: the destination itself, else one of its node, else any."""
-        group_of = self._sources.group_of
-        if destination < len(group_of) and group_of[destination] in holders:
-            return destination
-        turn = destination + crc32(tensor.encode())
-        first = destination - destination % self.ranks_per_node
-        near = [
-            rank for rank in range(first, min(first + self.ranks_per_node, len(group_of))) if group_of[rank] in holders
-        ]
-        if near:
-            return near[turn % len(near)]
-        groups = [self._sources.ranks[group] for group in sorted(holders)]
-        turn %= sum(len(ranks) for ranks in groups)
-        for ranks in groups:
-            if turn < len(ranks):
-                return ranks[turn]
-            turn -= len(ranks)
-        raise AssertionError(f"no holder of {tensor}")
+    def part_bytes(self, part: Part) -> int:
+        return part.box.volume * self._itemsize[part.piece.tensor]
+
+    def station(self, destination: int) -> Station:
+        node, held = destination // self.ranks_per_node, self._sources.group_of
+        if node not in self._near:
+            self._near[node] = frozenset(held[node * self.ranks_per_node : (node + 1) * self.ranks_per_node])
+        own = held[destination] if destination < len(held) else -1
+        return Station(self._destinations.group_of[destination], own, self._near[node])
+
+    @cached_property
+    def stations(self) -> dict[Station, list[int]]:
+        """Every station with its destination ranks, in order."""
+        found: dict[Station, list[int]] = {}
+        for rank in range(self.destination.num_ranks):
+            found.setdefault(self.station(rank), []).append(rank)
+        return found
+
+    def demands(self, station: Station) -> tuple[dict[frozenset[int], Demand], dict[frozenset[int], Demand]]:
+        """What a station wants from holders of its own node, and from holders anywhere, by their holder groups."""
+        if station not in self._demands:
+            near: dict[frozenset[int], Demand] = {}
+            far: dict[frozenset[int], Demand] = {}
+            for index, part in enumerate(self.parts(station.group)):
+                if station.own in part.holders:
+                    continue
+                groups = part.groups & station.near
+                _want(near if groups else far, groups or part.groups, index, self.part_bytes(part))
+            self._demands[station] = (near, far)
+        return self._demands[station]
+
+    def demands_of(self, destination: int) -> Iterator[tuple[Key, Demand]]:
+        near, far = self.demands(self.station(destination))
+        node = destination // self.ranks_per_node
+        yield from (((node, groups), demand) for groups, demand in near.items())
+        yield from (((ANYWHERE, groups), demand) for groups, demand in far.items())
+
+    def spread(self, key: Key) -> Spread:
+        """Who serves whom among interchangeable holders."""
+        if key not in self._spreads:
+            node, groups = key
+            if node == ANYWHERE:
+                members = sorted(rank for group in groups for rank in self._sources.ranks[group])
+                wanted = [
+                    (rank, self.demands(station)[1][groups].num_bytes)
+                    for station in self._far_stations[groups]
+                    for rank in self.stations[station]
+                ]
+            else:
+                members = [rank for rank in self._node(node, self.source) if self._sources.group_of[rank] in groups]
+                wanted = [
+                    (rank, demand.num_bytes)
+                    for rank in self._node(node, self.destination)
+                    for other, demand in self.demands_of(rank)
+                    if other == key
+                ]
+            self._spreads[key] = Spread(members, wanted)
+        return self._spreads[key]
+
+    @cached_property
+    def _far_stations(self) -> dict[frozenset[int], list[Station]]:
+        """Holder groups -> the stations that want something from them across nodes."""
+        found: dict[frozenset[int], list[Station]] = {}
+        for station in self.stations:
+            for groups in self.demands(station)[1]:
+                found.setdefault(groups, []).append(station)
+        return found
+
+    @cached_property
+    def _far_keys_of_group(self) -> dict[int, list[Key]]:
+        found: dict[int, list[Key]] = {}
+        for groups in self._far_stations:
+            for group in groups:
+                found.setdefault(group, []).append((ANYWHERE, groups))
+        return found
+
+    def _node(self, node: int, layout: Layout) -> range:
+        start = node * self.ranks_per_node
+        return range(start, min(start + self.ranks_per_node, layout.num_ranks))
+
+    def _keys_of(self, rank: int) -> list[Key]:
+        """The sets of holders that are asked for something and that `rank` is in."""
+        group, node = self._sources.group_of[rank], rank // self.ranks_per_node
+        neighbours = self._node(node, self.destination)
+        near = {key: None for other in neighbours for key, _ in self.demands_of(other) if key[0] == node}
+        return [*(key for key in near if group in key[1]), *self._far_keys_of_group.get(group, ())]
+
+    def _largest(self, key: Key) -> int:
+        """Bytes of the largest part that is wanted from a set of holders."""
+        node, groups = key
+        stations = (
+            self._far_stations[groups]
+            if node == ANYWHERE
+            else {self.station(rank) for rank in self._node(node, self.destination)}
+        )
+        return max(
+            self.part_bytes(self.parts(station.group)[index])
+            for station in stations
+            for index in self.demands(station)[node == ANYWHERE].get(groups, Demand([], [], 0)).parts
+        )
+
+    def _served_by(self, rank: int) -> set[int]:
+        """Destinations that `rank` may have to send something to."""
+        found = {destination for key in self._keys_of(rank) for destination in self.spread(key).served_by(rank)}
+        return found | ({rank} if rank < self.destination.num_ranks else set())
+
+    def _into(self, destination: int, only: int | None = None) -> Iterator[Transfer]:
+        """Transfers into a destination (those from rank `only` where given), in the order of its pieces."""
+        parts = self.parts(self._destinations.group_of[destination])
+        for part, source in zip(parts, self.senders(destination)):
+            if only is None or source == only:
+                held = part.holders[self._sources.group_of[source]]
+                yield Transfer(part.piece.tensor, part.box, source, destination, held, part.piece)
+
+    def senders(self, destination: int) -> list[int]:
+        """The rank that serves each part of a destination: itself, else one of its node, else any."""
+        senders = [destination] * len(self.parts(self._destinations.group_of[destination]))
+        for key, demand in self.demands_of(destination):
+            for index, sender in zip(demand.parts, self._choose(key, destination, demand)):
+                senders[index] = sender
+        return senders
+
+    def _choose(self, key: Key, destination: int, demand: Demand) -> list[int]:
+        only = self._only_member(key)
+        if only is not None:
+            return [only] * len(demand.parts)
+        return self.spread(key).senders(destination, demand.middles)
+
+    def _only_member(self, key: Key) -> int | None:
+        """The rank, where there is no choice: what others want need not be known then."""
+        if key[0] != ANYWHERE or len(key[1]) > 1:
+            return None
+        (group,) = key[1]
+        ranks = self._sources.ranks[group]
+        return ranks[0] if len(ranks) == 1 else None
+
+    def _cut(self, pieces: Iterable[Piece]) -> Iterator[Part]:
+        for piece in pieces:
+            target = piece.box
+            for region, groups in self._regions[piece.tensor]:
+                box = target if region.box == target else intersect(region.box, target)
+                if box is not None and box.volume:
+                    yield Part(box, region.holders, groups, piece)
+
+
+def _want(demands: dict[frozenset[int], Demand], groups: frozenset[int], index: int, num_bytes: int) -> None:
+    parts, middles, start = demands.get(groups) or Demand([], [], 0)
+    parts.append(index)
+    middles.append(2 * start + num_bytes)
+    demands[groups] = Demand(parts, middles, start + num_bytes)
+
+
+def _regions(
+    source: Layout, groups: HolderGroups, tensors: Iterable[str]
+) -> dict[str, tuple[tuple[Region, frozenset[int]], ...]]:
+    """Each tensor's regions with the holder groups of each; equal sets of groups are one object."""
+    held, known = groups.by_tensor(), {}
+    result = {}
+    for name in tensors:
+        regions = partition((group, piece) for group, _, piece in held.get(name, ()))
+        sets = (frozenset(region.holders) for region in regions)
+        result[name] = tuple((region, known.setdefault(groups, groups)) for region, groups in zip(regions, sets))
+    return result
+
+
+def _wire_itemsize(source: Layout, destination: Layout, tensor: str) -> int:
+    """Bytes of an element of a tensor on the way: of the narrower of both types."""
+    return min(source.tensors[tensor].dtype.itemsize, destination.tensors[tensor].dtype.itemsize)
 
 
 def _only(transfers: tuple[Transfer, ...], tensors: Collection[str] | None) -> tuple[Transfer, ...]:
@@ -236,7 +439,7 @@ def plan(source: Layout, destination: Layout, *, ranks_per_node: int = 8) -> Res
             )
     result = ReshardPlan(source, destination, ranks_per_node)
     for name, regions in result._regions.items():
-        if sum(region.box.volume for region in regions) != whole(destination.tensors[name].shape).volume:
+        if sum(region.box.volume for region, _ in regions) != whole(destination.tensors[name].shape).volume:
             check_layout(source)  # names the hole
             raise AssertionError(f"regions of {name} do not add up to the tensor")
     return result
