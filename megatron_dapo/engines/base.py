@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from megatron_dapo.types import Completion, GenerationRequest
+from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
 
 
 class RolloutEngine(Protocol):
@@ -17,14 +18,17 @@ class RolloutEngine(Protocol):
     """
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests. ValueError for one that could never be served."""
+        """Queue requests. ValueError for one that could never be served. One whose prefix is complete already (a stop
+        id at its end, or max_new_tokens long) comes back as what it is.
+        """
 
     def poll(self) -> list[Completion]:
         """Advance (or wait for) the generation a little; what finished since the last call, possibly nothing."""
 
     def abort(self) -> list[Completion]:
-        """Stop everything: one completion with finish_reason "abort" for each unfinished request, with the tokens it
-        has so far.
+        """Stop everything: one completion for each unfinished request. It has finish_reason "abort" and the tokens so
+        far, those of the request's prefix included; a request that an engine of other processes finished in the
+        meantime comes back as finished.
         """
 
     @property
@@ -70,3 +74,55 @@ def check_request(request: GenerationRequest, *, max_length: int, vocab_size: in
             f"request {name!r}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}: "
             "needs temperature >= 0, 0 < top_p <= 1, top_k >= 0"
         )
+    if request.prefix is not None:
+        _check_prefix(request, request.prefix, vocab_size)
+
+
+def _check_prefix(request: GenerationRequest, prefix: Completion, vocab_size: int) -> None:
+    name, token_ids, num_tokens = request.request_id, prefix.token_ids, len(prefix.token_ids)
+    if prefix.request_id != name:
+        raise ValueError(f"request {name!r}: its prefix is a completion of {prefix.request_id!r}; give its own")
+    if num_tokens > request.sampling.max_new_tokens:
+        raise ValueError(
+            f"request {name!r}: a prefix of {num_tokens} tokens, but max_new_tokens = "
+            f"{request.sampling.max_new_tokens} bounds the whole response; raise it or start without the prefix"
+        )
+    if len(prefix.logprobs) != num_tokens:
+        raise ValueError(f"request {name!r}: the prefix has {len(prefix.logprobs)} log-probs for {num_tokens} tokens")
+    ends = [0, *(entry.end for entry in prefix.versions)]
+    if [entry.start for entry in prefix.versions] != ends[:-1] or ends[-1] != num_tokens:
+        raise ValueError(
+            f"request {name!r}: the prefix's versions {prefix.versions} do not cover its {num_tokens} tokens"
+        )
+    if num_tokens and not (0 <= min(token_ids) and max(token_ids) < vocab_size):
+        raise ValueError(
+            f"request {name!r}: prefix ids span {min(token_ids)}..{max(token_ids)}, "
+            f"but the model's vocabulary is 0..{vocab_size - 1}"
+        )
+    if behind := set(request.sampling.stop_token_ids).intersection(token_ids[:-1]):
+        raise ValueError(f"request {name!r}: the prefix goes on behind the stop ids {sorted(behind)}")
+
+
+def finish_reason_of(request: GenerationRequest, token_ids: Sequence[int]) -> FinishReason:
+    """How a response with these tokens ends by the request's own rules; "abort" where it does not."""
+    if token_ids and token_ids[-1] in request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(token_ids) >= request.sampling.max_new_tokens else "abort"
+
+
+def aborted(request: GenerationRequest) -> Completion:
+    """The completion of a request that was stopped before it got any token beyond its prefix."""
+    if request.prefix is None:
+        return Completion(request.request_id, (), (), "abort", ())
+    return replace(request.prefix, finish_reason=finish_reason_of(request, request.prefix.token_ids))
+
+
+def merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...]:
+    """Neighbouring ranges of one version as one; empty ones left out."""
+    merged: list[VersionRange] = []
+    for entry in versions:
+        if merged and merged[-1].version == entry.version:
+            merged[-1] = replace(merged[-1], end=entry.end)
+        elif entry.end > entry.start:
+            merged.append(entry)
+    return tuple(merged)

@@ -1,0 +1,410 @@
+"""HTTP client of one stock SGLang server.
+
+Every call has a deadline and ends in an answer or in one of four errors, each naming the server, the endpoint and the
+fix:
+
+    EngineGone         refused, reset or closed: the server has ended (or is not there yet)
+    EngineTimeout      no answer within the deadline
+    EngineHttpError    an HTTP status other than 200, or success: false
+    EngineAnswerError  an answer that does not fit what was asked for
+
+Retries: control calls that change nothing when repeated are tried again after a lost connection, a few times within
+their deadline. Updates of weights never are: whoever drives the update knows what a repetition means. A generation is
+not either: the server may still be working on the first try, and refuses its rid until it has noticed that nobody waits
+for it any more; send it again under another rid.
+
+The API key goes into one header and nowhere else: no message, log line or repr shows it.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import httpx
+
+from megatron_dapo.engines.sglang.wire import (
+    AnswerError,
+    Generation,
+    generate_body,
+    parse_generation,
+    parse_prompt_logprobs,
+    sampling_body,
+)
+from megatron_dapo.types import GenerationRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_dapo.engines.sglang.versions import Dialect
+
+# One line a request at INFO would bury the run's own log.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
+PauseMode = Literal["abort", "in_place", "retract"]
+PAUSE_MODES = ("abort", "in_place", "retract")
+
+# Idle connections are given up well before SGLang closes them (5 s): a request never meets a closing connection.
+_KEEPALIVE_S = 2.0
+_RETRY_PAUSE_S = 0.2
+_NUM_RETRIES = 3
+_MAX_QUOTED = 600  # characters of a server's message in an error
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Deadlines in seconds."""
+
+    connect_s: float = 10.0  # until the TCP connection stands
+    generate_s: float = 3600.0  # one response, its time in the server's queue included
+    control_s: float = 60.0  # abort, pause, resume, server_info, version, begin and end of an update
+    flush_s: float = 60.0  # all tries together
+    update_s: float = 600.0  # one call that moves weights
+    health_s: float = 30.0  # SGLang itself waits 20 s for a sign of life
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"SGLang client: {name} = {value}, must be above 0")
+
+
+class EngineError(RuntimeError):
+    """A call to a server failed. `server` and `endpoint` say where."""
+
+    def __init__(self, server: str, endpoint: str, problem: str):
+        super().__init__(f"SGLang server {server}, {endpoint}: {problem}")
+        self.server = server
+        self.endpoint = endpoint
+
+
+class EngineGone(EngineError):
+    """The connection was refused, reset or closed before the answer."""
+
+
+class EngineTimeout(EngineError):
+    """No answer within the deadline."""
+
+
+class EngineAnswerError(EngineError):
+    """The answer does not fit the request."""
+
+
+class EngineHttpError(EngineError):
+    """An HTTP status other than 200, or `success: false`."""
+
+    def __init__(self, server: str, endpoint: str, status: int, problem: str):
+        super().__init__(server, endpoint, problem)
+        self.status = status
+
+    @property
+    def is_refusal(self) -> bool:
+        """The server is well and refuses this very request: another server would as well."""
+        return 400 <= self.status < 500
+
+
+_HINTS = {
+    400: "the request does not fit this server (vocabulary, context_length, options); see the message",
+    401: "the API key is not this server's: give the client the key file the server was started with",
+    403: "the API key is not this server's: give the client the key file the server was started with",
+    404: "this is no SGLang server of a supported version: check the URL",
+    500: "the server failed; the first root cause is in its log",
+    503: "the server is overloaded or shutting down; see its log",
+}
+
+
+class SglangClient:
+    """One server. Control calls block; `generate` is a coroutine for the engine's thread (`generate_now` blocks).
+
+    Args:
+        url: http://host:port of the server (or of a router in front of several, then for `generate` alone).
+        key: its API key, None where it has none.
+        dialect: what its version needs, see `versions.dialect_of`; None: no update session.
+        name: how errors call the server; the URL by default.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        timeouts: Timeouts | None = None,
+        dialect: Dialect | None = None,
+        *,
+        name: str = "",
+    ):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"SGLang server URL {url!r}: give it as http://host:port")
+        self.url = url.rstrip("/")
+        self.name = name or self.url
+        self.timeouts = timeouts or Timeouts()
+        self.dialect = dialect
+        # httpx hides this header wherever it prints headers.
+        self._headers = httpx.Headers({"Authorization": f"Bearer {key}"} if key else {})
+        # Loopback traffic must not take the proxy an environment names.
+        self._http = httpx.Client(headers=self._headers, trust_env=False, limits=self._limits(8))
+
+    def __repr__(self) -> str:
+        return f"SglangClient({self.name})"
+
+    def close(self) -> None:
+        self._http.close()
+
+    # Generation
+
+    def open_async(self, max_connections: int) -> httpx.AsyncClient:
+        """Connections for `generate`, to be opened and closed in the event loop that uses them."""
+        return httpx.AsyncClient(headers=self._headers, trust_env=False, limits=self._limits(max_connections))
+
+    async def generate(
+        self, http: httpx.AsyncClient, request: GenerationRequest, rid: str, *, vocab_size: int
+    ) -> Generation:
+        """Generate one response (or its rest, behind a prefix).
+
+        `rid` names it on the server, among those running and for `abort`; aborting a rid aborts every rid that begins
+        with it, so no rid may begin another. Raises EngineError.
+        """
+        deadline = self.timeouts.generate_s
+        with self._errors("POST /generate", deadline):
+            response = await http.post(
+                self.url + "/generate", json=generate_body(request, rid), timeout=self._timeout(deadline)
+            )
+            if _was_aborted(response):
+                return Generation((), (), "abort", "")
+            answer = self._answer("POST /generate", response)
+            return parse_generation(answer, request, vocab_size=vocab_size)
+
+    def generate_now(self, request: GenerationRequest, rid: str, *, vocab_size: int) -> Generation:
+        """`generate`, waiting for the answer."""
+        body = generate_body(request, rid)
+        answer = self._post("/generate", body, self.timeouts.generate_s)
+        with self._errors("POST /generate", self.timeouts.generate_s):
+            return parse_generation(answer, request, vocab_size=vocab_size)
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """log p(token_ids[t] | token_ids[:t]) for t = 1 .. N-1 at temperature 1: what the parity probe compares."""
+        sampling = sampling_body(SamplingParams(temperature=1.0), max_new_tokens=1, seed=0)
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = self._post("/generate", body, self.timeouts.generate_s)
+        with self._errors("POST /generate", self.timeouts.generate_s):
+            return parse_prompt_logprobs(answer, token_ids)
+
+    def abort(self, rid: str | None = None) -> None:
+        """Stop one request, or all. Their calls of `generate` return what they have, with finish_reason "abort"."""
+        body: dict[str, Any] = {"abort_all": True} if rid is None else {"rid": rid, "abort_all": False}
+        self._post("/abort_request", body, self.timeouts.control_s, retries=_NUM_RETRIES)
+
+    # State
+
+    def health(self) -> None:
+        """Return when the server gives a sign of life within health_s; EngineError otherwise. A paused server gives
+        none.
+        """
+        self._get("/health", self.timeouts.health_s)
+
+    async def probe(self, http: httpx.AsyncClient) -> None:
+        """`health` in an event loop."""
+        with self._errors("GET /health", self.timeouts.health_s):
+            self._answer(
+                "GET /health", await http.get(self.url + "/health", timeout=self._timeout(self.timeouts.health_s))
+            )
+
+    def server_info(self) -> dict[str, Any]:
+        """The server's arguments and sizes; `version` is SGLang's."""
+        return self._get("/server_info", self.timeouts.control_s, retries=_NUM_RETRIES)
+
+    def model_info(self) -> dict[str, Any]:
+        """The model it serves: model_path, model_type, architectures, weight_version."""
+        return self._get("/model_info", self.timeouts.control_s, retries=_NUM_RETRIES)
+
+    def max_length(self) -> int:
+        """Most tokens (prompt + response) of one request that are not cut: SGLang shortens longer responses silently."""
+        info = self.server_info()
+        sizes = [info.get("max_req_input_len"), info.get("max_total_num_tokens")]
+        if not all(isinstance(size, int) for size in sizes):
+            raise EngineAnswerError(self.name, "GET /server_info", f"max_req_input_len and max_total_num_tokens: {sizes}")
+        # max_req_input_len is 5 below the longest sequence, of which one token stays free; one page stays free as well.
+        return min(sizes[0] + 4, sizes[1] - int(info.get("page_size") or 1) - 2)
+
+    @property
+    def weight_version(self) -> str:
+        """The label last set with `update_weight_version` ("default" in a fresh server)."""
+        return str(self.model_info().get("weight_version") or "")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """ValueError where the served model's vocabulary is not exactly `vocab_size`. Needs a server that generates."""
+        request = GenerationRequest("vocabulary", (vocab_size - 1,), SamplingParams(max_new_tokens=1), seed=0)
+        larger = GenerationRequest("vocabulary", (vocab_size,), SamplingParams(max_new_tokens=1), seed=0)
+        if not self._accepts(request, vocab_size) or self._accepts(larger, vocab_size + 1):
+            raise ValueError(
+                f"SGLang server {self.name} serves a model whose vocabulary is not the trained model's "
+                f"({vocab_size}): start it with the same model folder"
+            )
+
+    def _accepts(self, request: GenerationRequest, vocab_size: int) -> bool:
+        try:
+            self.generate_now(request, f"vocabulary-{time.monotonic_ns()}.", vocab_size=1 << 62)
+        except EngineHttpError as error:
+            if error.status != 400:
+                raise
+            return False
+        return True
+
+    # Pausing
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop generating: "abort" answers what runs with what it has; "retract" queues it again and frees its cache;
+        "in_place" keeps it with its cache. New requests wait until `resume`.
+        """
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"unknown pause mode {mode!r}; there are {', '.join(PAUSE_MODES)}")
+        self._post("/pause_generation", {"mode": mode}, self.timeouts.control_s, retries=_NUM_RETRIES)
+
+    def resume(self) -> None:
+        """Generate again, after a pause."""
+        self._post("/continue_generation", {}, self.timeouts.control_s, retries=_NUM_RETRIES)
+
+    def flush_cache(self) -> None:
+        """Drop all cached keys and values. The server refuses while it has work, so this tries until flush_s is over."""
+        end = time.monotonic() + self.timeouts.flush_s
+        pause = 0.05
+        while True:
+            left = max(0.1, end - time.monotonic())
+            try:
+                self._post("/flush_cache", None, left, retries=_NUM_RETRIES)
+                return
+            except EngineHttpError as error:
+                if error.status != 400 or time.monotonic() + pause >= end:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    # Weights
+
+    def update_weights_from_tensor(
+        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
+    ) -> None:
+        """Hand one serialised payload to each engine rank. Payloads as bytes are sent in base64, strings as they are.
+
+        Never repeated. Success says that the loader ran; what it did is in its own report.
+        """
+        encoded = [p if isinstance(p, str) else base64.b64encode(p).decode("ascii") for p in payloads]
+        body = {"serialized_named_tensors": encoded, "load_format": load_format, "flush_cache": flush_cache}
+        self._post("/update_weights_from_tensor", body, self.timeouts.update_s)
+
+    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
+        """Load a Hugging Face folder as the server sees it. Never repeated."""
+        body = {"model_path": str(folder), "flush_cache": flush_cache, "abort_all_requests": False}
+        self._post("/update_weights_from_disk", body, self.timeouts.update_s)
+
+    def begin_weight_update(self) -> None:
+        """Open the session that newer versions want around updates; nothing to do for older ones."""
+        if self.dialect is not None and self.dialect.needs_update_session:
+            self._post("/begin_weight_update", {}, self.timeouts.control_s)
+
+    def end_weight_update(self) -> None:
+        """Close the session of `begin_weight_update`."""
+        if self.dialect is not None and self.dialect.needs_update_session:
+            self._post("/end_weight_update", {}, self.timeouts.update_s)
+
+    def update_weight_version(self, version: int) -> None:
+        """Label the weights; every later answer carries the label."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self._post("/update_weight_version", body, self.timeouts.control_s, retries=_NUM_RETRIES)
+
+    # HTTP
+
+    def _get(self, path: str, deadline: float, retries: int = 0) -> Any:
+        return self._call("GET", path, None, deadline, retries)
+
+    def _post(self, path: str, body: dict[str, Any] | None, deadline: float, retries: int = 0) -> Any:
+        return self._call("POST", path, body, deadline, retries)
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None, deadline: float, retries: int) -> Any:
+        """One call within `deadline`, repeated up to `retries` times where the connection was lost."""
+        endpoint, end = f"{method} {path}", time.monotonic() + deadline
+        while True:
+            try:
+                with self._errors(endpoint, deadline):
+                    left = max(0.1, end - time.monotonic())
+                    response = self._http.request(method, self.url + path, json=body, timeout=self._timeout(left))
+                    return self._answer(endpoint, response)
+            except EngineGone:
+                retries -= 1
+                if retries < 0 or time.monotonic() + _RETRY_PAUSE_S >= end:
+                    raise
+            time.sleep(_RETRY_PAUSE_S)
+
+    def _answer(self, endpoint: str, response: httpx.Response) -> Any:
+        """The JSON of a good answer (None where there is none); EngineHttpError otherwise."""
+        if response.status_code != 200:
+            hint = _HINTS.get(response.status_code, "see the server's log")
+            problem = f"HTTP {response.status_code}: {self._quoted(response.text)}; {hint}"
+            raise EngineHttpError(self.name, endpoint, response.status_code, problem)
+        if not response.headers.get("content-type", "").startswith("application/json"):
+            return None
+        answer = response.json()
+        if isinstance(answer, dict) and answer.get("success") is False:
+            problem = f"success: false: {self._quoted(str(answer.get('message')))}; see the server's log"
+            raise EngineHttpError(self.name, endpoint, response.status_code, problem)
+        return answer
+
+    def _quoted(self, text: str) -> str:
+        """A server's words, shortened, without the key."""
+        key = self._headers.get("Authorization", "").removeprefix("Bearer ")
+        text = text.strip() or "(no message)"
+        return (text.replace(key, "<key>") if key else text)[:_MAX_QUOTED]
+
+    @contextmanager
+    def _errors(self, endpoint: str, deadline: float) -> Iterator[None]:
+        """Turn what httpx and the parsers raise into EngineError. The chain is cut: it adds nothing but noise."""
+        try:
+            yield
+        except httpx.ConnectTimeout:
+            raise EngineTimeout(
+                self.name,
+                endpoint,
+                f"no connection within {min(self.timeouts.connect_s, deadline):g} s; is the host reachable?",
+            ) from None
+        except httpx.TimeoutException:
+            raise EngineTimeout(
+                self.name,
+                endpoint,
+                f"no answer within {deadline:g} s: it hangs or is overloaded; see its log, or raise the deadline",
+            ) from None
+        except httpx.ConnectError as error:
+            raise EngineGone(
+                self.name, endpoint, f"connection refused ({error}): the server has ended or never came up; see its log"
+            ) from None
+        except httpx.TransportError as error:
+            raise EngineGone(
+                self.name,
+                endpoint,
+                f"connection lost before the answer ({type(error).__name__}: {error}): the server has ended; see its log",
+            ) from None
+        except (AnswerError, UnicodeDecodeError) as error:
+            raise EngineAnswerError(self.name, endpoint, f"unexpected answer: {error}") from None
+        except ValueError as error:  # what a broken JSON document raises
+            raise EngineAnswerError(self.name, endpoint, f"the answer is no JSON: {error}") from None
+
+    def _timeout(self, deadline: float) -> httpx.Timeout:
+        return httpx.Timeout(deadline, connect=min(self.timeouts.connect_s, deadline), pool=None)
+
+    @staticmethod
+    def _limits(num_connections: int) -> httpx.Limits:
+        return httpx.Limits(
+            max_connections=num_connections,
+            max_keepalive_connections=num_connections,
+            keepalive_expiry=_KEEPALIVE_S,
+        )
+
+
+def _was_aborted(response: httpx.Response) -> bool:
+    """SGLang answers 499 to a request that was aborted before it reached the scheduler: nothing was generated."""
+    return response.status_code == 499

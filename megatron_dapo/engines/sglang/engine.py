@@ -1,0 +1,476 @@
+"""`RolloutEngine` over several SGLang servers, for the rank that drives the rollout.
+
+    submit -> waiting -> in flight on one server -> validated -> poll
+                 ^            |  lost connection, hang, 5xx, nonsense
+                 +------------+
+
+A request is at any time waiting, in flight on one server under one delivery number, or ready: so it comes back exactly
+once. When a server dies its deliveries are given up (a late answer bears a number nobody waits for) and their requests
+wait again. A server that is dying tells nothing of what it had generated, so a response starts over from where it was
+handed in: from its prefix where it has one. On a server started with `seeded` sampling it then becomes the same
+response; otherwise it is a fresh draw, which favours short responses a little (long ones are likelier to be hit).
+
+Requests go to the server with the fewest tokens in flight (prompt + expected response); those with one prompt stay
+together while that leaves loads even, so that the server computes the prompt once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron_dapo.engines.base import (
+    aborted,
+    check_request,
+    check_request_ids,
+    finish_reason_of,
+    merge_versions,
+)
+from megatron_dapo.engines.sglang.client import (
+    EngineAnswerError,
+    EngineError,
+    EngineGone,
+    EngineHttpError,
+    EngineTimeout,
+    SglangClient,
+)
+from megatron_dapo.engines.sglang.courier import Courier, Delivery, Outcome, Probed
+from megatron_dapo.engines.sglang.wire import Generation
+from megatron_dapo.types import Completion, GenerationRequest, VersionRange
+
+logger = logging.getLogger(__name__)
+
+# Weight of one response in the running mean of response lengths.
+_LENGTH_MEMORY = 1 / 32
+
+
+@dataclass(frozen=True)
+class SglangEngineSettings:
+    """Sizes and deadlines of the engine."""
+
+    max_length: int  # tokens of one sequence, prompt + response; see SglangClient.max_length
+    vocab_size: int  # of the trained model; an answer with other ids is an error
+    max_in_flight: int = 256  # requests at one server, each with a connection; the rest waits here
+    max_tries: int = 5  # of one request, before poll raises
+    poll_wait_s: float = 0.5  # longest wait of one poll for something to happen
+    stall_s: float = 120.0  # without an answer before a server's health is looked at
+    abort_s: float = 60.0  # for all answers of aborted requests
+    check_weight_version: bool = True  # answers must bear the label of the policy version (update_weight_version)
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, bool) and value <= 0:
+                raise ValueError(f"SGLang engine: {name} = {value}, must be above 0")
+
+
+@dataclass
+class EngineStatistics:
+    """Counts since the engine began."""
+
+    num_deaths: int = 0
+    num_redispatched: int = 0  # deliveries that were lost and made again
+    num_late_answers: int = 0  # answers to deliveries given up, dropped
+    num_completions: int = 0
+    num_tokens: int = 0  # generated, prefixes not counted
+
+
+class AllEnginesGone(RuntimeError):
+    """No server is left. Unfinished requests are kept: `revive` one and poll on."""
+
+
+class RequestGivenUp(RuntimeError):
+    """A request was lost too often. It is kept."""
+
+
+@dataclass
+class _Job:
+    """An unfinished request, in the order of submission."""
+
+    order: int
+    request: GenerationRequest
+    num_tries: int = 0
+    problem: EngineError | None = None
+
+
+@dataclass
+class _Flight:
+    """A job on its way, with the policy version that serves it and its expected tokens."""
+
+    job: _Job
+    server: _Server
+    version: int
+    num_tokens: int
+
+
+@dataclass(eq=False)
+class _Server:
+    index: int
+    client: SglangClient
+    problem: EngineError | None = None  # why it is dead
+    is_suspect: bool = False  # its health is being looked at
+    last_sign: float = 0.0  # of life, on the monotonic clock
+    flights: dict[int, _Flight] = field(default_factory=dict)  # by delivery number
+    num_tokens: int = 0  # in flight
+
+    @property
+    def is_alive(self) -> bool:
+        return self.problem is None
+
+
+class SglangEngine:
+    """See the module. Not thread-safe: one thread drives it. Close it (or use it in `with`) to end its own thread.
+
+    Nothing is generated before `set_policy_version`, which the owner calls once an update has been verified.
+    """
+
+    def __init__(self, clients: Sequence[SglangClient], settings: SglangEngineSettings):
+        if not clients:
+            raise ValueError("SGLang engine: no server given; start at least one or name its URL")
+        self.settings = settings
+        self.statistics = EngineStatistics()
+        self._servers = [_Server(index, client) for index, client in enumerate(clients)]
+        self._courier = Courier(settings.vocab_size, settings.max_in_flight + 4)
+        self._version = -1
+        self._num_submitted = 0
+        self._num_deliveries = 0
+        self._jobs: dict[str, _Job] = {}  # waiting or in flight
+        self._waiting: list[tuple[int, str]] = []  # heap of (order, request id)
+        self._flights: dict[int, _Flight] = {}  # by delivery number
+        self._ready: list[tuple[int, Completion]] = []
+        self._home: dict[tuple[int, ...], _Server] = {}  # where a prompt was last sent
+        self._mean_length = 0.0  # of responses, 0 before the first
+        self._refusal: EngineError | None = None
+        self._first_problem: EngineError | None = None
+
+    def __enter__(self) -> SglangEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the background thread. Servers keep running."""
+        self._courier.close()
+
+    # Versions
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    def set_policy_version(self, version: int) -> None:
+        """All servers that live now serve policy `version`, verified. ValueError for one below the last;
+        RuntimeError while requests are in flight, whose tokens could not be told apart: abort them first.
+        """
+        if version < self._version:
+            raise ValueError(f"policy version {version} comes after {self._version}: versions never go backwards")
+        if self._flights and version != self._version:
+            raise RuntimeError(
+                f"policy version {version}: {len(self._flights)} requests are being generated by version "
+                f"{self._version}; abort them before the weights change"
+            )
+        self._version = version
+
+    # Servers
+
+    @property
+    def dead_servers(self) -> dict[int, str]:
+        """Why each dead server died, by its index."""
+        return {server.index: str(server.problem) for server in self._servers if not server.is_alive}
+
+    def mark_dead(self, index: int, reason: str) -> None:
+        """What the owner knows of a server first, e.g. that its process has ended."""
+        server = self._servers[index]
+        if server.is_alive:
+            self._bury(server, EngineGone(server.client.name, "process", reason))
+
+    def revive(self, index: int, client: SglangClient) -> None:
+        """Server `index` is back, perhaps elsewhere, and serves the current policy version (the caller has verified
+        that).
+        """
+        if self._servers[index].is_alive:
+            raise ValueError(f"server {index} ({self._servers[index].client.name}) is alive; mark it dead first")
+        self._servers[index] = _Server(index, client)
+        if not self.dead_servers:
+            self._first_problem = None
+
+    # RolloutEngine
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._jobs) + len(self._ready)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests and send what fits. All are checked before any is queued."""
+        check_request_ids(requests, self._jobs.keys() | {completion.request_id for _, completion in self._ready})
+        for request in requests:
+            check_request(request, max_length=self.settings.max_length, vocab_size=self.settings.vocab_size)
+        for request in requests:
+            self._accept(request)
+        self._dispatch()
+
+    def poll(self) -> list[Completion]:
+        """What finished, in the order of submission; waits up to poll_wait_s for something.
+
+        Raises AllEnginesGone, RequestGivenUp, or the EngineHttpError of a request that a server refused. Nothing is
+        lost by any of them.
+        """
+        if self._jobs and self._version < 0:
+            raise RuntimeError("the SGLang servers have no verified weights yet: synchronise them before generating")
+        self._dispatch()
+        if not self._ready and (self._flights or any(server.is_suspect for server in self._servers)):
+            self._handle(self._courier.receive(self.settings.poll_wait_s))
+            self._look_after_stalls()
+        if not self._ready:
+            self._raise_if_stuck()
+        return self._take_ready()
+
+    def abort(self) -> list[Completion]:
+        """See `RolloutEngine.abort`. Never raises: a server that does not answer within abort_s is dead, and its
+        requests come back with what was known of them when they were handed in.
+        """
+        deadline = time.monotonic() + self.settings.abort_s
+        while self._flights:
+            if time.monotonic() >= deadline:
+                self._bury_silent()
+                break
+            self._send_aborts()
+            # A request may have reached its server after the abort did: so abort again until all have answered.
+            self._receive_until(min(deadline, time.monotonic() + 1.0))
+        for job in self._jobs.values():
+            self._ready.append((job.order, aborted(job.request)))
+        self._jobs.clear()
+        self._waiting.clear()
+        self._refusal = None
+        return self._take_ready()
+
+    # Sending
+
+    def _accept(self, request: GenerationRequest) -> None:
+        """Queue a request; one that is complete already is ready."""
+        job = _Job(self._num_submitted, request)
+        self._num_submitted += 1
+        if request.prefix is not None and finish_reason_of(request, request.prefix.token_ids) != "abort":
+            self._ready.append((job.order, aborted(request)))
+            return
+        self._jobs[request.request_id] = job
+        self._wait(job)
+
+    def _wait(self, job: _Job) -> None:
+        heapq.heappush(self._waiting, (job.order, job.request.request_id))
+
+    def _dispatch(self) -> None:
+        """Send waiting requests, first come first served, while servers have room."""
+        if self._version < 0 or not self._waiting or self._refusal or not self._with_room():
+            return
+        alive = [server for server in self._servers if server.is_alive]
+        costs = sum(self._cost(self._jobs[name].request) for _, name in self._waiting)
+        even = (sum(server.num_tokens for server in alive) + costs) / max(1, len(alive))
+        deliveries = []
+        while self._waiting and (server := self._choose(self._jobs[self._waiting[0][1]].request, even)):
+            job = self._jobs[self._waiting[0][1]]
+            if job.num_tries >= self.settings.max_tries:
+                break  # poll says so
+            heapq.heappop(self._waiting)
+            deliveries.append(self._launch(job, server))
+        if deliveries:
+            self._courier.send(deliveries)
+
+    def _choose(self, request: GenerationRequest, even: float) -> _Server | None:
+        """The server for a request: its prompt's, unless that would carry over 1/8 more than `even` tokens; then the
+        least loaded one. None: no room anywhere.
+        """
+        has_room = self._with_room()
+        home = self._home.get(request.prompt_ids)
+        if home in has_room and home.num_tokens + self._cost(request) <= even * 9 / 8:
+            return home
+        return min(has_room, key=lambda server: server.num_tokens, default=None)
+
+    def _with_room(self) -> list[_Server]:
+        return [
+            server
+            for server in self._servers
+            if server.is_alive and not server.is_suspect and len(server.flights) < self.settings.max_in_flight
+        ]
+
+    def _cost(self, request: GenerationRequest) -> int:
+        """Tokens a request is expected to keep in a server's cache when it ends."""
+        longest = request.sampling.max_new_tokens
+        so_far = len(request.prefix.token_ids) if request.prefix else 0
+        expected = min(longest, max(so_far + 1, self._mean_length)) if self._mean_length else longest
+        return len(request.prompt_ids) + int(expected)
+
+    def _launch(self, job: _Job, server: _Server) -> Delivery:
+        number = self._num_deliveries
+        self._num_deliveries += 1
+        self.statistics.num_redispatched += job.num_tries > 0
+        job.num_tries += 1
+        flight = _Flight(job, server, self._version, self._cost(job.request))
+        if not server.flights:
+            server.last_sign = time.monotonic()
+        server.flights[number] = self._flights[number] = flight
+        server.num_tokens += flight.num_tokens
+        self._home[job.request.prompt_ids] = server
+        return Delivery(number, server.client, job.request)
+
+    # Receiving
+
+    def _handle(self, arrived: Sequence[Outcome | Probed]) -> None:
+        for event in arrived:
+            if isinstance(event, Probed):
+                self._handle_probe(event)
+            elif (flight := self._land(event.number)) is None:
+                self.statistics.num_late_answers += 1
+            elif isinstance(event.result, Generation):
+                self._handle_generation(flight, event.result)
+            else:
+                self._handle_error(flight, event.result)
+
+    def _land(self, number: int) -> _Flight | None:
+        """Take a delivery off the books; None where it was given up."""
+        flight = self._flights.pop(number, None)
+        if flight is not None:
+            del flight.server.flights[number]
+            flight.server.num_tokens -= flight.num_tokens
+            flight.server.last_sign = time.monotonic()
+        return flight
+
+    def _handle_generation(self, flight: _Flight, generation: Generation) -> None:
+        job, expected = flight.job, str(flight.version)
+        if self.settings.check_weight_version and generation.token_ids and generation.weight_version != expected:
+            problem = EngineAnswerError(
+                flight.server.client.name,
+                "POST /generate",
+                f"it serves weights labelled {generation.weight_version!r}, not policy version {expected}: "
+                "it was restarted or updated by somebody else; synchronise it again",
+            )
+            self._requeue(job, problem)
+            self._bury(flight.server, problem)
+            return
+        completion = join(job.request, generation, flight.version)
+        self.statistics.num_tokens += len(generation.token_ids)
+        if completion.finish_reason == "abort":
+            # Somebody's abort; in `abort` itself the request ends here, with this prefix.
+            job.request = replace(job.request, prefix=completion)
+            self._wait(job)
+            return
+        self._mean_length += (len(completion.token_ids) - self._mean_length) * (
+            _LENGTH_MEMORY if self._mean_length else 1.0
+        )
+        self.statistics.num_completions += 1
+        del self._jobs[completion.request_id]
+        self._ready.append((job.order, completion))
+
+    def _handle_error(self, flight: _Flight, error: EngineError) -> None:
+        self._requeue(flight.job, error)
+        server = flight.server
+        if isinstance(error, EngineHttpError) and error.is_refusal:
+            self._refusal = self._refusal or error
+        elif isinstance(error, (EngineGone, EngineTimeout)):
+            self._suspect(server)
+        elif server.is_alive:
+            self._bury(server, error)
+
+    def _requeue(self, job: _Job, problem: EngineError) -> None:
+        job.problem = problem
+        self._wait(job)
+
+    def _suspect(self, server: _Server) -> None:
+        """Look at a server's health; it gets nothing new until it is known."""
+        if server.is_alive and not server.is_suspect:
+            server.is_suspect = True
+            self._courier.probe(server.client)
+
+    def _handle_probe(self, probed: Probed) -> None:
+        for server in self._servers:
+            if server.client is probed.client and server.is_alive:
+                server.is_suspect = False
+                server.last_sign = time.monotonic()
+                if probed.problem is not None:
+                    self._bury(server, probed.problem)
+
+    def _bury(self, server: _Server, problem: EngineError) -> None:
+        """A server is dead: its requests wait again, their old deliveries are given up."""
+        logger.warning("%s; %d requests are sent elsewhere", problem, len(server.flights))
+        server.problem, server.is_suspect = problem, False
+        self._first_problem = self._first_problem or problem
+        self.statistics.num_deaths += 1
+        numbers = list(server.flights)
+        for number in numbers:
+            flight = self._land(number)
+            assert flight is not None, f"delivery {number} is on a server's books but not on the engine's"
+            self._requeue(flight.job, problem)
+        self._home = {prompt: home for prompt, home in self._home.items() if home is not server}
+        self._courier.give_up(numbers)
+        self._courier.forget(server.client)
+
+    def _look_after_stalls(self) -> None:
+        now = time.monotonic()
+        for server in self._servers:
+            if server.flights and now - server.last_sign > self.settings.stall_s:
+                self._suspect(server)
+
+    def _raise_if_stuck(self) -> None:
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            raise refusal
+        if self._jobs and not any(server.is_alive for server in self._servers):
+            raise AllEnginesGone(
+                f"all {len(self._servers)} SGLang servers are gone, {len(self._jobs)} requests wait for one to be "
+                f"restarted; the first root cause: {self._first_problem}"
+            )
+        job = self._jobs[self._waiting[0][1]] if self._waiting else None
+        if job is not None and job.num_tries >= self.settings.max_tries:
+            raise RequestGivenUp(
+                f"request {job.request.request_id!r} was lost {job.num_tries} times (max_tries); last: {job.problem}"
+            )
+
+    def _take_ready(self) -> list[Completion]:
+        ready = sorted(self._ready, key=lambda entry: entry[0])
+        self._ready = []
+        if not self._jobs:
+            self._home.clear()
+        return [completion for _, completion in ready]
+
+    # Aborting
+
+    def _send_aborts(self) -> None:
+        for server in self._servers:
+            if server.flights:
+                try:
+                    server.client.abort()
+                except EngineError as error:
+                    self._bury(server, error)
+
+    def _receive_until(self, end: float) -> None:
+        while self._flights and (left := end - time.monotonic()) > 0:
+            self._handle(self._courier.receive(left))
+
+    def _bury_silent(self) -> None:
+        for server in self._servers:
+            if server.flights:
+                self._bury(
+                    server,
+                    EngineTimeout(
+                        server.client.name,
+                        "POST /abort_request",
+                        f"{len(server.flights)} aborted requests not answered within {self.settings.abort_s:g} s",
+                    ),
+                )
+
+
+def join(request: GenerationRequest, generation: Generation, version: int) -> Completion:
+    """The whole response: the request's prefix, then the new tokens, which `version` generated."""
+    prefix = request.prefix or Completion(request.request_id, (), (), "abort", ())
+    start = len(prefix.token_ids)
+    end = start + len(generation.token_ids)
+    return Completion(
+        request_id=request.request_id,
+        token_ids=prefix.token_ids + generation.token_ids,
+        logprobs=prefix.logprobs + generation.logprobs,
+        finish_reason=generation.finish_reason,
+        versions=merge_versions((*prefix.versions, VersionRange(start, end, version))),
+    )

@@ -1,0 +1,415 @@
+"""A stand-in for a stock SGLang server: real HTTP over loopback, in threads of the test's process, with faults to order.
+
+Its "model" is a hash: token and log-prob at a position depend on (seed, position of the last input token) alone, as in
+SGLang's seeded sampler, so `expected` knows every response beforehand.
+
+    with FakeServer() as server:
+        server.faults["/generate"] = "reset"          # from now on; see FAULTS
+        server.freeze_after = 5                       # responses stop after 5 tokens until `thaw`, an abort or a kill
+        server.kill()                                 # like kill -9: connections are reset, the port refuses
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+KEY = "a-key-that-must-not-be-seen"
+
+FAULTS = (
+    "hang",  # accept the call, answer only when the server stops
+    "hang_mid_answer",  # send half the answer, then hang
+    "reset",  # reset the connection instead of an answer
+    "reset_mid_answer",  # send half the answer, then reset
+    "400",
+    "401",
+    "500",
+    "503",
+    "no_json",
+    "missing_logprob",  # one log-prob fewer than tokens
+    "missing_token",  # one token fewer than log-probs
+    "other_ids",  # log-probs of other tokens
+    "nan",  # a log-prob that is null, as JSON shows not-a-number
+    "positive",  # a log-prob above 0
+    "other_vocabulary",  # ids beyond the vocabulary
+    "unknown_reason",
+    "nan_stop",  # what SGLang reports for logits that are not numbers
+    "short",  # finish reason length before the length
+    "behind_stop",  # tokens behind a stop id
+    "unsuccessful",  # HTTP 200, success: false
+)
+
+
+def token_at(seed: int, position: int, vocab_size: int) -> tuple[int, float]:
+    """The token drawn after position `position` and its log-prob."""
+    digest = hashlib.blake2b(f"{seed},{position}".encode(), digest_size=8).digest()
+    high, low = struct.unpack("<II", digest)
+    return high % vocab_size, -(low % 4000 + 1) / 1000
+
+
+class FakeServer:
+    """One server. Attributes may be changed while it runs."""
+
+    def __init__(
+        self,
+        *,
+        key: str | None = KEY,
+        vocab_size: int = 100,
+        context_length: int = 4096,
+        weight_version: str = "default",
+        version: str = "0.5.17",
+        token_s: float = 0.0,
+        needs_session: bool = False,
+    ):
+        self.key = key
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.weight_version = weight_version
+        self.version = version
+        self.token_s = token_s
+        self.needs_session = needs_session
+        self.faults: dict[str, str] = {}  # by path
+        self.answer_delay_s = 0.0  # a finished answer is held back
+        self.freeze_after: int | None = None
+        self.is_paused = False
+        self.in_session = False
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.on_update: Callable[[str, dict[str, Any]], None] = lambda path, body: None
+        self.unlocked = threading.Condition()
+        self.running: dict[str, str] = {}  # rid -> "run" or "abort"
+        self._ended = False
+        self._connections: set[socket.socket] = set()
+        self._http: ThreadingHTTPServer | None = None
+        self._port = 0
+
+    # Life
+
+    def start(self) -> FakeServer:
+        """Listen; on the same port again after a kill."""
+        self._ended = False
+        fake = self
+
+        class Handler(_Handler):
+            server_of = fake
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 512
+            allow_reuse_address = True
+
+            def get_request(self) -> tuple[socket.socket, Any]:
+                connection, address = super().get_request()
+                fake._connections.add(connection)
+                return connection, address
+
+            def shutdown_request(self, request: socket.socket) -> None:
+                fake._connections.discard(request)
+                super().shutdown_request(request)
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Connections end abruptly here by design."""
+
+        self._http = Server(("127.0.0.1", self._port), Handler)
+        self._port = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def kill(self) -> None:
+        """End at once: every connection is reset."""
+        if self._http is None:
+            return
+        self._ended = True
+        http, self._http = self._http, None
+        http.shutdown()
+        http.server_close()
+        for connection in list(self._connections):
+            reset(connection, socket.SHUT_RDWR)
+        self._connections.clear()
+        with self.unlocked:
+            self.running.clear()
+            self.unlocked.notify_all()
+
+    def __enter__(self) -> FakeServer:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def thaw(self) -> None:
+        with self.unlocked:
+            self.freeze_after = None
+            self.unlocked.notify_all()
+
+    def wait_until_running(self, count: int, timeout_s: float = 10.0) -> None:
+        with self.unlocked:
+            assert self.unlocked.wait_for(lambda: len(self.running) >= count, timeout_s), (
+                f"{len(self.running)} of {count} requests arrived"
+            )
+
+    def paths(self) -> list[str]:
+        """Paths called so far."""
+        return [path for path, _ in self.calls]
+
+    # What the model would say
+
+    def expected(
+        self, prompt_length: int, seed: int, max_new_tokens: int, stops: Sequence[int] = ()
+    ) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of an uninterrupted response."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stops):
+            token, logprob = token_at(seed, prompt_length - 1 + len(tokens), self.vocab_size)
+            tokens.append(token)
+            logprobs.append(logprob)
+        return tokens, logprobs
+
+    # What the server does; each returns (status, answer)
+
+    def serve(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.calls.append((path, body))
+        return getattr(self, "_serve" + path.replace("/", "_"), self._not_found)(body)
+
+    def _not_found(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 404, {"detail": "Not Found"}
+
+    def _serve_health(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, None
+
+    def _serve_server_info(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {
+            "version": self.version,
+            "max_req_input_len": self.context_length - 6,
+            "max_total_num_tokens": 1 << 20,
+            "page_size": 1,
+        }
+
+    def _serve_model_info(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"model_path": "fake", "model_type": "qwen2", "weight_version": self.weight_version}
+
+    def _serve_generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        ids, params, rid = body["input_ids"], body["sampling_params"], body.get("rid", "")
+        if max(ids) >= self.vocab_size:
+            return 400, {"error": {"message": "The input_ids contain values greater than the vocab size"}}
+        if len(ids) + params["max_new_tokens"] > self.context_length:
+            return 400, {"error": {"message": "Requested token count exceeds the model's maximum context length"}}
+        with self.unlocked:
+            if rid in self.running:
+                return 400, {"error": {"message": f"Duplicate request ID detected: {rid}"}}
+            self.running[rid] = "run"
+            self.unlocked.notify_all()
+        try:
+            tokens, logprobs, reason = self._generate(ids, params, rid)
+        finally:
+            with self.unlocked:
+                self.running.pop(rid, None)
+                self.unlocked.notify_all()
+        time.sleep(self.answer_delay_s)
+        meta = {
+            "id": rid,
+            "finish_reason": reason,
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(tokens),
+            "weight_version": self.weight_version,
+            "output_token_logprobs": [[value, token, None] for token, value in zip(tokens, logprobs, strict=True)],
+        }
+        if body.get("logprob_start_len") == 0:
+            values = [None] + [-0.001 * token for token in ids[1:]]
+            meta["input_token_logprobs"] = [[value, token, None] for value, token in zip(values, ids, strict=True)]
+        return 200, {"text": "never read", "output_ids": tokens, "meta_info": meta}
+
+    def _generate(
+        self, ids: list[int], params: dict[str, Any], rid: str
+    ) -> tuple[list[int], list[float], dict[str, Any]]:
+        stops = [] if params["ignore_eos"] else params["stop_token_ids"]
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        while True:
+            with self.unlocked:
+                self.unlocked.wait_for(lambda: self._may_go_on(rid, len(tokens)))
+                if self.running.get(rid) != "run":
+                    return tokens, logprobs, {"type": "abort", "message": "Aborted", "status_code": None}
+            token, logprob = token_at(params["sampling_seed"], len(ids) - 1 + len(tokens), self.vocab_size)
+            tokens.append(token)
+            logprobs.append(logprob)
+            if len(tokens) >= params["max_new_tokens"]:
+                return tokens, logprobs, {"type": "length", "length": len(tokens)}
+            if token in stops:
+                return tokens, logprobs, {"type": "stop", "matched": token}
+            if self.token_s:
+                time.sleep(self.token_s)
+
+    def _may_go_on(self, rid: str, num_tokens: int) -> bool:
+        if self._ended or self.running.get(rid) != "run":
+            return True
+        return not self.is_paused and (self.freeze_after is None or num_tokens < self.freeze_after)
+
+    def _serve_abort_request(self, body: dict[str, Any]) -> tuple[int, Any]:
+        with self.unlocked:
+            for rid in self.running:
+                if body.get("abort_all") or rid.startswith(body["rid"]):
+                    self.running[rid] = "abort"
+            self.unlocked.notify_all()
+        return 200, None
+
+    def _serve_pause_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if body["mode"] == "abort":
+            self._serve_abort_request({"abort_all": True})
+        self.is_paused = True
+        return 200, {"status": "ok"}
+
+    def _serve_continue_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
+        with self.unlocked:
+            self.is_paused = False
+            self.unlocked.notify_all()
+        return 200, {"status": "ok"}
+
+    def _serve_flush_cache(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return (400, "Flush cache failed: requests are running") if self.running else (200, "Cache flushed.")
+
+    def _serve_update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return self._update("/update_weights_from_tensor", body)
+
+    def _serve_update_weights_from_disk(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return self._update("/update_weights_from_disk", body)
+
+    def _update(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.needs_session and not self.in_session:
+            return 400, {"success": False, "message": "no weight update session is open"}
+        self.on_update(path, body)
+        return 200, {"success": True, "message": "Success"}
+
+    def _serve_begin_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if not self.needs_session:
+            return self._not_found(body)
+        self.in_session = True
+        return 200, {"success": True, "message": ""}
+
+    def _serve_end_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if not self.in_session:
+            return 400, {"success": False, "message": "no weight update session is open"}
+        self.in_session = False
+        return 200, {"success": True, "message": ""}
+
+    def _serve_update_weight_version(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.weight_version = body["new_version"]
+        return 200, {"success": True, "message": "", "new_version": self.weight_version}
+
+
+def reset(connection: socket.socket, direction: int = socket.SHUT_RD) -> None:
+    """Close so that the peer sees a reset (or at least an end)."""
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(direction)
+    except OSError:
+        pass
+    connection.close()
+
+
+# Faults that only change an answer of /generate.
+_SPOILED: dict[str, Callable[[dict[str, Any]], None]] = {
+    "missing_logprob": lambda answer: answer["meta_info"]["output_token_logprobs"].pop(),
+    "missing_token": lambda answer: answer["output_ids"].pop(),
+    "other_ids": lambda answer: answer["output_ids"].__setitem__(0, (answer["output_ids"][0] + 1) % 50),
+    "nan": lambda answer: answer["meta_info"]["output_token_logprobs"][0].__setitem__(0, None),
+    "positive": lambda answer: answer["meta_info"]["output_token_logprobs"][0].__setitem__(0, 0.5),
+    "unknown_reason": lambda answer: answer["meta_info"].update(finish_reason={"type": "tired"}),
+    "nan_stop": lambda answer: answer["meta_info"].update(finish_reason={"type": "stop", "matched": "NaN happened"}),
+    "unsuccessful": lambda answer: answer.update(success=False, message="the loader refused"),
+}
+
+
+def _cut(answer: dict[str, Any]) -> None:
+    """Two tokens, said to be the length asked for."""
+    answer["output_ids"] = answer["output_ids"][:2]
+    answer["meta_info"].update(
+        output_token_logprobs=answer["meta_info"]["output_token_logprobs"][:2],
+        completion_tokens=2,
+        finish_reason={"type": "length", "length": 2},
+    )
+
+
+def _renumber(answer: dict[str, Any]) -> None:
+    """Ids of a larger vocabulary."""
+    answer["output_ids"] = [token + 100_000 for token in answer["output_ids"]]
+    for entry in answer["meta_info"]["output_token_logprobs"]:
+        entry[1] += 100_000
+
+
+_SPOILED["short"] = _cut
+_SPOILED["other_vocabulary"] = _renumber
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_of: FakeServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        self._respond({})
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        self._respond(json.loads(self.rfile.read(length)) if length else {})
+
+    def _respond(self, body: dict[str, Any]) -> None:
+        fake, path = self.server_of, self.path.split("?")[0]
+        fault = fake.faults.get(path, "")
+        if fault == "hang":
+            fake.calls.append((path, body))
+            return self._hang()
+        if fault == "reset":
+            fake.calls.append((path, body))
+            return self._reset()
+        if fault.isdigit():
+            fake.calls.append((path, body))
+            return self._send(int(fault), {"error": {"message": f"fault {fault} to order {fake.key}"}})
+        authorised = fake.key is None or path == "/health"
+        if not authorised and self.headers.get("Authorization") != f"Bearer {fake.key}":
+            return self._send(401, {"error": "Unauthorized"})
+        if fault == "behind_stop":
+            body["sampling_params"]["stop_token_ids"].clear()
+        status, answer = fake.serve(path, body)
+        if fake._ended:
+            return None
+        if fault in _SPOILED and status == 200:
+            answer = answer if isinstance(answer, dict) else {}
+            _SPOILED[fault](answer)
+        return self._send(status, "{not json" if fault == "no_json" else answer, fault)
+
+    def _send(self, status: int, answer: Any, fault: str = "") -> None:
+        is_text = isinstance(answer, str) and not answer.startswith("{")
+        text = answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
+        data = text.encode()
+        self.send_response(status)
+        if data:
+            self.send_header("Content-Type", "text/plain" if is_text else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if fault in ("hang_mid_answer", "reset_mid_answer"):
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            return self._hang() if fault == "hang_mid_answer" else self._reset()
+        self.wfile.write(data)
+
+    def _hang(self) -> None:
+        while not self.server_of._ended:
+            time.sleep(0.02)
+        self.close_connection = True
+
+    def _reset(self) -> None:
+        self.close_connection = True
+        reset(self.connection)
