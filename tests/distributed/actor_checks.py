@@ -24,6 +24,7 @@ from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.types import MicroBatch
+from megatron.core.tensor_parallel import mappings
 from safetensors.torch import load_file, save_file
 
 VOCABULARY = 300  # not a multiple of 128 x TP: the last rows are padding
@@ -450,7 +451,29 @@ def cross_checks(arguments: dict[str, Any]) -> dict[str, Any]:
     groups = actor.groups
     again = build_actor(want, layout)
     train(actor, range(10, 12))  # the first model still runs on the groups that both share
-    return {"refused": refused, "groups_shared": again.groups == groups, "many": _many_micro_batches(actor)}
+    return {
+        "refused": refused,
+        "groups_shared": again.groups == groups,
+        "many": _many_micro_batches(actor),
+        "uneven": _uneven_parts(),
+    }
+
+
+def _uneven_parts() -> dict[str, Any]:
+    """Parts of different lengths, one of them empty, through megatron-core's collectives; and what gloo says to them."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    results: dict[str, Any] = {"refused": ""}
+    try:
+        dist.all_gather([torch.zeros(2, 3), torch.zeros(1, 3)], torch.zeros(2 - rank, 3))
+    except (RuntimeError, ValueError) as error:
+        results["refused"] = str(error)
+    for sizes in ([3, 5], [2, 0], [0, 0]):
+        whole = torch.arange(3.0 * sum(sizes)).view(-1, 3)
+        mine = whole.split(sizes)[rank]
+        gathered = mappings._gather_along_first_dim(mine, group, sizes)
+        reduced = mappings._reduce_scatter_along_first_dim(whole * (rank + 1), group, sizes)
+        results[str(sizes)] = torch.equal(gathered, whole) and torch.equal(reduced, mine * 3)
+    return results
 
 
 def _many_micro_batches(actor: MegatronActor) -> float:

@@ -10,6 +10,8 @@ RESUMED: list[dict[str, Any]] = [
     {"model": "qwen3", "layout": {"tensor": 2}, "distributed": False},
     {"model": "llama3", "layout": {"tensor": 2, "sequence_parallel": True}, "distributed": True, "dtype": "bfloat16"},
     {"model": "qwen2-tied", "layout": {"pipeline": 2}, "distributed": False, "dtype": "bfloat16"},
+    {"model": "qwen3-moe", "layout": {"expert": 2}, "distributed": True},
+    {"model": "qwen3-moe-mixed", "layout": {"expert": 2}, "distributed": False, "dtype": "bfloat16"},
 ]
 
 
@@ -41,3 +43,6 @@ def test_interleaved_schedule_and_shared_groups(actor_references: str) -> None:
     assert "there are 3" in result["refused"] and "multiple of 2" in result["refused"]
     assert result["groups_shared"]
     assert result["many"] < 1e-5
+    uneven = result["uneven"]
+    assert uneven.pop("refused"), "gloo gathers parts of different lengths by itself; drop uneven_collectives"
+    assert uneven == {"[3, 5]": True, "[2, 0]": True, "[0, 0]": True}

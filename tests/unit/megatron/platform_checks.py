@@ -19,6 +19,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_dapo.megatron.platform import PATCHES, Replacement
 
@@ -80,6 +82,36 @@ def quiet() -> None:
     assert not warning.called, "the tracker warned"
 
 
+def dispatcher() -> MoEAlltoAllTokenDispatcher:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_moe_experts=2,
+        moe_ffn_hidden_size=8,
+        moe_token_dispatcher_type="alltoall",
+        use_cpu_initialization=True,
+    )
+    return MoEAlltoAllTokenDispatcher(2, [0, 1], config, get_default_pg_collection())
+
+
+def dispatch() -> None:
+    made, tokens = dispatcher(), torch.arange(24.0).view(3, 8)
+    weights = torch.tensor([[0.5, 0.5], [0.0, 1.0], [1.0, 0.0]])
+    sorted_tokens, _ = made.dispatch_preprocess(tokens, weights > 0, weights)
+    assert torch.equal(sorted_tokens, tokens[[0, 2, 0, 1]]), "tokens of the first expert come first"
+
+
+def exchange_tokens() -> None:
+    made = dispatcher()
+    made.input_splits = made.output_splits = torch.tensor([3])
+    made.num_global_tokens_per_local_expert = made.num_out_tokens = None
+    made._maybe_dtoh_and_synchronize(made.cuda_dtoh_point, torch.tensor([1, 2]))
+    received, sent = torch.zeros(3), torch.arange(3.0)
+    dist.all_to_all_single(received, sent, made.output_splits, made.input_splits)
+    assert torch.equal(received, sent)
+
+
 BEHAVIOURS: dict[str, Callable[[], None]] = {
     "current_device": rotary,
     "synchronize": exchange_lengths,
@@ -88,6 +120,8 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     "moves_to_cuda": tied_output_weight,
     "random_states": recompute_with_dropout,
     "quiet_fork": quiet,
+    "dispatcher_streams": dispatch,
+    "dispatcher_counts": exchange_tokens,
 }
 
 
@@ -113,7 +147,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mpu.initialize_model_parallel(create_gloo_process_groups=False)
     results = {}
-    for name in PATCHES:
+    for name in BEHAVIOURS:
         others = [patch() for other, patch in PATCHES.items() if other != name]
         without = attempt(BEHAVIOURS[name], others)
         complete = attempt(BEHAVIOURS[name], [patch() for patch in PATCHES.values()])
