@@ -1,0 +1,1 @@
+"""How the bytes of a delivery reach the engines: `base.Transport` and what implements it."""

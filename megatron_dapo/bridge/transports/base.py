@@ -1,0 +1,276 @@
+"""What transports and the state machine share: the orders, the outcome, engines, and agreement with a deadline.
+
+A delivery is collective: every trainer rank calls `Transport.deliver` with the same `Order`. Each engine has one leader,
+the trainer rank that speaks HTTP to it. A failure of an engine is data (`Delivered.failures`) and must not keep the
+other engines from their weights; a failure of a trainer rank is a `CoordinationError` on all others, within the
+deadline.
+
+What a transport does for each engine rank, in this order, whatever carries the bytes:
+
+    begin    Command(op="begin", manifest=plan.manifest(...))      -> Report
+    bucket   Command(op="bucket", bucket=plan.buckets(...)[k].header) + its bytes, for every k in order -> Report
+    finish   Command(op="finish")                                  -> Report with the checksums of all parameters
+
+A transport that has the weights loaded in another way sends Command(op="adopt", manifest=...) instead. A Report whose id
+is not the command's, or none, is a failure. `expected` sums what this rank wrote; the state machine adds it up over
+ranks and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.bridge.delivery_plan import ExpectedChecksums
+from megatron_dapo.parallel.collectives import communication_device
+from megatron_dapo.parallel.reshard.delivery import Command, Report
+from megatron_dapo.parallel.reshard.executors import Buffers
+
+LOAD_FORMAT = "megatron_dapo.engines.sglang.weight_loader.load"
+Result = TypeVar("Result")
+
+
+class EngineControl(Protocol):
+    """What an update needs of a server. Every method returns when it is done and raises where it is not."""
+
+    def pause(self, mode: str) -> None: ...
+
+    def flush_cache(self) -> None: ...
+
+    def begin_weight_update(self) -> None: ...
+
+    def update_weights_from_tensor(
+        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
+    ) -> None: ...
+
+    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None: ...
+
+    def end_weight_update(self) -> None: ...
+
+    def update_weight_version(self, version: int) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The engines and who speaks to them.
+
+    `controls` are those of the engines that this rank leads; the mapping may change when an engine is restarted.
+    """
+
+    leaders: Sequence[int]  # engine -> trainer rank
+    controls: Mapping[int, EngineControl]
+
+    def led_by(self, rank: int, engines: Sequence[int]) -> tuple[int, ...]:
+        return tuple(engine for engine in engines if self.leaders[engine] == rank)
+
+
+class Deadline:
+    """A moment on the monotonic clock that may not be passed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.at = time.monotonic() + seconds
+        self.seconds = seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, at least a millisecond: zero means "for ever" to many waits."""
+        return max(1e-3, self.at - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+@dataclass(frozen=True)
+class Order:
+    """One delivery, the same on every rank."""
+
+    delivery: str  # unique
+    session: str
+    version: int
+    engines: tuple[int, ...]
+
+
+@dataclass
+class Delivered:
+    """What one rank knows after `Transport.deliver`."""
+
+    expected: ExpectedChecksums
+    failures: dict[int, str] = field(default_factory=dict)  # engine -> first reason this rank saw
+    reports: dict[int, tuple[Report, ...]] = field(default_factory=dict)  # engines this rank leads: finish of each rank
+    num_bytes: dict[int, int] = field(default_factory=dict)  # engines this rank leads: copied into parameters
+    peak_bytes: int = 0  # largest extra memory for one engine rank
+
+    def fail(self, engine: int, reason: str) -> None:
+        self.failures.setdefault(engine, reason)
+
+
+class Transport(Protocol):
+    """Carries out deliveries. One object for the run; it may keep connections and memory between deliveries."""
+
+    def deliver(self, order: Order, sources: Buffers, deadline: Deadline) -> Delivered:
+        """Brings this rank's share to all engines of the order, and has them verify. Collective.
+
+        Returns by the deadline; raises CoordinationError where another trainer rank did not take part.
+        """
+
+    def close(self) -> None: ...
+
+
+class EngineFailure(RuntimeError):
+    """An engine did not do what it was told; the text says it all."""
+
+
+class CoordinationError(RuntimeError):
+    """Trainer ranks did not come to an agreement in time: one is gone or late."""
+
+
+class Coordinator(Protocol):
+    """Agreement among some trainer ranks, each with a deadline. Every rank of the group must call."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
+        """Every rank's JSON value, in rank order."""
+
+    def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+        """Element-wise sum of int64 vectors of equal length; wraps modulo 2^64."""
+
+
+class SoloCoordinator:
+    """A single rank agrees with itself."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
+        return [value]
+
+    def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+        return values
+
+
+class GroupCoordinator:
+    """Agreement over a torch.distributed group; a gloo group, whose waits have deadlines.
+
+    After a failure the group's state is unknown, so every later call fails at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._broken = ""
+        self._device = communication_device(group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
+        deadline = Deadline(timeout_s)
+        payload = torch.frombuffer(bytearray(_json_bytes(value)), dtype=torch.uint8).to(self._device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        sizes[self.rank] = payload.numel()
+        sizes = self.sum(sizes, what, deadline.left_s)
+        padded = payload.new_zeros(int(sizes.max()))
+        padded[: payload.numel()] = payload
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        self._finish(lambda: dist.all_gather(gathered, padded, group=self._group, async_op=True), what, deadline)
+        return [_from_json(part[:size]) for part, size in zip(gathered, sizes.tolist())]
+
+    def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+        total = values.to(self._device, copy=True)
+        deadline = Deadline(timeout_s)
+        self._finish(lambda: dist.all_reduce(total, group=self._group, async_op=True), what, deadline)
+        return total.to(values.device)
+
+    def _finish(self, start: Callable[[], Any], what: str, deadline: Deadline) -> None:
+        if self._broken:
+            raise CoordinationError(f"{what}: not tried, the trainer's ranks have lost each other ({self._broken})")
+        try:
+            start().wait(timedelta(seconds=deadline.left_s))
+        except RuntimeError as error:
+            self._broken = what
+            first_line = (str(error).splitlines() or ["no reason given"])[0][:300]
+            raise CoordinationError(
+                f"{what}: rank {self.rank} of {self.size} waited {deadline.seconds:.1f} s for the others: {first_line}"
+            ) from error
+
+
+def _json_bytes(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _from_json(payload: torch.Tensor) -> Any:
+    return json.loads(bytes(payload.cpu().tolist()))
+
+
+class Call(Generic[Result]):
+    """A call in a thread of its own, so that waiting for it has a deadline. Nobody waits for one that is given up."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._outcome: list[Result] = []
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, args=(function,), name="engine-call", daemon=True).start()
+
+    def _run(self, function: Callable[[], Result]) -> None:
+        try:
+            self._outcome.append(function())
+        # Carried to whoever waits.
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+        finally:
+            self._done.set()
+
+    def result(self, deadline: Deadline, what: str) -> Result:
+        """What the call returned or raised; TimeoutError at the deadline."""
+        if not self._done.wait(deadline.left_s):
+            raise TimeoutError(f"{what} took longer than {deadline.seconds:.1f} s")
+        if self._error is not None:
+            raise self._error
+        return self._outcome[0]
+
+
+def call_within(function: Callable[[], Result], seconds: float, what: str) -> Result:
+    """`function()`, given up after `seconds`: TimeoutError that says what was waited for."""
+    return Call(function).result(Deadline(seconds), what)
+
+
+def reason_of(error: BaseException) -> str:
+    """One line for people."""
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, (ValueError, TimeoutError, EngineFailure)) else f"{type(error).__name__}: {text}"
+
+
+def encode_payload(command: Command) -> bytes:
+    """One entry of SGLang's `serialized_named_tensors`: the stock pickle of [(name, tensor)], the name our command."""
+    return pickle.dumps([(command.encode(), torch.empty(0))], protocol=4)
+
+
+def check_report(text: str, command: Command) -> Report:
+    """The report on `command`. ValueError where it belongs to another command or says that something failed."""
+    report = Report.decode(text)
+    if report.id != command.id:
+        raise ValueError(f"the engine reports on {report.id!r}, not on {command.id!r}")
+    if not report.ok:
+        raise ValueError(report.message or "the engine reports a failure without a reason")
+    return report

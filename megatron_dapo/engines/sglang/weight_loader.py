@@ -1,0 +1,126 @@
+"""Runs inside each rank of a stock SGLang server and writes delivered weights into the model's own parameters.
+
+The server is started with `--custom-weight-loader megatron_dapo.engines.sglang.weight_loader.load`; a request to
+/update_weights_from_tensor with that load format ends here, with one payload [(command, tensor)] for each rank. The
+command is JSON (`parallel.reshard.delivery.Command`); its `channel` says where the bytes are and where the report goes.
+
+An exception in here would end the scheduler's process, and the endpoint answers success whatever happens. So `load`
+never raises; the report is the outcome, and no report is a failure. Parameters are written in place: captured CUDA
+graphs stay valid. Needs torch and the standard library alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megatron_dapo.engines.sglang.peer_receiver import OPERATION, PeerReceiver
+from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec
+from megatron_dapo.parallel.reshard.delivery import Bucket, Command, Receiver
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "megatron_dapo_delivery"  # where the model keeps the state between requests
+
+
+class Channel(Protocol):
+    """How bytes come in and the report goes out, for all commands of one delivery."""
+
+    def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
+        """The bytes of a bucket: uint8, at least its num_bytes, on the parameters' device."""
+
+    def answer(self, command: Command, report: str) -> None:
+        """Bring a report back."""
+
+    def close(self) -> None: ...
+
+
+class ArenaChannel:
+    """Bytes in a slot of a shared arena, the report in its report area. `channel`: {"arena": spec, "slot": number}."""
+
+    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
+        self._arena = Arena(ArenaSpec.from_json(channel["arena"]))
+
+    def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
+        return self._arena.slots[int(command.channel["slot"])]
+
+    def answer(self, command: Command, report: str) -> None:
+        self._arena.write_report(report)
+
+    def close(self) -> None:
+        """The mapping goes with the last reference."""
+
+
+# kind -> (channel of a command, device of the parameters) -> Channel
+CHANNELS: dict[str, Callable[[Mapping[str, Any], torch.device], Channel]] = {
+    "arena": ArenaChannel,
+}
+
+
+class _State:
+    """What one engine rank keeps between commands."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # Tied weights appear once, under their first name.
+        self.receiver = Receiver(dict(model.named_parameters()))
+        self.device = next(model.parameters()).device
+        self.peer = PeerReceiver(self.receiver)
+        self._channel: tuple[str, Channel] | None = None  # delivery it belongs to
+
+    def channel(self, command: Command) -> Channel:
+        """The channel of the command's delivery; opened once for all its commands."""
+        if self._channel is None or self._channel[0] != command.delivery:
+            self.close_channel()
+            kind = command.channel.get("kind")
+            if kind not in CHANNELS:
+                raise ValueError(f"delivery: no channel {kind!r}; there are {', '.join(sorted(CHANNELS))}")
+            self._channel = (command.delivery, CHANNELS[kind](command.channel, self.device))
+        return self._channel[1]
+
+    def close_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel[1].close()
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Carries out the commands in the names. Never raises: what goes wrong is in the report, or in the log where there
+    is no way to report."""
+    for text, _ in named_tensors:
+        try:
+            _serve(model, text)
+        # The border of a process that an exception would kill.
+        except Exception:
+            logger.exception("a message to the weight loader could not be answered")
+
+
+def _serve(model: torch.nn.Module, text: str) -> None:
+    command = Command.decode(text)
+    state = _state_of(model)
+    if command.op == OPERATION:
+        # A whole delivery, which reports through its own group.
+        state.peer.handle(command)
+        return
+    channel = state.channel(command)
+    with torch.no_grad():
+        report = state.receiver.handle(command, lambda bucket: channel.data(command, bucket))
+        if state.device.type == "cuda":
+            torch.cuda.synchronize(state.device)
+    channel.answer(command, report.encode())
+    if command.op in _LAST_COMMANDS:
+        state.close_channel()
+
+
+# Nothing of the same delivery comes behind these: memory and connections are given back.
+_LAST_COMMANDS = frozenset({"finish", "adopt"})
+
+
+def _state_of(model: torch.nn.Module) -> _State:
+    state = getattr(model, _ATTRIBUTE, None)
+    if state is None:
+        state = _State(model)
+        setattr(model, _ATTRIBUTE, state)
+    return state
