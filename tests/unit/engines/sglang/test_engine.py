@@ -1,0 +1,406 @@
+"""The engine over fake servers: every request comes back exactly once, whatever happens to the servers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from fake_server import FakeServer
+
+from megatron_dapo.engines.sglang.client import EngineHttpError, SglangClient, Timeouts
+from megatron_dapo.engines.sglang.engine import (
+    AllEnginesGone,
+    RequestGivenUp,
+    SglangEngine,
+    SglangEngineSettings,
+)
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+
+TIMEOUTS = Timeouts(connect_s=5, generate_s=30, control_s=5, health_s=1)
+LONG = {"max_new_tokens": 20, "stop_token_ids": ()}
+MakeEngine = Callable[..., SglangEngine]
+
+
+def client_of(server: FakeServer, timeouts: Timeouts = TIMEOUTS) -> SglangClient:
+    return SglangClient(server.url, server.key, timeouts)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """make_engine(servers, **settings) -> an engine at policy version 0, labelled so on the servers."""
+    engines: list[SglangEngine] = []
+
+    def make(servers: list[FakeServer], timeouts: Timeouts = TIMEOUTS, **settings: object) -> SglangEngine:
+        for server in servers:
+            server.weight_version = "0"
+        sizes = {"max_length": 512, "vocab_size": 100, "poll_wait_s": 0.1, "abort_s": 5.0, **settings}
+        engine = SglangEngine([client_of(server, timeouts) for server in servers], SglangEngineSettings(**sizes))
+        engines.append(engine)
+        engine.set_policy_version(0)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def make_requests(num_groups: int, group_size: int = 4, **sampling: object) -> list[GenerationRequest]:
+    rng = random.Random(num_groups)
+    requests = []
+    for group in range(num_groups):
+        prompt = tuple(rng.randrange(100) for _ in range(rng.randint(1, 30)))
+        for index in range(group_size):
+            params = SamplingParams(**{"max_new_tokens": rng.randint(1, 40), "stop_token_ids": (2, 5), **sampling})
+            requests.append(GenerationRequest(f"{group}/{index}", prompt, params, seed=100 * group + index))
+    return requests
+
+
+def drain(engine: SglangEngine, timeout_s: float = 30.0) -> list[Completion]:
+    completions: list[Completion] = []
+    end = time.monotonic() + timeout_s
+    while engine.num_unfinished:
+        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.dead_servers}"
+        completions += engine.poll()
+    return completions
+
+
+def check_all(requests: list[GenerationRequest], completions: list[Completion], server: FakeServer) -> None:
+    """Exactly one completion a request, each the uninterrupted response."""
+    assert sorted(done.request_id for done in completions) == sorted(request.request_id for request in requests)
+    by_id = {done.request_id: done for done in completions}
+    for request in requests:
+        sampling, done = request.sampling, by_id[request.request_id]
+        tokens, logprobs = server.expected(
+            len(request.prompt_ids), request.seed, sampling.max_new_tokens, sampling.stop_token_ids
+        )
+        assert (done.token_ids, done.logprobs) == (tuple(tokens), tuple(logprobs))
+        assert done.finish_reason == ("stop" if tokens[-1] in sampling.stop_token_ids else "length")
+        assert [entry.start for entry in done.versions] == [0, *(entry.end for entry in done.versions[:-1])]
+        assert done.versions[-1].end == len(tokens)
+
+
+def num_generations(server: FakeServer) -> int:
+    return server.paths().count("/generate")
+
+
+def test_all_responses_come_back_once_in_the_order_of_submission(make_server, make_engine: MakeEngine) -> None:
+    servers = [make_server(), make_server()]
+    engine = make_engine(servers, max_in_flight=6)
+    requests = make_requests(12)
+    engine.submit(requests[:20])
+    engine.submit(requests[20:])
+    rank = {request.request_id: index for index, request in enumerate(requests)}
+    completions = []
+    while engine.num_unfinished:
+        polled = engine.poll()
+        assert [rank[done.request_id] for done in polled] == sorted(rank[done.request_id] for done in polled)
+        completions += polled
+    check_all(requests, completions, servers[0])
+    assert all(done.versions == (VersionRange(0, len(done.token_ids), 0),) for done in completions)
+    assert engine.poll() == [] and engine.statistics.num_completions == len(requests)
+    assert min(num_generations(server) for server in servers) > 0
+    with pytest.raises(ValueError, match="already in use"):
+        engine.submit([requests[0], requests[0]])
+
+
+def test_groups_stay_together_and_loads_even(make_server, make_engine: MakeEngine) -> None:
+    servers = [make_server(), make_server()]
+    for server in servers:
+        server.freeze_after = 0
+    engine = make_engine(servers)
+    requests = make_requests(8, group_size=8, max_new_tokens=30)
+    engine.submit(requests)
+    for server in servers:
+        server.wait_until_running(26)
+    prompts = [{tuple(body["input_ids"]) for path, body in server.calls} for server in servers]
+    assert len(prompts[0] & prompts[1]) <= 1, "at most one group is cut"
+    loads = [sum(len(body["input_ids"]) + 30 for _, body in server.calls) for server in servers]
+    assert max(loads) < 1.3 * min(loads)
+    for server in servers:
+        server.thaw()
+    check_all(requests, drain(engine), servers[0])
+
+
+def test_a_killed_servers_requests_are_served_by_the_other(make_server, make_engine: MakeEngine) -> None:
+    servers = [make_server(), make_server()]
+    for server in servers:
+        server.freeze_after = 2
+    engine = make_engine(servers)
+    requests = make_requests(10, **LONG)
+    engine.submit(requests)
+    for server in servers:
+        server.wait_until_running(5)
+    servers[0].kill()
+    servers[1].thaw()
+    check_all(requests, drain(engine), servers[1])
+    assert list(engine.dead_servers) == [0] and servers[0].url in engine.dead_servers[0]
+    assert engine.statistics.num_deaths == 1 and engine.statistics.num_redispatched >= 5
+    more = [replace(request, request_id="again" + request.request_id) for request in requests[:3]]
+    engine.submit(more)
+    check_all(more, drain(engine), servers[1])
+
+
+@pytest.mark.parametrize("fault", ["500", "nan", "other_vocabulary", "no_json", "reset_mid_answer"])
+def test_a_server_that_errs_is_taken_out(fault: str, make_server, make_engine: MakeEngine) -> None:
+    servers = [make_server(), make_server()]
+    servers[0].faults = {"/generate": fault, "/health": "500"}
+    engine = make_engine(servers)
+    requests = make_requests(6, **LONG)
+    engine.submit(requests)
+    check_all(requests, drain(engine), servers[1])
+    assert list(engine.dead_servers) == [0]
+
+
+def test_a_hanging_server_is_found_by_its_health_and_its_late_answers_are_dropped(
+    make_server, make_engine: MakeEngine
+) -> None:
+    servers = [make_server(), make_server()]
+    servers[0].freeze_after = 0
+    servers[0].faults = {"/health": "hang"}
+    engine = make_engine(servers, stall_s=0.3)
+    requests = make_requests(6)
+    engine.submit(requests)
+    completions = drain(engine)
+    servers[0].thaw()
+    check_all(requests, completions, servers[1])
+    assert "no answer within 1 s" in engine.dead_servers[0]
+    assert engine.poll() == [] and engine.num_unfinished == 0
+
+
+def test_a_slow_but_healthy_server_is_waited_for(make_server, make_engine: MakeEngine) -> None:
+    server = make_server()
+    server.freeze_after = 0
+    engine = make_engine([server], stall_s=0.2)
+    requests = make_requests(2)
+    engine.submit(requests)
+    end = time.monotonic() + 20
+    while server.paths().count("/health") < 2 and time.monotonic() < end:
+        assert engine.poll() == []
+    server.thaw()
+    check_all(requests, drain(engine), server)
+    assert not engine.dead_servers and num_generations(server) == len(requests)
+
+
+def test_a_lost_connection_to_a_healthy_server_costs_one_more_try(make_server, make_engine: MakeEngine) -> None:
+    server = make_server()
+    server.faults["/generate"] = "reset"
+    engine = make_engine([server])
+    requests = make_requests(1)
+    engine.submit(requests)
+    while num_generations(server) < len(requests):
+        time.sleep(0.01)
+    server.faults.clear()
+    check_all(requests, drain(engine), server)
+    assert not engine.dead_servers
+
+
+def test_a_request_that_is_always_lost_is_given_up_and_kept(make_server, make_engine: MakeEngine) -> None:
+    server = make_server()
+    server.faults["/generate"] = "reset"
+    engine = make_engine([server], max_tries=3)
+    engine.submit(make_requests(1, group_size=1))
+    with pytest.raises(RequestGivenUp, match="request '0/0' was lost 3 times .*connection lost"):
+        drain(engine)
+    assert engine.num_unfinished == 1 and num_generations(server) == 3
+
+
+def test_all_gone_names_the_first_cause_and_a_revived_server_takes_over(make_server, make_engine: MakeEngine) -> None:
+    servers = [make_server(), make_server()]
+    for server in servers:
+        server.freeze_after = 1
+    engine = make_engine(servers)
+    requests = make_requests(5, **LONG)
+    engine.submit(requests)
+    for server in servers:
+        server.wait_until_running(4)
+    servers[1].kill()
+    while not engine.dead_servers:
+        assert engine.poll() == []
+    servers[0].kill()
+    with pytest.raises(AllEnginesGone, match=f"all 2 .* 20 requests wait.*first root cause: .*{servers[1].url}"):
+        drain(engine)
+    with pytest.raises(AllEnginesGone):
+        engine.poll()
+    assert engine.num_unfinished == len(requests)
+    fresh = make_server(weight_version="0")
+    engine.revive(1, client_of(fresh))
+    check_all(requests, drain(engine), fresh)
+    assert list(engine.dead_servers) == [0]
+    with pytest.raises(ValueError, match="is alive"):
+        engine.revive(1, client_of(fresh))
+
+
+def test_the_owner_may_know_of_a_death_first(make_server, make_engine: MakeEngine) -> None:
+    servers = [make_server(), make_server()]
+    for server in servers:
+        server.freeze_after = 1
+    engine = make_engine(servers)
+    requests = make_requests(4, **LONG)
+    engine.submit(requests)
+    for server in servers:
+        server.wait_until_running(4)
+    engine.mark_dead(0, "its process ended with code -9")
+    servers[0].thaw()  # its answers come too late
+    servers[1].thaw()
+    check_all(requests, drain(engine), servers[1])
+    assert "code -9" in engine.dead_servers[0]
+
+
+def test_abort_keeps_what_there_is_and_a_prefix_goes_on_as_if_nothing_had_been(
+    make_server, make_engine: MakeEngine
+) -> None:
+    servers = [make_server(), make_server()]
+    engine = make_engine(servers, max_in_flight=6)
+    requests = make_requests(5, max_new_tokens=40, stop_token_ids=())
+    unfinished, finished = requests, []
+    for version, length in enumerate((7, 15)):
+        for server in servers:
+            server.freeze_after, server.weight_version = length - 7 * version, str(version)
+        engine.set_policy_version(version)
+        engine.submit(unfinished)
+        for server in servers:
+            server.wait_until_running(6)
+        partial = engine.abort()
+        assert engine.num_unfinished == 0 and engine.poll() == []
+        assert [done.request_id for done in partial] == [request.request_id for request in unfinished]
+        assert {done.finish_reason for done in partial} == {"abort"}
+        lengths = sorted(len(done.token_ids) for done in partial)
+        assert lengths[:8] == [0, 7][version : version + 1] * 8 or version == 1
+        assert lengths[-1] == length
+        unfinished = [replace(r, prefix=done) for r, done in zip(unfinished, partial, strict=True)]
+    for server in servers:
+        server.thaw()
+        server.weight_version = "2"
+    engine.set_policy_version(2)
+    engine.submit(unfinished)
+    finished = drain(engine)
+    check_all(requests, finished, servers[0])
+    assert {tuple(entry.version for entry in done.versions) for done in finished} >= {(0, 1, 2), (2,)}
+
+
+def test_somebody_elses_abort_is_gone_over(server: FakeServer, make_engine: MakeEngine) -> None:
+    server.freeze_after = 3
+    engine = make_engine([server])
+    requests = make_requests(2, **LONG)
+    engine.submit(requests)
+    server.wait_until_running(8)
+    client_of(server).abort()
+    while num_generations(server) < 16:
+        assert engine.poll() == []
+    server.thaw()
+    completions = drain(engine)
+    check_all(requests, completions, server)
+    bodies = [body for path, body in server.calls if path == "/generate"]
+    assert {body["sampling_params"]["max_new_tokens"] for body in bodies[8:]} == {17}
+
+
+def test_abort_of_a_dying_or_silent_server_still_returns_everything(make_server, make_engine: MakeEngine) -> None:
+    servers = [make_server(), make_server(), make_server()]
+    for server in servers:
+        server.freeze_after = 2
+    engine = make_engine(servers, abort_s=1.0)
+    requests = make_requests(6, **LONG)
+    engine.submit(requests)
+    for server in servers:
+        server.wait_until_running(4)
+    servers[0].kill()
+    servers[1].faults["/abort_request"] = "500"
+    servers[2].answer_delay_s = 3.0
+    partial = engine.abort()
+    assert [done.request_id for done in partial] == [request.request_id for request in requests]
+    assert engine.num_unfinished == 0 and sorted(engine.dead_servers) == [0, 1, 2]
+
+
+def test_a_complete_prefix_comes_back_as_what_it_is(server: FakeServer, make_engine: MakeEngine) -> None:
+    engine = make_engine([server])
+    sampling = SamplingParams(max_new_tokens=3, stop_token_ids=(9,))
+    cases = {"stop": (4, 9), "length": (4, 5, 6)}
+    requests = [
+        GenerationRequest(
+            reason,
+            (1, 2),
+            sampling,
+            seed=0,
+            prefix=Completion(reason, ids, (-1.0,) * len(ids), "abort", (VersionRange(0, len(ids), 0),)),
+        )
+        for reason, ids in cases.items()
+    ]
+    engine.submit(requests)
+    assert engine.num_unfinished == 2
+    with pytest.raises(ValueError, match="already in use"):
+        engine.submit(requests[:1])
+    completions = engine.poll()
+    assert {done.finish_reason: done.token_ids for done in completions} == cases
+    assert num_generations(server) == 0
+
+
+def test_a_refused_request_is_named_and_the_others_go_on(server: FakeServer, make_engine: MakeEngine) -> None:
+    engine = make_engine([server], vocab_size=200)
+    requests = make_requests(2)
+    engine.submit([*requests, replace(requests[0], request_id="alien", prompt_ids=(150,))])
+    with pytest.raises(EngineHttpError, match="HTTP 400.*greater than the vocab size"):
+        for _ in range(1000):
+            for done in engine.poll():
+                requests = [request for request in requests if request.request_id != done.request_id]
+    assert not requests and engine.num_unfinished == 1 and not engine.dead_servers
+
+
+def test_weights_with_another_label_are_not_trained_on(make_server, make_engine: MakeEngine) -> None:
+    servers = [make_server(), make_server()]
+    engine = make_engine(servers)
+    servers[0].weight_version = "default"  # restarted behind our back
+    requests = make_requests(4)
+    engine.submit(requests)
+    check_all(requests, drain(engine), servers[1])
+    assert "labelled 'default', not policy version 0" in engine.dead_servers[0]
+
+
+def test_versions_never_go_backwards_nor_change_under_a_response(server: FakeServer, make_engine: MakeEngine) -> None:
+    engine = make_engine([server])
+    engine.set_policy_version(4)
+    with pytest.raises(ValueError, match="policy version 3 comes after 4"):
+        engine.set_policy_version(3)
+    server.freeze_after, server.weight_version = 1, "4"
+    engine.submit(make_requests(1, **LONG))
+    server.wait_until_running(4)
+    with pytest.raises(RuntimeError, match="4 requests are being generated by version 4"):
+        engine.set_policy_version(5)
+    engine.abort()
+    engine.set_policy_version(5)
+
+
+def test_nothing_is_generated_without_weights(server: FakeServer) -> None:
+    with SglangEngine([client_of(server)], SglangEngineSettings(max_length=512, vocab_size=100)) as engine:
+        assert engine.policy_version == -1
+        engine.submit(make_requests(1))
+        with pytest.raises(RuntimeError, match="no verified weights yet"):
+            engine.poll()
+        assert num_generations(server) == 0
+    with pytest.raises(ValueError, match="no server given"):
+        SglangEngine([], SglangEngineSettings(max_length=512, vocab_size=100))
+
+
+def test_servers_that_die_at_random_lose_nothing(make_server, make_engine: MakeEngine) -> None:
+    rng = random.Random(5)
+    servers = [make_server(token_s=0.002) for _ in range(3)]
+    engine = make_engine(servers, max_in_flight=16, max_tries=1000)
+    requests = make_requests(40, max_new_tokens=30)
+    engine.submit(requests)
+    completions: list[Completion] = []
+    deaths = 0
+    while engine.num_unfinished:
+        try:
+            completions += engine.poll()
+        except AllEnginesGone:
+            pass
+        if deaths < 6 and rng.random() < 0.2:
+            deaths += 1
+            servers[rng.randrange(3)].kill()
+        for index in engine.dead_servers:
+            servers[index] = make_server(token_s=0.002, weight_version="0")
+            engine.revive(index, client_of(servers[index]))
+    check_all(requests, completions, servers[0])
+    assert deaths > 2 and engine.statistics.num_deaths > 0
