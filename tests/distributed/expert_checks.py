@@ -1,0 +1,83 @@
+"""Workers of test_experts.py: a Qwen3-MoE from a folder, trained on several layouts of the same ranks, and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from actor_checks import (
+    LEARNING_RATE,
+    TEMPERATURE,
+    Batch,
+    largest_over_ranks,
+    loss_fn,
+    parity_of_layouts,
+    sequences,
+)
+from megatron_dapo.bridge.convert import first_difference
+from megatron_dapo.bridge.export import export_to_huggingface
+from megatron_dapo.bridge.replicas import drifted_replicas
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.optimizer import OptimizerSettings
+from megatron_dapo.parallel.layout import ParallelLayout
+from safetensors.torch import load_file
+
+# Some micro-batches have so few tokens that experts, and whole expert ranks, get none.
+TINY_AND_LARGE = ((2,), (1,), (5, 17, 1, 30), (3,), (64,), (1, 1), (9,), (2, 2))
+NUM_STEPS = 4
+
+
+def experts(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Worker: `parity_of_layouts` of the cases, then `train_and_export` of each layout; the first is compared with."""
+    folder = Path(arguments["work"])
+    trained = [
+        train_and_export(arguments["model"], layout, folder / f"layout{number}")
+        for number, layout in enumerate(arguments["layouts"])
+    ]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        right = load_file(folder / "layout0" / "trained" / "model.safetensors")
+        for number, result in enumerate(trained):
+            result["weights"] = relative(
+                load_file(folder / f"layout{number}" / "trained" / "model.safetensors"), right
+            )
+    return {"parity": parity_of_layouts(arguments), "trained": trained}
+
+
+def relative(ours: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    assert set(ours) == set(right)
+    return max(float((ours[name] - right[name]).norm() / right[name].norm()) for name in right)
+
+
+def train_and_export(model: str, fields: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Load the folder `model`, export it as it is, train, export again. What differs, and (loss, norm) of each step."""
+    layout = ParallelLayout(world_size=dist.get_world_size(), **fields)
+    settings = ActorSettings(optimizer=OptimizerSettings(distributed=fields.get("expert", 1) != 4))
+    actor = MegatronActor.build(model, layout, settings)
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    export(actor, model, folder / "untouched")
+    history = [step(actor, seed) for seed in range(NUM_STEPS)]
+    export(actor, model, folder / "trained")
+    difference = str(first_difference(model, folder / "untouched") or "") if dist.get_rank() == 0 else ""
+    return {
+        "round_trip": difference,
+        "history": history,
+        "drifted": drifted_replicas(actor.tensors, actor.named_local_parameters(), dist.group.WORLD),
+    }
+
+
+def export(actor: MegatronActor, model: str, target: Path) -> None:
+    export_to_huggingface(target, model, actor.tensors, actor.named_local_parameters(), dist.group.WORLD)
+
+
+def step(actor: MegatronActor, seed: int) -> tuple[float, float]:
+    parts = [tuple(sequences(lengths, 1000 * seed + index)) for index, lengths in enumerate(TINY_AND_LARGE)]
+    micro_batches = [micro_batch for _, micro_batch in Batch(tuple(parts)).of_rank(actor.layout, dist.get_rank())]
+    result = actor.train_step(micro_batches, loss_fn, TEMPERATURE, LEARNING_RATE)
+    largest_over_ranks({"norm": result.grad_norm})  # all ranks are still here
+    assert result.applied
+    return result.metrics["loss"], result.grad_norm
