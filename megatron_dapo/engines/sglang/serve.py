@@ -1,6 +1,6 @@
 """A stock SGLang server whose API key comes from a file and whose processes end with the one that started it.
 
-    python -m megatron_dapo.engines.sglang.serve --api-key-file FILE [any argument of SGLang's own server]
+    python -m megatron_dapo.engines.sglang.serve --api-key-file FILE --scratch FOLDER [arguments of SGLang's own server]
 
 SGLang spawns its scheduler and detokenizer, and each of them imports this module again before it imports sglang: what
 must hold in every process of the engine is done where the module is run, not where it is imported as a library.
@@ -9,8 +9,8 @@ must hold in every process of the engine is done where the module is run, not wh
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,17 +19,17 @@ from pathlib import Path
 
 from megatron_dapo.engines.sglang import cpu
 from megatron_dapo.engines.sglang.keys import read_key
-
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+from megatron_dapo.engines.sglang.processes import end_with_parent, leftovers
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Serve until told to stop. `arguments` are SGLang's, preceded by --api-key-file."""
+    """Serve until told to stop. `arguments` are SGLang's and two of ours."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key-file", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
     ours, sglang_arguments = parser.parse_known_args(arguments)
+    end_with_starter(ours.scratch)
     key = read_key(ours.api_key_file)
-    _end_with_lifeline()
     cpu.apply_to_sglang()
 
     from sglang.srt.entrypoints.http_server import app, launch_server
@@ -46,31 +46,27 @@ def serve(arguments: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _end_with_lifeline() -> None:
-    """Kill this process and its group as soon as nobody holds the other end of its standard input any more.
+def end_with_starter(scratch: Path) -> None:
+    """Kill this process's group, and remove `scratch`, as soon as nobody holds the other end of its standard input.
 
-    The starter's end closes however the starter dies. PR_SET_PDEATHSIG alone would not do: the kernel sends it when the
-    THREAD that started this process ends.
+    The starter's end closes however the starter dies. PR_SET_PDEATHSIG would not do here: the kernel sends it already
+    when the THREAD that started this process ends.
     """
-    threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
+    threading.Thread(target=_watch_starter, args=(scratch,), name="watch-starter", daemon=True).start()
 
 
-def _watch_lifeline() -> None:
+def _watch_starter(scratch: Path) -> None:
     while os.read(0, 1):
         pass
+    for file in leftovers(os.getpid()):
+        file.unlink(missing_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
-def _end_with_parent() -> None:
-    """In a spawned child: die when the server does, from the first moment on (SGLang asks for it after its imports)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 if __name__ == "__mp_main__":
-    _end_with_parent()
+    # SGLang asks for the same, but only after imports of many seconds.
+    end_with_parent()
     cpu.prepare_imports()
     cpu.apply_to_sglang()
 

@@ -1,0 +1,84 @@
+"""Ports that nobody else can take between their choice and the server's own bind."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_FIRST, _LAST = 20000, 65535
+_DEFAULT_EPHEMERAL = (32768, 60999)
+_NUM_TRIES = 2000
+
+
+@dataclass
+class ReservedPort:
+    """A port on `host`, held by a bound socket until `release`.
+
+    The socket was bound for us alone. `hand_over` then marks it reusable: a server that asks for SO_REUSEADDR (all do)
+    can bind and listen while we go on holding the port, and everybody who wants it for himself is still refused, also
+    between the death of a server and its restart.
+    """
+
+    host: str
+    number: int
+    _socket: socket.socket = field(repr=False)
+
+    def hand_over(self) -> int:
+        """Let the server have the port; its number."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return self.number
+
+    def release(self) -> None:
+        self._socket.close()
+
+
+def reserve_port(host: str) -> ReservedPort:
+    """A free port on `host`, outside the range the kernel draws from, so that no outgoing connection takes it either.
+
+    ValueError where `host` is no address of this machine; RuntimeError where no port is left.
+    """
+    family, address = _resolve(host)
+    for number in _candidates():
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.bind((address, number))
+        except OSError as error:
+            bound.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ValueError(
+                    f"host {host!r} is no address of this machine: name one of its interfaces, or 127.0.0.1"
+                ) from error
+            continue
+        return ReservedPort(host, number, bound)
+    raise RuntimeError(f"no free port on {host} after {_NUM_TRIES} tries between {_FIRST} and {_LAST}")
+
+
+def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ValueError(f"host {host!r} has no address: {error.strerror}") from error
+    return family, str(address[0])
+
+
+def _candidates() -> Iterator[int]:
+    """Random numbers, so that two starters on one machine seldom try the same one. Not from the run's seed."""
+    low, high = _ephemeral_range()
+    draw = random.SystemRandom()
+    below, above = max(0, min(low, _LAST + 1) - _FIRST), max(0, _LAST - max(high, _FIRST - 1))
+    assert below + above > 0, f"the kernel draws from {low}..{high}: no port is left outside"
+    for _ in range(_NUM_TRIES):
+        offset = draw.randrange(below + above)
+        yield _FIRST + offset if offset < below else _LAST + 1 - (below + above - offset)
+
+
+def _ephemeral_range() -> tuple[int, int]:
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+    except OSError:
+        return _DEFAULT_EPHEMERAL
+    return int(low), int(high)

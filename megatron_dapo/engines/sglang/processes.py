@@ -1,0 +1,170 @@
+"""The processes of one server: found, watched and ended as a whole, whatever state they are in. Standard library only,
+for the engine's own processes import it as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+# SGLang's load reports and multiprocessing's semaphores: a killed server cannot remove them.
+_LEFTOVER = re.compile(r"/dev/shm/(?:sglang_loads_|sem\.mp-)\S+")
+_TICK_S = 0.02
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process for good: a number may be used again, a number and its start time are not."""
+
+    pid: int
+    started: int  # clock ticks since boot
+
+    @property
+    def is_running(self) -> bool:
+        status = _status(self.pid)
+        return status is not None and status.started == self.started and status.state not in "ZX"
+
+
+@dataclass(frozen=True)
+class _Status:
+    state: str
+    parent: int
+    session: int
+    started: int
+
+
+def end_with_parent() -> None:
+    """From now on the kernel kills this process when its parent, of the same session, dies. Only Linux has this."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # It may have died before the request: then whoever takes orphans in is the parent, in a session of its own.
+    if os.getsid(os.getppid()) != os.getsid(0):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leftovers(pid: int) -> set[Path]:
+    """Shared-memory files of SGLang's that `pid` has mapped and that outlive a kill."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    return {Path(name) for name in _LEFTOVER.findall(maps)}
+
+
+class ProcessTree:
+    """A started server (leader of a session of its own) and all it has started since."""
+
+    def __init__(self, leader: subprocess.Popen[bytes]) -> None:
+        self._leader = leader
+        self._workers: set[ProcessId] = set()
+        self._seen: set[ProcessId] = set()
+        self._files: set[Path] = set()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the leader (negative: the signal that ended it), None while it runs. Its number stays taken until `kill`."""
+        if self._leader.returncode is not None:
+            return self._leader.returncode
+        ended = os.waitid(os.P_PID, self._leader.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def record(self) -> None:
+        """Remember the processes there are now; each worker of SGLang's among them has to live as long as the server."""
+        self._look()
+        self._workers = {process for process in self._seen if _is_worker(process.pid)}
+
+    def ended_worker(self) -> ProcessId | None:
+        """A recorded worker that is gone."""
+        return next((worker for worker in sorted(self._workers, key=_by_pid) if not worker.is_running), None)
+
+    def pids(self) -> list[int]:
+        """All processes of the server that run now."""
+        self._look()
+        return sorted(process.pid for process in self._seen if process.is_running)
+
+    def kill(self, timeout_s: float) -> list[int]:
+        """End everything, wait until it is gone and remove what it left behind. Returns the pids that would not go."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._look()
+            running = {process for process in self._seen if process.is_running}
+            if not running or time.monotonic() > deadline:
+                break
+            _kill(running)
+            time.sleep(_TICK_S)
+        if self.exit_code is not None:
+            self._leader.wait()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        return sorted(process.pid for process in running)
+
+    def _look(self) -> None:
+        """Add what is there now. The leader is not reaped before `kill`, so its session's number is nobody else's."""
+        for process in _members(self._leader.pid, self._seen):
+            self._seen.add(process)
+            self._files |= leftovers(process.pid)
+
+
+def _kill(processes: Iterable[ProcessId]) -> None:
+    for process in processes:
+        if process.is_running:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def _members(leader: int, known: Iterable[ProcessId]) -> set[ProcessId]:
+    """Everything in the leader's session or descending from it or from a known process that still runs."""
+    table = _process_table()
+    roots = {process.pid for process in known if process.is_running} | {leader}
+    members = {pid for pid, status in table.items() if status.session == leader or pid in roots}
+    while True:
+        more = {pid for pid, status in table.items() if status.parent in members} - members
+        if not more:
+            break
+        members |= more
+    return {ProcessId(pid, table[pid].started) for pid in members if pid in table}
+
+
+def _process_table() -> dict[int, _Status]:
+    table = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            status = _status(int(entry.name))
+            if status is not None:
+                table[int(entry.name)] = status
+    return table
+
+
+def _status(pid: int) -> _Status | None:
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = line[line.rindex(")") + 2 :].split()  # the name before it may hold anything
+    return _Status(state=fields[0], parent=int(fields[1]), session=int(fields[3]), started=int(fields[19]))
+
+
+def _is_worker(pid: int) -> bool:
+    """SGLang names its processes sglang::scheduler and so on."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sglang::")
+    except OSError:
+        return False
+
+
+def _by_pid(process: ProcessId) -> int:
+    return process.pid

@@ -1,0 +1,56 @@
+"""Which SGLang servers are supported, and everything in which they differ for us."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+OLDEST = (0, 5, 17)
+NEWEST = (0, 5, 21)
+SUPPORTED = (OLDEST, NEWEST)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one version of SGLang wants to be spoken to."""
+
+    version: str
+    needs_update_session: bool  # update_weights_from_tensor and _distributed only between begin_ and end_weight_update
+
+
+# First version with a difference -> the fields that change from there on.
+_CHANGES: tuple[tuple[tuple[int, int, int], dict[str, bool]], ...] = (
+    (OLDEST, {"needs_update_session": False}),
+    ((0, 5, 21), {"needs_update_session": True}),
+)
+
+
+def dialect_of(version: str) -> Dialect:
+    """The dialect of SGLang `version`, as its /server_info tells it (release suffixes like .post1 are allowed).
+
+    ValueError for what is no version, or is older or newer than what has been tried.
+    """
+    numbers = _numbers(version)
+    if not OLDEST <= numbers <= NEWEST:
+        older = numbers < OLDEST
+        raise ValueError(
+            f"SGLang {version} is {'older' if older else 'newer'} than what is supported, {_text(OLDEST)} to "
+            f"{_text(NEWEST)}: install sglang=={_text(OLDEST if older else NEWEST)} in the engine's environment"
+        )
+    fields: dict[str, bool] = {}
+    for first, changes in _CHANGES:
+        if numbers >= first:
+            fields.update(changes)
+    return Dialect(version=version, **fields)
+
+
+def _numbers(version: str) -> tuple[int, int, int]:
+    match = re.fullmatch(r"v?(\d+)\.(\d+)\.(\d+)(?:[.+-].*|(?:rc|a|b)\d+.*)?", version)
+    if match is None:
+        raise ValueError(f"SGLang says its version is {version!r}: expected three numbers, like {_text(NEWEST)}")
+    major, minor, patch = (int(group) for group in match.groups())
+    return major, minor, patch
+
+
+def _text(numbers: tuple[int, int, int]) -> str:
+    return ".".join(map(str, numbers))
