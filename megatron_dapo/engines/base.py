@@ -117,7 +117,22 @@ def aborted(request: GenerationRequest) -> Completion:
     return replace(request.prefix, finish_reason=finish_reason_of(request, request.prefix.token_ids))
 
 
-def merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...]:
+def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
+    """The whole response: the request's prefix, then `rest`, which was generated behind it."""
+    prefix = request.prefix
+    if prefix is None:
+        return replace(rest, versions=_merge_versions(rest.versions))
+    shift = len(prefix.token_ids)
+    shifted = [replace(entry, start=entry.start + shift, end=entry.end + shift) for entry in rest.versions]
+    return replace(
+        rest,
+        token_ids=prefix.token_ids + rest.token_ids,
+        logprobs=prefix.logprobs + rest.logprobs,
+        versions=_merge_versions([*prefix.versions, *shifted]),
+    )
+
+
+def _merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...]:
     """Neighbouring ranges of one version as one; empty ones left out."""
     merged: list[VersionRange] = []
     for entry in versions:

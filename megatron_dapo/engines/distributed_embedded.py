@@ -198,6 +198,7 @@ def _encode_requests(shares: Sequence[Sequence[GenerationRequest]]) -> dict[str,
                 prompts.setdefault(r.prompt_ids, len(prompts)),
                 samplings.setdefault(r.sampling, len(samplings)),
                 r.seed,
+                r.prefix and asdict(r.prefix),
             ]
             for r in share
         ]
@@ -212,8 +213,10 @@ def _decode_requests(command: dict[str, Any], rank: int) -> list[GenerationReque
         SamplingParams(**{**entry, "stop_token_ids": tuple(entry["stop_token_ids"])}) for entry in command["samplings"]
     ]
     return [
-        GenerationRequest(request_id, prompts[prompt], samplings[sampling], seed)
-        for request_id, prompt, sampling, seed in command["requests"][rank]
+        GenerationRequest(
+            request_id, prompts[prompt], samplings[sampling], seed, prefix and _decode_completion(prefix)
+        )
+        for request_id, prompt, sampling, seed, prefix in command["requests"][rank]
     ]
 
 

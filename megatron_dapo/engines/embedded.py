@@ -6,7 +6,9 @@ last active row, then by a waiting request), so short responses never wait for l
 one prompt, computed and kept once.
 
 A prompt is prefilled without its last token; that one goes through the first ordinary tick. So there is one place where
-tokens are drawn, and a request with the same prompt as a running one costs nothing to start.
+tokens are drawn, and a request with the same prompt as a running one costs nothing to start. A request that goes on
+behind an aborted completion has its prompt and those tokens as its context, which is prefilled like a prompt. Random
+numbers are keyed by the absolute position: under unchanged weights it becomes the response it would have been.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from megatron_dapo.engines.base import check_request, check_request_ids
+from megatron_dapo.engines.base import (
+    aborted,
+    behind_prefix,
+    check_request,
+    check_request_ids,
+    finish_reason_of,
+)
 from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
 from megatron_dapo.engines.slot_cache import Sharing, SlotCache, register_attention
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
@@ -58,9 +66,9 @@ class EmbeddedEngineSettings:
 
 @dataclass
 class _Prefix:
-    """A prompt whose keys and values, without the last token, stand in prefix slot `index`; computed by one version."""
+    """A context whose keys and values, without the last token, stand in prefix slot `index`; computed by one version."""
 
-    tokens: tuple[int, ...]  # of the whole prompt
+    tokens: tuple[int, ...]  # of the whole context: the prompt, for requests that go on the tokens so far as well
     index: int = -1
     num_rows: int = 0
 
@@ -95,6 +103,7 @@ class EmbeddedEngine:
         self._version = -1
         self._waiting: deque[GenerationRequest] = deque()
         self._request_ids: set[str] = set()
+        self._complete: list[Completion] = []  # submitted with a prefix that needs no more
         self._rows: list[_Row] = []
         self._prefixes: list[_Prefix] = []  # by slot
         self._current: dict[tuple[int, ...], _Prefix] = {}  # those of the policy version served, by prompt
@@ -190,7 +199,11 @@ class EmbeddedEngine:
         for request in requests:
             self.check(request)
         self._request_ids.update(request.request_id for request in requests)
-        self._waiting.extend(requests)
+        for request in requests:
+            if request.prefix is not None and finish_reason_of(request, request.prefix.token_ids) != "abort":
+                self._complete.append(aborted(request))
+            else:
+                self._waiting.append(request)
 
     def poll(self) -> list[Completion]:
         return self.advance(self.settings.ticks_per_poll)
@@ -202,7 +215,7 @@ class EmbeddedEngine:
             raise RuntimeError(
                 "the engine has no weights yet: synchronise them and call set_policy_version before generating"
             )
-        completions: list[Completion] = []
+        completions = self._take_complete()
         for _ in range(num_ticks):
             self._admit()
             if not self._rows:
@@ -214,13 +227,19 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def abort(self) -> list[Completion]:
-        completions = [self._completion(row, "abort") for row in self._rows]
-        completions += [Completion(request.request_id, (), (), "abort", ()) for request in self._waiting]
+        completions = self._take_complete()
+        completions += [self._completion(row, "abort") for row in self._rows]
+        completions += [aborted(request) for request in self._waiting]
         self._rows.clear()
         self._waiting.clear()
         self._prefixes.clear()
         self._current.clear()
         self._request_ids.clear()
+        return completions
+
+    def _take_complete(self) -> list[Completion]:
+        completions, self._complete = self._complete, []
+        self._request_ids.difference_update(completion.request_id for completion in completions)
         return completions
 
     # One tick
@@ -283,13 +302,14 @@ class EmbeddedEngine:
 
     def _completion(self, row: _Row, reason: FinishReason) -> Completion:
         num_tokens = int(self._integers[_COLUMN, row.index])
-        return Completion(
+        new = Completion(
             request_id=row.request.request_id,
             token_ids=tuple(self._tokens[row.index, :num_tokens].tolist()),
             logprobs=tuple(self._logprobs[row.index, :num_tokens].tolist()),
             finish_reason=reason,
             versions=_version_ranges(row.starts, num_tokens),
         )
+        return behind_prefix(row.request, new)
 
     def _compact(self, removed: set[int]) -> None:
         num_left = len(self._rows) - len(removed)
@@ -345,9 +365,10 @@ class EmbeddedEngine:
         prefixes: list[_Prefix] = []
         for offset in range(num_new):
             request = self._waiting.popleft()
-            prefix = self._current.get(request.prompt_ids)
+            context = _context(request)
+            prefix = self._current.get(context)
             if prefix is None:
-                prefix = self._current[request.prompt_ids] = _Prefix(request.prompt_ids)
+                prefix = self._current[context] = _Prefix(context)
                 prefixes.append(prefix)
             prefix.num_rows += 1
             new.append(_Row(request, len(self._rows) + offset, prefix, [(0, self._version)]))
@@ -384,14 +405,14 @@ class EmbeddedEngine:
         requests = [row.request for row in rows]
         integers = [
             [
-                request.prompt_ids[-1],
+                row.prefix.tokens[-1],
                 0,
-                request.sampling.max_new_tokens,
-                len(request.prompt_ids) - 1,
-                signed_seed(request.seed),
-                request.sampling.top_k,
+                row.request.sampling.max_new_tokens - (len(row.prefix.tokens) - len(row.request.prompt_ids)),
+                row.prefix.length,
+                signed_seed(row.request.seed),
+                row.request.sampling.top_k,
             ]
-            for request in requests
+            for row in rows
         ]
         self._integers[:, span] = torch.tensor(integers, dtype=torch.int64, device=device).T
         floats = [[request.sampling.temperature, request.sampling.top_p] for request in requests]
@@ -406,6 +427,11 @@ class EmbeddedEngine:
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.settings.device)
+
+
+def _context(request: GenerationRequest) -> tuple[int, ...]:
+    """What the first new token depends on."""
+    return request.prompt_ids + (request.prefix.token_ids if request.prefix else ())
 
 
 def _check_config(config: PreTrainedConfig) -> None:

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 
 from megatron_dapo.engines.base import (
     aborted,
+    behind_prefix,
     check_request,
     check_request_ids,
     finish_reason_of,
-    merge_versions,
 )
 from megatron_dapo.engines.sglang.client import (
     EngineAnswerError,
@@ -462,15 +462,14 @@ class SglangEngine:
                 )
 
 
+
 def join(request: GenerationRequest, generation: Generation, version: int) -> Completion:
     """The whole response: the request's prefix, then the new tokens, which `version` generated."""
-    prefix = request.prefix or Completion(request.request_id, (), (), "abort", ())
-    start = len(prefix.token_ids)
-    end = start + len(generation.token_ids)
-    return Completion(
+    rest = Completion(
         request_id=request.request_id,
-        token_ids=prefix.token_ids + generation.token_ids,
-        logprobs=prefix.logprobs + generation.logprobs,
+        token_ids=generation.token_ids,
+        logprobs=generation.logprobs,
         finish_reason=generation.finish_reason,
-        versions=merge_versions((*prefix.versions, VersionRange(start, end, version))),
+        versions=(VersionRange(0, len(generation.token_ids), version),),
     )
+    return behind_prefix(request, rest)

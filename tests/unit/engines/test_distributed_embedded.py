@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from megatron_dapo.engines.distributed_embedded import _decode_requests, _encode_requests, assign
-from megatron_dapo.types import GenerationRequest, SamplingParams
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
 
 def group(name: str, size: int, temperature: float = 1.0) -> list[GenerationRequest]:
@@ -44,6 +45,8 @@ def test_a_group_stays_whole_on_busy_ranks_and_is_cut_on_idle_ones() -> None:
 
 def test_requests_survive_json_exactly() -> None:
     shares = [group("a", 3) + group("b", 1, temperature=0.1), [], group("a", 2, temperature=1 / 3)]
+    prefix = Completion("a/0", (7, 8), (-0.1, -1 / 3), "abort", (VersionRange(0, 1, 2), VersionRange(1, 2, 3)))
+    shares[0][0] = replace(shares[0][0], prefix=prefix)
     command = json.loads(json.dumps(_encode_requests(shares)))
     assert [_decode_requests(command, rank) for rank in range(3)] == shares
     assert len(command["prompts"]) == 2 and len(command["samplings"]) == 3

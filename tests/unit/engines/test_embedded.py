@@ -238,6 +238,85 @@ def test_abort_returns_partials_and_a_resumed_prefix_continues_the_same_sample()
         assert partials[request_id].token_ids + completion.token_ids == expected[request_id].token_ids
 
 
+@pytest.mark.parametrize("num_slots", [3, 64])
+def test_a_response_continued_twice_equals_the_uninterrupted_one(num_slots: int) -> None:
+    """Behind prefixes of several lengths, in batches with others, with stop ids: token by token."""
+    model = reference_model()
+    requests = [replace(r, sampling=replace(r.sampling, max_new_tokens=40)) for r in make_requests(4, group_size=3)]
+    whole = make_engine(model)
+    whole.submit(requests)
+    expected = drain(whole)
+    engine = make_engine(model, max_slots=num_slots)
+    completions: dict[str, Completion] = {}
+    unfinished = requests
+    for version, num_ticks in enumerate((7, 12)):
+        engine.set_policy_version(version)
+        engine.submit(unfinished)
+        completions |= {done.request_id: done for done in engine.advance(num_ticks)}
+        partial = {done.request_id: done for done in engine.abort()}
+        assert set(partial) | set(completions) == set(expected)
+        unfinished = [
+            replace(r, prefix=partial[r.request_id]) for r in reversed(unfinished) if r.request_id in partial
+        ]
+    engine.set_policy_version(5)
+    engine.submit(unfinished)
+    completions |= drain(engine)
+    for request in requests:
+        done, alone = completions[request.request_id], expected[request.request_id]
+        assert (done.token_ids, done.finish_reason) == (alone.token_ids, alone.finish_reason)
+        assert done.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+        assert [v.start for v in done.versions] == [0, *(v.end for v in done.versions[:-1])]
+        assert done.versions[-1].end == len(done.token_ids)
+    assert max(len(done.versions) for done in completions.values()) == (3 if num_slots == 64 else 2)
+
+
+def test_a_complete_prefix_comes_back_as_what_it_is() -> None:
+    engine = make_engine(reference_model())
+    sampling = SamplingParams(max_new_tokens=3, stop_token_ids=(9,))
+    cases = {"stop": (4, 9), "length": (4, 5, 6)}
+    requests = [
+        GenerationRequest(reason, (7, 8), sampling, seed=0, prefix=aborted_after(reason, ids))
+        for reason, ids in cases.items()
+    ]
+    engine.submit(requests)
+    assert engine.num_unfinished == 2
+    completions = engine.poll()
+    assert {done.finish_reason: done.token_ids for done in completions} == cases
+    assert engine.num_unfinished == 0
+    engine.submit(requests)
+    assert {done.finish_reason: done.token_ids for done in engine.abort()} == cases
+
+
+def test_an_aborted_request_that_never_ran_keeps_its_prefix() -> None:
+    engine = make_engine(reference_model())
+    prefix = aborted_after("a", (4, 5))
+    engine.submit([GenerationRequest("a", (7, 8), SamplingParams(max_new_tokens=9), seed=0, prefix=prefix)])
+    assert engine.abort() == [prefix]
+
+
+def aborted_after(request_id: str, token_ids: tuple[int, ...]) -> Completion:
+    num_tokens = len(token_ids)
+    return Completion(request_id, token_ids, (-1.0,) * num_tokens, "abort", (VersionRange(0, num_tokens, 0),))
+
+
+def test_prefixes_that_cannot_be_gone_on_from_are_refused() -> None:
+    engine = make_engine(reference_model())
+    good = GenerationRequest("a", (3, 4), SamplingParams(max_new_tokens=4, stop_token_ids=(9,)), seed=0)
+    prefix = aborted_after("a", (5, 6))
+    cases = {
+        "completion of 'b'": aborted_after("b", (5, 6)),
+        "prefix of 5 tokens, but max_new_tokens = 4": aborted_after("a", (5,) * 5),
+        "1 log-probs for 2 tokens": replace(prefix, logprobs=(-1.0,)),
+        "do not cover its 2 tokens": replace(prefix, versions=(VersionRange(0, 1, 0),)),
+        "prefix ids span 5..61": aborted_after("a", (5, 61)),
+        "behind the stop ids .9.": aborted_after("a", (9, 5)),
+    }
+    for message, broken in cases.items():
+        with pytest.raises(ValueError, match=message):
+            engine.submit([replace(good, prefix=broken)])
+    assert engine.num_unfinished == 0
+
+
 def test_stop_ids_of_different_width_and_a_stop_at_the_limit() -> None:
     model = reference_model()
     engine = make_engine(model)
