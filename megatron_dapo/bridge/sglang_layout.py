@@ -28,7 +28,7 @@ class EngineSizes:
 
     query_heads: int
     key_value_heads: int
-    intermediate: int  # of a dense MLP; 0 where there is none
+    intermediate: int  # of a dense MLP; 0 in a model with experts
     expert_intermediate: int  # 0 in a dense model
     vocabulary: int
 
@@ -46,9 +46,9 @@ def _divided(field: str, size: int, tensor_parallel: int) -> int:
 
 
 def _mlp_sizes(architecture: ModelArchitecture) -> tuple[int, int]:
-    """Intermediate sizes of the dense layers and of an expert, 0 for what the model does not have."""
+    """Intermediate sizes of a dense layer and of an expert, 0 for what the model does not have."""
     experts = architecture.experts
-    return architecture.intermediate_size * architecture.has_dense_layers, experts.intermediate_size if experts else 0
+    return (architecture.intermediate_size, 0) if experts is None else (0, experts.intermediate_size)
 
 
 def _cuda_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_parallel: int) -> EngineSizes:
@@ -164,7 +164,7 @@ class SglangLayout:
         for layer in range(self.architecture.num_layers):
             prefix = f"model.layers.{layer}."
             yield from self._attention(prefix, tensor)
-            if self.architecture.has_experts(layer):
+            if self.architecture.experts is not None:
                 yield self._whole(prefix + ROUTER)
                 yield from self._experts(prefix + "mlp.experts.", tensor)
             else:
@@ -279,6 +279,12 @@ def _check_experts(architecture: ModelArchitecture, tensor_parallel: int, expert
         raise ValueError(
             f"engine expert parallel size {expert_parallel} does not divide its tensor parallel size "
             f"{tensor_parallel}; choose a divisor"
+        )
+    if architecture.experts is not None and architecture.has_dense_layers:
+        dense = architecture.num_layers - len(architecture.experts.layers)
+        raise ValueError(
+            f"{dense} of {architecture.num_layers} layers have no experts (mlp_only_layers, decoder_sparse_step), but "
+            f"SGLang builds every layer of a {architecture.model_type} with experts; it cannot serve this model"
         )
     num_experts = architecture.experts.num_experts if architecture.experts else 0
     if expert_parallel > 1 and not num_experts:

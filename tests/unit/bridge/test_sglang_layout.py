@@ -7,6 +7,7 @@ nothing of pieces.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ DTYPE = torch.float32  # holds every index below 2 ** 24
 
 
 def _architecture(family: str, *, tied: bool, heads: int, kv_heads: int, vocab_size: int, layers: int = 2, size=16):
-    experts = MixtureOfExperts(4, 2, 8, True, frozenset(range(0, layers, 2))) if family == "qwen3_moe" else None
+    experts = MixtureOfExperts(4, 2, 8, True, frozenset(range(layers))) if family == "qwen3_moe" else None
     return ModelArchitecture(
         model_type=family,
         num_layers=layers,
@@ -223,6 +224,13 @@ def test_key_value_heads_are_replicated(tp, kv_heads, held):
     name = "model.layers.1.self_attn.k_proj.weight"
     firsts = [next(p for p in engine.pieces(r) if p.tensor == name).global_offset[0] // 2 for r in range(tp)]
     assert firsts == held
+
+
+def test_a_dense_layer_among_experts_is_refused():
+    experts = MixtureOfExperts(4, 2, 8, True, frozenset({0}))
+    architecture = _architecture("qwen3_moe", tied=False, heads=8, kv_heads=4, vocab_size=67)
+    with pytest.raises(ValueError, match="1 of 2 layers have no experts"):
+        sglang_layout(replace(architecture, experts=experts), 2, DTYPE)
 
 
 def test_engines_are_replicas_beside_the_trainer():

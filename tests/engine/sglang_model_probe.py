@@ -1,0 +1,73 @@
+"""Runs in the engine's environment: SGLang's own model classes load folders, one tensor-parallel rank after the other.
+
+    PYTHONPATH=<root> python sglang_model_probe.py CASES.json
+
+No server and no peers: the ranks' numbers are put in place of those of a process group. Each case is {"folder",
+"model_module", "tensor_parallel", "expert_parallel", "device", "output"}; the parameters of rank r go to output/r.safetensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from megatron_dapo.engines.sglang import cpu
+
+cpu.prepare_imports()
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp  # noqa: E402
+from sglang.srt.distributed import parallel_state  # noqa: E402
+from sglang.srt.layers.moe.utils import initialize_moe_config  # noqa: E402
+from sglang.srt.runtime_context import get_parallel, publish  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+
+def start(folder: str, store: Path) -> None:
+    """The one-process state that model classes look at."""
+    arguments = ServerArgs(model_path=folder, device="cpu", attention_backend="torch_native", skip_tokenizer_init=True)
+    publish(arguments, role="scheduler")
+    parallel_state.init_distributed_environment(
+        world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}", backend="gloo"
+    )
+    parallel_state.initialize_model_parallel(backend="gloo")
+    initialize_moe_config(arguments)
+
+
+def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
+    size, experts = case["tensor_parallel"], case["expert_parallel"]
+    config = ModelConfig(case["folder"], dtype="float32")
+    if case["device"] == "cpu":  # as the model runner does there, and only there
+        config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), size)
+    (model_class,) = [importlib.import_module(case["model_module"]).EntryClass]
+    model_class = model_class[0] if isinstance(model_class, list) else model_class
+    cut = size // experts
+    with get_parallel().override(
+        tp_size=size, tp_rank=rank, attn_tp_size=size, attn_tp_rank=rank, attn_dp_size=1, attn_dp_rank=0,
+        moe_tp_size=cut, moe_tp_rank=rank % cut, moe_ep_size=experts, moe_ep_rank=rank // cut,
+    ):  # fmt: skip
+        model = model_class(config=config.hf_config, quant_config=None)
+        for parameter in model.parameters():
+            parameter.data.zero_()  # what the loader leaves alone is padding
+        model.load_weights(load_file(Path(case["folder"]) / "model.safetensors").items())
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def main(path: Path) -> None:
+    cases = json.loads(path.read_text(encoding="utf-8"))
+    torch.set_default_dtype(torch.float32)
+    start(cases[0]["folder"], path.with_suffix(".store"))
+    for case in cases:
+        output = Path(case["output"])
+        output.mkdir()
+        for rank in range(case["tensor_parallel"]):
+            save_file(parameters(case, rank), output / f"{rank}.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,128 @@
+"""The engine's layout against SGLang's own model classes and weight loaders: names, shapes and every element."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.parallel.reshard.executors import execute_in_memory
+from megatron_dapo.parallel.reshard.layout import SingleHolderLayout
+from megatron_dapo.parallel.reshard.planner import plan
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, "sglang.srt.models.llama"),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, "sglang.srt.models.qwen2"),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, "sglang.srt.models.qwen3"),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, "sglang.srt.models.qwen3_moe"),
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+# name of a model -> family, tied, key-value heads, vocabulary
+MODELS = {
+    "llama": ("llama", False, 4, 301),
+    "llama-tied": ("llama", True, 2, 128),
+    "qwen2": ("qwen2", False, 2, 301),
+    "qwen2-tied": ("qwen2", True, 1, 301),
+    "qwen3": ("qwen3", False, 1, 150),
+    "qwen3-tied": ("qwen3", True, 4, 301),
+    "qwen3_moe": ("qwen3_moe", False, 2, 301),
+}
+# tensor parallel, expert parallel, device: 4 exceeds the key-value heads of most, 3 divides nothing and is padded
+SIZES = [(1, 1, "cuda"), (2, 1, "cuda"), (4, 1, "cuda"), (1, 1, "cpu"), (2, 1, "cpu"), (3, 1, "cpu"), (4, 1, "cpu")]
+EXPERT_SIZES = [(4, 2, "cuda"), (2, 2, "cpu"), (4, 4, "cuda")]
+
+
+def _cases() -> list[tuple[str, int, int, str]]:
+    cases = [(model, *sizes) for model in MODELS for sizes in SIZES]
+    return cases + [("qwen3_moe", *sizes) for sizes in EXPERT_SIZES]
+
+
+def _save(folder: Path, model: str) -> None:
+    family, tied, kv_heads, vocab_size = MODELS[model]
+    config_class, model_class, _ = FAMILIES[family]
+    config = config_class(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        **(EXPERTS if family == "qwen3_moe" else {}),
+    )
+    torch.manual_seed(0)
+    instance = model_class(config)
+    for parameter in instance.parameters():
+        torch.nn.init.normal_(parameter)
+    instance.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory, sglang_python, repository):
+    """(model, tp, ep, device) -> folder of what SGLang holds on each rank; one process for all of them."""
+    root = tmp_path_factory.mktemp("sglang_layout")
+    for model in MODELS:
+        _save(root / model, model)
+    cases = {case: root / f"out{number}" for number, case in enumerate(_cases())}
+    request = [
+        {
+            "folder": str(root / model),
+            "model_module": FAMILIES[MODELS[model][0]][2],
+            "tensor_parallel": tp,
+            "expert_parallel": ep,
+            "device": device,
+            "output": str(output),
+        }
+        for (model, tp, ep, device), output in cases.items()
+    ]
+    (root / "cases.json").write_text(json.dumps(request))
+    result = subprocess.run(
+        [str(sglang_python), str(Path(__file__).with_name("sglang_model_probe.py")), str(root / "cases.json")],
+        env={"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return root, cases
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("case", _cases(), ids=lambda case: "-".join(map(str, case)))
+def test_layout_is_what_sglang_loads(case, loaded):
+    root, outputs = loaded
+    model, tp, ep, device = case
+    architecture = ModelArchitecture.from_folder(root / model)
+    engine = sglang_layout(architecture, tp, torch.float32, expert_parallel=ep, device=device)
+    stored = load_file(root / model / "model.safetensors")
+    mine = [{n: torch.zeros(s) for n, s in engine.local_shapes(rank).items()} for rank in range(tp)]
+    execute_in_memory(plan(SingleHolderLayout(engine.tensors), engine), [stored], mine)
+    for rank in range(tp):
+        theirs = load_file(outputs[case] / f"{rank}.safetensors")
+        assert {n: t.shape for n, t in mine[rank].items()} == {n: t.shape for n, t in theirs.items()}
+        assert all(torch.equal(mine[rank][name], tensor) for name, tensor in theirs.items())
