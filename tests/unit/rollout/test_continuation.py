@@ -1,4 +1,4 @@
-"""Partial rollouts: what is stopped goes on where it was, within the staleness bound, and nothing is lost or doubled."""
+"""Partial rollouts: what is stopped goes on where it was, within the staleness bound; nothing is lost or doubled."""
 
 from __future__ import annotations
 

@@ -1,0 +1,188 @@
+"""A world without models: prompts of known difficulty, an engine that finishes in any order, a verifier that reads the
+answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
+from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.rollout.buffer import ReplayBuffer
+from megatron_dapo.rollout.collector import Collector, CollectorSettings, CollectProgress, GroupVerdict
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, Score, VersionRange
+
+RIGHT, WRONG = 1, 2
+
+
+def fraction(*key: object) -> float:
+    """A number in [0, 1) that depends on `key` alone."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little") / 2**56
+
+
+@dataclass
+class Running:
+    """A request and the version that sampled each of its tokens so far."""
+
+    request: GenerationRequest
+    versions: list[int]
+
+
+class FakeEngine:
+    """Responses depend on their seed; how fast they come depends on `jitter`. Pass rate: second prompt token / 1000."""
+
+    def __init__(self, jitter: int = 0, abort_rate: float = 0.0, version: int = 0) -> None:
+        self.policy_version = version
+        self.polls_until_crash: int | None = None
+        self._random = random.Random(jitter)
+        self._abort_rate = abort_rate
+        self._running: dict[str, Running] = {}
+        self.seeds: dict[str, int] = {}
+        self.num_generated = 0  # tokens
+        self.max_groups_in_flight = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._running)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            assert request.request_id not in self._running, f"{request.request_id} is running"
+            assert self.seeds.setdefault(request.request_id, request.seed) == request.seed
+            self._running[request.request_id] = Running(request, self._prefix_versions(request))
+        self.max_groups_in_flight = max(self.max_groups_in_flight, len({name.split("/")[0] for name in self._running}))
+
+    def _prefix_versions(self, request: GenerationRequest) -> list[int]:
+        prefix = request.prefix
+        if prefix is None:
+            return []
+        assert prefix.finish_reason == "abort" and 0 < len(prefix.token_ids) < response_length(request.seed)
+        assert prefix.token_ids == response(request)[: len(prefix.token_ids)]
+        return [run.version for run in prefix.versions for _ in range(run.start, run.end)]
+
+    def poll(self) -> list[Completion]:
+        if self.polls_until_crash is not None:
+            self.polls_until_crash -= 1
+            if self.polls_until_crash < 0:
+                raise ConnectionError("the engine went away")
+        names = [name for name in self._running if self._random.random() < 0.3]
+        self._random.shuffle(names)
+        finished = [self._finish(self._running.pop(name)) for name in names]
+        for running in self._running.values():
+            self._generate(running, self._random.choice([0, 0, 1, 2]), leave=1)
+        return finished
+
+    def _generate(self, running: Running, num_tokens: int, leave: int) -> None:
+        """At most `num_tokens` more, `leave` before the end."""
+        num_tokens = max(0, min(num_tokens, response_length(running.request.seed) - leave - len(running.versions)))
+        running.versions += [self.policy_version] * num_tokens
+        self.num_generated += num_tokens
+
+    def _finish(self, running: Running) -> Completion:
+        if self._random.random() < self._abort_rate:
+            self._generate(running, 1, leave=1)
+            return completion_of(running, "abort")
+        self._generate(running, 1000, leave=0)
+        return completion_of(running, "stop")
+
+    def abort(self) -> list[Completion]:
+        partials = [completion_of(running, "abort") for running in self._running.values()]
+        self._running.clear()
+        return partials
+
+
+def response_length(seed: int) -> int:
+    return 2 + int(10 * fraction(seed, "length"))
+
+
+def response(request: GenerationRequest) -> tuple[int, ...]:
+    """The whole response, however often it is stopped."""
+    is_right = fraction(request.seed, "answer") < request.prompt_ids[1] / 1000
+    body = [10 + int(1000 * fraction(request.seed, place)) for place in range(response_length(request.seed) - 1)]
+    return (*body, RIGHT if is_right else WRONG)
+
+
+def completion_of(running: Running, reason: str) -> Completion:
+    length = len(running.versions)
+    logprobs = tuple(-fraction(running.request.seed, "logprob", place) for place in range(length))
+    starts = [place for place in range(length) if place == 0 or running.versions[place] != running.versions[place - 1]]
+    versions = [VersionRange(start, end, running.versions[start]) for start, end in zip(starts, [*starts[1:], length])]
+    return Completion(running.request.request_id, response(running.request)[:length], logprobs, reason, tuple(versions))
+
+
+class FakeVerifier:
+    def score_many(self, items: Iterable[tuple[str, str, str, bool]]) -> dict[str, Score]:
+        return {key: self._score(text, answer, cut) for key, text, answer, cut in items}
+
+    def _score(self, text: str, answer: str, is_truncated: bool) -> Score:
+        if is_truncated:
+            return Score(0.0, -1.0, "truncated")
+        right = text.split()[-1] == answer
+        return Score(float(right), 1.0 if right else -1.0, "correct" if right else "wrong", text.split()[-1])
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+@dataclass
+class World:
+    """Everything one process of a run has. `restart` builds a new process from a checkpoint's JSON."""
+
+    pass_rates: Sequence[float]
+    settings: CollectorSettings
+    max_epochs: int | None = 1
+    max_staleness: int = 0
+    verdict: GroupVerdict = field(default_factory=lambda: GroupFilter().verdict)
+    jitter: int = 0
+    abort_rate: float = 0.0
+    overlong_penalty: Callable[[int], float] | None = None
+    on_progress: Callable[[CollectProgress], None] | None = None
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        prompts = [
+            Prompt(f"p{i}", ({"role": "user", "content": f"{i}"},), (3 + i, round(1000 * rate)), str(RIGHT))
+            for i, rate in enumerate(self.pass_rates)
+        ]
+        self.engine = FakeEngine(self.jitter, self.abort_rate, self.version)
+        self.buffer = ReplayBuffer(self.max_staleness)
+        self.stream = PromptStream([prompt.prompt_id for prompt in prompts], seed=7, max_epochs=self.max_epochs)
+        self.collector = Collector(
+            stream=self.stream,
+            prompts={prompt.prompt_id: prompt for prompt in prompts},
+            engine=self.engine,
+            scorer=SampleScorer(FakeVerifier(), decode, self.overlong_penalty),
+            buffer=self.buffer,
+            settings=self.settings,
+            verdict=self.verdict,
+            on_progress=self.on_progress,
+        )
+
+    def checkpoint(self) -> str:
+        return json.dumps({"collector": self.collector.state_dict(), "version": self.engine.policy_version})
+
+    def restart(self, checkpoint: str, **changes: object) -> World:
+        state = json.loads(checkpoint)
+        kept = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        world = World(**{**kept, "version": state["version"], **changes})
+        world.collector.load_state_dict(state["collector"])
+        return world
+
+
+def make_world(pass_rates: Sequence[float], *, group_size: int = 4, **changes: object) -> World:
+    """`changes` are fields of CollectorSettings or of World."""
+    names = CollectorSettings.__dataclass_fields__
+    settings = {name: changes.pop(name) for name in list(changes) if name in names}
+    return World(
+        pass_rates,
+        CollectorSettings(
+            **{"group_size": group_size, "sampling": SamplingParams(max_new_tokens=16), "seed": 11, **settings}
+        ),
+        **changes,
+    )

@@ -1,0 +1,273 @@
+"""Collecting ahead: the synchronous batches at bound 0, the bound kept above it, and no error, prompt or token lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from megatron_dapo.rollout.collector import CollectionExhausted, RolloutBatch
+from megatron_dapo.trainer.overlap import OverlappedRollout
+
+MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
+TIMEOUT_S = 30.0
+
+
+@contextmanager
+def overlapped(world: Any, timeout_s: float = TIMEOUT_S) -> Iterator[OverlappedRollout]:
+    rollout = OverlappedRollout(world.collector, world.max_staleness, timeout_s)
+    try:
+        publish(world, rollout, world.version)
+        yield rollout
+    finally:
+        rollout.close()
+
+
+def publish(world: Any, rollout: OverlappedRollout, version: int) -> None:
+    rollout.before_update()
+    assert world.engine.num_unfinished == 0
+    world.engine.policy_version = version
+    rollout.after_update(version)
+
+
+def ages(batch: RolloutBatch) -> set[int]:
+    samples = [sample for group in batch.groups for sample in group.samples]
+    return {batch.training_version - run.version for sample in samples for run in sample.completion.versions}
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.001)
+
+
+def poll_when(world: Any, is_open: Callable[[], bool]) -> None:
+    """Polls wait until `is_open`; `num_polls` counts those begun."""
+    engine, poll = world.engine, world.engine.poll
+    engine.num_polls = 0
+
+    def gated_poll() -> list:
+        engine.num_polls += 1
+        wait_until(is_open)
+        return poll()
+
+    engine.poll = gated_poll
+
+
+@pytest.mark.parametrize("partial", ["restart", "continue"])
+@pytest.mark.parametrize("oversample", [1.0, 2.0])
+def test_bound_0_gives_the_batches_of_the_synchronous_run(
+    make_world: Callable, oversample: float, partial: str
+) -> None:
+    synchronous = make_world(MIXED * 20, oversample=oversample, max_epochs=None)
+    world = make_world(MIXED * 20, oversample=oversample, max_epochs=None, partial=partial)
+    num_threads = threading.active_count()
+    with overlapped(world) as rollout:
+        for version in range(1, 9):
+            batch = rollout.next_batch(6)
+            assert batch == synchronous.collector.collect(6) and ages(batch) == {0}
+            assert batch.statistics.verdicts["all_right"] + batch.statistics.verdicts["all_wrong"] > 0 or version > 1
+            assert rollout.generation_step == synchronous.collector.generation_step
+            assert threading.active_count() == num_threads
+            publish(world, rollout, version)
+            synchronous.engine.policy_version = version
+        assert rollout.state_dict() == synchronous.collector.state_dict()
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+@pytest.mark.parametrize("oversample", [1.0, 2.5])
+def test_tokens_keep_the_bound_and_prompts_are_trained_once(
+    make_world: Callable, max_staleness: int, oversample: float
+) -> None:
+    world = make_world(
+        [0.5] * 150, max_staleness=max_staleness, oversample=oversample, partial="continue", group_size=8
+    )
+    trained: list[str] = []
+    seen: set[int] = set()
+    with overlapped(world) as rollout:
+        for version in range(1, 1000):
+            batch = rollout.next_batch(5)
+            if batch.should_stop:
+                break
+            assert batch.training_version == version - 1
+            assert max(ages(batch)) <= max_staleness
+            seen |= ages(batch)
+            trained += [group.prompt.prompt_id for group in batch.groups]
+            if version % 3 == 0:
+                wait_until(lambda: len(rollout._ready) == max_staleness or rollout._is_exhausted)
+            assert len(rollout._ready) <= max_staleness
+            publish(world, rollout, version)
+        else:
+            pytest.fail("the run does not end")
+        accounting = world.collector.accounting()
+        assert rollout.next_batch(5).should_stop, "asked again, it says so again"
+    assert accounting.is_balanced and accounting.buffered == accounting.unfinished == accounting.in_flight == 0
+    assert max(Counter(trained).values()) == 1 and len(trained) + accounting.filtered == 150
+    assert seen >= set(range(1, max_staleness + 1)), "batches were collected ahead"
+
+
+def test_a_collection_spans_an_update_and_goes_on_by_the_new_weights(make_world: Callable) -> None:
+    world, plain = (make_world([0.5] * 100, max_staleness=1, partial="continue", group_size=8) for _ in range(2))
+    with overlapped(world) as rollout:
+        # The first poll of the second batch ends when the update asks for it.
+        poll_when(world, lambda: world.collector.train_step != 1 or rollout._num_pauses > 0 or rollout._version > 0)
+        first = rollout.next_batch(4)
+        wait_until(lambda: world.engine.num_unfinished == 32)
+        rollout.before_update()
+        assert world.engine.num_unfinished == 0 and world.collector.accounting().unfinished == 4
+        num_polls = world.engine.num_polls
+        time.sleep(0.02)
+        assert world.engine.num_polls == num_polls and world.engine.num_unfinished == 0, "nobody uses the engine now"
+        world.engine.policy_version = 1
+        rollout.after_update(1)
+        second = rollout.next_batch(4)
+    assert ages(first) == {0} and ages(second) == {0, 1} and second.statistics.num_continued > 0
+    for batch in (first, second):
+        expected = plain.collector.collect(4)
+        assert [[s.completion.token_ids for s in g.samples] for g in batch.groups] == [
+            [s.completion.token_ids for s in g.samples] for g in expected.groups
+        ]
+
+
+def test_an_evaluation_has_the_engine_for_itself(make_world: Callable) -> None:
+    world = make_world([0.5] * 400, max_staleness=2, partial="continue")
+    with overlapped(world) as rollout:
+        rollout.next_batch(4)
+        for _ in range(5):
+            with rollout.paused():
+                assert world.engine.num_unfinished == 0
+                before = world.engine.num_generated
+                time.sleep(0.002)
+                assert world.engine.num_generated == before
+        with rollout.paused(), rollout.paused():
+            assert rollout.state_dict()["counters"]["num_trained"] == 4
+        publish(world, rollout, 1)
+        assert len(rollout.next_batch(4).groups) == 4
+
+
+@pytest.mark.parametrize("call", ["next_batch", "before_update", "paused"])
+def test_an_error_of_the_thread_is_raised_by_the_next_call(make_world: Callable, call: str) -> None:
+    world = make_world([0.5] * 400, max_staleness=1, partial="continue")
+    with overlapped(world) as rollout:
+        rollout.next_batch(4)
+        wait_until(lambda: len(rollout._ready) == 1)
+        world.engine.polls_until_crash = 0
+        publish(world, rollout, 1)
+        wait_until(lambda: rollout._error is not None)
+        calls = {
+            "next_batch": lambda: rollout.next_batch(4),
+            "before_update": rollout.before_update,
+            "paused": lambda: rollout.paused().__enter__(),
+        }
+        for _ in range(2):
+            with pytest.raises(ConnectionError, match="the engine went away"):
+                calls[call]()
+        state = rollout.state_dict()
+    later = make_world([0.5] * 400, max_staleness=1, partial="continue", version=1)
+    later.collector.load_state_dict(json.loads(json.dumps(state)))
+    accounting = later.collector.accounting()
+    assert accounting.is_balanced and accounting.trained == 4 and accounting.buffered + accounting.unfinished > 0
+
+
+def test_waiting_for_a_batch_ends_with_the_error(make_world: Callable) -> None:
+    world = make_world([0.0] * 40, max_staleness=1, partial="continue", on_exhausted="error")
+    with overlapped(world) as rollout, pytest.raises(CollectionExhausted, match="only 0 of 4"):
+        rollout.next_batch(4)
+
+
+def test_an_error_nobody_asked_for_is_logged(make_world: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    world = make_world([0.5] * 400, max_staleness=1, partial="continue")
+    with caplog.at_level(logging.ERROR), overlapped(world) as rollout:
+        rollout.next_batch(4)
+        wait_until(lambda: len(rollout._ready) == 1)
+        world.engine.polls_until_crash = 0
+        publish(world, rollout, 1)
+        wait_until(lambda: rollout._error is not None)
+    assert "the engine went away" in caplog.text
+
+
+@pytest.mark.parametrize("trial", range(4))
+def test_a_state_taken_at_any_time_is_a_consistent_cut(make_world: Callable, trial: int) -> None:
+    """Saved while collections run, restored in a new process: every prompt is trained or filtered exactly once."""
+    arguments = dict(max_staleness=2, partial="continue", oversample=1.5, group_size=8)
+    world = make_world([0.5] * 120, jitter=trial, **arguments)
+    trained: list[str] = []
+    version = 0
+    for life in range(30):
+        is_over = False
+        with overlapped(world) as rollout:
+            for _ in range(trial + 1):
+                batch = rollout.next_batch(5)
+                is_over = batch.should_stop
+                trained += [group.prompt.prompt_id for group in batch.groups]
+                if is_over:
+                    break
+                version += 1
+                publish(world, rollout, version)
+            state = json.loads(json.dumps(rollout.state_dict()))
+            rollout.next_batch(5)  # trained by nobody: the process dies
+        if is_over:
+            break
+        world = make_world([0.5] * 120, jitter=100 * trial + life, version=version, **arguments)
+        world.collector.load_state_dict(state)
+        accounting = world.collector.accounting()
+        assert accounting.is_balanced and accounting.trained == len(trained) and accounting.in_flight == 0
+    else:
+        pytest.fail("the run does not end")
+    assert max(Counter(trained).values()) == 1
+    assert len(trained) + world.collector.accounting().filtered == 120
+
+
+def test_closing_keeps_what_the_engine_had_begun(make_world: Callable) -> None:
+    world = make_world([0.5] * 400, max_staleness=1, partial="continue", group_size=16)
+    with overlapped(world) as rollout:
+        poll_when(world, lambda: world.collector.train_step == 0 or rollout._is_closing)
+        rollout.next_batch(4)
+        wait_until(lambda: world.engine.num_unfinished == 64)
+        rollout.close()
+        rollout.close()
+        state = rollout.state_dict()
+        assert world.engine.num_unfinished == 0
+        held = [c for group in state["open_groups"] for c in group["completions"].values()]
+        assert sum(len(c["token_ids"]) for c in held) > 0 and len(state["open_groups"]) == 4
+
+
+def test_a_hung_engine_ends_every_wait(make_world: Callable) -> None:
+    world = make_world([0.5] * 400, max_staleness=1, partial="continue")
+    hung = threading.Event()
+    poll_when(world, hung.is_set)
+    rollout = OverlappedRollout(world.collector, 1, timeout_s=0.1)
+    publish(world, rollout, 0)
+    with pytest.raises(TimeoutError, match=r"for a rollout batch; published policy version 0.*in_flight=4"):
+        rollout.next_batch(4)
+    with pytest.raises(TimeoutError, match="to stand still"):
+        rollout.before_update()
+    with pytest.raises(TimeoutError, match="to end"):
+        rollout.close()
+    hung.set()
+    rollout._timeout_s = TIMEOUT_S
+    rollout.close()
+
+
+def test_wrong_use_is_refused(make_world: Callable) -> None:
+    with pytest.raises(ValueError, match="max_ahead = -1"):
+        OverlappedRollout(make_world(MIXED).collector, -1, 1.0)
+    world = make_world([0.5] * 400, max_staleness=2, partial="continue")
+    with overlapped(world) as rollout:
+        rollout.next_batch(4)
+        with pytest.raises(ValueError, match="a batch of 5 groups was asked for, batches of 4 are collected"):
+            rollout.next_batch(5)
+        with pytest.raises(AssertionError, match="a batch for policy version 1 is asked for at version 0"):
+            rollout.next_batch(4)
+        rollout.before_update()
+        with pytest.raises(ValueError, match="policy version went from 0 to 2"):
+            rollout.after_update(2)
+        rollout.after_update(1)
