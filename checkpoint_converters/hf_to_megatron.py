@@ -15,8 +15,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
     parser.add_argument("--virtual-pipeline", type=int, default=1, help="model chunks a pipeline rank")
+    parser.add_argument("--expert", type=int, default=1, help="expert-parallel size")
+    parser.add_argument("--expert-tensor", type=int, help="ranks each expert is cut over (default: --tensor)")
     options = parser.parse_args(arguments)
-    sizes = {"tensor": options.tensor, "pipeline": options.pipeline, "virtual_pipeline": options.virtual_pipeline}
+    sizes = {
+        name: getattr(options, name) for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+    }
     try:
         report = huggingface_to_megatron(options.source, options.target, **sizes)
     except (ValueError, OSError) as error:

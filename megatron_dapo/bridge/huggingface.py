@@ -24,6 +24,14 @@ _COMPARE_BYTES = 16 << 20
 # Buffers that old exports store although they are derived from the config.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
+# How transformers 5 holds the experts of a layer in memory. Folders have one tensor an expert, those that its
+# save_pretrained writes too; only a state dict saved by hand has these.
+_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_FUSED_EXPERTS_HINT = (
+    "experts are stored as one tensor a layer (gate_up_proj, down_proj), which is not read: write the folder with "
+    "transformers' save_pretrained, which stores one tensor an expert"
+)
+
 
 def huggingface_layout(
     architecture: ModelArchitecture,
@@ -119,9 +127,11 @@ class HuggingFaceFolder:
             if names
         ]
         if problems:
+            fused = any(_FUSED_EXPERTS.search(name) for name in unknown)
+            hint = f"; {_FUSED_EXPERTS_HINT}" if fused else ""
             raise ValueError(
                 f"{self.path}: the tensors do not fit the {architecture.model_type} of its config.json "
-                f"({len(self.specs)} stored, {len(shapes)} expected): {'; '.join(problems)}"
+                f"({len(self.specs)} stored, {len(shapes)} expected): {'; '.join(problems)}{hint}"
             )
 
     def check_aliases(self, architecture: ModelArchitecture) -> None:

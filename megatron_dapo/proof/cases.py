@@ -41,6 +41,32 @@ def aggregations() -> list[str]:
     return list(AGGREGATIONS)
 
 
+def expert_cuts() -> list[Cut]:
+    """What is compared for layouts of experts, which see tokens only: ranks with different numbers of them."""
+    return [Cut("dynamic", "packed")]
+
+
+def expert_layouts(world_size: int) -> list[ParallelLayout]:
+    """Layouts of exactly `world_size` processes that deal out experts: every size of the expert axis, experts cut as
+    dense layers and not cut, over data, context and tensor ranks, with and without a pipeline."""
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    return [
+        ParallelLayout(
+            world_size,
+            tensor,
+            pipeline,
+            context=context,
+            expert=expert,
+            sequence_parallel=tensor > 1,
+            expert_tensor=expert_tensor,
+        )
+        for tensor, pipeline, context, expert in product(sizes, repeat=4)
+        if expert > 1 and world_size % (tensor * pipeline * context) == 0
+        for expert_tensor in ((1, tensor) if tensor > 1 else (1,))
+        if world_size // pipeline % (expert * expert_tensor) == 0
+    ]
+
+
 def layouts(world_size: int) -> list[ParallelLayout]:
     """Every TP x PP x CP x DP of exactly `world_size` processes, with and without sequence parallelism and two virtual
     stages."""

@@ -53,13 +53,54 @@ def random_model(seed: int = 7) -> PreTrainedModel:
     """A small Qwen2 with random weights, the same for the same seed."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    model = Qwen2ForCausalLM(Qwen2Config(**MODEL_FIELDS))
+    return _randomise(Qwen2ForCausalLM(Qwen2Config(**MODEL_FIELDS)), seed)
+
+
+def _randomise(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
     return model
+
+
+# And with experts: dense and sparse layers, more experts than a token uses.
+EXPERT_FIELDS = {
+    **{name: value for name, value in MODEL_FIELDS.items() if name != "architectures"},
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "architectures": ["Qwen3MoeForCausalLM"],
+}
+
+
+def random_experts_model(seed: int = 7) -> PreTrainedModel:
+    """A small Qwen3-MoE with random weights, the same for the same seed."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return _randomise(Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERT_FIELDS)), seed)
+
+
+def stored_tensors(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same under the names and shapes that folders have: transformers fuses a layer's experts in memory only."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in parameters.items():
+        prefix, _, kind = name.rpartition(".")
+        if not prefix.endswith(".mlp.experts"):
+            stored[name] = tensor
+            continue
+        for expert, whole in enumerate(tensor):
+            parts = whole.chunk(2) if kind == "gate_up_proj" else (whole,)
+            for projection, part in zip(_FUSED[kind], parts, strict=True):
+                stored[f"{prefix}.{expert}.{projection}.weight"] = part
+    return stored
+
+
+_FUSED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def folder_model(folder: str) -> PreTrainedModel:
@@ -72,6 +113,7 @@ def folder_model(folder: str) -> PreTrainedModel:
 def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
     """The model computing in fp64, norms included: transformers' RMSNorm rounds to fp32 whatever type it is given."""
     model = model.double().eval()
+    model.config._experts_implementation = "eager"
     for module in list(model.modules()):
         for name, child in module.named_children():
             if hasattr(child, "variance_epsilon"):
@@ -100,7 +142,7 @@ def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample],
         weights = weigh([int(sample.loss_mask.sum()) for sample in samples], [sample.group_index for sample in samples])
         total = [sum(w * g for w, g in zip(weights, column, strict=True)) for column in zip(*gradients, strict=True)]
         loss, scale = math.fsum(map(_times, weights, losses)), math.fsum(map(_times, weights, scales))
-        answers[name] = Answer(loss, scale, dict(zip(names, total, strict=True)))
+        answers[name] = Answer(loss, scale, stored_tensors(dict(zip(names, total, strict=True))))
     return samples, answers
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.launch.environment import prepare_rendezvous, process_environment
 from megatron_dapo.megatron.actor import ActorSettings, Loader, MegatronActor, TokenOutputs
-from megatron_dapo.megatron.model_config import DTYPES, ModelSettings
+from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -34,11 +34,23 @@ from megatron_dapo.parallel.mini_batch import WeighSamples, build_micro_batches
 from megatron_dapo.parallel.packing import padded_length, to_device
 from megatron_dapo.proof import oracle
 from megatron_dapo.proof.batch import MAX_RESPONSE_TOKENS, make_batch
-from megatron_dapo.proof.cases import MICRO_BATCHES, PACKINGS, Cut, aggregations, cuts, layouts
+from megatron_dapo.proof.cases import (
+    MICRO_BATCHES,
+    PACKINGS,
+    Cut,
+    aggregations,
+    cuts,
+    expert_cuts,
+    expert_layouts,
+    layouts,
+)
 from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
 from megatron_dapo.proof.report import CheckLossSettings, Row
 from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
 from megatron_dapo.types import MicroBatch, TrainSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +65,18 @@ class Problem:
     load: Loader
 
 
-def pose_problem(settings: CheckLossSettings) -> Problem:
-    """Rank 0 solves the batch with the plain model and tells the others."""
+def pose_problem(
+    settings: CheckLossSettings, make_model: Callable[[], PreTrainedModel] = oracle.random_model
+) -> Problem:
+    """Rank 0 solves the batch with the plain model (of the folder, or made here) and tells the others."""
     config, description, tensors, numbers, weights, gradients = None, None, None, None, None, {}
     if dist.get_rank() == 0:
-        model = oracle.folder_model(settings.model) if settings.model else oracle.random_model()
+        model = oracle.folder_model(settings.model) if settings.model else make_model()
         model = model.to(DTYPES[settings.dtype])  # the rounded weights are the ones both sides compute with
         config = model.config.to_dict()
-        weights = {} if settings.model else {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        weights = {} if settings.model else oracle.stored_tensors(
+            {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        )
         samples, answers = oracle.solve(model.to(communication_device()), make_batch(config["vocab_size"]))
         description, tensors = to_tensors(samples)
         numbers = {name: (answer.loss, answer.loss_scale) for name, answer in answers.items()}
@@ -122,7 +138,7 @@ def check_layout(problem: Problem, layout: ParallelLayout, dtype: str) -> list[R
     actor = build_actor(problem, layout, dtype)
     return [
         check_cut(problem, actor, cut, aggregation, weigh_by(aggregation))
-        for cut in cuts()
+        for cut in (expert_cuts() if layout.expert > 1 else cuts())
         for aggregation in aggregations()
     ]
 
@@ -158,12 +174,14 @@ def check_cut(problem: Problem, actor: MegatronActor, cut: Cut, aggregation: str
 def check_all(settings: CheckLossSettings) -> dict[str, Any]:
     """{"rows": [...], "skipped": [...]}: every layout of the world; skipped are those that the model does not divide
     into."""
-    problem = pose_problem(settings)
     rows, skipped = [], []
-    candidates = layouts(dist.get_world_size())
-    for number, layout in enumerate(candidates, 1):
+    candidates = [
+        (problem, layout) for problem, candidates in _problems(settings, dist.get_world_size()) for layout in candidates
+    ]
+    for number, (problem, layout) in enumerate(candidates, 1):
         try:
             megatron_layout(problem.architecture, layout, DTYPES[settings.dtype])
+            transformer_config(problem.architecture, layout, ModelSettings(dtype=settings.dtype))
         except ValueError as error:
             skipped.append({"layout": layout.describe(), "reason": str(error)})
             continue
@@ -173,6 +191,18 @@ def check_all(settings: CheckLossSettings) -> dict[str, Any]:
             worst = max(row.rel_diff for row in done)
             logger.info("%d/%d %s: largest relative difference %.1e", number, len(candidates), layout.describe(), worst)
     return {"rows": rows, "skipped": skipped}
+
+
+def _problems(settings: CheckLossSettings, world_size: int) -> list[tuple[Problem, list[ParallelLayout]]]:
+    """Problems and their layouts. Layouts of experts are checked with the user's model if it has any, and with a small
+    one of their own where the model is not the user's."""
+    dense, experts = layouts(world_size), expert_layouts(world_size)
+    problem = pose_problem(settings)
+    if settings.model:
+        return [(problem, dense + (experts if problem.architecture.experts is not None else []))]
+    if not experts:
+        return [(problem, dense)]
+    return [(problem, dense), (pose_problem(settings, oracle.random_experts_model), experts)]
 
 
 def join_and_check(settings: CheckLossSettings) -> dict[str, Any]:

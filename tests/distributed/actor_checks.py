@@ -23,6 +23,7 @@ from megatron_dapo.megatron.head import TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import MicroBatch
 from megatron.core.tensor_parallel import mappings
 from safetensors.torch import load_file, save_file
@@ -108,23 +109,6 @@ def reference_model(name: str) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
     return model.double()
-
-
-def stored_tensors(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names and tensors as folders store them: transformers fuses the experts of a layer in memory, never on disk."""
-    stored = {}
-    for name, tensor in parameters.items():
-        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            stored[name] = tensor
-            continue
-        prefix = name.rpartition(".")[0]
-        for expert, whole in enumerate(tensor):
-            if name.endswith("down_proj"):
-                stored[f"{prefix}.{expert}.down_proj.weight"] = whole
-            else:
-                gate, up = whole.chunk(2)
-                stored |= {f"{prefix}.{expert}.gate_proj.weight": gate, f"{prefix}.{expert}.up_proj.weight": up}
-    return stored
 
 
 @dataclass(frozen=True)
@@ -460,7 +444,7 @@ def cross_checks(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _uneven_parts() -> dict[str, Any]:
-    """Parts of different lengths, one of them empty, through megatron-core's collectives; and what gloo says to them."""
+    """Parts of different lengths, one of them empty, through megatron-core's collectives; and what gloo says."""
     group, rank = dist.group.WORLD, dist.get_rank()
     results: dict[str, Any] = {"refused": ""}
     try:

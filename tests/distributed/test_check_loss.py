@@ -21,13 +21,15 @@ def test_all_layouts_of_two_processes_agree_with_the_plain_model(capfd) -> None:
     assert check_loss(2, json_output=True) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["max_rel_diff"] <= 1e-5 and report["max_loss_rel_diff"] <= 1e-6
-    assert report["num_layouts"] == 6 and report["num_comparisons"] == len(report["rows"]) == 6 * 7 * 5
+    assert report["num_layouts"] == 6 + 3 and report["num_comparisons"] == len(report["rows"]) == 6 * 7 * 5 + 3 * 5
     assert not report["skipped"]
     assert {row["layout"] for row in report["rows"]} >= {
         "TP2 PP1 CP1 DP1 SP",
         "TP1 PP2 VPP2 CP1 DP1",
         "TP1 PP1 CP2 DP1",
         "TP1 PP1 CP1 DP2",
+        "TP1 PP1 CP2 DP1 EP2",
+        "TP2 PP1 CP1 DP1 EP2 ETP1 SP",
     }
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE in the actor: every layout of the experts gives transformers' numbers, trains as one without, and exports."""
+"""Qwen3-MoE in the actor: layouts of the experts give transformers' numbers, train as one without them, and export."""
 
 from __future__ import annotations
 

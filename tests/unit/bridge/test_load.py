@@ -131,6 +131,31 @@ def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_folde
             assert report.bytes_read == 4 * report.num_elements
 
 
+@pytest.mark.parametrize(
+    ("family", "parallel", "message"),
+    [
+        ("qwen3", ParallelLayout(2, expert=2), "size 2 needs a mixture-of-experts model; qwen3 is dense"),
+        ("qwen3_moe", ParallelLayout(3, expert=3), "expert parallel size 3 does not divide num_experts 8"),
+        ("qwen3_moe", ParallelLayout(8, tensor=8), "size 8 does not divide moe_intermediate_size 20"),
+    ],
+)
+def test_experts_that_do_not_divide_are_an_error(family, parallel, message, make_folder):
+    architecture = ModelArchitecture.from_folder(make_folder(family))
+    with pytest.raises(ValueError, match=message):
+        megatron_layout(architecture, parallel, torch.float32)
+
+
+def test_experts_fused_in_one_tensor_are_refused_with_the_way_out(make_folder):
+    folder = make_folder("qwen3_moe")
+    tensors = load_file(folder / "model.safetensors")
+    prefix = "model.layers.0.mlp.experts."
+    experts = [tensors.pop(f"{prefix}{expert}.down_proj.weight") for expert in range(8)]
+    save_file({**tensors, prefix + "down_proj": torch.stack(experts)}, folder / "model.safetensors")
+    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    with pytest.raises(ValueError, match="experts.down_proj.*save_pretrained"):
+        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+
+
 def test_fewer_key_value_heads_than_tensor_ranks(make_folder):
     """Megatron-core cuts the interleaved rows evenly, through a head's group."""
     folder = make_folder("qwen2", num_key_value_heads=2)

@@ -60,6 +60,42 @@ def test_bit_identical_through_every_layout(family, tied, make_folder, tmp_path,
     assert "different" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "--expert 4",
+        "--tensor 2 --expert 2",
+        "--tensor 2 --expert 2 --expert-tensor 1",
+        "--tensor 4 --expert 2 --expert-tensor 2 --pipeline 2 --virtual-pipeline 2",
+    ],
+)
+def test_experts_are_bit_identical(sizes, make_folder, tmp_path, capsys):
+    folder = make_folder("qwen3_moe", dtype=torch.bfloat16, shard="20KB")
+    assert hf_to_megatron(folder, tmp_path / "cut", *sizes.split()) == 0
+    assert verify(folder, tmp_path / "cut") == 0
+    assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 0
+    before, after = _stored(folder), _stored(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    assert any("mlp.experts.7.up_proj" in name for name in after)
+
+
+def test_a_change_in_the_last_expert_is_found(make_folder, tmp_path, capsys):
+    folder = make_folder("qwen3_moe")
+    assert hf_to_megatron(folder, tmp_path / "cut", "--expert", 2) == 0
+    _change(folder / "model.safetensors", "model.layers.3.mlp.experts.7.down_proj.weight")
+    assert verify(folder, tmp_path / "cut") == 1
+    assert "rank_00001.safetensors 0.decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight: 1 of" in capsys.readouterr().out
+
+
+def test_a_folder_from_before_experts_is_read(make_folder, tmp_path):
+    folder = make_folder("qwen2")
+    assert hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2) == 0
+    layout = json.loads((tmp_path / "cut" / "layout.json").read_text())
+    del layout["parallel"]["expert"], layout["parallel"]["expert_tensor"]
+    (tmp_path / "cut" / "layout.json").write_text(json.dumps(layout))
+    assert verify(folder, tmp_path / "cut") == 0
+
+
 def test_files_are_what_each_rank_loads(make_folder, tmp_path):
     """The conversion and the loader agree buffer by buffer, padding included."""
     folder = make_folder("qwen2", tied=True)

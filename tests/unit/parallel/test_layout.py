@@ -29,6 +29,28 @@ def test_coordinates_follow_megatron_core_order(layout) -> None:
         assert layout.rank_of(layout.coordinates(rank)) == rank
 
 
+EXPERT_LAYOUTS = [
+    ParallelLayout(8, expert=4),
+    ParallelLayout(8, tensor=2, expert=2),
+    ParallelLayout(16, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1),
+    ParallelLayout(16, tensor=4, pipeline=2, expert=4, expert_tensor=2),
+]
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=ParallelLayout.describe)
+def test_expert_coordinates_follow_megatron_core_order(layout) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    size = layout.expert_tensor_size
+    replicas = layout.world_size // (size * layout.expert * layout.pipeline)
+    generator = RankGenerator(
+        tp=size, ep=layout.expert, dp=replicas, pp=layout.pipeline, cp=1, order="tp-cp-ep-dp-pp"
+    )
+    for axis, token, count in (("tensor", "tp", size), ("expert", "ep", layout.expert), ("data", "dp", replicas)):
+        for group in generator.get_ranks(token):
+            assert [getattr(layout.expert_coordinates(rank), axis) for rank in group] == list(range(count))
+
+
 def test_layers_are_interleaved_over_stages_under_virtual_pipelining() -> None:
     layout = ParallelLayout(2, pipeline=2, virtual_pipeline=2)
     chunks = {(stage, vp): list(layout.layers_of(stage, vp, 8)) for stage in range(2) for vp in range(2)}
@@ -50,6 +72,9 @@ def test_alignments() -> None:
         ({"world_size": 2, "sequence_parallel": True}, "tensor = 1"),
         ({"world_size": 2, "tensor": 0}, "tensor = 0, must be at least 1"),
         ({"world_size": 2, "expert": 3}, "expert 3 does not divide context x data = 2"),
+        ({"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 3}, "expert_tensor 3 does not divide tensor = 2"),
+        ({"world_size": 4, "tensor": 2, "expert_tensor": 1}, "expert_tensor 1 other than tensor = 2 needs expert > 1"),
+        ({"world_size": 4, "tensor": 2, "expert": 3, "expert_tensor": 1}, "1 x expert 3 does not divide the 4 ranks"),
     ],
 )
 def test_sizes_that_do_not_fit_are_errors(sizes, message) -> None:

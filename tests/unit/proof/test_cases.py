@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_dapo.proof.batch import RATIOS, make_batch
-from megatron_dapo.proof.cases import MICRO_BATCHES, aggregations, cuts, layouts
+from megatron_dapo.proof.cases import MICRO_BATCHES, aggregations, cuts, expert_layouts, layouts
 from megatron_dapo.proof.oracle import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, WEIGHTS
 
 
@@ -33,6 +33,20 @@ def test_layouts_of_sizes_without_a_power_of_two() -> None:
         "TP1 PP3 VPP2 CP1 DP1",
         "TP3 PP1 CP1 DP1",
         "TP3 PP1 CP1 DP1 SP",
+    }
+
+
+def test_layouts_of_experts() -> None:
+    assert expert_layouts(1) == []
+    found = expert_layouts(4)
+    assert len(found) == len(set(found)) == 17
+    assert {(layout.expert, layout.expert_tensor_size) for layout in found} == {(2, 1), (2, 2), (4, 1)}
+    assert {layout.describe() for layout in found} >= {
+        "TP1 PP1 CP1 DP4 EP2",
+        "TP1 PP2 CP1 DP2 EP2",
+        "TP1 PP1 CP2 DP2 EP4",
+        "TP2 PP1 CP1 DP2 EP2 SP",
+        "TP4 PP1 CP1 DP1 EP4 ETP1 SP",
     }
 
 
