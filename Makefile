@@ -1,14 +1,17 @@
 # make quickstart [LAYOUT=tp1pp2] [ARGS="--set run.seed=1"]   train the shipped example
 # make test                                                    the whole test suite
+# make test-engine                                             the tests against a real SGLang server alone
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := requirements/cpu-py311.txt
+SGLANG_LOCK := requirements/sglang-cpu-py311.txt
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
+SGLANG_PIP := .venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart test clean
+.PHONY: quickstart test test-engine clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -20,15 +23,28 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .venv: .venv/.installed
 
+# The engines' environment: SGLang wants versions of its own, and never meets the trainer in one process.
+.venv-sglang/.installed: $(SGLANG_LOCK)
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG_PIP) --no-deps --retries 1 $(TORCH) --extra-index-url $(TORCH_INDEX)
+	$(SGLANG_PIP) --no-deps -r $(SGLANG_LOCK)
+	touch $@
+
+.venv-sglang: .venv-sglang/.installed
+
 quickstart: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
 
 # Unit tests share the cores; tests that start processes of their own run one after the other.
-test: .venv
+test: .venv .venv-sglang
 	@status=0; \
 	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 || status=1; \
-	$(RUN) .venv/bin/python -m pytest -q tests --ignore=tests/unit || status=1; \
+	$(RUN) .venv/bin/python -m pytest -q tests --ignore=tests/unit --ignore=tests/engine || status=1; \
+	$(RUN) .venv/bin/python -m pytest -q tests/engine || status=1; \
 	exit $$status
 
+test-engine: .venv .venv-sglang
+	$(RUN) .venv/bin/python -m pytest -q tests/engine
+
 clean:
-	rm -rf .venv build dist runs *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv .venv-sglang build dist runs *.egg-info .pytest_cache .hypothesis
