@@ -103,7 +103,17 @@ def parse_prompt_logprobs(answer: Any, token_ids: Sequence[int]) -> list[float]:
     entries = meta.get("input_token_logprobs")
     if not isinstance(entries, list) or len(entries) != len(token_ids):
         raise AnswerError(f"{_length(entries)} prompt log-probs for {len(token_ids)} prompt tokens")
-    return list(_logprobs(entries[1:], token_ids[1:]))
+    return list(_logprobs(_shown_as_they_are(entries[1:], token_ids[1:]), token_ids[1:]))
+
+
+def _shown_as_they_are(entries: list[Any], token_ids: Sequence[int]) -> list[Any]:
+    """Prompt entries with their token ids. SGLang (0.5.17) shows the highest id of the vocabulary, a place holder of
+    images elsewhere, as 0; the log-prob is that of the token itself."""
+    highest = max(token_ids)
+    return [
+        [entry[0], token, *entry[2:]] if isinstance(entry, list) and entry[1:2] == [0] and token == highest else entry
+        for entry, token in zip(entries, token_ids, strict=True)
+    ]
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from megatron_dapo.engines.sglang.client import (
     SglangClient,
     Timeouts,
 )
+from megatron_dapo.engines.sglang.wire import AnswerError, parse_prompt_logprobs
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
 FAST = Timeouts(connect_s=5, generate_s=0.4, control_s=0.4, flush_s=0.4, update_s=0.4, health_s=0.4)
@@ -231,19 +232,23 @@ def test_weights_are_sent_as_stock_sglang_takes_them(make_server) -> None:
     assert len(seen) == 1 and not new.in_session
 
 
-def test_sizes_and_vocabulary(server: FakeServer) -> None:
-    client = client_of(server)
-    assert client.max_length() == server.context_length - 2
-    client.check_vocabulary(100)
-    for wrong in (99, 101):
-        with pytest.raises(ValueError, match=f"not the trained model's .{wrong}."):
-            client.check_vocabulary(wrong)
+def test_the_longest_sequence_that_is_not_cut(server: FakeServer) -> None:
+    assert client_of(server).max_length() == server.context_length - 2
 
 
 def test_prompt_logprobs_are_those_of_the_given_tokens(server: FakeServer) -> None:
     client = client_of(server)
     assert client.prompt_logprobs([4, 5, 6]) == [-0.005, -0.006]
     assert server.calls[-1][1]["logprob_start_len"] == 0
+
+
+def test_highest_token_of_a_prompt_may_be_shown_as_zero() -> None:
+    """As SGLang 0.5.17 does; any other token that is shown as another one is an error."""
+    answer = {"meta_info": {"input_token_logprobs": [[None, 4, None], [-1.0, 0, None], [-2.0, 5, None]]}}
+    assert parse_prompt_logprobs(answer, [4, 9, 5]) == [-1.0, -2.0]
+    with pytest.raises(AnswerError, match="not one of token 3"):
+        parse_prompt_logprobs(answer, [4, 3, 5])
+
 
 
 def test_urls_and_deadlines_are_checked() -> None:
