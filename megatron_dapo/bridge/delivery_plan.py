@@ -195,6 +195,11 @@ class ExpectedChecksums:
                 values = piece_view(sources[piece.local], piece, box).to(specs[part.name].dtype).contiguous()
                 self.add(engine_rank, part.name, values.view(part.box.shape), part.box)
 
+    def merge(self, other: ExpectedChecksums) -> None:
+        """Take over what `other` has counted, of engine ranks that this one has not."""
+        assert not self._sums.keys() & other._sums.keys(), "an engine rank was counted twice"
+        self._sums.update(other._sums)
+
     def vector(self, engine_ranks: Sequence[int]) -> torch.Tensor:
         """int64, one number a parameter, engine rank by engine rank: to be added up over trainer ranks."""
         return torch.tensor(

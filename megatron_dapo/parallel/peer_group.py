@@ -14,6 +14,8 @@ unless a caller names an interface); what arrives must be checked against what a
 
 from __future__ import annotations
 
+import contextlib
+import re
 import secrets
 import socket
 import time
@@ -28,6 +30,7 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "for ever" to the backends
 _POLL_INTERVAL_S = 0.0005
+_TAG, _CLOSING_TAG = 0, 1
 
 
 class PeerError(RuntimeError):
@@ -40,6 +43,37 @@ class Address:
 
     host: str
     port: int
+
+    def local_host(self) -> str:
+        """The address of this machine that faces the meeting place: where the other members can reach it.
+
+        Loopback where the meeting place is on loopback. Nothing is sent to find out.
+        """
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.host, self.port))
+            return str(probe.getsockname()[0])
+
+
+class Notice:
+    """A short text that one process leaves at the meeting place for others, under a key used once."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        """PeerError where nobody answers at the address within `timeout_s`."""
+        self._store = _connect(address, timeout_s)
+
+    def leave(self, key: str, text: str) -> None:
+        try:
+            self._store.set(key, text)
+        except RuntimeError as error:
+            raise PeerError(f"the notice {key!r} could not be left: {_first_line(error)}") from error
+
+    def read(self, key: str, timeout_s: float) -> str:
+        """Waits until somebody has left it. PeerError after `timeout_s`."""
+        try:
+            self._store.set_timeout(timedelta(seconds=max(_SHORTEST_WAIT_S, timeout_s)))
+            return self._store.get(key).decode()
+        except RuntimeError as error:
+            raise PeerError(f"no notice {key!r} within {timeout_s:g} s: {_first_line(error)}") from error
 
 
 class MeetingPlace:
@@ -86,12 +120,19 @@ class Pending:
 class PeerGroup:
     """One member's end of a group."""
 
-    def __init__(self, group: Any, name: str, rank: int, size: int, finish: Callable[[Any, float], None]) -> None:
+    def __init__(self, group: Any, name: str, rank: int, size: int, backend: str) -> None:
         self.name = name
         self.rank = rank
         self.size = size
         self._group = group
-        self._finish = finish
+        self._finish = BACKENDS[backend].wait
+        self._close = BACKENDS[backend].close
+        self._device = torch.device(BACKENDS[backend].device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must be."""
+        return self._device
 
     def send(self, tensor: torch.Tensor, to: int) -> Pending:
         """Starts sending a contiguous tensor."""
@@ -107,7 +148,7 @@ class PeerGroup:
         if self._group is None:
             raise PeerError(f"{what}: the group is closed")
         try:
-            work = getattr(self._group, operation)([tensor.detach()], peer, 0)
+            work = getattr(self._group, operation)([tensor.detach()], peer, _TAG)
         except RuntimeError as error:
             raise PeerError(f"{what}: {_first_line(error)}") from error
         return Pending(work, what, self._finish, tensor)
@@ -115,8 +156,9 @@ class PeerGroup:
     def close(self) -> None:
         """Closes the connections: whoever waits for this member fails at once. Harmless when repeated."""
         group, self._group = self._group, None
-        if group is not None and hasattr(group, "abort"):
-            group.abort()
+        if group is not None:
+            self._close(group, self.rank, self.size)
+
 
 
 def join(
@@ -127,27 +169,38 @@ def join(
     *,
     timeout_s: float,
     backend: str = "gloo",
-    host: str = LOOPBACK,
+    host: str = "",
 ) -> PeerGroup:
     """Member `rank` of the `size` members of the group `name`; returns when all are connected.
 
-    `host`: this machine's address on which the other members reach it (gloo; NCCL chooses its own network). `backend`:
-    one of BACKENDS; "nccl" is for CUDA tensors, connects on the first message of a pair, and has not run yet: it needs
+    `host`: this machine's address on which the other members reach it (gloo; NCCL chooses its own network); by default
+    the one that faces the meeting place. `backend`: one of BACKENDS; "nccl" is for CUDA tensors, connects on the first message of a pair, and has not run yet: it needs
     two GPUs. PeerError where not all came within `timeout_s`; ValueError for an unknown backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"peer group: backend {backend!r} is not one of {', '.join(sorted(BACKENDS))}")
-    timeout = timedelta(seconds=timeout_s)
-    make, finish = BACKENDS[backend]
+    timeout = timedelta(seconds=max(_SHORTEST_WAIT_S, timeout_s))
+    make = BACKENDS[backend].make
+    store = _connect(address, timeout_s)
     try:
-        store = dist.TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
-        group = make(dist.PrefixStore(name, store), rank, size, timeout, host)
+        group = make(dist.PrefixStore(name, store), rank, size, timeout, host or address.local_host())
     except RuntimeError as error:
         raise PeerError(
             f"member {rank} of {size} did not meet the others at {address.host}:{address.port} "
-            f"within {timeout_s:.0f} s: {_first_line(error)}"
+            f"within {timeout_s:g} s: {_first_line(error)}"
         ) from error
-    return PeerGroup(group, name, rank, size, finish)
+    return PeerGroup(group, name, rank, size, backend)
+
+
+def _connect(address: Address, timeout_s: float) -> dist.Store:
+    timeout = timedelta(seconds=max(_SHORTEST_WAIT_S, timeout_s))
+    try:
+        return dist.TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise PeerError(
+            f"nobody answers at the meeting place {address.host}:{address.port} within {timeout_s:g} s: "
+            f"{_first_line(error)}"
+        ) from error
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
@@ -177,12 +230,36 @@ def _wait_nccl(work: Any, seconds: float) -> None:
     work.wait()
 
 
-# name -> (how a member is made, how it waits)
-BACKENDS: Mapping[str, tuple[Callable[..., Any], Callable[[Any, float], None]]] = {
-    "gloo": (_gloo, _wait_gloo),
-    "nccl": (_nccl, _wait_nccl),
+def _close_gloo(group: Any, rank: int, size: int) -> None:
+    """Connections live as long as any message that was started, so that giving up the group does not close them. A wait
+    that times out does: gloo then breaks all connections of this member."""
+    if size > 1:
+        with contextlib.suppress(RuntimeError):
+            never_sent = group.recv([torch.zeros(1, dtype=torch.uint8)], (rank + 1) % size, _CLOSING_TAG)
+            never_sent.wait(timedelta(seconds=_SHORTEST_WAIT_S))
+
+
+def _close_nccl(group: Any, rank: int, size: int) -> None:
+    group.abort()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a member is made, waits and closes, and where its tensors are."""
+
+    make: Callable[[dist.Store, int, int, timedelta, str], Any]
+    wait: Callable[[Any, float], None]
+    close: Callable[[Any, int, int], None]
+    device: str
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "gloo": Backend(_gloo, _wait_gloo, _close_gloo, "cpu"),
+    "nccl": Backend(_nccl, _wait_nccl, _close_nccl, "cuda"),
 }
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    """The reason without the place in the library's source and its advice."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*\] *", "", line).split(" This is typically")[0][:300]

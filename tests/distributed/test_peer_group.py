@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.parallel.peer_group import LOOPBACK, MeetingPlace, PeerError, join
+from megatron_dapo.parallel.peer_group import LOOPBACK, MeetingPlace, Notice, PeerError, join
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -74,8 +74,18 @@ def test_nobody_at_the_address() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     place = MeetingPlace()
-    with pytest.raises(PeerError, match="did not meet"):
+    with pytest.raises(PeerError, match="nobody answers"):
         join(type(place.address)(LOOPBACK, port), "name", 0, 2, timeout_s=1.5)
+
+
+def test_notices() -> None:
+    place = MeetingPlace()
+    writer, reader = Notice(place.address, 10), Notice(place.address, 10)
+    writer.leave("key", "engine is there")
+    assert reader.read("key", 5) == "engine is there"
+    with pytest.raises(PeerError, match="no notice 'other' within 0.5 s"):
+        reader.read("other", 0.5)
+    assert place.address.local_host() == LOOPBACK
 
 
 def test_listens_on_loopback_alone() -> None:

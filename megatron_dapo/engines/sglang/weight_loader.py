@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dapo.engines.sglang.peer_receiver import OPERATION, PeerReceiver
+from megatron_dapo.engines.sglang.peer_receiver import PeerReceiver
 from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec
 from megatron_dapo.parallel.reshard.delivery import Bucket, Command, Receiver
+from megatron_dapo.parallel.reshard.peer_stream import RECEIVE
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 def _serve(model: torch.nn.Module, text: str) -> None:
     command = Command.decode(text)
     state = _state_of(model)
-    if command.op == OPERATION:
+    if command.op == RECEIVE:
         # A whole delivery, which reports through its own group.
         state.peer.handle(command)
         return

@@ -1,0 +1,404 @@
+"""Engines on machines of their own: every trainer rank sends its parts straight from its shards to the engine ranks.
+
+One request to an engine and delivery starts a loader in each of its ranks; loader and trainer ranks meet in a
+`PeerGroup` of the engine, through which bytes and reports travel. All senders send at once, two buckets under way.
+
+    leader    POST receive ------------------------------------------------> (answered at the end)
+    senders   join | send 0 | send 1 | ...      | checksums of what was sent
+    engine    join | begin  | receive 0, 1, ... | report | finish: ledger and checksums | report
+
+What arrives over the group's own connections, which know no key, is worth nothing by itself: places, sizes and the
+manifest come with the request, which needs the engine's key, and the trainer compares the checksums of all parameters
+with those of what it sent. Groups are used again by later deliveries, and joined anew after a failure or a restart.
+
+Runs with gloo on CPUs. The "nccl" form for CUDA is written and has not run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums, PlannedBucket
+from megatron_dapo.bridge.transports.base import (
+    LOAD_FORMAT,
+    Call,
+    Coordinator,
+    Deadline,
+    Delivered,
+    EngineControl,
+    Fleet,
+    Order,
+    encode_payload,
+    reason_of,
+)
+from megatron_dapo.parallel.peer_group import (
+    BACKENDS,
+    LOOPBACK,
+    Address,
+    MeetingPlace,
+    Notice,
+    PeerError,
+    PeerGroup,
+    join,
+)
+from megatron_dapo.parallel.reshard.delivery import Command, Report
+from megatron_dapo.parallel.reshard.executors import Buffers
+from megatron_dapo.parallel.reshard.layout import piece_view
+from megatron_dapo.parallel.reshard.peer_stream import (
+    NUM_SLOTS,
+    READY,
+    RECEIVE,
+    Outgoing,
+    PeerChannel,
+    RoutedBucket,
+    Staging,
+    acknowledge,
+    messages_of,
+    notice_key,
+    receive_report,
+    send_buckets,
+)
+
+_CALL_GRACE_S = 5.0  # for the answer to a request once the reports are here
+
+
+@dataclass(frozen=True)
+class PeerSettings:
+    """`host`: of this machine, where other machines reach its meeting place; loopback where all run on one.
+    `backend`: "gloo" or "nccl". `connect_s`: until all members of a group have met."""
+
+    host: str = LOOPBACK
+    backend: str = "gloo"
+    connect_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"peer transport: backend {self.backend!r} is not one of {', '.join(BACKENDS)}")
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who is who in the group of one engine: the trainer ranks that send or lead first, then the engine's ranks."""
+
+    trainers: tuple[int, ...]
+    engine_ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.trainers) + len(self.engine_ranks)
+
+    def of_trainer(self, rank: int) -> int:
+        return self.trainers.index(rank)
+
+    def of_engine_rank(self, engine_rank: int) -> int:
+        return len(self.trainers) + self.engine_ranks.index(engine_rank)
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """How the group of one engine is to be had for one delivery."""
+
+    name: str
+    address: Address
+    fresh: bool
+
+
+@dataclass
+class _Share:
+    """What one rank did for one engine; filled in a thread of its own."""
+
+    sums: ExpectedChecksums
+    reports: tuple[Report, ...] = ()  # of the leader
+    num_bytes: int = 0  # copied by the engine; of the leader
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class PeerTransport:
+    """`Transport` by point-to-point.
+
+    Args:
+        coordinator: all trainer ranks.
+    """
+
+    def __init__(
+        self, plan: DeliveryPlan, fleet: Fleet, coordinator: Coordinator, settings: PeerSettings | None = None
+    ) -> None:
+        self.plan = plan
+        self.fleet = fleet
+        self.coordinator = coordinator
+        self.rank = coordinator.rank
+        self.settings = settings or PeerSettings()
+        self.seconds: dict[str, float] = {}  # of the last delivery on this rank, by phase; the slowest engine's
+        self._place: MeetingPlace | None = None  # of leaders
+        self._groups: dict[int, PeerGroup] = {}
+        self._joined_by: dict[int, EngineControl] = {}  # engines this rank leads: whose group it is
+
+    def deliver(self, order: Order, sources: Buffers, deadline: Deadline) -> Delivered:
+        """A group of an earlier delivery that turns out to be dead is replaced, and its engine tried again, once."""
+        outcome = Delivered(ExpectedChecksums(self.plan))
+        self.seconds = {}
+        reused = self._attempt(order, order.engines, sources, deadline, outcome)
+        failed = self._failed_anywhere(order, outcome, deadline)
+        again = tuple(engine for engine in reused if engine in failed)
+        if again and not deadline.is_over:
+            for engine in again:
+                outcome.failures.pop(engine, None)
+            self._attempt(order, again, sources, deadline, outcome)
+        return outcome
+
+    def close(self) -> None:
+        for engine in list(self._groups):
+            self._drop(engine)
+        self._place = None
+
+    def members(self, engine: int) -> Members:
+        ranks = tuple(self.plan.ranks_of(engine))
+        trainers = {self.fleet.leaders[engine], *(source for rank in ranks for source in self.plan.sources(rank))}
+        return Members(tuple(sorted(trainers)), ranks)
+
+    def _peak_bytes(self, engine: int) -> int:
+        """What either end may take for staging: less, where parts are contiguous."""
+        buckets = (bucket for rank in self.plan.ranks_of(engine) for bucket in self.plan.buckets(rank))
+        return NUM_SLOTS * max((bucket.num_bytes for bucket in buckets), default=0)
+
+    # Who meets whom
+
+    def _attempt(
+        self, order: Order, engines: Sequence[int], sources: Buffers, deadline: Deadline, outcome: Delivered
+    ) -> tuple[int, ...]:
+        """Delivers to `engines`; returns those for which a group of an earlier delivery was used."""
+        meetings = self._arrange(order, engines, deadline)
+        mine = [engine for engine in engines if self.rank in self.members(engine).trainers]
+        shares = {engine: _Share(ExpectedChecksums(self.plan)) for engine in mine}
+        calls = {
+            e: Call(lambda e=e: self._deliver_one(order, e, meetings[e], sources, deadline, shares[e])) for e in mine
+        }
+        for engine, call in calls.items():
+            share = shares[engine]
+            try:
+                call.result(deadline, f"the delivery to engine {engine}")
+            # Whatever an engine's death looks like, it is the engine's failure and not this rank's.
+            except Exception as error:
+                outcome.fail(engine, reason_of(error))
+                self._drop(engine)
+                continue
+            outcome.expected.merge(share.sums)
+            if self.fleet.leaders[engine] == self.rank:
+                outcome.num_bytes[engine] = share.num_bytes
+            if share.reports:
+                outcome.reports[engine] = share.reports
+            outcome.peak_bytes = max(outcome.peak_bytes, self._peak_bytes(engine))
+            for phase, seconds in share.seconds.items():
+                self.seconds[phase] = max(self.seconds.get(phase, 0.0), seconds)
+        return tuple(engine for engine in engines if not meetings[engine].fresh)
+
+    def _arrange(self, order: Order, engines: Sequence[int], deadline: Deadline) -> dict[int, _Meeting]:
+        """Every engine's group, named by its leader: a new one where any member lacks the old one."""
+        own: dict[str, Any] = {"groups": {}, "offers": {}}
+        for engine in engines:
+            led = self.fleet.leaders[engine] == self.rank
+            if led and self._joined_by.get(engine) is not self.fleet.controls[engine]:
+                self._drop(engine)
+            if self.rank in self.members(engine).trainers:
+                own["groups"][str(engine)] = self._groups[engine].name if engine in self._groups else ""
+            if led:
+                own["offers"][str(engine)] = self._offer()
+        everyone = self.coordinator.exchange(own, f"delivery {order.delivery}, the groups", deadline.left_s)
+        meetings = {}
+        for engine in engines:
+            names = {view["groups"][str(engine)] for view in everyone if str(engine) in view["groups"]}
+            name, host, port = everyone[self.fleet.leaders[engine]]["offers"][str(engine)]
+            fresh = len(names) > 1 or "" in names
+            meetings[engine] = _Meeting(name if fresh else names.pop(), Address(host, port), fresh)
+        return meetings
+
+    def _offer(self) -> list[Any]:
+        if self._place is None:
+            self._place = MeetingPlace(self.settings.host)
+        return [MeetingPlace.new_name(), self._place.address.host, self._place.address.port]
+
+    def _failed_anywhere(self, order: Order, outcome: Delivered, deadline: Deadline) -> set[int]:
+        known = {str(engine): reason for engine, reason in outcome.failures.items()}
+        # Ranks whose wait for an engine has just ended at the deadline still have to say so.
+        seconds = deadline.left_s + _CALL_GRACE_S
+        everyone = self.coordinator.exchange(known, f"delivery {order.delivery}, the outcome", seconds)
+        return {int(engine) for view in everyone for engine in view}
+
+    # One engine
+
+    def _deliver_one(
+        self, order: Order, engine: int, meeting: _Meeting, sources: Buffers, deadline: Deadline, share: _Share
+    ) -> None:
+        """This rank's part in the delivery to one engine. Raises what went wrong; the caller closes the group."""
+        start = time.perf_counter()
+        members = self.members(engine)
+        posted = self._post(order, engine, meeting, deadline) if self.fleet.leaders[engine] == self.rank else None
+        group = self._group(engine, members, meeting, deadline)
+        share.seconds["join"] = time.perf_counter() - start
+        try:
+            # From the start: a failure of an engine rank must end the sending.
+            received = self._watch(order, engine, group, RECEIVE, deadline) if posted else []
+            self._send(engine, group, sources, deadline, received)
+            share.num_bytes = sum(report.num_bytes for report in _collect(received, deadline))
+            share.seconds["transfer"] = time.perf_counter() - start
+            finished = self._watch(order, engine, group, "finish", deadline) if posted else []
+            for engine_rank in members.engine_ranks:
+                share.sums.add_plan(engine_rank, self.rank, sources)
+            share.reports = _collect(finished, deadline)
+            if posted is not None:
+                posted.result(deadline, f"an answer of engine {engine}")
+            share.seconds["all"] = time.perf_counter() - start
+        except BaseException:
+            # Nobody is to wait for this rank.
+            self._drop(engine)
+            raise
+
+    def _send(
+        self, engine: int, group: PeerGroup, sources: Buffers, deadline: Deadline, received: Sequence[Call[Report]]
+    ) -> None:
+        staging = Staging(next(iter(sources.values())).device if sources else group.device)
+        try:
+            with torch.no_grad():
+                send_buckets(group, self._outgoing(engine, self.members(engine), sources), staging, deadline.at)
+        except PeerError:
+            # An engine rank that failed has said why.
+            _collect(received, Deadline(_CALL_GRACE_S))
+            raise
+
+    def _group(self, engine: int, members: Members, meeting: _Meeting, deadline: Deadline) -> PeerGroup:
+        if not meeting.fresh:
+            return self._groups[engine]
+        self._drop(engine)
+        seconds = min(self.settings.connect_s, deadline.left_s)
+        end = time.monotonic() + seconds
+        notice = Notice(meeting.address, seconds)
+        for engine_rank in members.engine_ranks:
+            said = notice.read(notice_key(meeting.name, members.of_engine_rank(engine_rank)), end - time.monotonic())
+            if said != READY:
+                raise PeerError(said)
+        self._groups[engine] = join(
+            meeting.address,
+            meeting.name,
+            members.of_trainer(self.rank),
+            members.size,
+            timeout_s=end - time.monotonic(),
+            backend=self.settings.backend,
+        )
+        if self.fleet.leaders[engine] == self.rank:
+            self._joined_by[engine] = self.fleet.controls[engine]
+        return self._groups[engine]
+
+    def _drop(self, engine: int) -> None:
+        group = self._groups.pop(engine, None)
+        if group is not None:
+            group.close()
+
+    def _outgoing(self, engine: int, members: Members, sources: Buffers) -> Iterator[Outgoing]:
+        """What this rank sends, round after round over the engine's ranks."""
+        for index in range(self.plan.num_buckets(engine)):
+            for engine_rank in members.engine_ranks:
+                buckets = self.plan.buckets(engine_rank)
+                writes = buckets[index].writes_of(self.rank) if index < len(buckets) else ()
+                if not writes:
+                    continue
+                specs = self.plan.engines.local_specs(engine_rank)
+                dtypes = {write.part.name: specs[write.part.name].dtype for write in writes}
+                views = {w.part: piece_view(sources[w.piece.local], w.piece, w.box) for w in writes}
+                sizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
+                to = members.of_engine_rank(engine_rank)
+                yield Outgoing(to, messages_of(to, [w.part for w in writes], sizes), views.__getitem__, dtypes)
+
+    # The leader
+
+    def _post(self, order: Order, engine: int, meeting: _Meeting, deadline: Deadline) -> Call[None]:
+        """Starts the request. Where it fails, members that wait for the engine's ranks hear of it at once."""
+        members, control = self.members(engine), self.fleet.controls[engine]
+        payloads = [encode_payload(self._command(order, rank, members, meeting, deadline)) for rank in members.engine_ranks]
+
+        def post() -> None:
+            try:
+                control.update_weights_from_tensor(payloads, LOAD_FORMAT)
+            except Exception as error:
+                if meeting.fresh:
+                    notice = Notice(meeting.address, self.settings.connect_s)
+                    for engine_rank in members.engine_ranks:
+                        key = notice_key(meeting.name, members.of_engine_rank(engine_rank))
+                        notice.leave(key, f"engine {engine}: {reason_of(error)}")
+                raise
+
+        return Call(post)
+
+    def _command(
+        self, order: Order, engine_rank: int, members: Members, meeting: _Meeting, deadline: Deadline
+    ) -> Command:
+        leader = self.fleet.leaders[engine_rank // self.plan.engines.tensor_parallel]
+        channel = PeerChannel(
+            address=meeting.address,
+            group=meeting.name,
+            fresh=meeting.fresh,
+            member=members.of_engine_rank(engine_rank),
+            size=members.size,
+            leader=members.of_trainer(leader),
+            backend=self.settings.backend,
+            connect_s=self.settings.connect_s,
+            seconds=deadline.left_s,
+            buckets=tuple(_routed(bucket, members) for bucket in self.plan.buckets(engine_rank)),
+        )
+        return Command(
+            id=f"{order.delivery}/{engine_rank}",
+            op=RECEIVE,
+            delivery=order.delivery,
+            manifest=self.plan.manifest(engine_rank, order.delivery, order.session, order.version),
+            channel=channel.to_json(),
+        )
+
+    def _watch(
+        self, order: Order, engine: int, group: PeerGroup, op: str, deadline: Deadline
+    ) -> list[Call[Report]]:
+        """Waits in threads for each engine rank's report on one step. One that failed closes the group, so that nobody
+        goes on."""
+        members = self.members(engine)
+
+        def watch(number: int, engine_rank: int) -> Report:
+            member = members.of_engine_rank(engine_rank)
+            report = receive_report(group, member, deadline.at)
+            if not report.ok or op == "finish":
+                acknowledge(group, member, deadline.at)
+            if not report.ok:
+                group.close()
+                raise ValueError(f"rank {number} of the engine, {report.op}: {report.message or 'failed'}")
+            if (report.id, report.op) != (f"{order.delivery}/{engine_rank}", op):
+                raise ValueError(f"rank {number} of the engine reports on {report.op} {report.id!r}, expected {op}")
+            return report
+
+        return [Call(lambda n=n, r=r: watch(n, r)) for n, r in enumerate(members.engine_ranks)]
+
+
+def _collect(calls: Sequence[Call[Report]], deadline: Deadline) -> tuple[Report, ...]:
+    """The reports in rank order. Raises the reason an engine rank gave, where one did; else the first error."""
+    reports: list[Report] = []
+    errors: list[Exception] = []
+    for call in calls:
+        try:
+            reports.append(call.result(deadline, "a report of the engine"))
+        # Sorted out below.
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
+    return tuple(reports)
+
+
+def _routed(bucket: PlannedBucket, members: Members) -> RoutedBucket:
+    segments = {
+        members.of_trainer(source): (segment.start, segment.stop) for source, segment in bucket.segments.items()
+    }
+    return RoutedBucket(bucket.header, segments)
+
+
+__all__ = ["Members", "PeerSettings", "PeerTransport"]
