@@ -9,6 +9,9 @@ random order.
     python benchmarks/collector_waste.py [--json] [--steps 60] [--groups 64] [--group-size 16]
 
 `waste_ratio` is the largest (generated / trained) / bound over the pass-rate mixtures, at the default oversample = 1.
+`oversampled` is the ratio with half as many groups again in flight; `partial` compares what becomes of the groups that
+are then unfinished when a batch is full, at staleness bounds 0 to 2: started again from their prompts, or gone on with.
+There, `token_waste_ratio` counts tokens: (generated / trained) / bound.
 """
 
 from __future__ import annotations
@@ -17,17 +20,27 @@ import argparse
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, wasted_fraction
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import Collector, CollectorSettings
+from megatron_dapo.rollout.collector import Collector, CollectorSettings, Partial
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, Score, VersionRange
+from megatron_dapo.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    SamplingParams,
+    Score,
+    VersionRange,
+)
 
-RIGHT, WRONG = 1, 0
+RIGHT, WRONG, FILLER = 1, 0, 2
 NUM_PROMPTS = 1000
+PARTIALS: tuple[Partial, ...] = ("restart", "continue")
 MIXTURES: dict[str, tuple[float, ...]] = {
     "p=0.5": (0.5,),
     "p=0.1": (0.1,),
@@ -39,14 +52,29 @@ MIXTURES: dict[str, tuple[float, ...]] = {
 }
 
 
+@dataclass
+class Running:
+    """A response with the version of each of its tokens so far."""
+
+    request: GenerationRequest
+    versions: list[int]
+
+    def completion(self, last: int, reason: FinishReason) -> Completion:
+        num_tokens = len(self.versions)
+        tokens = (*[FILLER] * (num_tokens - 1), last)[:num_tokens]
+        runs = tuple(VersionRange(place, place + 1, version) for place, version in enumerate(self.versions))
+        return Completion(self.request.request_id, tokens, (0.0,) * num_tokens, reason, runs)
+
+
 class CoinEngine:
-    """Answers right with the probability (in millionths) in the second prompt token; a random third of what runs
-    finishes at a poll.
+    """Answers right with the probability (in millionths) in the second prompt token. Everything that runs gets a token
+    at a poll, and a random third of it finishes.
     """
 
     def __init__(self) -> None:
         self.policy_version = 0
-        self._running: list[GenerationRequest] = []
+        self.num_tokens = 0  # generated
+        self._running: list[Running] = []
         self._random = random.Random(0)
 
     @property
@@ -54,23 +82,25 @@ class CoinEngine:
         return len(self._running)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self._running.extend(requests)
+        for request in requests:
+            runs = request.prefix.versions if request.prefix else ()
+            self._running.append(Running(request, [run.version for run in runs for _ in range(run.start, run.end)]))
 
     def poll(self) -> list[Completion]:
+        self.num_tokens += len(self._running)
+        for running in self._running:
+            running.versions.append(self.policy_version)
         self._random.shuffle(self._running)
         num_finished = -(-len(self._running) // 3)
         finished, self._running = self._running[:num_finished], self._running[num_finished:]
-        return [self._completion(request, self._toss(request), "stop") for request in finished]
+        return [running.completion(self._toss(running.request), "stop") for running in finished]
 
     def abort(self) -> list[Completion]:
         aborted, self._running = self._running, []
-        return [self._completion(request, WRONG, "abort") for request in aborted]
+        return [running.completion(FILLER, "abort") for running in aborted]
 
     def _toss(self, request: GenerationRequest) -> int:
         return RIGHT if random.Random(request.seed).random() < request.prompt_ids[1] / 1e6 else WRONG
-
-    def _completion(self, request: GenerationRequest, answer: int, reason: Any) -> Completion:
-        return Completion(request.request_id, (answer,), (0.0,), reason, (VersionRange(0, 1, self.policy_version),))
 
 
 class CoinVerifier:
@@ -81,7 +111,14 @@ class CoinVerifier:
 
 
 def measure(
-    pass_rates: Sequence[float], *, num_steps: int, num_groups: int, group_size: int, oversample: float
+    pass_rates: Sequence[float],
+    *,
+    num_steps: int,
+    num_groups: int,
+    group_size: int,
+    oversample: float,
+    partial: Partial = "restart",
+    max_staleness: int = 0,
 ) -> dict[str, float]:
     """Groups generated per trained group over `num_steps` batches of prompts that take `pass_rates` in turn."""
     rates = [pass_rates[index % len(pass_rates)] for index in range(NUM_PROMPTS // len(pass_rates) * len(pass_rates))]
@@ -91,13 +128,19 @@ def measure(
         stream=PromptStream(list(prompts), seed=0),
         prompts=prompts,
         engine=engine,
-        scorer=SampleScorer(CoinVerifier(), lambda token_ids: str(token_ids[0])),
-        buffer=ReplayBuffer(max_staleness=0),
-        settings=CollectorSettings(group_size, SamplingParams(), seed=0, oversample=oversample, max_rounds=0),
+        scorer=SampleScorer(CoinVerifier(), lambda token_ids: str(token_ids[-1])),
+        buffer=ReplayBuffer(max_staleness),
+        settings=CollectorSettings(
+            group_size, SamplingParams(), seed=0, oversample=oversample, max_rounds=0, partial=partial
+        ),
         verdict=GroupFilter().verdict,
     )
+    trained_tokens = num_continued = discarded_tokens = 0
     for _ in range(num_steps):
         batch = collector.collect(num_groups)
+        trained_tokens += sum(len(sample.completion.token_ids) for group in batch.groups for sample in group.samples)
+        num_continued += batch.statistics.num_continued
+        discarded_tokens += batch.statistics.num_discarded_tokens
         assert len(batch.groups) == num_groups, f"a batch has {len(batch.groups)} groups instead of {num_groups}"
         engine.policy_version += 1
     ledger = collector.accounting()
@@ -110,6 +153,9 @@ def measure(
         "generated_per_trained": generated,
         "bound": bound,
         "waste_ratio": generated / bound,
+        "token_waste_ratio": engine.num_tokens / trained_tokens / bound,
+        "discarded_token_share": discarded_tokens / engine.num_tokens,
+        "continued_responses": num_continued,
     }
 
 
@@ -137,6 +183,17 @@ def main() -> None:
             "oversample": 1.5,
             **measure(MIXTURES["uniform"], oversample=1.5, **sizes),
         },
+        "partial": [
+            {
+                "pass_rates": "uniform",
+                "oversample": 1.5,
+                "partial": partial,
+                "max_staleness": max_staleness,
+                **measure(MIXTURES["uniform"], oversample=1.5, partial=partial, max_staleness=max_staleness, **sizes),
+            }
+            for max_staleness in (0, 1, 2)
+            for partial in PARTIALS
+        ],
     }
     if arguments.json:
         print(json.dumps(result))
@@ -146,6 +203,12 @@ def main() -> None:
             f"{row['pass_rates']:16} oversample {row['oversample']:.1f}  "
             f"generated/trained {row['generated_per_trained']:6.3f}  bound {row['bound']:6.3f}  "
             f"ratio {row['waste_ratio']:.4f}"
+        )
+    for row in result["partial"]:
+        print(
+            f"{row['pass_rates']:16} oversample {row['oversample']:.1f}  bound of staleness {row['max_staleness']}  "
+            f"partial {row['partial']:8}  ratio {row['waste_ratio']:.4f}  in tokens {row['token_waste_ratio']:.4f}  "
+            f"discarded {row['discarded_token_share']:.1%}  continued {row['continued_responses']}"
         )
     print(f"waste_ratio {result['waste_ratio']:.4f}")
 
