@@ -237,25 +237,6 @@ class SglangClient:
         """The label last set with `update_weight_version` ("default" in a fresh server)."""
         return str(self.model_info().get("weight_version") or "")
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """ValueError where the served model's vocabulary is not exactly `vocab_size`. Needs a server that generates."""
-        request = GenerationRequest("vocabulary", (vocab_size - 1,), SamplingParams(max_new_tokens=1), seed=0)
-        larger = GenerationRequest("vocabulary", (vocab_size,), SamplingParams(max_new_tokens=1), seed=0)
-        if not self._accepts(request, vocab_size) or self._accepts(larger, vocab_size + 1):
-            raise ValueError(
-                f"SGLang server {self.name} serves a model whose vocabulary is not the trained model's "
-                f"({vocab_size}): start it with the same model folder"
-            )
-
-    def _accepts(self, request: GenerationRequest, vocab_size: int) -> bool:
-        try:
-            self.generate_now(request, f"vocabulary-{time.monotonic_ns()}.", vocab_size=1 << 62)
-        except EngineHttpError as error:
-            if error.status != 400:
-                raise
-            return False
-        return True
-
     # Pausing
 
     def pause(self, mode: PauseMode) -> None:
