@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,7 +153,8 @@ class EmbeddedEngine:
         """Destination tensors by Hugging Face name, to be overwritten in place. A tied head is the embedding and has no
         name of its own.
         """
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        named = ((name, parameter.data) for name, parameter in self._model.named_parameters())
+        return {stored: part for name, tensor in named for stored, part in _stored_parts(name, tensor)}
 
     @property
     def policy_version(self) -> int:
@@ -457,12 +458,28 @@ def _check_config(config: PreTrainedConfig) -> None:
         )
 
 
+def _stored_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A parameter under the names that folders have. transformers holds a layer's experts in one tensor; folders, and
+    so the bridge, know each expert's matrices, which are views of it."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith(".mlp.experts"):
+        yield name, tensor
+        return
+    for expert, whole in enumerate(tensor):
+        parts = whole.chunk(len(_FUSED_EXPERTS[kind]))
+        for projection, part in zip(_FUSED_EXPERTS[kind], parts, strict=True):
+            yield f"{prefix}.{expert}.{projection}.weight", part
+
+
+_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
 def _empty_model(config: PreTrainedConfig, settings: EmbeddedEngineSettings) -> torch.nn.Module:
     """The model with all weights NaN, in inference state."""
     own_config = copy.deepcopy(config)  # building a model writes its attention implementation into the config
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(
-            own_config, dtype=settings.dtype, attn_implementation=register_attention()
+            own_config, dtype=settings.dtype, attn_implementation=register_attention(), experts_implementation="eager"
         )
     model.tie_weights()
     model.to(settings.device).eval().requires_grad_(False)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
+from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
 SIZES = dict(
@@ -28,6 +29,16 @@ CONFIGS = {
     "qwen2 tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2 untied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "qwen3 moe": lambda: Qwen3MoeConfig(
+        **SIZES,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        tie_word_embeddings=False,
+    ),
     "llama3 rope": lambda: LlamaConfig(
         **{**SIZES, "num_key_value_heads": 4},
         tie_word_embeddings=False,
@@ -54,7 +65,7 @@ def reference_model(name: str = "qwen2 tied", seed: int = 0) -> torch.nn.Module:
 
 
 def load(engine: EmbeddedEngine, model: torch.nn.Module) -> None:
-    source = dict(model.named_parameters())
+    source = stored_tensors(dict(model.named_parameters()))
     destination = engine.parameters_by_name()
     assert set(source) == set(destination)
     for name, tensor in destination.items():
