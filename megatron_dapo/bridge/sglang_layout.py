@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -205,16 +206,32 @@ class SglangLayout:
         assert experts is not None, "a layer with experts in a dense model"
         rank, index = divmod(tensor, cut)
         size, num_local = self.sizes.expert_intermediate // cut, experts.num_experts // self.expert_parallel
-        gate_up: list[Piece] = []
-        down: list[Piece] = []
-        for slot in range(num_local):
-            name = f"{prefix}{rank * num_local + slot}."
-            parts = [(f"{name}{half}_proj.weight", index, size) for half in ("gate", "up")]
-            gate_up += _stacked(self._rows(prefix + "w13_weight", parts), slot)
-            down += _stacked(self._columns(name + "down_proj.weight", index, size, prefix + "w2_weight"), slot)
-        hidden = self.architecture.hidden_size
-        yield prefix + "w13_weight", (num_local, 2 * size, hidden), tuple(gate_up)
-        yield prefix + "w2_weight", (num_local, hidden, size), tuple(down)
+        real, hidden = min(experts.intermediate_size - index * size, size), self.architecture.hidden_size
+        gate_up, down = prefix + "w13_weight", prefix + "w2_weight"
+        # The numbers are the same for every expert: few tuples, of which a large model would have a million.
+        rows, columns = ((index * size, 0), (real, hidden)), ((0, index * size), (hidden, real))
+        gate_up_pieces: list[Piece] = []
+        down_pieces: list[Piece] = []
+        for slot, names in enumerate(self._expert_names[prefix][rank * num_local : (rank + 1) * num_local]):
+            if real > 0:
+                gate_up_pieces.append(Piece(names[0], *rows, gate_up, (slot, 0, 0)))
+                gate_up_pieces.append(Piece(names[1], *rows, gate_up, (slot, size, 0)))
+                down_pieces.append(Piece(names[2], *columns, down, (slot, 0, 0)))
+        yield gate_up, (num_local, 2 * size, hidden), tuple(gate_up_pieces)
+        yield down, (num_local, hidden, size), tuple(down_pieces)
+
+    @cached_property
+    def _expert_names(self) -> dict[str, list[tuple[str, str, str]]]:
+        """Prefix of a layer's experts -> names of each expert's gate, up and down matrix."""
+        num_experts = self.architecture.experts.num_experts if self.architecture.experts else 0
+        prefixes = [f"model.layers.{layer}.mlp.experts." for layer in range(self.architecture.num_layers)]
+        return {
+            prefix: [
+                (f"{prefix}{e}.gate_proj.weight", f"{prefix}{e}.up_proj.weight", f"{prefix}{e}.down_proj.weight")
+                for e in range(num_experts)
+            ]
+            for prefix in prefixes
+        }
 
     def _share(self, size: int) -> int:
         return size // self.tensor_parallel
@@ -224,13 +241,12 @@ class SglangLayout:
         zeros = (0,) * len(shape)
         return name, shape, (Piece(name, zeros, shape, name, zeros),)
 
-    def _columns(self, name: str, index: int, width: int, local: str = "") -> Local:
-        """Columns [index * width, +width) of the padded matrix; `local` where it is not of the tensor's name."""
-        local = local or name
+    def _columns(self, name: str, index: int, width: int) -> Local:
+        """Columns [index * width, +width) of the padded matrix."""
         rows, columns = self.tensors[name].shape
         real = min(columns - index * width, width)
-        pieces = (Piece(name, (0, index * width), (rows, real), local, (0, 0)),) if real > 0 else ()
-        return local, (rows, width), pieces
+        pieces = (Piece(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
+        return name, (rows, width), pieces
 
     def _rows(self, local: str, parts: Sequence[tuple[str, int, int]]) -> Local:
         """Rows of one or several tensors below each other; a part is (tensor, index, rows): rows [index * rows, +rows)
@@ -244,11 +260,6 @@ class SglangLayout:
                 pieces.append(Piece(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
             position += rows
         return local, (position, *tail), tuple(pieces)
-
-
-def _stacked(local: Local, slot: int) -> list[Piece]:
-    """The pieces of one matrix as those of matrix `slot` of a stack."""
-    return [piece._replace(local_offset=(slot, *piece.local_offset)) for piece in local[2]]
 
 
 def sglang_layout(

@@ -10,6 +10,7 @@ same are planned once, so a plan for 16,384 ranks costs little more than one for
 from __future__ import annotations
 
 import hashlib
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -116,14 +117,22 @@ class Part(NamedTuple):
     holders: Mapping[int, Piece]  # holder group -> the group's piece that contains the box
     groups: frozenset[int]  # the keys of `holders`
     piece: Piece  # of the destination
+    num_bytes: int
 
 
 class Demand(NamedTuple):
-    """What a destination rank wants from one set of holders, laid end to end in the order of its pieces."""
+    """What a destination rank wants from one set of holders, laid end to end. The arrays are of one length."""
 
-    parts: list[int]  # indices into the parts of its holder group
-    middles: list[int]  # twice the byte where the middle of each lies
-    num_bytes: int
+    parts: array[int]  # indices into the parts of its holder group
+    sizes: array[int]  # bytes of each
+    middles: array[int]  # twice the byte where the middle of each lies
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.middles[-1] + self.sizes[-1]) // 2
+
+
+Demands = Mapping[frozenset[int], Demand]  # by the holder groups that can serve it
 
 
 class Station(NamedTuple):
@@ -187,7 +196,8 @@ class ReshardPlan:
         self._itemsize = {name: _wire_itemsize(source, destination, name) for name in destination.tensors}
         self._regions = _regions(source, self._sources, destination.tensors)
         self._parts: dict[int, tuple[Part, ...]] = {}
-        self._demands: dict[Station, tuple[dict[frozenset[int], Demand], dict[frozenset[int], Demand]]] = {}
+        self._wanted: dict[int, Demands] = {}
+        self._demands: dict[Station, tuple[Demands, Demands]] = {}
         self._near: dict[int, frozenset[int]] = {}
         self._spreads: dict[Key, Spread] = {}
         self._received: dict[int, tuple[Transfer, ...]] = {}
@@ -244,11 +254,17 @@ class ReshardPlan:
     def parts(self, group: int) -> tuple[Part, ...]:
         """The pieces of a holder group of the destination, cut at the borders of the source's regions."""
         if group not in self._parts:
-            self._parts[group] = tuple(self._cut(self._destinations.pieces[group]))
+            self._parts[group] = tuple(self._cut(group))
         return self._parts[group]
 
-    def part_bytes(self, part: Part) -> int:
-        return part.box.volume * self._itemsize[part.piece.tensor]
+    def wanted(self, group: int) -> Demands:
+        """All parts of a holder group of the destination, by the holder groups of the source that have them."""
+        if group not in self._wanted:
+            found: dict[frozenset[int], list[tuple[int, int]]] = {}
+            for index, part in enumerate(self._parts.get(group) or self._cut(group)):
+                found.setdefault(part.groups, []).append((index, part.num_bytes))
+            self._wanted[group] = {groups: _demand(parts) for groups, parts in found.items()}
+        return self._wanted[group]
 
     def station(self, destination: int) -> Station:
         node, held = destination // self.ranks_per_node, self._sources.group_of
@@ -265,16 +281,24 @@ class ReshardPlan:
             found.setdefault(self.station(rank), []).append(rank)
         return found
 
-    def demands(self, station: Station) -> tuple[dict[frozenset[int], Demand], dict[frozenset[int], Demand]]:
-        """What a station wants from holders of its own node, and from holders anywhere, by their holder groups."""
+    def node_content(self, node: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Holder groups of a node's ranks in the source and in the destination: nodes of equal content plan alike."""
+        ranks = slice(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+        return tuple(self._sources.group_of[ranks]), tuple(self._destinations.group_of[ranks])
+
+    def demands(self, station: Station) -> tuple[Demands, Demands]:
+        """What a station wants from holders of its own node, and from holders anywhere."""
         if station not in self._demands:
             near: dict[frozenset[int], Demand] = {}
             far: dict[frozenset[int], Demand] = {}
-            for index, part in enumerate(self.parts(station.group)):
-                if station.own in part.holders:
+            for groups, demand in self.wanted(station.group).items():
+                if station.own in groups:
                     continue
-                groups = part.groups & station.near
-                _want(near if groups else far, groups or part.groups, index, self.part_bytes(part))
+                neighbours = groups & station.near
+                if neighbours:
+                    near[neighbours] = _joined(near[neighbours], demand) if neighbours in near else demand
+                else:
+                    far[groups] = demand
             self._demands[station] = (near, far)
         return self._demands[station]
 
@@ -342,11 +366,8 @@ class ReshardPlan:
             if node == ANYWHERE
             else {self.station(rank) for rank in self._node(node, self.destination)}
         )
-        return max(
-            self.part_bytes(self.parts(station.group)[index])
-            for station in stations
-            for index in self.demands(station)[node == ANYWHERE].get(groups, Demand([], [], 0)).parts
-        )
+        demands = (self.demands(station)[node == ANYWHERE].get(groups) for station in stations)
+        return max(max(demand.sizes) for demand in demands if demand is not None)
 
     def _served_by(self, rank: int) -> set[int]:
         """Destinations that `rank` may have to send something to."""
@@ -356,18 +377,23 @@ class ReshardPlan:
     def _into(self, destination: int, only: int | None = None) -> Iterator[Transfer]:
         """Transfers into a destination (those from rank `only` where given), in the order of its pieces."""
         parts = self.parts(self._destinations.group_of[destination])
-        for part, source in zip(parts, self.senders(destination)):
-            if only is None or source == only:
-                held = part.holders[self._sources.group_of[source]]
-                yield Transfer(part.piece.tensor, part.box, source, destination, held, part.piece)
+        for index, source in sorted(self._senders(destination, only)):
+            part = parts[index]
+            held = part.holders[self._sources.group_of[source]]
+            yield Transfer(part.piece.tensor, part.box, source, destination, held, part.piece)
 
-    def senders(self, destination: int) -> list[int]:
-        """The rank that serves each part of a destination: itself, else one of its node, else any."""
-        senders = [destination] * len(self.parts(self._destinations.group_of[destination]))
+    def _senders(self, destination: int, only: int | None) -> Iterator[tuple[int, int]]:
+        """(index of a part, the rank that serves it): the destination itself, else one of its node, else any."""
+        station = self.station(destination)
+        if only is None or only == destination:
+            kept = (demand.parts for groups, demand in self.wanted(station.group).items() if station.own in groups)
+            yield from ((index, destination) for parts in kept for index in parts)
         for key, demand in self.demands_of(destination):
-            for index, sender in zip(demand.parts, self._choose(key, destination, demand)):
-                senders[index] = sender
-        return senders
+            if only is None:
+                yield from zip(demand.parts, self._choose(key, destination, demand))
+            elif self._sources.group_of[only] in key[1] and key[0] in (ANYWHERE, only // self.ranks_per_node):
+                chosen = zip(demand.parts, self._choose(key, destination, demand))
+                yield from (pair for pair in chosen if pair[1] == only)
 
     def _choose(self, key: Key, destination: int, demand: Demand) -> list[int]:
         only = self._only_member(key)
@@ -383,20 +409,29 @@ class ReshardPlan:
         ranks = self._sources.ranks[group]
         return ranks[0] if len(ranks) == 1 else None
 
-    def _cut(self, pieces: Iterable[Piece]) -> Iterator[Part]:
-        for piece in pieces:
-            target = piece.box
-            for region, groups in self._regions[piece.tensor]:
-                box = target if region.box == target else intersect(region.box, target)
+    def _cut(self, group: int) -> Iterator[Part]:
+        for piece in self._destinations.pieces[group]:
+            target, itemsize, regions = piece.box, self._itemsize[piece.tensor], self._regions[piece.tensor]
+            for region, groups in regions:
+                # A single region is the whole tensor.
+                box = target if len(regions) == 1 or region.box == target else intersect(region.box, target)
                 if box is not None and box.volume:
-                    yield Part(box, region.holders, groups, piece)
+                    yield Part(box, region.holders, groups, piece, box.volume * itemsize)
 
 
-def _want(demands: dict[frozenset[int], Demand], groups: frozenset[int], index: int, num_bytes: int) -> None:
-    parts, middles, start = demands.get(groups) or Demand([], [], 0)
-    parts.append(index)
-    middles.append(2 * start + num_bytes)
-    demands[groups] = Demand(parts, middles, start + num_bytes)
+def _demand(parts: Iterable[tuple[int, int]]) -> Demand:
+    """From (index, bytes) of each part."""
+    indices, sizes = zip(*parts)
+    return Demand(array("q", indices), array("q", sizes), _middles(sizes))
+
+
+def _middles(sizes: Iterable[int]) -> array[int]:
+    return array("q", (2 * end - size for end, size in zip(accumulate(sizes), sizes)))
+
+
+def _joined(first: Demand, second: Demand) -> Demand:
+    sizes = first.sizes + second.sizes
+    return Demand(first.parts + second.parts, sizes, _middles(sizes))
 
 
 def _regions(
