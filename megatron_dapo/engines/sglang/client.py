@@ -151,6 +151,12 @@ class SglangClient:
     def close(self) -> None:
         self._http.close()
 
+    def is_fatal(self, error: EngineError) -> bool:
+        """Whether an error of `generate` says that this server is of no more use. A lost connection or a deadline does
+        not: its health decides.
+        """
+        return not isinstance(error, (EngineGone, EngineTimeout))
+
     # Generation
 
     def open_async(self, max_connections: int) -> httpx.AsyncClient:

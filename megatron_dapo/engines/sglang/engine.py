@@ -369,7 +369,7 @@ class SglangEngine:
         server = flight.server
         if isinstance(error, EngineHttpError) and error.is_refusal:
             self._refusal = self._refusal or error
-        elif isinstance(error, (EngineGone, EngineTimeout)):
+        elif not server.client.is_fatal(error):
             self._suspect(server)
         elif server.is_alive:
             self._bury(server, error)
