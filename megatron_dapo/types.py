@@ -130,6 +130,7 @@ class TrainSample:
     loss_mask: torch.Tensor  # [R] float32, 1 where the token is trained
     advantages: torch.Tensor  # [R] float32
     rollout_logprobs: torch.Tensor  # [R] float32, from the engine
+    staleness: torch.Tensor | None = None  # [R] float32, policy versions behind the trained one; None: 0 everywhere
 
     @property
     def num_tokens(self) -> int:
@@ -160,6 +161,7 @@ class MicroBatch:
     advantages: torch.Tensor  # [P] float32
     rollout_logprobs: torch.Tensor  # [P] float32
     sample_ids: tuple[str, ...]  # N
+    staleness: torch.Tensor | None = None  # [P] float32, see TrainSample; None: 0 everywhere
 
     @property
     def num_tokens(self) -> int:

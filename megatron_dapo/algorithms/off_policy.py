@@ -56,9 +56,7 @@ def _sequence_sums(inputs: OffPolicyInputs) -> tuple[torch.Tensor, torch.Tensor]
     """(sum of the log-ratio [N], trained tokens [N]) of whole sequences, float64."""
     log_ratio = _log_ratio(inputs.old_logprobs, inputs.rollout_logprobs, inputs.trained)
     per_token = torch.stack([log_ratio, inputs.trained.to(log_ratio.dtype)])
-    sums, counts = inputs.reduce_over_sequence_parts(
-        segment_sum(per_token, inputs.sequence_ids, inputs.num_sequences)
-    )
+    sums, counts = inputs.reduce_over_sequence_parts(segment_sum(per_token, inputs.sequence_ids, inputs.num_sequences))
     return sums, counts
 
 
@@ -165,10 +163,20 @@ class MismatchSums:
         )
 
 
+# Name of a class of tokens by the policy versions they are behind -> its first and last staleness.
+LAGS: dict[str, tuple[float, float]] = {"lag0": (0, 0), "lag1": (1, 1), "lag2plus": (2, math.inf)}
+
+
 def mismatch_sums(
-    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    staleness: torch.Tensor | None = None,
 ) -> MismatchSums:
-    """Sums and maxima over the trained tokens of [P] tokens. Nothing of w is bounded, except log w at +-20."""
+    """Sums and maxima over the trained tokens of [P] tokens. Nothing of w is bounded, except log w at +-20.
+
+    staleness [P]: policy versions each token is behind; None: 0 everywhere.
+    """
     trained = loss_mask > 0
     old, rollout = old_logprobs.detach()[trained].double(), rollout_logprobs.detach()[trained].double()
     difference = old - rollout
@@ -184,6 +192,12 @@ def mismatch_sums(
         "weight": weights.sum(),
         "weight_square": weights.square().sum(),
     }
+    behind = torch.zeros_like(old) if staleness is None else staleness.to(old.device)[trained]
+    for lag, (first, last) in LAGS.items():
+        chosen = (behind >= first) & (behind <= last)
+        sums[f"{lag}_tokens"] = chosen.sum().to(torch.float64)
+        sums[f"{lag}_abs_logprob_diff"] = difference.abs()[chosen].sum()
+        sums[f"{lag}_k3"] = k3(rollout, old)[chosen].sum()
     maxima = {
         "abs_logprob_diff": torch.cat([difference.abs(), zero]).max(),
         "abs_prob_diff": torch.cat([probability_gap, zero]).max(),
@@ -195,7 +209,9 @@ def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
     """Metrics from globally combined sums; all 0 (ratios 1) where no token was trained.
 
     k1 and k3 estimate KL(rollout || old) on tokens the engine drew. `ess` = (sum w)^2 / (n sum w^2) in (0, 1].
-    `ppl_ratio` = perplexity under the trainer / under the engine = exp(k1).
+    `ppl_ratio` = perplexity under the trainer / under the engine = exp(k1). By lag: the share of tokens that are so many
+    policy versions behind, and their mean |log w| and k3: at lag 0 it is the engines' numerics alone, behind that the
+    policy has moved as well.
     """
     sums = {key: float(value) for key, value in total.sums.items()}
     num_tokens = max(sums["num_tokens"], 1.0)
@@ -209,4 +225,14 @@ def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
         "mismatch/kl_k3": sums["k3"] / num_tokens,
         "mismatch/ess": sums["weight"] ** 2 / (num_tokens * sums["weight_square"]) if sums["weight_square"] else 1.0,
         "mismatch/ppl_ratio": math.exp(min(max(k1_mean, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT)),
+        **{name: value for lag in LAGS for name, value in _lag_metrics(lag, sums, num_tokens).items()},
+    }
+
+
+def _lag_metrics(lag: str, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+    num_of_lag = max(sums[f"{lag}_tokens"], 1.0)
+    return {
+        f"mismatch/{lag}_token_share": sums[f"{lag}_tokens"] / num_tokens,
+        f"mismatch/{lag}_abs_logprob_diff_mean": sums[f"{lag}_abs_logprob_diff"] / num_of_lag,
+        f"mismatch/{lag}_kl_k3": sums[f"{lag}_k3"] / num_of_lag,
     }

@@ -13,7 +13,9 @@ Description = dict[str, Any]  # JSON-serialisable
 
 
 def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:
-    """(description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs` float32 [sum R]."""
+    """(description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs`, `staleness` float32
+    [sum R].
+    """
     description = {
         "sample_ids": [sample.sample_id for sample in samples],
         "group_index": [sample.group_index for sample in samples],
@@ -23,17 +25,21 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
     tensors = {"tokens": _joined([sample.tokens.to(torch.int32) for sample in samples], torch.int32)}
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
         tensors[name] = _joined([getattr(sample, name) for sample in samples], torch.float32)
+    tensors["staleness"] = _joined([_staleness(sample) for sample in samples], torch.float32)
     return description, tensors
 
 
 def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> list[TrainSample]:
-    """The samples `to_tensors` was given. Raises ValueError where lengths and tensors do not belong together."""
+    """The samples `to_tensors` was given; without `staleness` (older dumps) no token is stale. Raises ValueError where
+    lengths and tensors do not belong together.
+    """
     num_tokens, prompt_length = description["num_tokens"], description["prompt_length"]
     num_response = [total - prompt for total, prompt in zip(num_tokens, prompt_length, strict=True)]
     _check_total("tokens", tensors["tokens"], sum(num_tokens))
     tokens = tensors["tokens"].to(torch.int64).split(num_tokens)
     responses = {}
-    for name in ("loss_mask", "advantages", "rollout_logprobs"):
+    tensors = {"staleness": torch.zeros(sum(num_response)), **tensors}
+    for name in ("loss_mask", "advantages", "rollout_logprobs", "staleness"):
         _check_total(name, tensors[name], sum(num_response))
         responses[name] = tensors[name].split(num_response)
     return [
@@ -46,6 +52,10 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
         )
         for index in range(len(num_tokens))
     ]
+
+
+def _staleness(sample: TrainSample) -> torch.Tensor:
+    return torch.zeros(sample.num_response_tokens) if sample.staleness is None else sample.staleness
 
 
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

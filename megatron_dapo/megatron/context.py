@@ -17,6 +17,7 @@ PER_TOKEN_FIELDS = (
     "loss_weights",
     "advantages",
     "rollout_logprobs",
+    "staleness",
 )
 
 
@@ -53,5 +54,6 @@ def slice_for_context(micro_batch: MicroBatch, context_rank: int, context_size: 
     if context_size == 1:
         return micro_batch
     index = context_token_index(micro_batch.cu_seqlens, context_rank, context_size).to(micro_batch.token_ids.device)
-    parts = {name: getattr(micro_batch, name).index_select(0, index) for name in PER_TOKEN_FIELDS}
+    fields = {name: getattr(micro_batch, name) for name in PER_TOKEN_FIELDS}
+    parts = {name: values.index_select(0, index) for name, values in fields.items() if values is not None}
     return dataclasses.replace(micro_batch, **parts)

@@ -129,7 +129,7 @@ def pack(
         sample_ids.append(PADDING_ID)
     bounds = torch.tensor([0, *padded]).cumsum(0)
     integers = torch.zeros(2, int(bounds[-1]), dtype=torch.int64)
-    reals = torch.zeros(4, int(bounds[-1]))
+    reals = torch.zeros(5, int(bounds[-1]))
     for sample, weight, start in zip(samples, loss_weights, bounds.tolist(), strict=False):
         _write(sample, weight, start, integers, reals)
     sizes = bounds[1:] - bounds[:-1]
@@ -145,6 +145,7 @@ def pack(
         advantages=reals[2],
         rollout_logprobs=reals[3],
         sample_ids=tuple(sample_ids),
+        staleness=reals[4],
     )
 
 
@@ -169,6 +170,8 @@ def _write(sample: TrainSample, weight: float, start: int, integers: torch.Tenso
     reals[1, place] = sample.loss_mask * weight
     reals[2, place] = sample.advantages
     reals[3, place] = sample.rollout_logprobs
+    if sample.staleness is not None:
+        reals[4, place] = sample.staleness
 
 
 def pad_to_longest(samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout) -> MicroBatch:

@@ -61,8 +61,18 @@ _STEP = [
         ("groups_carried_over", "groups", "surplus groups kept for the next step"),
         ("groups_dropped_stale", "groups", "surplus groups dropped for their age; their prompts were queued again"),
         ("generation_rounds", "rounds", "prompts submitted / (prompts_per_step * oversample), rounded up"),
-        ("staleness_mean", "versions", "policy versions the trained groups are behind, mean"),
+        (
+            "groups_unfinished",
+            "groups",
+            "groups unfinished when the batch was full that the next step goes on with (rollout.partial)",
+        ),
+        ("staleness_mean", "versions", "policy versions the trained groups are behind (by their oldest token), mean"),
         ("staleness_max", "versions", "the same, largest"),
+        ("token_staleness_mean", "versions", "policy versions the trained response tokens are behind, mean"),
+        ("token_staleness_max", "versions", "the same, largest"),
+        ("partial_share", "fraction", "share of the trained responses sampled by more than one policy version"),
+        ("responses_continued", "responses", "times a response went on behind tokens it already had"),
+        ("tokens_discarded", "tokens", "response tokens thrown away unjudged or too stale"),
         ("accuracy_trained", "fraction", "mean accuracy of the trained responses"),
         (
             "accuracy_generated",
@@ -127,6 +137,20 @@ _STEP = [
         ("ppl_ratio", "1", "perplexity under the trainer / under the engine"),
         ("weight_mean", "1", "mean of the off-policy correction's weights (1 without a correction)"),
         ("bounded_share", "fraction", "share of trained tokens whose weight the correction bounded or masked"),
+        ("masked_share", "fraction", "share of trained tokens whose weight the correction set to 0"),
+        *(
+            (f"{lag}_{name}", unit, f"{meaning} {age}")
+            for lag, age in (
+                ("lag0", "sampled by the policy trained"),
+                ("lag1", "sampled one policy version earlier"),
+                ("lag2plus", "sampled two or more policy versions earlier"),
+            )
+            for name, unit, meaning in (
+                ("token_share", "fraction", "share of trained tokens"),
+                ("abs_logprob_diff_mean", "nat", "mean |old_logprobs - rollout_logprobs| of trained tokens"),
+                ("kl_k3", "nat", "KL(rollout || old) by k3 over trained tokens"),
+            )
+        ),
     ),
     *_section(
         "throughput",

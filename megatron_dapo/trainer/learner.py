@@ -222,7 +222,7 @@ class Learner:
                 terms.append(None)
                 continue
             micro_batch = self._local(mini_batch.micro_batches[index])
-            mismatch.append(mismatch_sums(outputs.logprobs, micro_batch.rollout_logprobs, micro_batch.loss_mask))
+            mismatch.append(_gap(outputs.logprobs, micro_batch))
             weights, sums = self._objective.importance(micro_batch, outputs.logprobs)
             _add(mini_batch.correction_sums, sums)
             terms.append(BehaviourTerms(outputs.logprobs, weights, reference[index]))
@@ -262,7 +262,7 @@ class Learner:
         ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
             if first:
                 old = outputs.logprobs.detach()
-                mismatch.append(mismatch_sums(old, micro_batch.rollout_logprobs, micro_batch.loss_mask))
+                mismatch.append(_gap(old, micro_batch))
                 weights, sums = self._objective.importance(micro_batch, old)
                 _add(mini_batch.correction_sums, sums)
                 mini_batch.behaviour[index] = BehaviourTerms(old, weights, reference[index])
@@ -321,18 +321,19 @@ class Learner:
         }
 
     def _correction_metrics(self, mini_batches: Sequence[_MiniBatch]) -> dict[str, float]:
-        """Mean weight of the off-policy correction and the share of tokens it bounded; 1 and 0 without one."""
-        names = ("num_tokens", "is_weight_sum", "is_bounded_sum")
+        """Mean weight of the off-policy correction and the shares of tokens it bounded and masked; 1 and 0 without one."""
+        names = ("num_tokens", "is_weight_sum", "is_bounded_sum", "is_masked_sum")
         sums = dict.fromkeys(names, 0.0)
         for mini_batch in mini_batches if self._speaks else ():
             for name in names:
                 sums[name] += mini_batch.correction_sums.get(name, 0.0)
         total = {name: float(value) for name, value in sum_over(sums).items()} if dist.is_initialized() else sums
         if not total["num_tokens"]:
-            return {"mismatch/weight_mean": 1.0, "mismatch/bounded_share": 0.0}
+            return {"mismatch/weight_mean": 1.0, "mismatch/bounded_share": 0.0, "mismatch/masked_share": 0.0}
         return {
             "mismatch/weight_mean": total["is_weight_sum"] / total["num_tokens"],
             "mismatch/bounded_share": total["is_bounded_sum"] / total["num_tokens"],
+            "mismatch/masked_share": total["is_masked_sum"] / total["num_tokens"],
         }
 
     def _mismatch(self, parts: Sequence[MismatchSums]) -> dict[str, float]:
@@ -356,6 +357,11 @@ _TOKEN_MEANS = {
     "actor/clip_high_share": "clip_high_sum",
     "actor/dual_clip_share": "dual_clip_sum",
 }
+
+
+def _gap(old_logprobs: torch.Tensor, micro_batch: MicroBatch) -> MismatchSums:
+    """Between the engine's log-probs and the trainer's [P_local], by the age of the tokens."""
+    return mismatch_sums(old_logprobs, micro_batch.rollout_logprobs, micro_batch.loss_mask, micro_batch.staleness)
 
 
 def _add(totals: dict[str, float], values: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
 from megatron_dapo.rollout.collector import Collector, RolloutBatch
 from megatron_dapo.trainer.driven_engine import DrivenEngine
-from megatron_dapo.trainer.train_samples import TrainSamples
+from megatron_dapo.trainer.train_samples import TrainSamples, with_staleness
 from megatron_dapo.types import Group, TrainSample
 
 BuildSamples = Callable[[Sequence[Group]], TrainSamples]
@@ -40,12 +40,13 @@ class RolloutPhase:
         if rollout is None:
             return self._receive()
         built = self._build(rollout.groups)
-        description, tensors = to_tensors(built.samples)
+        samples = with_staleness(built.samples, rollout.groups, rollout.training_version)
+        description, tensors = to_tensors(samples)
         assert self._collector is not None, "rank 0 drives and has the collector"
         facts = {"should_stop": rollout.should_stop, "generation_step": self._collector.generation_step}
         broadcast_json({"description": description, **facts})
         broadcast_tensors(tensors)
-        return CollectedBatch(list(built.samples), rollout=rollout, advantage_metrics=built.metrics, **facts)
+        return CollectedBatch(list(samples), rollout=rollout, advantage_metrics=built.metrics, **facts)
 
     def _collect(self, num_groups: int) -> RolloutBatch:
         assert self._collector is not None, "rank 0 drives and has the collector"

@@ -33,6 +33,9 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
     lengths = [len(sample.completion.token_ids) for sample in samples]
     staleness = [policy_version - group.policy_version for group in groups]
     num_finished = max(1, sum(statistics.verdicts.values()))
+    ages = [
+        (policy_version - run.version, run.end - run.start) for sample in samples for run in sample.completion.versions
+    ]
     duplicates = sum(
         len(group.samples) - len({sample.completion.token_ids for sample in group.samples}) for group in groups
     )
@@ -43,10 +46,16 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/groups_all_correct_share": statistics.verdicts.get("all_right", 0) / num_finished,
         "rollout/groups_all_wrong_share": statistics.verdicts.get("all_wrong", 0) / num_finished,
         "rollout/groups_carried_over": statistics.num_left_over,
+        "rollout/groups_unfinished": statistics.num_unfinished,
         "rollout/groups_dropped_stale": statistics.num_stale,
         "rollout/generation_rounds": math.ceil(statistics.num_started / round_size),
         "rollout/staleness_mean": mean(staleness),
         "rollout/staleness_max": max(staleness, default=0),
+        "rollout/token_staleness_mean": sum(age * count for age, count in ages) / max(1, sum(lengths)),
+        "rollout/token_staleness_max": max((age for age, _ in ages), default=0),
+        "rollout/partial_share": mean([_num_versions(sample) > 1 for sample in samples]),
+        "rollout/responses_continued": statistics.num_continued,
+        "rollout/tokens_discarded": statistics.num_discarded_tokens,
         "rollout/accuracy_trained": mean([sample.score.accuracy for sample in samples]),
         "rollout/accuracy_generated": statistics.mean_accuracy,
         "rollout/response_tokens_mean": mean(lengths),
@@ -59,6 +68,10 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
             [ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM) for sample in samples]
         ),
     }
+
+
+def _num_versions(sample: ScoredSample) -> int:
+    return len({run.version for run in sample.completion.versions})
 
 
 def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[str, float]:

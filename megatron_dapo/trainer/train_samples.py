@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_dapo.algorithms.advantages import AdvantageEstimator, AdvantageInputs, compute_advantages
 from megatron_dapo.algorithms.length_reward import overlong_keep_mask
-from megatron_dapo.types import Group, ScoredSample, TrainSample
+from megatron_dapo.types import Completion, Group, ScoredSample, TrainSample
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,22 @@ def build_train_samples(
         for place, (index, sample) in enumerate(scored)
     )
     return TrainSamples(samples, dict(advantages.metrics))
+
+
+def with_staleness(samples: Sequence[TrainSample], groups: Sequence[Group], version: int) -> tuple[TrainSample, ...]:
+    """`samples` of `groups`, in their order, with the versions each token is behind `version`, the policy trained."""
+    completions = [sample.completion for group in groups for sample in group.samples]
+    return tuple(
+        replace(sample, staleness=_staleness(completion, version))
+        for sample, completion in zip(samples, completions, strict=True)
+    )
+
+
+def _staleness(completion: Completion, version: int) -> torch.Tensor:
+    staleness = torch.zeros(len(completion.token_ids))
+    for run in completion.versions:
+        staleness[run.start : run.end] = version - run.version
+    return staleness
 
 
 def _train_sample(group: Group, sample: ScoredSample, group_index: int, advantage: float, mask: float) -> TrainSample:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.off_policy import (
+    LAGS,
     OffPolicyCorrection,
     OffPolicyInputs,
     importance_weights,
@@ -104,15 +107,25 @@ def test_batch_normalisation_uses_the_sums_of_all_parts():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.booleans()), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.booleans(), st.sampled_from([0, 1, 2, 5])),
+        min_size=1,
+        max_size=12,
+    ),
     st.integers(0, 12),
 )
 def test_mismatch_sums_combine(tokens, cut):
-    old, rollout, mask = (torch.tensor(column, dtype=torch.float64) for column in zip(*tokens))
-    whole = mismatch_metrics(mismatch_sums(old, rollout, mask))
-    first, second = (mismatch_sums(old[part], rollout[part], mask[part]) for part in (slice(cut), slice(cut, None)))
+    columns = tuple(torch.tensor(column, dtype=torch.float64) for column in zip(*tokens))
+    whole = mismatch_metrics(mismatch_sums(*columns))
+    first, second = (mismatch_sums(*(column[part] for column in columns)) for part in (slice(cut), slice(cut, None)))
     parts = mismatch_metrics(first.combine(second))
     assert parts == pytest.approx(whole, rel=1e-9, abs=1e-12)
+    trained = bool(columns[2].sum())
+    assert sum(whole[f"mismatch/{lag}_token_share"] for lag in LAGS) == pytest.approx(float(trained))
+    for name in ("abs_logprob_diff_mean", "kl_k3"):
+        overall = whole["mismatch/" + name]
+        by_lag = [whole[f"mismatch/{lag}_token_share"] * whole[f"mismatch/{lag}_{name}"] for lag in LAGS]
+        assert sum(by_lag) == pytest.approx(overall)
     assert whole["mismatch/kl_k3"] >= 0 and 0 < whole["mismatch/ess"] <= 1 + 1e-12
 
 
@@ -129,8 +142,19 @@ def test_mismatch_metrics_of_known_tokens():
     assert worse["mismatch/ppl_ratio"] == pytest.approx(2.0), "half the probability is twice the perplexity"
 
 
+def test_mismatch_by_the_age_of_the_tokens():
+    gaps, ages = torch.tensor([0.1, 0.3, -0.2, 0.6, 1.0, 9.0]), torch.tensor([0.0, 0.0, 1.0, 2.0, 4.0, 1.0])
+    mask = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    metrics = mismatch_metrics(mismatch_sums(gaps - 3, torch.full((6,), -3.0), mask, ages))
+    for lag, share, mean in (("lag0", 0.4, 0.2), ("lag1", 0.2, 0.2), ("lag2plus", 0.4, 0.8)):
+        assert metrics[f"mismatch/{lag}_token_share"] == pytest.approx(share)
+        assert metrics[f"mismatch/{lag}_abs_logprob_diff_mean"] == pytest.approx(mean, rel=1e-5)
+    assert metrics["mismatch/lag1_kl_k3"] == pytest.approx(math.exp(-0.2) - 1 + 0.2, rel=1e-4)
+
+
 def test_no_trained_token_is_no_mismatch():
     metrics = mismatch_metrics(mismatch_sums(torch.zeros(3), -torch.ones(3), torch.zeros(3)))
+    assert all(f"mismatch/{lag}_token_share" in metrics for lag in LAGS)
     assert metrics.pop("mismatch/ess") == 1.0 and metrics.pop("mismatch/ppl_ratio") == 1.0
     assert set(metrics.values()) == {0.0}
 

@@ -17,6 +17,7 @@ def _sample(index, prompt, response):
         loss_mask=torch.ones(response),
         advantages=torch.randn(response, generator=generator),
         rollout_logprobs=-torch.rand(response, generator=generator),
+        staleness=torch.arange(response) // 2 * 1.0,
     )
 
 
@@ -30,8 +31,14 @@ def test_round_trip_is_exact():
             after.group_index,
             after.prompt_length,
         )
-        for name in ("tokens", "loss_mask", "advantages", "rollout_logprobs"):
+        for name in ("tokens", "loss_mask", "advantages", "rollout_logprobs", "staleness"):
             assert torch.equal(getattr(before, name), getattr(after, name))
+
+
+def test_without_staleness_no_token_is_stale():
+    description, tensors = to_tensors([_sample(0, 3, 5)])
+    del tensors["staleness"]
+    assert from_tensors(description, tensors)[0].staleness.tolist() == [0.0] * 5
 
 
 def test_no_samples():

@@ -42,6 +42,7 @@ def make_sample(length: int, prompt_length: int, seed: int = 0, name: str = "g/0
         loss_mask=(torch.rand(num_response, generator=generator) > 0.3).float(),
         advantages=torch.randn(num_response, generator=generator),
         rollout_logprobs=-torch.rand(num_response, generator=generator),
+        staleness=torch.randint(0, 3, (num_response,), generator=generator).float(),
     )
 
 
@@ -189,7 +190,7 @@ def test_pack_holds_every_field_of_every_sample_once(shapes, layout) -> None:
             assert torch.equal(batch.token_ids[starts[index] :][: sample.num_tokens], sample.tokens)
             assert set(batch.sequence_ids[starts[index] : starts[index + 1]].tolist()) == {index}
         prompts = [sample.prompt_length for sample in samples]
-        for field in ("loss_mask", "advantages", "rollout_logprobs"):
+        for field in ("loss_mask", "advantages", "rollout_logprobs", "staleness"):
             unpacked = unpack_responses(getattr(batch, field), batch, prompts)
             assert all(torch.equal(unpacked[sample.sample_id], getattr(sample, field)) for sample in samples)
         targets = unpack_responses(batch.targets, batch, prompts)

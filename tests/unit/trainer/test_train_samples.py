@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from megatron_dapo.algorithms.advantages import build_advantage_estimator
-from megatron_dapo.trainer.train_samples import build_train_samples
+from megatron_dapo.trainer.train_samples import build_train_samples, with_staleness
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange
 
 
@@ -41,3 +43,14 @@ def test_groups_are_told_apart():
     built = build_train_samples(groups, build_advantage_estimator("dr_grpo"), filter_overlong=False)
     assert [sample.group_index for sample in built.samples] == [0, 0, 1, 1]
     assert [float(sample.advantages[0]) for sample in built.samples] == [0.5, -0.5, 0.5, -0.5]
+
+
+def test_every_token_carries_its_age():
+    sample = _sample("g/0", 4, 1.0)
+    versions = (VersionRange(0, 1, 3), VersionRange(1, 3, 4), VersionRange(3, 4, 5))
+    mixed = replace(sample, completion=replace(sample.completion, versions=versions))
+    groups = [_group("g", [mixed, _sample("g/1", 2, -1.0)])]
+    built = build_train_samples(groups, build_advantage_estimator("grpo"), filter_overlong=False)
+    assert built.samples[0].staleness is None
+    aged = with_staleness(built.samples, groups, version=5)
+    assert [one.staleness.tolist() for one in aged] == [[2.0, 1.0, 1.0, 0.0], [5.0, 5.0]]
