@@ -78,6 +78,17 @@ _RANGES: dict[str, _Range] = {
     "rollout.accuracy_max": _FRACTION,
     "rollout.max_staleness": _NOT_NEGATIVE,
     "rollout.slots_per_rank": _AT_LEAST_ONE,
+    "sglang.tensor": _AT_LEAST_ONE,
+    "sglang.servers_per_node": _AT_LEAST_ONE,
+    "sglang.bucket_mb": _AT_LEAST_ONE,
+    "sglang.max_running_requests": _AT_LEAST_ONE,
+    "sglang.max_total_tokens": _NOT_NEGATIVE,
+    "sglang.memory_fraction": ("in (0, 1)", lambda value: 0 < value < 1),
+    "sglang.start_timeout_seconds": _POSITIVE,
+    "sglang.request_timeout_seconds": _POSITIVE,
+    "sglang.update_timeout_seconds": _POSITIVE,
+    "sglang.restart_budget": _NOT_NEGATIVE,
+    "sglang.parity_interval": _NOT_NEGATIVE,
     "reward.num_workers": _AT_LEAST_ONE,
     "reward.timeout_seconds": _POSITIVE,
     "reward.memory_limit_mb": _AT_LEAST_ONE,
@@ -234,6 +245,54 @@ def _sampling(config: Config) -> Iterator[Violation]:
             "rollout.max_staleness == 0 without an off-policy correction",
             'set algorithm.off_policy.correction = "tis", or rollout.max_staleness = 0',
             "algorithm.off_policy.correction",
+        )
+
+
+def _engines(config: Config) -> Iterator[Violation]:
+    rollout, sglang = config.rollout, config.sglang
+    if rollout.partial == "continue" and rollout.max_staleness == 0:
+        yield _violation(
+            config,
+            "rollout.partial",
+            "rollout.max_staleness > 0 where unfinished responses are continued (their first tokens are of an older policy)",
+            'set rollout.max_staleness = 1 with an off-policy correction, or rollout.partial = "restart"',
+            "rollout.max_staleness",
+        )
+    if rollout.engine != "sglang":
+        return
+    if sglang.urls and not sglang.key_file:
+        yield _violation(
+            config,
+            "sglang.key_file",
+            "sglang.key_file names a file where sglang.urls are given",
+            "set sglang.key_file to the file with the servers' API key",
+            "sglang.urls",
+        )
+    if sglang.urls and sglang.transport == "memory":
+        yield _violation(
+            config,
+            "sglang.transport",
+            "sglang.transport is peer or disk for servers given by URL (memory is for servers this run starts)",
+            'set sglang.transport = "peer"',
+            "sglang.urls",
+        )
+    if sglang.urls and sglang.placement == "colocated":
+        yield _violation(
+            config,
+            "sglang.placement",
+            'sglang.placement == "disaggregated" for servers given by URL',
+            'set sglang.placement = "disaggregated"',
+            "sglang.urls",
+        )
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    if 0 < sglang.max_total_tokens < longest:
+        yield _violation(
+            config,
+            "sglang.max_total_tokens",
+            "sglang.max_total_tokens >= data.max_prompt_tokens + rollout.max_response_tokens",
+            f"set sglang.max_total_tokens = {longest} or more, or 0",
+            "data.max_prompt_tokens",
+            "rollout.max_response_tokens",
         )
 
 
@@ -543,6 +602,7 @@ _RULES = (
     _batch,
     _groups,
     _sampling,
+    _engines,
     _losses,
     _correction,
     _overlong,

@@ -47,3 +47,8 @@ def prepare_rendezvous(process: ProcessEnvironment, address: str = "127.0.0.1", 
     os.environ.setdefault("RANK", str(process.rank))
     os.environ.setdefault("WORLD_SIZE", str(process.world_size))
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
+
+
+def rendezvous_host() -> str:
+    """The machine of rank 0, as the launcher names it."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -15,6 +15,7 @@ from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.trainer.build_sglang import start_sglang
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.publisher import EmbeddedPublisher
 
@@ -24,14 +25,8 @@ Connect = Callable[[MegatronActor], Engines]
 def start_engines(config: Config, stack: ExitStack) -> Connect:
     """Begin to start this rank's engines and return what connects them to the actor; `stack` ends them. Collective.
 
-    Servers come up while the actor is built. Engines have no weights before the first `publish`. Raises ValueError for
-    an engine that is not part of this version.
+    Servers come up while the actor is built. Engines have no weights before the first `publish`.
     """
-    if config.rollout.engine not in _STARTERS:
-        raise ValueError(
-            f'rollout.engine = "{config.rollout.engine}" is not part of this version; set rollout.engine to one of: '
-            f"{', '.join(_STARTERS)}"
-        )
     return _STARTERS[config.rollout.engine](config, stack)
 
 
@@ -46,20 +41,15 @@ def _start_embedded(config: Config, stack: ExitStack) -> Connect:
 
 _STARTERS: dict[str, Callable[[Config, ExitStack], Connect]] = {
     "embedded": _start_embedded,
+    "sglang": start_sglang,
 }
-
-
-def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt with the longest response, of training or evaluation."""
-    response = max(config.rollout.max_response_tokens, config.evaluation_response_tokens)
-    return config.data.max_prompt_tokens + response
 
 
 def build_local_engine(config: Config, model_folder: Path) -> EmbeddedEngine:
     """An embedded engine of this process for the architecture of `model_folder`, without weights."""
     settings = EmbeddedEngineSettings(
         max_slots=config.rollout.slots_per_rank,
-        max_length=longest_sequence(config),
+        max_length=config.longest_sequence,
         dtype=DTYPES[config.model.dtype],
         device="cuda" if torch.cuda.is_available() else "cpu",
     )

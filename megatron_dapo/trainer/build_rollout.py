@@ -31,7 +31,7 @@ from megatron_dapo.trainer.inputs import (
 )
 from megatron_dapo.trainer.recorder import RunPaths
 from megatron_dapo.trainer.train_samples import TrainSamples, build_train_samples
-from megatron_dapo.types import Group, SamplingParams
+from megatron_dapo.types import Group, Prompt, SamplingParams
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Driver:
     scorer: Any  # VerifierPool or ShadowedPool
     collector: Collector
     stream: PromptStream
+    prompts: tuple[Prompt, ...]
     evaluation: EvaluationTask | None
 
     def disagreement_share(self) -> float:
@@ -82,11 +83,12 @@ def build_driver(
             oversample=rollout.oversample,
             max_rounds=rollout.max_generation_rounds,
             on_exhausted=rollout.on_exhausted,
+            partial=rollout.partial,
         ),
         GroupFilter(rollout.accuracy_min, rollout.accuracy_max).verdict if rollout.filter_groups else keep_every_group,
         on_progress,
     )
-    return Driver(inputs, scorer, collector, stream, _evaluation_task(config, inputs, pool))
+    return Driver(inputs, scorer, collector, stream, tuple(dataset.prompts), _evaluation_task(config, inputs, pool))
 
 
 def _scorer(config: Config) -> Any:

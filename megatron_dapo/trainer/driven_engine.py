@@ -38,9 +38,21 @@ class Publisher(Protocol):
         """Collective: the current weights become `version`, verified before the first token of it is generated."""
 
 
+class ServedModels(Protocol):
+    """Servers whose log-probs can be compared with the trainer's."""
+
+    @property
+    def num_servers(self) -> int: ...
+
+    def prompt_logprobs(self, server: int) -> Callable[[Sequence[int]], Sequence[float]] | None:
+        """Log-probs of all tokens but the first at temperature 1, on rank 0; None elsewhere."""
+
+
 @dataclass(frozen=True)
 class Engines:
-    """The two sides of a run's engines."""
+    """The sides of a run's engines. `served`: where they are other processes than the trainer's."""
 
     engine: DrivenEngine
     publisher: Publisher
+    served: ServedModels | None = None
+    heal: Callable[[], None] | None = None  # rank 0, while it waits for a collecting thread

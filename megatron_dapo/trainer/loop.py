@@ -27,6 +27,7 @@ from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.driven_engine import Publisher
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner, LearnResult
+from megatron_dapo.trainer.parity_probe import Parity
 from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.recorder import Recorder
 from megatron_dapo.trainer.rollout_phase import CollectedBatch, RolloutPhase
@@ -65,6 +66,7 @@ class Parts:
     rollout: RolloutPhase
     learner: Learner
     publisher: Publisher
+    parity: Parity | None  # where servers can be asked
     evaluator: Evaluator | None
     checkpoints: Checkpoints
     recorder: Recorder | None
@@ -137,8 +139,11 @@ class TrainingLoop:
         return result
 
     def _publish(self) -> None:
+        step, parity = self._progress.train_step, self._parts.parity
         with self._phases.phase("weight_sync"):
-            self._parts.publisher.publish(self._progress.train_step)
+            self._parts.publisher.publish(step)
+            if parity is not None and parity.is_due(step):
+                parity.check()
 
     def _finish_step(self, batch: CollectedBatch, result: LearnResult) -> None:
         """Everything after the new policy is served: samples, due checkpoint and evaluation, then the step's metrics."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.trainer.driven_engine import ServedModels
 from megatron_dapo.types import TrainSample
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,27 @@ class ParityProbe:
         return metrics
 
 
+class Parity:
+    """The probe of all servers: after the first update of this process, then every `interval` train steps (0: never
+    again)."""
+
+    def __init__(self, probe: ParityProbe, served: ServedModels, interval: int) -> None:
+        self._probe = probe
+        self._served = served
+        self._interval = interval
+        self._is_first = True
+
+    def is_due(self, train_step: int) -> bool:
+        """Whether to check after the update of this train step."""
+        return self._is_first or self._interval > 0 and train_step % self._interval == 0
+
+    def check(self) -> None:
+        """Compare every server. Collective; raises ParityError."""
+        self._is_first = False
+        for server in range(self._served.num_servers):
+            self._probe.check(f"server {server}", self._served.prompt_logprobs(server))
+
+
 def _sample(index: int, pair: tuple[list[int], list[float]]) -> TrainSample:
     tokens, logprobs = pair
     if len(logprobs) != len(tokens) - 1:
@@ -74,3 +96,13 @@ def _sample(index: int, pair: tuple[list[int], list[float]]) -> TrainSample:
         advantages=torch.zeros(len(logprobs)),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
     )
+
+
+def sequences_to_probe(prompts: Sequence[Sequence[int]] | None, count: int) -> list[list[int]]:
+    """`count` token sequences of at least two tokens from rank 0's prompts, repeated where there are fewer, on every
+    rank."""
+    chosen: list[list[int]] = []
+    if prompts is not None:
+        usable = [list(prompt) for prompt in prompts if len(prompt) > 1][:count]
+        chosen = [usable[index % len(usable)] for index in range(count)] if usable else []
+    return broadcast_json(chosen if prompts is not None else None)

@@ -32,16 +32,18 @@ from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_learner import build_actor, build_learner, parallel_layout
 from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState
-from megatron_dapo.trainer.driven_engine import DrivenEngine
+from megatron_dapo.trainer.driven_engine import DrivenEngine, Engines
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
+from megatron_dapo.trainer.parity_probe import Parity, ParityProbe, sequences_to_probe
 from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.recorder import Recorder, RunPaths
 from megatron_dapo.trainer.rollout_phase import RolloutPhase
 
 logger = logging.getLogger(__name__)
 
+NUM_PARITY_PROMPTS = 8
 STOPPED_BY_SIGNAL = "stopped by a signal"
 
 
@@ -100,6 +102,7 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
         rollout=RolloutPhase(engine, driver.collector if driver else None, sample_builder(config)),
         learner=learner,
         publisher=engines.publisher,
+        parity=_parity(config, engines, driver, learner, layout),
         evaluator=_evaluator(config, engine, driver, layout),
         checkpoints=checkpoints,
         recorder=recorder,
@@ -109,6 +112,21 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
     loop = TrainingLoop(parts, _loop_settings(config), progress, phases, lambda: stop.requested)
     loop.saved_step = found.step if found else -1
     return _Run(loop, actor, progress, learner, recorder, layout)
+
+
+def _parity(
+    config: Config, engines: Engines, driver: Driver | None, learner: Learner, layout: ParallelLayout
+) -> Parity | None:
+    """The comparison of servers with the trainer, where there are servers. Collective."""
+    if engines.served is None:
+        return None
+    prompts = [prompt.token_ids for prompt in driver.prompts] if driver else None
+    # Every data-parallel rank needs one.
+    sequences = sequences_to_probe(prompts, max(NUM_PARITY_PROMPTS, layout.data))
+    probe = ParityProbe(
+        sequences, lambda samples: learner.compare(samples, temperature=1.0), config.mismatch.step0_max_mean_abs
+    )
+    return Parity(probe, engines.served, config.sglang.parity_interval)
 
 
 def _restore(

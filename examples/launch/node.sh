@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Trains on the node this runs on, one process an accelerator that trains; SGLang servers are started by the run itself. What runs where is
+# the layout file alone: colocated and disaggregated differ in nothing else.
+#
+#   examples/launch/node.sh examples/layouts/colocated_1node.toml MODEL TRAIN EVAL [--set a.b=value]...
+#   examples/launch/node.sh examples/layouts/disaggregated_1node.toml MODEL TRAIN EVAL [--set a.b=value]...
+#
+# MODEL: Hugging Face folder. TRAIN, EVAL: parquet or JSONL files. Ctrl-C or SIGTERM ends the run with a checkpoint; the same command
+# continues it.
+set -euo pipefail
+
+if [ $# -lt 4 ]; then
+    sed -n '2,9p' "$0"
+    exit 2
+fi
+settings=(--set "model.path=$(realpath "$2")" --set "data.train_paths=['$(realpath "$3")']" --set "data.eval_paths=['$(realpath "$4")']")
+layout=$(realpath "$1")
+cd "$(dirname "$0")/../.."
+shift 4
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+exec megatron-dapo train "$layout" "${settings[@]}" "$@"

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Trains under Slurm, one task an accelerator that trains; every node's SGLang servers are started by the run itself. What runs where is the
+# layout file alone: colocated and disaggregated differ in nothing else.
+#
+#   sbatch --nodes=16 --ntasks-per-node=8 examples/launch/slurm.sh examples/layouts/colocated_16nodes.toml MODEL TRAIN EVAL [--set a.b=value]...
+#   sbatch --nodes=16 --ntasks-per-node=4 examples/launch/slurm.sh examples/layouts/disaggregated_16nodes.toml MODEL TRAIN EVAL [--set a.b=value]...
+#
+# Submit it from the root of the checkout. Ten minutes before the time limit every worker gets SIGTERM: the run saves and ends, and the
+# same command continues it.
+#SBATCH --gpus-per-node=8
+#SBATCH --time=48:00:00
+#SBATCH --signal=TERM@600
+#SBATCH --output=runs/slurm-%j.log
+set -euo pipefail
+
+if [ $# -lt 4 ]; then
+    sed -n '2,9p' "$0"
+    exit 2
+fi
+layout=$1
+settings=(--set "model.path=$2" --set "data.train_paths=['$3']" --set "data.eval_paths=['$4']")
+shift 4
+
+megatron-dapo train "$layout" "${settings[@]}" "$@" --dry-run
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=29500 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+exec srun --kill-on-bad-exit=1 python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@"

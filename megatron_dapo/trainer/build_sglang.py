@@ -1,0 +1,258 @@
+"""SGLang servers, the plan of deliveries to them, and the transport, from the configuration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.bridge.delivery_plan import DeliveryPlan
+from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, Transport, UpdateTimeouts
+from megatron_dapo.bridge.export import export_to_huggingface
+from megatron_dapo.bridge.sglang_layout import SglangLayout, sglang_layout
+from megatron_dapo.bridge.transports.base import GroupCoordinator
+from megatron_dapo.bridge.transports.colocated import ColocatedTransport
+from megatron_dapo.bridge.transports.disk import DiskTransport
+from megatron_dapo.bridge.transports.peer import PeerSettings, PeerTransport
+from megatron_dapo.config.schema import Config
+from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
+from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
+from megatron_dapo.engines.sglang.keys import create_key, read_key
+from megatron_dapo.engines.sglang.server import EngineServer, Expectation, ServerSettings, SglangServer
+from megatron_dapo.launch.environment import rendezvous_host
+from megatron_dapo.megatron.actor import MegatronActor
+from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.parallel.nodes import Nodes, find_nodes
+from megatron_dapo.parallel.peer_group import LOOPBACK, Address, MeetingPlace, PeerGroup, join
+from megatron_dapo.parallel.reshard.executors import Buffers
+from megatron_dapo.parallel.reshard.layout import ShiftedLayout
+from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.trainer.driven_engine import Engines
+from megatron_dapo.trainer.sglang_engines import SglangEngines
+from megatron_dapo.trainer.sglang_servers import GivenServers, ReadyServer, Servers, StartedServers
+
+MEBIBYTE = 1 << 20
+# SGLang keeps a few positions of a sequence free; a server that is short of them cuts responses silently.
+SPARE_POSITIONS = 16
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Where this process stands, and the groups deliveries are agreed on in."""
+
+    config: Config
+    rank: int
+    nodes: Nodes
+    everyone: dist.ProcessGroup  # gloo: its waits have deadlines
+    node: dist.ProcessGroup
+    key_file: Path
+
+    @property
+    def device(self) -> str:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def start_sglang(config: Config, stack: ExitStack) -> Callable[[MegatronActor], Engines]:
+    """Spawn this machine's servers, or find those given by URL; see `build_engines.start_engines`. Collective."""
+    site = _site(config)
+    servers = _servers(site)
+    stack.callback(servers.close)
+
+    def connect(actor: MegatronActor) -> Engines:
+        engines = SglangEngines(
+            servers,
+            site.rank,
+            partial(_client, site, servers),
+            partial(_update, site, servers, actor),
+            partial(_engine, site, actor.architecture.vocab_size) if site.rank == 0 else None,
+            actor.named_local_parameters,
+        )
+        stack.callback(engines.close)
+        return Engines(engines, engines, engines, engines.heal)
+
+    return connect
+
+
+def _site(config: Config) -> _Site:
+    rank, nodes = dist.get_rank(), find_nodes()
+    timeout = timedelta(seconds=config.run.wait_timeout_seconds)
+    everyone = dist.new_group(backend="gloo", timeout=timeout)
+    groups = [
+        dist.new_group(list(nodes.ranks_of(node)), backend="gloo", timeout=timeout) for node in range(nodes.num_nodes)
+    ]
+    key_file = Path(config.sglang.key_file) if config.sglang.key_file else config.run.folder / "engine.key"
+    if rank == 0 and not config.sglang.key_file:
+        create_key(config.run.folder)
+    dist.barrier()
+    return _Site(config, rank, nodes, everyone, groups[nodes.node_of(rank)], key_file)
+
+
+# ---- servers
+
+
+def _servers(site: _Site) -> Servers:
+    sglang = site.config.sglang
+    if sglang.urls:
+        expectation = Expectation.of(_settings(site, place=0))
+        attach = partial(_attach, site, expectation)
+        return GivenServers(attach, len(sglang.urls), site.rank)
+    return StartedServers(partial(_spawn, site), site.nodes, site.rank, sglang.servers_per_node, sglang.restart_budget)
+
+
+def _attach(site: _Site, expectation: Expectation, index: int) -> EngineServer:
+    sglang = site.config.sglang
+    return SglangServer.attach(sglang.urls[index], site.key_file, expectation, index, sglang.start_timeout_seconds)
+
+
+def _spawn(site: _Site, index: int, place: int) -> EngineServer:
+    return SglangServer.start(_settings(site, place), index)
+
+
+def _settings(site: _Site, place: int) -> ServerSettings:
+    """Settings of the `place`-th server of a machine."""
+    config, sglang = site.config, site.config.sglang
+    cuda = site.device == "cuda"
+    first = place * sglang.tensor + (site.nodes.ranks_per_node if sglang.placement == "disaggregated" else 0)
+    # A server on a CPU would take a fixed number whatever it needs.
+    on_cpu = None if cuda else sglang.max_running_requests * (config.longest_sequence + SPARE_POSITIONS)
+    return ServerSettings(
+        # Not resolved: an environment's interpreter is a link, and the link is what makes it that environment's.
+        python=Path(sglang.python or sys.executable).absolute(),
+        model_path=config.model.path,
+        key_file=site.key_file,
+        log_folder=config.run.folder / "engines",
+        device=site.device,
+        tensor_parallel=sglang.tensor,
+        dtype=config.model.dtype,
+        host=sglang.host,
+        max_running_requests=sglang.max_running_requests,
+        max_total_tokens=sglang.max_total_tokens or on_cpu,
+        memory_fraction=sglang.memory_fraction if cuda else None,
+        memory_saver=cuda and sglang.placement == "colocated",
+        seeded=sglang.seeded,
+        random_weights=True,  # the first delivery fills them, and is checked
+        random_seed=config.run.seed % (1 << 31),
+        start_timeout_s=sglang.start_timeout_seconds,
+        gpus=tuple(range(first, first + sglang.tensor)) if cuda else (),
+    )
+
+
+def _client(site: _Site, servers: Servers, server: ReadyServer) -> SglangClient:
+    sglang = site.config.sglang
+    timeouts = Timeouts(
+        generate_s=sglang.request_timeout_seconds,
+        control_s=sglang.update_timeout_seconds,
+        flush_s=sglang.update_timeout_seconds,
+        update_s=sglang.update_timeout_seconds,
+    )
+    name = f"{server.index} ({server.url})"
+    return SglangClient(server.url, read_key(site.key_file), timeouts, servers.dialect(server.index), name=name)
+
+
+def _engine(site: _Site, vocab_size: int, clients: Sequence[SglangClient]) -> SglangEngine:
+    """Rank 0's rollout engine. ValueError where a server would cut the run's longest sequences."""
+    config = site.config
+    longest = min(client.max_length() for client in clients)
+    if longest < config.longest_sequence:
+        raise ValueError(
+            f"a server holds at most {longest} tokens of one sequence, prompt and response of this run are up to "
+            f"{config.longest_sequence}: raise sglang.max_total_tokens or sglang.memory_fraction, or shorten them"
+        )
+    settings = SglangEngineSettings(
+        max_length=longest, vocab_size=vocab_size, max_in_flight=config.sglang.max_running_requests
+    )
+    return SglangEngine(clients, settings)
+
+
+# ---- weight updates
+
+
+def _update(site: _Site, servers: Servers, actor: MegatronActor, controls: dict[int, SglangClient]) -> EngineUpdate:
+    """The state machine of updates over the configured transport."""
+    config, sglang = site.config, site.config.sglang
+    engines = sglang_layout(
+        actor.architecture,
+        sglang.tensor,
+        DTYPES[config.model.dtype],
+        len(servers.leaders),
+        device=site.device,
+    )
+    fleet = Fleet(servers.leaders, controls)
+    delivery, transport = _TRANSPORTS[sglang.transport](site, fleet, actor, engines)
+    seconds = sglang.update_timeout_seconds
+    timeouts = UpdateTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
+    return EngineUpdate(delivery, fleet, transport, GroupCoordinator(site.everyone), timeouts)
+
+
+def _bucket_bytes(site: _Site) -> int:
+    return site.config.sglang.bucket_mb * MEBIBYTE
+
+
+def _by_memory(
+    site: _Site, fleet: Fleet, actor: MegatronActor, engines: SglangLayout
+) -> tuple[DeliveryPlan, Transport]:
+    reshard = plan(actor.tensors, engines, ranks_per_node=site.nodes.ranks_per_node)
+    delivery = DeliveryPlan(reshard, engines, _bucket_bytes(site))
+    peers = _all_ranks(site) if site.nodes.num_nodes > 1 else None
+    transport = ColocatedTransport(
+        delivery,
+        fleet,
+        site.rank,
+        site.nodes,
+        GroupCoordinator(site.node),
+        peers=peers,
+        message_timeout_s=site.config.sglang.update_timeout_seconds,
+    )
+    return delivery, transport
+
+
+def _all_ranks(site: _Site) -> PeerGroup:
+    """All trainer ranks, for parts whose machine is another than the engine's."""
+    place = MeetingPlace(_own_address(site)) if site.rank == 0 else None
+    facts = [place.address.host, place.address.port, place.new_name()] if place else None
+    host, port, name = broadcast_json(facts)
+    timeout = site.config.sglang.start_timeout_seconds
+    return join(Address(host, port), name, site.rank, dist.get_world_size(), timeout_s=timeout)
+
+
+def _own_address(site: _Site) -> str:
+    """Of this machine, where the others of the run reach it; loopback where there are no others."""
+    if site.nodes.num_nodes == 1 and not site.config.sglang.urls:
+        return LOOPBACK
+    return Address(rendezvous_host(), 1).local_host()
+
+
+def _by_peers(site: _Site, fleet: Fleet, actor: MegatronActor, engines: SglangLayout) -> tuple[DeliveryPlan, Transport]:
+    offset = dist.get_world_size()
+    reshard = plan(actor.tensors, ShiftedLayout(engines, offset), ranks_per_node=site.nodes.ranks_per_node)
+    delivery = DeliveryPlan(reshard, engines, _bucket_bytes(site), rank_offset=offset)
+    settings = PeerSettings(host=_own_address(site), backend="nccl" if site.device == "cuda" else "gloo")
+    return delivery, PeerTransport(delivery, fleet, GroupCoordinator(site.everyone), settings)
+
+
+def _by_disk(site: _Site, fleet: Fleet, actor: MegatronActor, engines: SglangLayout) -> tuple[DeliveryPlan, Transport]:
+    config = site.config
+    delivery = DeliveryPlan(
+        plan(actor.tensors, engines, ranks_per_node=site.nodes.ranks_per_node), engines, _bucket_bytes(site)
+    )
+
+    def export(folder: Path, sources: Buffers) -> None:
+        export_to_huggingface(folder, config.model.path, actor.tensors, sources, dist.group.WORLD)
+
+    folder = config.run.folder / "weights"
+    return delivery, DiskTransport(delivery, fleet, folder, export, GroupCoordinator(site.everyone))
+
+
+_TRANSPORTS: dict[str, Callable[..., tuple[DeliveryPlan, Transport]]] = {
+    "memory": _by_memory,
+    "peer": _by_peers,
+    "disk": _by_disk,
+}

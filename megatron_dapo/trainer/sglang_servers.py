@@ -1,0 +1,160 @@
+"""The SGLang servers of a run seen from all ranks: the first rank of each machine starts, watches and replaces its own.
+
+Every method but `close` is collective. A server that dies is replaced within a budget that holds for the whole run; the
+error beyond it ends with the first root cause.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_dapo.engines.sglang.server import EngineServer
+from megatron_dapo.engines.sglang.versions import Dialect
+from megatron_dapo.parallel.collectives import all_gather_json
+from megatron_dapo.parallel.nodes import Nodes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReadyServer:
+    """Where a server answers; the same on every rank."""
+
+    index: int
+    url: str
+    leader: int  # the rank that speaks to it for weight updates
+
+
+class ServersFailed(RuntimeError):
+    """A server did not come up, or one died that may not be replaced."""
+
+
+class Servers(Protocol):
+    """The servers of a run. Indices are the same on every rank."""
+
+    leaders: Sequence[int]  # server -> rank
+
+    def ready(self) -> list[ReadyServer]:
+        """All servers, once they are up."""
+
+    def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
+        """Servers that have ended, and why, with those that rank 0 knows to be lost."""
+
+    def replace(self, lost: Mapping[int, str]) -> None:
+        """Put fresh servers, without weights, in the place of lost ones."""
+
+    def dialect(self, index: int) -> Dialect | None:
+        """What a server of this rank's needs; None for those of others."""
+
+    def close(self) -> None: ...
+
+
+class StartedServers:
+    """Servers this run starts: `per_node` on every machine."""
+
+    def __init__(
+        self, start: Callable[[int, int], EngineServer], nodes: Nodes, rank: int, per_node: int, restart_budget: int
+    ) -> None:
+        """`start(index, place)` spawns server `index`, the `place`-th of its machine, and does not wait for it."""
+        self.leaders = [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)]
+        self._start = start
+        self._per_node = per_node
+        self._budget = restart_budget
+        self._num_restarts = 0
+        self._own: dict[int, EngineServer] = {}
+        self._dialects: dict[int, Dialect] = {}
+        self._mine = [index for index, leader in enumerate(self.leaders) if leader == rank]
+        for index in self._mine:
+            self._own[index] = start(index, index % per_node)
+
+    def ready(self) -> list[ReadyServer]:
+        entries, problems = [], []
+        for index, server in self._own.items():
+            try:
+                if index not in self._dialects:
+                    self._dialects[index] = server.wait_until_healthy().dialect
+                entries.append({"index": index, "url": server.url})
+            except Exception as error:  # told to every rank instead of leaving them to wait
+                problems.append(f"server {index}: {error}")
+        gathered = _together(entries, problems)
+        return [ReadyServer(leader=self.leaders[entry["index"]], **entry) for entry in gathered]
+
+    def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
+        own = [[index, server.last_words()] for index, server in self._own.items() if not server.is_alive()]
+        return _merge(own, suspected)
+
+    def replace(self, lost: Mapping[int, str]) -> None:
+        self._num_restarts += len(lost)
+        if self._num_restarts > self._budget:
+            index, reason = min(lost.items())
+            raise ServersFailed(
+                f"server {index} is lost and {self._num_restarts} restarts are more than sglang.restart_budget "
+                f"{self._budget}; the first root cause: {reason}"
+            )
+        for index in set(lost) & set(self._own):
+            logger.warning("server %d is started again: %s", index, lost[index])
+            self._own[index].kill()
+            self._dialects.pop(index, None)
+            self._own[index] = self._start(index, index % self._per_node)
+
+    def dialect(self, index: int) -> Dialect | None:
+        return self._dialects.get(index)
+
+    def close(self) -> None:
+        """End this rank's servers."""
+        for server in self._own.values():
+            server.stop()
+
+
+class GivenServers:
+    """Servers that run already; rank 0 speaks to all of them. They are never replaced and never ended."""
+
+    def __init__(self, attach: Callable[[int], EngineServer], num_servers: int, rank: int) -> None:
+        self.leaders = [0] * num_servers
+        self._own = {index: attach(index) for index in range(num_servers)} if rank == 0 else {}
+        self._dialects: dict[int, Dialect] = {}
+
+    def ready(self) -> list[ReadyServer]:
+        entries, problems = [], []
+        for index, server in self._own.items():
+            try:
+                if index not in self._dialects:
+                    self._dialects[index] = server.wait_until_healthy().dialect
+                entries.append({"index": index, "url": server.url})
+            except Exception as error:  # told to every rank instead of leaving them to wait
+                problems.append(f"server {server.url}: {error}")
+        return [ReadyServer(leader=0, **entry) for entry in _together(entries, problems)]
+
+    def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
+        own = [[index, server.last_words()] for index, server in self._own.items() if not server.is_alive()]
+        return _merge(own, suspected)
+
+    def replace(self, lost: Mapping[int, str]) -> None:
+        index, reason = min(lost.items())
+        raise ServersFailed(f"server {index}, given by sglang.urls, is lost; the first root cause: {reason}")
+
+    def dialect(self, index: int) -> Dialect | None:
+        return self._dialects.get(index)
+
+    def close(self) -> None:
+        """They belong to somebody else."""
+
+
+def _together(entries: list[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
+    """All ranks' entries by index; ServersFailed on every rank where one has a problem."""
+    everyone = all_gather_json({"entries": entries, "problems": problems})
+    failures = [problem for rank in everyone for problem in rank["problems"]]
+    if failures:
+        raise ServersFailed("; ".join(failures[1:] + failures[:1]))  # the first one is read last
+    return sorted((entry for rank in everyone for entry in rank["entries"]), key=lambda entry: entry["index"])
+
+
+def _merge(own: list[list[Any]], suspected: Mapping[int, str]) -> dict[int, str]:
+    """What every rank knows to be lost; what a server said itself counts more than a suspicion."""
+    everyone = all_gather_json({"own": own, "suspected": [list(entry) for entry in suspected.items()]})
+    lost = {index: reason for rank in everyone for index, reason in rank["suspected"]}
+    lost.update({index: reason for rank in everyone for index, reason in rank["own"]})
+    return dict(sorted(lost.items()))
