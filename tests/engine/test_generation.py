@@ -1,0 +1,226 @@
+"""Generation by real SGLang servers: log-probs, stops, aborts, continuations, and the death of a server."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dapo.engines.sglang.client import EngineAnswerError, SglangClient, Timeouts
+from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter, is_installed
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+
+VOCAB_SIZE = 300
+CONTEXT_LENGTH = 512
+DEADLINE_S = 240.0
+TIMEOUTS = Timeouts(generate_s=DEADLINE_S, control_s=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def servers(server_factory: Callable[..., SglangServer], tiny_model: Path) -> list[SglangServer]:
+    """Two servers that listen to seeds. The last test of the module kills one."""
+    options = {"seeded": True, "context_length": CONTEXT_LENGTH, "wait": False}
+    servers = [server_factory(tiny_model, **options) for _ in range(2)]
+    for server in servers:
+        server.wait_until_healthy()
+    return servers
+
+
+@pytest.fixture(scope="module")
+def clients(servers: list[SglangServer]) -> list[SglangClient]:
+    clients = [SglangClient(server.url, read_key(server.key_file), TIMEOUTS) for server in servers]
+    for client in clients:
+        client.update_weight_version(0)
+    return clients
+
+
+@pytest.fixture
+def engine(clients: list[SglangClient]) -> Iterator[SglangEngine]:
+    with SglangEngine(clients, settings_of(clients[0])) as engine:
+        engine.set_policy_version(0)
+        yield engine
+
+
+def settings_of(client: SglangClient) -> SglangEngineSettings:
+    return SglangEngineSettings(
+        max_length=client.max_length(), vocab_size=VOCAB_SIZE, poll_wait_s=0.2, abort_s=DEADLINE_S
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def reference_logprobs(model: torch.nn.Module, prompt: tuple[int, ...], response: tuple[int, ...], t: float) -> list:
+    """log softmax(logits / t) of the response's tokens, from a full forward pass."""
+    tokens = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+    return (logits / t).log_softmax(-1).gather(-1, tokens[0, len(prompt) :, None]).squeeze(-1).tolist()
+
+
+def make_requests(num_groups: int, group_size: int = 4, **sampling: object) -> list[GenerationRequest]:
+    rng = random.Random(0)
+    params = SamplingParams(**{"max_new_tokens": 40, "stop_token_ids": (2,), **sampling})
+    requests = []
+    for group in range(num_groups):
+        prompt = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(4, 40)))
+        for index in range(group_size):
+            requests.append(GenerationRequest(f"{group}/{index}", prompt, params, seed=(group << 40) + index))
+    return requests
+
+
+def drain(engine: SglangEngine) -> dict[str, Completion]:
+    completions: dict[str, Completion] = {}
+    end = time.monotonic() + DEADLINE_S
+    while engine.num_unfinished:
+        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.dead_servers}"
+        for done in engine.poll():
+            assert done.request_id not in completions, f"{done.request_id} came back twice"
+            completions[done.request_id] = done
+    return completions
+
+
+def check_equal(actual: dict[str, Completion], expected: dict[str, Completion]) -> None:
+    assert set(actual) == set(expected)
+    for name, done in actual.items():
+        assert (done.token_ids, done.finish_reason) == (expected[name].token_ids, expected[name].finish_reason)
+        assert done.logprobs == pytest.approx(expected[name].logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_are_the_models_at_the_sampled_temperature(
+    temperature: float, engine: SglangEngine, model: torch.nn.Module
+) -> None:
+    requests = make_requests(3, temperature=temperature)
+    engine.submit(requests)
+    completions = drain(engine)
+    for request in requests:
+        done = completions[request.request_id]
+        expected = reference_logprobs(model, request.prompt_ids, done.token_ids, temperature or 1.0)
+        assert done.logprobs == pytest.approx(expected, abs=1e-5)
+    if temperature:
+        assert len({done.token_ids for done in completions.values()}) == len(requests)
+
+
+def test_prompt_logprobs_are_the_models(clients: list[SglangClient], model: torch.nn.Module) -> None:
+    ids = make_requests(1)[0].prompt_ids
+    expected = reference_logprobs(model, ids[:1], ids[1:], 1.0)
+    for _ in range(2):  # the second time the prompt is in the server's cache
+        assert clients[0].prompt_logprobs(ids) == pytest.approx(expected, abs=1e-5)
+
+
+def test_stops_and_limits(clients: list[SglangClient]) -> None:
+    request = replace(make_requests(1)[0], sampling=SamplingParams(max_new_tokens=30))
+    free = clients[0].generate_now(request, "free.", vocab_size=VOCAB_SIZE)
+    assert len(free.token_ids) == 30 and free.finish_reason == "length" and free.weight_version == "0"
+    stop = free.token_ids[5]
+    cut = free.token_ids.index(stop) + 1
+    for limit in (30, cut):
+        sampling = SamplingParams(max_new_tokens=limit, stop_token_ids=(stop, 299))
+        done = clients[0].generate_now(replace(request, sampling=sampling), f"{limit}.", vocab_size=VOCAB_SIZE)
+        assert done.token_ids == free.token_ids[:cut] and done.finish_reason == "stop"
+
+
+def test_the_longest_sequence_is_served_and_a_longer_one_is_not_cut_silently(clients: list[SglangClient]) -> None:
+    assert clients[0].max_length() == CONTEXT_LENGTH - 2
+    request = make_requests(1)[0]
+    room = CONTEXT_LENGTH - 2 - len(request.prompt_ids)
+    longest = replace(request, sampling=SamplingParams(max_new_tokens=room))
+    assert len(clients[0].generate_now(longest, "longest.", vocab_size=VOCAB_SIZE).token_ids) == room
+    longer = replace(request, sampling=SamplingParams(max_new_tokens=room + 1))
+    with pytest.raises(EngineAnswerError, match=f"at {room} tokens, {room + 1} were asked for"):
+        clients[0].generate_now(longer, "longer.", vocab_size=VOCAB_SIZE)
+
+
+def abort_when_some_are_under_way(engine: SglangEngine, requests: list[GenerationRequest]) -> list[Completion]:
+    """Abort later and later until there are tokens and something is left to do."""
+    wait_s = 0.2
+    while True:
+        engine.submit(requests)
+        time.sleep(wait_s)
+        partial = engine.abort()
+        reached = [len(done.token_ids) for done in partial]
+        assert {done.finish_reason for done in partial} <= {"abort", "stop", "length"}
+        if max(reached) > 3:
+            return partial
+        wait_s *= 2
+
+
+def test_an_aborted_response_continues_as_if_nothing_had_been(
+    engine: SglangEngine, clients: list[SglangClient]
+) -> None:
+    requests = make_requests(4, max_new_tokens=120)
+    engine.submit(requests)
+    whole = drain(engine)
+    partial = {done.request_id: done for done in abort_when_some_are_under_way(engine, requests)}
+    assert "abort" in {done.finish_reason for done in partial.values()}, "nothing was left to continue"
+    for name, done in partial.items():
+        assert done.token_ids == whole[name].token_ids[: len(done.token_ids)]
+        assert done.logprobs == pytest.approx(whole[name].logprobs[: len(done.token_ids)], abs=1e-5)
+    for client in clients:
+        client.pause("abort")
+        client.flush_cache()
+        client.update_weight_version(1)
+        client.resume()
+    engine.set_policy_version(1)
+    engine.submit([replace(request, prefix=partial[request.request_id]) for request in requests])
+    continued = drain(engine)
+    check_equal(continued, whole)
+    for name, done in continued.items():
+        start, end = len(partial[name].token_ids), len(done.token_ids)
+        expected = (VersionRange(0, start, 0), VersionRange(start, end, 1))
+        assert done.versions == tuple(entry for entry in expected if entry.end > entry.start)
+    for client in clients:
+        client.update_weight_version(0)
+
+
+def test_the_router_spreads_requests_over_both(
+    servers: list[SglangServer], clients: list[SglangClient], engine_python: Path, tmp_path: Path
+) -> None:
+    if not is_installed(engine_python):
+        pytest.skip(f"sglang_router is not installed for {engine_python}")
+    key_file = servers[0].key_file
+    router = SglangRouter.start(
+        RouterSettings(engine_python, key_file, tmp_path), [server.url for server in servers]
+    )
+    try:
+        router.wait_until_healthy(2)
+        routed = RoutedClient(router.url, read_key(key_file), clients, TIMEOUTS)
+        with SglangEngine([routed], settings_of(clients[0])) as engine:
+            engine.set_policy_version(0)
+            requests = make_requests(4)
+            engine.submit(requests)
+            through_router = drain(engine)
+        with SglangEngine(clients, settings_of(clients[0])) as engine:
+            engine.set_policy_version(0)
+            engine.submit(requests)
+            check_equal(through_router, drain(engine))
+    finally:
+        router.stop()
+
+
+def test_all_responses_of_a_killed_server_come_back_once(engine: SglangEngine, servers: list[SglangServer]) -> None:
+    requests = make_requests(6, max_new_tokens=400, stop_token_ids=())
+    engine.submit(requests)
+    whole = drain(engine)
+    engine.submit(requests)
+    time.sleep(0.2)  # 9,600 tokens take far longer
+    for pid in servers[1].pids():
+        os.kill(pid, signal.SIGKILL)
+    check_equal(drain(engine), whole)
+    assert list(engine.dead_servers) == [1] and not servers[1].is_alive()
+    assert engine.statistics.num_redispatched > 0
