@@ -4,15 +4,15 @@
         [--engine-python .venv-sglang/bin/python] [--embedded-ranks 2] [--servers 1]
 
 METHOD. The traffic is what one collection of the recipe submits at first: prompts_per_step prompts of its training data
-times group_size, its temperature, stop tokens and max_response_tokens, the weights of its model folder in float32; round
-r takes the r-th prompts_per_step prompts, the same for both sides, after one round that does not count. Both sides are up before the first
-round and take turns on the same machine, the idle one asleep; the side that begins changes from round to round. A
-round's clock runs from the submission to the last response, in the process that drives: for SGLang through this
-project's client and engine over HTTP, log-probs included; for the embedded engine over pipes to --embedded-ranks
-processes of one thread each, every one with the weights of its own, which get whole groups in turn, as in a run where each trainer rank
-generates. Tokens are those of the responses; the two draw other random numbers, so responses differ. Reported is each
-side's total tokens / total seconds over the rounds, and `sglang_vs_embedded`, their ratio. Loads of other programs
-hit both sides, not equally: `rounds` shows the spread.
+times group_size, its temperature, stop tokens and max_response_tokens, the weights of its model folder in float32;
+round r takes the r-th prompts_per_step prompts, the same for both sides, after one round that does not count. Both sides
+are up before the first round and take turns on the same machine, the idle one asleep; the side that begins changes from
+round to round. A round's clock runs from the submission to the last response, in the process that drives: for SGLang
+through this project's client and engine over HTTP, log-probs included; for the embedded engine over pipes to
+--embedded-ranks processes of one thread each, which get whole groups in turn, as in a run where each trainer rank
+generates with the whole model. Tokens are those of the responses; the two draw other random numbers, so responses
+differ. Reported is each side's total tokens / total seconds over the rounds, and `sglang_vs_embedded`, their ratio.
+Other programs on the machine slow both sides, not always equally: `rounds` shows the spread.
 """
 
 from __future__ import annotations

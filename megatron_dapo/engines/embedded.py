@@ -66,7 +66,7 @@ class EmbeddedEngineSettings:
 
 @dataclass
 class _Prefix:
-    """A context whose keys and values, without the last token, stand in prefix slot `index`; computed by one version."""
+    """A context whose keys and values, without the last token, stand in prefix slot `index`, by one version."""
 
     tokens: tuple[int, ...]  # of the whole context: the prompt, for requests that go on the tokens so far as well
     index: int = -1

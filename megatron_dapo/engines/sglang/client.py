@@ -230,11 +230,12 @@ class SglangClient:
         return self._get("/model_info", self.timeouts.control_s, retries=_NUM_RETRIES)
 
     def max_length(self) -> int:
-        """Most tokens (prompt + response) of one request that are not cut: SGLang shortens longer responses silently."""
+        """Most tokens (prompt + response) of one request: SGLang shortens longer responses silently."""
         info = self.server_info()
         sizes = [info.get("max_req_input_len"), info.get("max_total_num_tokens")]
         if not all(isinstance(size, int) for size in sizes):
-            raise EngineAnswerError(self.name, "GET /server_info", f"max_req_input_len and max_total_num_tokens: {sizes}")
+            problem = f"max_req_input_len and max_total_num_tokens are {sizes}, not two sizes"
+            raise EngineAnswerError(self.name, "GET /server_info", problem)
         # max_req_input_len is 5 below the longest sequence, of which one token stays free; one page stays free as well.
         return min(sizes[0] + 4, sizes[1] - int(info.get("page_size") or 1) - 2)
 
@@ -258,7 +259,7 @@ class SglangClient:
         self._post("/continue_generation", {}, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     def flush_cache(self) -> None:
-        """Drop all cached keys and values. The server refuses while it has work, so this tries until flush_s is over."""
+        """Drop all cached keys and values. The server refuses while it has work: tried until flush_s is over."""
         end = time.monotonic() + self.timeouts.flush_s
         pause = 0.05
         while True:
@@ -373,7 +374,8 @@ class SglangClient:
             raise EngineGone(
                 self.name,
                 endpoint,
-                f"connection lost before the answer ({type(error).__name__}: {error}): the server has ended; see its log",
+                f"connection lost before the answer ({type(error).__name__}: {error}): the server has ended; "
+                "see its log",
             ) from None
         except (AnswerError, UnicodeDecodeError) as error:
             raise EngineAnswerError(self.name, endpoint, f"unexpected answer: {error}") from None

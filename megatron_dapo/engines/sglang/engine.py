@@ -221,7 +221,7 @@ class SglangEngine:
         if self._jobs and self._version < 0:
             raise RuntimeError("the SGLang servers have no verified weights yet: synchronise them before generating")
         self._dispatch()
-        if not self._ready and (self._flights or any(server.is_suspect for server in self._servers)):
+        if not self._ready and self._expects_news:
             self._handle(self._courier.receive(self.settings.poll_wait_s))
             self._look_after_stalls()
         if not self._ready:
@@ -233,12 +233,13 @@ class SglangEngine:
         requests come back with what was known of them when they were handed in.
         """
         deadline = time.monotonic() + self.settings.abort_s
-        while self._flights:
+        while self._expects_news:
             if time.monotonic() >= deadline:
                 self._bury_silent()
                 break
             self._send_aborts()
-            # A request may have reached its server after the abort did: so abort again until all have answered.
+            # A request may have reached its server after the abort did: so abort again until all have answered. A look
+            # at a server's health is waited for as well: once the server is paused, it would fail.
             self._receive_until(min(deadline, time.monotonic() + 1.0))
         for job in self._jobs.values():
             self._ready.append((job.order, aborted(job.request)))
@@ -288,6 +289,10 @@ class SglangEngine:
         if home in has_room and home.num_tokens + self._cost(request) <= even * 9 / 8:
             return home
         return min(has_room, key=lambda server: server.num_tokens, default=None)
+
+    @property
+    def _expects_news(self) -> bool:
+        return bool(self._flights) or any(server.is_suspect for server in self._servers)
 
     def _with_room(self) -> list[_Server]:
         return [
@@ -446,20 +451,14 @@ class SglangEngine:
                     self._bury(server, error)
 
     def _receive_until(self, end: float) -> None:
-        while self._flights and (left := end - time.monotonic()) > 0:
+        while self._expects_news and (left := end - time.monotonic()) > 0:
             self._handle(self._courier.receive(left))
 
     def _bury_silent(self) -> None:
         for server in self._servers:
-            if server.flights:
-                self._bury(
-                    server,
-                    EngineTimeout(
-                        server.client.name,
-                        "POST /abort_request",
-                        f"{len(server.flights)} aborted requests not answered within {self.settings.abort_s:g} s",
-                    ),
-                )
+            if server.flights or server.is_suspect:
+                problem = f"{len(server.flights)} aborted requests not answered within {self.settings.abort_s:g} s"
+                self._bury(server, EngineTimeout(server.client.name, "POST /abort_request", problem))
 
 
 

@@ -66,7 +66,7 @@ class SglangRouter:
 
     @classmethod
     def start(cls, settings: RouterSettings, workers: Sequence[str]) -> SglangRouter:
-        """Spawn it in front of the servers with these URLs, which must be healthy. ValueError where that cannot work."""
+        """Spawn it in front of the servers with these URLs, which must be healthy. ValueError where it cannot work."""
         if len(workers) < 2:
             raise ValueError(f"router: {len(workers)} servers to choose from, it needs at least 2; leave it out")
         if not is_installed(settings.python):
@@ -182,4 +182,5 @@ class RoutedClient(SglangClient):
             response = await http.get(self.url + "/workers", timeout=self._timeout(self.timeouts.health_s))
             workers = (self._answer("GET /workers", response) or {}).get("workers", [])
         if not any(worker.get("is_healthy") for worker in workers):
-            raise EngineGone(self.name, "GET /workers", f"none of its {len(workers)} servers is healthy; see their logs")
+            problem = f"none of its {len(workers)} servers is healthy; see their logs"
+            raise EngineGone(self.name, "GET /workers", problem)

@@ -1,4 +1,4 @@
-"""A stand-in for a stock SGLang server: real HTTP over loopback, in threads of the test's process, with faults to order.
+"""A stand-in for a stock SGLang server: real HTTP over loopback, in threads of the test, with faults to order.
 
 Its "model" is a hash: token and log-prob at a position depend on (seed, position of the last input token) alone, as in
 SGLang's seeded sampler, so `expected` knows every response beforehand.
