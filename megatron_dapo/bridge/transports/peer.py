@@ -134,6 +134,7 @@ class PeerTransport:
         self.rank = coordinator.rank
         self.settings = settings or PeerSettings()
         self.seconds: dict[str, float] = {}  # of the last delivery on this rank, by phase; the slowest engine's
+        self.received: dict[int, int] = {}  # bytes an engine rank reports of the last delivery; of engines led here
         self._place: MeetingPlace | None = None  # of leaders
         self._groups: dict[int, PeerGroup] = {}
         self._joined_by: dict[int, EngineControl] = {}  # engines this rank leads: whose group it is
@@ -244,7 +245,9 @@ class PeerTransport:
             # From the start: a failure of an engine rank must end the sending.
             received = self._watch(order, engine, group, RECEIVE, deadline) if posted else []
             self._send(engine, group, sources, deadline, received)
-            share.num_bytes = sum(report.num_bytes for report in _collect(received, deadline))
+            for engine_rank, report in zip(members.engine_ranks, _collect(received, deadline)):
+                self.received[engine_rank] = report.num_bytes
+                share.num_bytes += report.num_bytes
             share.seconds["transfer"] = time.perf_counter() - start
             finished = self._watch(order, engine, group, "finish", deadline) if posted else []
             for engine_rank in members.engine_ranks:

@@ -1,0 +1,154 @@
+"""One engine rank without a server: the real weight loader in a process of its own, and the floor of the transport.
+
+    python weight_sink.py SPECIFICATION.json ENGINE_RANK
+
+Serves one connection on a socket in the specification's folder. A request is a length and a JSON object, for a load
+followed by the payload; the answer is one byte.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.engines.sglang import weight_loader
+from megatron_dapo.parallel.peer_group import Address, PeerGroup, join
+
+DEADLINE_S = 300.0
+
+
+class Parameters(torch.nn.Module):
+    """A module whose named_parameters() are those of an engine rank, filled with noise."""
+
+    def __init__(self, specs: dict[str, Any]) -> None:
+        super().__init__()
+        self._tensors = {n: torch.nn.Parameter(torch.rand(s.shape).to(s.dtype)) for n, s in specs.items()}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(self._tensors.items())
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(self._tensors.values())
+
+
+class Sink:
+    """Answers requests."""
+
+    def __init__(self, specification: dict[str, Any], rank: int) -> None:
+        self._specification = specification
+        self._rank = rank
+        self._model: Parameters | None = None
+        self._group: PeerGroup | None = None
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._shared = self._copied = torch.empty(0, dtype=torch.uint8)
+
+    def handle(self, request: dict[str, Any], payload: bytes) -> None:
+        getattr(self, "_" + request["op"])(request, payload)
+
+    def _load(self, request: dict[str, Any], payload: bytes) -> None:
+        if self._model is None:
+            self._model = Parameters(self._specs())
+        weight_loader.load(self._model, pickle.loads(payload))
+
+    def _join(self, request: dict[str, Any], payload: bytes) -> None:
+        """Join the floor's group; make what each sender's bytes go into."""
+        address = Address(*request["address"])
+        self._group = join(address, request["name"], request["member"], request["size"], timeout_s=DEADLINE_S)
+        self._buffers = {int(m): torch.ones(n, dtype=torch.uint8) for m, n in request["num_bytes"].items()}
+
+    def _floor(self, request: dict[str, Any], payload: bytes) -> None:
+        """Receive the same bytes once, in messages of a bucket, all under way at once."""
+        assert self._group is not None, "floor before join"
+        deadline = time.monotonic() + DEADLINE_S
+        pending = [
+            self._group.receive(part, member)
+            for member, buffer in self._buffers.items()
+            for part in buffer.split(request["bucket_bytes"])
+        ]
+        for message in pending:
+            message.wait(deadline)
+
+    def _map(self, request: dict[str, Any], payload: bytes) -> None:
+        """Map the memory that the trainer's ranks write into."""
+        size = request["num_bytes"]
+        self._shared = torch.from_file(request["path"], shared=True, size=size, dtype=torch.uint8)
+        self._copied = torch.ones(size, dtype=torch.uint8)
+
+    def _shared_floor(self, request: dict[str, Any], payload: bytes) -> None:
+        """Copy the same bytes out of shared memory once."""
+        self._copied.copy_(self._shared)
+
+    def _specs(self) -> dict[str, Any]:
+        specification = self._specification
+        architecture = ModelArchitecture.from_folder(specification["model"])
+        layout = sglang_layout(
+            architecture, specification["engine_tensor"], getattr(torch, specification["dtype"]), device="cpu"
+        )
+        return dict(layout.local_specs(self._rank))
+
+
+class SinkClient:
+    """The other end, in the trainer."""
+
+    def __init__(self, path: Path) -> None:
+        end = time.monotonic() + DEADLINE_S
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(DEADLINE_S)
+        while True:
+            try:
+                self._socket.connect(str(path))
+                return
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    def start(self, request: dict[str, Any], payload: bytes = b"") -> None:
+        header = json.dumps({**request, "payload_bytes": len(payload)}).encode()
+        self._socket.sendall(struct.pack("<q", len(header)) + header + payload)
+
+    def wait(self) -> None:
+        if self._socket.recv(1) != b"+":
+            raise ConnectionError("the sink has ended")
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(min(1 << 20, size - len(data)))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    specification = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    rank = int(sys.argv[2])
+    sink = Sink(specification, rank)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(Path(specification["folder"]) / f"sink{rank}.sock"))
+        server.listen(1)
+        connection, _ = server.accept()
+    while True:
+        try:
+            header = json.loads(_exactly(connection, struct.unpack("<q", _exactly(connection, 8))[0]))
+        except EOFError:
+            return
+        sink.handle(header, _exactly(connection, header["payload_bytes"]))
+        connection.sendall(b"+")
+
+
+if __name__ == "__main__":
+    main()

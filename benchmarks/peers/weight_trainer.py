@@ -1,0 +1,322 @@
+"""One trainer rank of `weight_sync.py`: the actor, and the three ways its weights are moved, taking turns.
+
+    RANK=r WORLD_SIZE=n MASTER_ADDR=... MASTER_PORT=... python weight_trainer.py SPECIFICATION.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mbridge_export import MbridgeExport
+from weight_sink import DEADLINE_S, SinkClient
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.delivery_plan import DeliveryPlan
+from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet
+from megatron_dapo.bridge.random_weights import initialise_randomly
+from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.bridge.transports.base import EngineControl, GroupCoordinator
+from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder
+from megatron_dapo.bridge.transports.peer import PeerTransport
+from megatron_dapo.bridge.weight_sync import replica_sync
+from megatron_dapo.engines.sglang.client import SglangClient
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.versions import dialect_of
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.parallel.peer_group import Address, MeetingPlace, join
+from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec, create_arena, remove_arena
+from megatron_dapo.parallel.reshard.layout import ShiftedLayout
+from megatron_dapo.parallel.reshard.planner import plan
+
+SEED = 0
+Specification = dict[str, Any]
+
+
+class SinkControl:
+    """`EngineControl` of an engine that is nothing but its ranks' loaders."""
+
+    def __init__(self, sinks: Sequence[SinkClient]) -> None:
+        self._sinks = sinks
+
+    def update_weights_from_tensor(
+        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
+    ) -> None:
+        for sink, payload in zip(self._sinks, payloads):
+            assert isinstance(payload, bytes)
+            sink.start({"op": "load"}, payload)
+        for sink in self._sinks:
+            sink.wait()
+
+    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
+        raise NotImplementedError("a sink has no loader of folders")
+
+    def pause(self, mode: str) -> None: ...
+
+    def flush_cache(self) -> None: ...
+
+    def begin_weight_update(self) -> None: ...
+
+    def end_weight_update(self) -> None: ...
+
+    def update_weight_version(self, version: int) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Trainer:
+    """This rank's weights and how they leave it."""
+
+    def __init__(self, specification: Specification) -> None:
+        self.specification = specification
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.dtype = getattr(torch, specification["dtype"])
+        self.folder = Path(specification["folder"])
+        self.architecture = ModelArchitecture.from_folder(specification["model"])
+        layout = ParallelLayout(self.size, tensor=specification["tensor"], pipeline=specification["pipeline"])
+        settings = ActorSettings(model=ModelSettings(dtype=specification["dtype"]))
+        self.actor = MegatronActor(
+            self.architecture,
+            layout,
+            settings,
+            lambda parameters, tensors: initialise_randomly(SEED, tensors, dist.get_rank(), parameters),
+        )
+        self.mbridge = MbridgeExport(Path(specification["model"]), self.actor, self.dtype)
+        self.sinks = self._sinks()
+        self.engine = sglang_layout(self.architecture, specification["engine_tensor"], self.dtype, device="cpu")
+        self.updates = {name: TRANSPORTS[name](self) for name in specification["transports"]}
+        self.version = 0
+
+    def _sinks(self) -> list[SinkClient]:
+        ranks = range(self.specification["engine_tensor"]) if self.rank == 0 else ()
+        return [SinkClient(self.folder / f"sink{rank}.sock") for rank in ranks]
+
+    def control(self) -> dict[int, EngineControl]:
+        if self.rank:
+            return {}
+        server = self.specification["server"]
+        if server is None:
+            return {0: SinkControl(self.sinks)}
+        return {0: SglangClient(server["url"], read_key(Path(server["key_file"])), dialect=dialect_of(server["version"]))}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.actor.named_local_parameters().items()}
+
+    # What is timed
+
+    def export(self) -> None:
+        """mbridge's: every rank gets every tensor."""
+        for _ in self.mbridge.tensors():
+            pass
+
+    def deliver(self, name: str) -> dict[str, float]:
+        """Ours, once, verified. Seconds of the whole update, until the bytes are in place, and of its steps."""
+        self.version += 1
+        update = self.updates[name]
+        report = update.update(self.version, self.parameters())
+        if not report.is_complete:
+            raise RuntimeError(report.describe())
+        steps = {**report.engines[0].seconds, **{f"peer_{k}": v for k, v in getattr(update.transport, "seconds", {}).items()}}
+        return {**steps, "update": report.seconds, "bytes_in_place": IN_PLACE[name](steps)}
+
+
+def _peer_update(trainer: Trainer) -> EngineUpdate:
+    reshard = plan(trainer.actor.tensors, ShiftedLayout(trainer.engine, trainer.size), ranks_per_node=trainer.size)
+    delivery = DeliveryPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"], rank_offset=trainer.size)
+    fleet, everyone = Fleet([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
+    return EngineUpdate(delivery, fleet, PeerTransport(delivery, fleet, everyone), everyone)
+
+
+def _colocated_update(trainer: Trainer) -> EngineUpdate:
+    reshard = plan(trainer.actor.tensors, trainer.engine, ranks_per_node=trainer.size)
+    delivery = DeliveryPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"])
+    fleet, everyone = Fleet([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
+    nodes = Nodes(trainer.size, trainer.size)
+    transport = ColocatedTransport(delivery, fleet, trainer.rank, nodes, everyone)
+    return EngineUpdate(delivery, fleet, transport, everyone)
+
+
+TRANSPORTS: dict[str, Callable[[Trainer], EngineUpdate]] = {"peer": _peer_update, "colocated": _colocated_update}
+
+
+# Seconds from the order to deliver until every byte is in the engine's parameters.
+IN_PLACE: dict[str, Callable[[dict[str, float]], float]] = {
+    "peer": lambda steps: steps["peer_transfer"],
+    "colocated": lambda steps: steps["transfer"],  # checksums of the trainer's side and the engine's included
+}
+
+
+class SharedFloor:
+    """The same bytes through shared memory: every rank copies its part in, then the engine's ranks copy all out."""
+
+    def __init__(self, trainer: Trainer, delivery: DeliveryPlan) -> None:
+        self._trainer = trainer
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        specs: dict[int, ArenaSpec] = {}
+        for rank, sink in enumerate(trainer.sinks):
+            specs[rank] = create_arena(default_folder(), f"floor{rank}", delivery.num_bytes(rank), 1)
+        dist.broadcast_object_list(box := [specs])
+        for rank, spec in box[0].items():
+            sizes = [_bytes_between(delivery, source, rank) for source in range(trainer.size)]
+            start, size = sum(sizes[: trainer.rank]), sizes[trainer.rank]
+            slot = Arena(spec).slots[0]
+            self._parts.append((slot[start : start + size], torch.ones(size, dtype=torch.uint8)))
+        for rank, sink in enumerate(trainer.sinks):
+            spec = box[0][rank]
+            sink.start({"op": "map", "path": spec.path, "num_bytes": spec.num_bytes})
+            sink.wait()
+            remove_arena(spec)
+        dist.barrier()
+
+    def copy(self) -> None:
+        for slot, own in self._parts:
+            slot.copy_(own)
+        dist.barrier()
+        for sink in self._trainer.sinks:
+            sink.start({"op": "shared_floor"})
+        for sink in self._trainer.sinks:
+            sink.wait()
+
+
+class Floor:
+    """The same bytes, between the same pairs of ranks, in messages of a bucket, from and into plain buffers."""
+
+    def __init__(self, trainer: Trainer, delivery: DeliveryPlan) -> None:
+        engine_ranks = range(delivery.engines.num_ranks)
+        self._trainer = trainer
+        self._bucket_bytes = delivery.bucket_bytes
+        own = {rank: _bytes_between(delivery, trainer.rank, rank) for rank in engine_ranks}
+        self._buffers = {rank: torch.ones(size, dtype=torch.uint8) for rank, size in own.items() if size}
+        facts: list[Any] = [None]
+        if trainer.rank == 0:
+            self._place = MeetingPlace()
+            facts = [self._place.address.host, self._place.address.port, self._place.new_name()]
+            for rank, sink in enumerate(trainer.sinks):
+                sizes = {source: _bytes_between(delivery, source, rank) for source in range(trainer.size)}
+                sink.start(
+                    {
+                        "op": "join",
+                        "address": facts[:2],
+                        "name": facts[2],
+                        "member": trainer.size + rank,
+                        "size": trainer.size + len(engine_ranks),
+                        "num_bytes": {source: size for source, size in sizes.items() if size},
+                    }
+                )
+        dist.broadcast_object_list(box := [facts])
+        host, port, name = box[0]
+        size = trainer.size + len(engine_ranks)
+        self._group = join(Address(host, port), name, trainer.rank, size, timeout_s=DEADLINE_S)
+        for sink in trainer.sinks:
+            sink.wait()
+
+    def copy(self) -> None:
+        for sink in self._trainer.sinks:
+            sink.start({"op": "floor", "bucket_bytes": self._bucket_bytes})
+        deadline = time.monotonic() + DEADLINE_S
+        pending = [
+            self._group.send(part, self._trainer.size + rank)
+            for rank, buffer in self._buffers.items()
+            for part in buffer.split(self._bucket_bytes)
+        ]
+        for message in pending:
+            message.wait(deadline)
+        for sink in self._trainer.sinks:
+            sink.wait()
+
+
+FLOORS: dict[str, Callable[[Trainer, DeliveryPlan], Any]] = {"peer": Floor, "colocated": SharedFloor}
+
+
+def _bytes_between(delivery: DeliveryPlan, source: int, engine_rank: int) -> int:
+    segments = (bucket.segments.get(source) for bucket in delivery.buckets(engine_rank))
+    return sum(segment.stop - segment.start for segment in segments if segment)
+
+
+# ---- measuring
+
+
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds from the moment all ranks are here until rank 0 is done, and what the action returned."""
+    dist.barrier()
+    start = time.perf_counter()
+    value = action()
+    return time.perf_counter() - start, value
+
+
+def until_all(action: Callable[[], Any]) -> Callable[[], Any]:
+    """The action, done when every rank is."""
+
+    def run() -> Any:
+        value = action()
+        dist.barrier()
+        return value
+
+    return run
+
+
+def measure(trainer: Trainer, num_runs: int) -> dict[str, Any]:
+    """Every way once to warm up, then `num_runs` times in turns."""
+    floors = {name: FLOORS[name](trainer, update.plan) for name, update in trainer.updates.items()}
+    rows: dict[str, Any] = {"mbridge": [], "ours": {n: [] for n in floors}, "floor": {n: [] for n in floors}}
+    for run in range(num_runs + 1):
+        rows["mbridge"].append(timed(until_all(trainer.export))[0])
+        for name, floor in floors.items():
+            rows["ours"][name].append(timed(lambda name=name: trainer.deliver(name))[1])
+            rows["floor"][name].append(timed(floor.copy)[0])
+        if trainer.rank == 0:
+            print(f"run {run} of {num_runs}", file=sys.stderr)
+    warm: dict[str, Any] = {"mbridge": rows["mbridge"][1:]}
+    return {**warm, **{side: {n: v[1:] for n, v in rows[side].items()} for side in ("ours", "floor")}}
+
+
+def check_mbridge(trainer: Trainer) -> None:
+    """mbridge exports exactly the actor's weights, all of them, in their type."""
+    sync = replica_sync(trainer.actor.tensors, trainer.dtype, dist.group.WORLD)
+    shapes = trainer.architecture.shapes()
+    model = {name: torch.empty(shape, dtype=trainer.dtype) for name, shape in shapes.items()}
+    sync.execute(trainer.parameters(), model)
+    seen = set()
+    for name, tensor in trainer.mbridge.tensors():
+        seen.add(name)
+        assert tensor.dtype == trainer.dtype and torch.equal(tensor, model[name]), f"mbridge differs in {name}"
+    assert seen == set(shapes), "mbridge exports other tensors"
+
+
+def sizes(trainer: Trainer) -> dict[str, Any]:
+    engine_ranks = range(trainer.engine.num_ranks)
+    shards = [sum(spec.num_bytes for spec in trainer.engine.local_specs(rank).values()) for rank in engine_ranks]
+    received = {
+        name: getattr(update.transport, "received", None) or {rank: update.plan.num_bytes(rank) for rank in engine_ranks}
+        for name, update in trainer.updates.items()
+    }
+    model = trainer.architecture.num_parameters * trainer.dtype.itemsize
+    return {"model_bytes": model, "shard_bytes": shards, "received_bytes": received}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    specification = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    dist.init_process_group("gloo")
+    trainer = Trainer(specification)
+    check_mbridge(trainer)
+    dist.barrier()
+    rows = measure(trainer, specification["runs"])
+    if trainer.rank == 0:
+        result = {"rows": rows, **sizes(trainer)}
+        (Path(specification["folder"]) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

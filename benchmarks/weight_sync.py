@@ -1,0 +1,272 @@
+"""Weights from Megatron TP2 x PP2 (4 processes) into an engine at TP2, against mbridge's export and a plain copy.
+
+    python benchmarks/weight_sync.py [--json] [--quick] [--runs 7] [--transports peer,colocated]
+                                     [--engine-python PATH] [--peer-python PATH] [--output FILE]
+
+A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in the same processes:
+
+    ours      `EngineUpdate` over each transport; the engine is a stock SGLang server where --engine-python names an
+              environment that has one, else its two ranks' weight loaders in processes of their own
+    mbridge   `export_weights` of the same live parameters: every tensor whole on every rank, which is where mbridge
+              ends and an engine's update begins. It is checked to export the same bits
+    floor     the same bytes between the same pairs of ranks over the same transport, from and into plain buffers:
+              messages of a bucket (peer); copied into shared memory and out of it (colocated)
+
+    bytes_ratio   largest bytes received by an engine rank / bytes of its shard
+    vs_mbridge    mbridge's seconds / ours
+    vs_floor      our seconds / the floor's
+
+Medians. Our seconds end when every byte is in the engine's parameters (colocated: when the engine has verified them as
+well); after `verify_seconds` more the checksums of all parameters on both sides are compared and the engine serves, and
+`with_verification_*` count that and the whole state machine. The keys at the
+top are those of the first transport; each has its own under `transports`. mbridge is installed into an environment of
+its own (default `.venv-mbridge`, made where there is none) that shares the packages of this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import site
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.engines.sglang.keys import create_key
+from megatron_dapo.engines.sglang.server import ServerSettings, SglangServer
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = Path(__file__).resolve().parent / "peers"
+MBRIDGE = "mbridge==0.15.1"
+TENSOR, PIPELINE, ENGINE_TENSOR = 2, 2, 2
+NUM_LAYERS, QUICK_LAYERS = 14, 2
+TIMEOUT_S = 1800.0
+
+# The widths of Qwen2.5-0.5B, untied; a vocabulary that Megatron has to pad.
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 32100,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+
+# ---- environments
+
+
+def mbridge_python(given: Path | None) -> Path:
+    """The interpreter that has mbridge; without one given, `.venv-mbridge` in the repository, made on first use."""
+    if given is not None:
+        return given
+    folder = ROOT / ".venv-mbridge"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        install_mbridge(python)
+    return python
+
+
+def install_mbridge(python: Path) -> None:
+    """mbridge alone, beside the packages of this interpreter, which the new environment sees."""
+    packages = Path(_output(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    shared = [path for path in site.getsitepackages() if Path(path).is_dir()]
+    command = [str(python), "-m", "pip", "install", "-q", "--no-deps", MBRIDGE]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    (packages / "shared.pth").write_text("\n".join(shared) + "\n", encoding="utf-8")
+
+
+def _output(python: Path, program: str) -> str:
+    return subprocess.run([str(python), "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+
+
+# ---- processes
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join((str(ROOT), str(PEERS)))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **more}
+
+
+def start(command: Sequence[str], log: Path, stack: ExitStack, **variables: str) -> subprocess.Popen[bytes]:
+    """A process that ends with `stack`."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment(**variables), stdout=output, stderr=subprocess.STDOUT)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+def start_server(python: Path, folder: Path, dtype: str, stack: ExitStack) -> dict[str, str]:
+    """A stock SGLang server with random weights."""
+    key_file = create_key(folder)
+    settings = ServerSettings(
+        python=python,
+        model_path=folder / "model",
+        key_file=key_file,
+        log_folder=folder,
+        tensor_parallel=ENGINE_TENSOR,
+        dtype=dtype,
+        max_running_requests=4,
+        max_total_tokens=4096,
+        random_weights=True,
+        start_timeout_s=TIMEOUT_S,
+    )
+    server = SglangServer.start(settings, 0)
+    stack.callback(server.stop)
+    info = server.wait_until_healthy()
+    version = ".".join(map(str, info.dialect.version))
+    return {"url": server.url, "key_file": str(key_file), "version": version}
+
+
+def run_trainers(python: Path, specification: Path, folder: Path, stack: ExitStack) -> None:
+    """All ranks to their end; RuntimeError with the output of one that failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    size = TENSOR * PIPELINE
+    command = [str(python), "-W", "ignore", str(PEERS / "weight_trainer.py"), str(specification)]
+    rendezvous = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    logs = [folder / f"trainer{rank}.log" for rank in range(size)]
+    trainers = [
+        start(command, log, stack, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous) for rank, log in enumerate(logs)
+    ]
+    for process, log in zip(trainers, logs):
+        if process.wait(TIMEOUT_S):
+            text = log.read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"a trainer ended with code {process.returncode}:\n{text[-3000:]}")
+
+
+# ---- the comparison
+
+
+def summary(result: dict[str, Any], name: str) -> dict[str, Any]:
+    """The figures of one transport."""
+    rows, median = result["rows"], statistics.median
+    ours = median(row["bytes_in_place"] for row in rows["ours"][name])
+    verified = median(row["update"] for row in rows["ours"][name])
+    mbridge, floor = median(rows["mbridge"]), median(rows["floor"][name])
+    received, shards = result["received_bytes"][name], result["shard_bytes"]
+    return {
+        "bytes_ratio": max(received[str(rank)] / size for rank, size in enumerate(shards)),
+        "vs_mbridge": mbridge / ours,
+        "vs_floor": ours / floor,
+        "seconds": ours,
+        "verify_seconds": median(row["update"] - row["bytes_in_place"] for row in rows["ours"][name]),
+        "with_verification_seconds": verified,
+        "floor_seconds": floor,
+        "with_verification_vs_mbridge": mbridge / verified,
+        "with_verification_vs_floor": verified / floor,
+    }
+
+
+def compare(result: dict[str, Any], transports: Sequence[str]) -> dict[str, Any]:
+    """All keys; those of the first transport at the top."""
+    figures = {name: summary(result, name) for name in transports}
+    rows = result["rows"]
+    return {
+        **figures[transports[0]],
+        "transport": transports[0],
+        "transports": figures,
+        "mbridge_seconds": statistics.median(rows["mbridge"]),
+        "model_bytes": result["model_bytes"],
+        "shard_bytes": result["shard_bytes"],
+        "received_bytes": result["received_bytes"],
+        "rows": rows,
+    }
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    transports = arguments.transports.split(",")
+    layers = QUICK_LAYERS if arguments.quick else NUM_LAYERS
+    (folder / "model").mkdir()
+    config = {**MODEL, "num_hidden_layers": layers, "torch_dtype": arguments.dtype}
+    (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    python = mbridge_python(arguments.peer_python)
+    load_before = os.getloadavg()[0]
+    with ExitStack() as stack:
+        server = start_server(arguments.engine_python, folder, arguments.dtype, stack) if arguments.engine_python else None
+        specification = {
+            "folder": str(folder),
+            "model": str(folder / "model"),
+            "dtype": arguments.dtype,
+            "tensor": TENSOR,
+            "pipeline": PIPELINE,
+            "engine_tensor": ENGINE_TENSOR,
+            "bucket_bytes": arguments.bucket_mb << 20,
+            "transports": transports,
+            "runs": 2 if arguments.quick else arguments.runs,
+            "server": server,
+        }
+        file = folder / "specification.json"
+        file.write_text(json.dumps(specification), encoding="utf-8")
+        for rank in range(ENGINE_TENSOR):
+            command = [sys.executable, "-W", "ignore", str(PEERS / "weight_sink.py"), str(file), str(rank)]
+            start(command, folder / f"sink{rank}.log", stack)
+        run_trainers(python, file, folder, stack)
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return {
+        **compare(result, transports),
+        "engine": f"SGLang {server['version']}, TP{ENGINE_TENSOR}" if server else "weight loaders, no server",
+        "mbridge": MBRIDGE,
+        "dtype": arguments.dtype,
+        "runs": specification["runs"],
+        "bucket_mb": arguments.bucket_mb,
+        "load_average": [load_before, os.getloadavg()[0]],
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers, 2 runs")
+    parser.add_argument("--runs", type=int, default=7, help="timed runs of every way, after one to warm up")
+    parser.add_argument("--transports", default="peer,colocated", help="the first one gives the keys at the top")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--bucket-mb", type=int, default=32)
+    parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang; without it there is no server")
+    parser.add_argument("--peer-python", type=Path, help="interpreter with mbridge; default: .venv-mbridge, made if absent")
+    parser.add_argument("--output", type=Path, help="folder for logs; default: a temporary one")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="weight-sync-") as temporary:
+        folder = arguments.output or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        result = measure(arguments, folder)
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    for name, figures in result["transports"].items():
+        print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
+    print(f"mbridge {result['mbridge_seconds']:.2f} s, {result['engine']}")
+
+
+if __name__ == "__main__":
+    main()
