@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +48,25 @@ def test_levels_by_brute_force():
         torch.testing.assert_close(weights, wanted)
         assert float(metrics["num_tokens"]) == 5
         assert float(metrics["is_weight_sum"]) == pytest.approx(float(wanted.sum()))
+
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "off_policy.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: f"{c['method']}-{c['level']}-{c['lower']}-{c['upper']}")
+def test_every_method_at_every_level_gives_the_golden_weights(case):
+    rows = [
+        [math.log(old / rollout) for old, rollout in zip(*pair, strict=True)]
+        for pair in zip(GOLDEN["p_old"], GOLDEN["p_rollout"], strict=True)
+    ]
+    correction = OffPolicyCorrection(case["method"], case["level"], case["upper"], case["lower"])
+    weights, metrics = importance_weights(correction, batch(rows))
+    expected = torch.tensor(case["weights"], dtype=torch.float64)
+    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
+    assert (float(metrics["is_bounded_sum"]), float(metrics["is_masked_sum"])) == (
+        case["num_bounded"],
+        case["num_masked"],
+    )
 
 
 def test_truncating_keeps_and_masking_drops_what_is_outside():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.learner import Learner, LearnerSettings
@@ -57,7 +58,7 @@ class FakeActor:
         return Result(totals)
 
 
-def make_learner(actor: FakeActor, epochs: int) -> Learner:
+def make_learner(actor: FakeActor, epochs: int, correction: OffPolicyCorrection | None = None) -> Learner:
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         yield
@@ -75,7 +76,7 @@ def make_learner(actor: FakeActor, epochs: int) -> Learner:
     )
     loss = build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, None)
     schedule = LearningRateSchedule(1e-3, 0, 10)
-    return Learner(actor, PolicyObjective(loss), ParallelLayout(1), 0, settings, schedule, phase)
+    return Learner(actor, PolicyObjective(loss, correction), ParallelLayout(1), 0, settings, schedule, phase)
 
 
 def make_samples(num_groups: int) -> list[TrainSample]:
@@ -114,3 +115,30 @@ def test_a_gate_looks_at_everything_before_anything_is_trained() -> None:
     with pytest.raises(RuntimeError, match="nats on the first batch"):
         make_learner(refused, epochs=1).learn(make_samples(4), train_step=0, mismatch_gate=0.4)
     assert "train" not in refused.calls
+
+
+@pytest.mark.parametrize(
+    ("correction", "bounded", "masked", "weight"),
+    [
+        (None, 0.0, 0.0, 1.0),
+        (OffPolicyCorrection("tis", "token", 1.5), 1.0, 0.0, 1.5),
+        (OffPolicyCorrection("mis", "token", 1.5), 1.0, 1.0, 0.0),
+        (OffPolicyCorrection("mis", "token", 2.0), 0.0, 0.0, torch.tensor(0.5).exp().item()),
+    ],
+)
+def test_the_correction_says_what_it_did(
+    correction: OffPolicyCorrection | None, bounded: float, masked: float, weight: float
+) -> None:
+    metrics = make_learner(FakeActor(), 1, correction).learn(make_samples(4), train_step=1).metrics
+    assert metrics["mismatch/bounded_share"] == bounded and metrics["mismatch/masked_share"] == masked
+    assert metrics["mismatch/weight_mean"] == pytest.approx(weight)
+
+
+def test_the_gap_is_told_apart_by_the_age_of_tokens() -> None:
+    """Through packing, micro-batches and both ways of getting old log-probs."""
+    ages = torch.tensor([3.0, 1.0, 1.0, 0.0])
+    samples = [replace(sample, staleness=ages, rollout_logprobs=-1.0 - ages / 10) for sample in make_samples(6)]
+    metrics = make_learner(FakeActor(), 1).learn(samples, train_step=1).metrics
+    for lag, share, gap in (("lag0", 0.25, 0.0), ("lag1", 0.5, 0.1), ("lag2plus", 0.25, 0.3)):
+        assert metrics[f"mismatch/{lag}_token_share"] == pytest.approx(share)
+        assert metrics[f"mismatch/{lag}_abs_logprob_diff_mean"] == pytest.approx(gap, abs=1e-6)

@@ -1,0 +1,109 @@
+"""An alarm on the trend of a metric that should stay level, such as the gap between trainer and engine.
+
+A slow growth stays below any fixed bound for long and ends a run all the same. Two exponential means of the metric are
+kept: the short one says where it is now, the lowest value of the long one within the last steps where it was. The alarm
+is their ratio, several steps in a row; a single outlier is not a trend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrendSettings:
+    """When growth is an alarm. Steps are observations."""
+
+    factor: float = 2.0  # the level now against the lowest one of the window
+    floor: float = 0.0  # levels up to this are never an alarm, in the metric's unit
+    short_steps: int = 10  # of the exponential mean that says where the metric is; a mean over N has weight 2 / (N + 1)
+    long_steps: int = 40  # of the one that says where it was
+    window: int = 100  # steps that the level is compared over
+    patience: int = 3  # steps in a row
+
+    def __post_init__(self) -> None:
+        if self.factor <= 1 or self.floor < 0:
+            raise ValueError(f"trend alarm: factor {self.factor} must be above 1 and floor {self.floor} at least 0")
+        if not 1 <= self.short_steps < self.long_steps or min(self.window, self.patience) < 1:
+            raise ValueError(
+                f"trend alarm: short_steps {self.short_steps}, long_steps {self.long_steps}, window {self.window}, "
+                f"patience {self.patience}: needs 1 <= short_steps < long_steps, and the others at least 1"
+            )
+
+
+@dataclass(frozen=True)
+class TrendWarning:
+    """The metric has grown from `before` to `now`, both smoothed, within the last `num_steps` observations."""
+
+    before: float
+    now: float
+    num_steps: int
+
+
+class TrendAlarm:
+    """Observes one value a step. After an alarm the level then is the new normal: it sounds again when that has grown
+    by the factor once more.
+    """
+
+    def __init__(self, settings: TrendSettings) -> None:
+        self._settings = settings
+        self._num_seen = 0
+        self._means = {"short": 0.0, "long": 0.0}  # not yet corrected for their start at 0
+        self._levels: deque[float] = deque(maxlen=settings.window)  # long means
+        self._num_high = 0
+
+    def observe(self, value: float) -> TrendWarning | None:
+        """Take one value; a warning where the growth has become an alarm in this step. A value that is not finite is an
+        alarm at once and is not averaged.
+        """
+        if not math.isfinite(value):
+            return TrendWarning(min(self._levels, default=0.0), value, len(self._levels))
+        settings = self._settings
+        self._num_seen += 1
+        now, long_mean = (
+            self._average(name, value, steps)
+            for name, steps in (("short", settings.short_steps), ("long", settings.long_steps))
+        )
+        if self._num_seen < settings.short_steps:  # a mean of a few values says little about the level
+            return None
+        self._levels.append(long_mean)
+        before = min(self._levels)
+        self._num_high = self._num_high + 1 if now > max(settings.factor * before, settings.floor) else 0
+        if self._num_high < settings.patience:
+            return None
+        warning = TrendWarning(before, now, len(self._levels))
+        self._means["long"] = self._means["short"] * self._scale(settings.long_steps, settings.short_steps)
+        self._levels.clear()
+        self._num_high = 0
+        return warning
+
+    def _average(self, name: str, value: float, num_steps: int) -> float:
+        weight = 2 / (num_steps + 1)
+        self._means[name] += weight * (value - self._means[name])
+        return self._means[name] / self._correction(num_steps)
+
+    def _correction(self, num_steps: int) -> float:
+        """What a mean that started at 0 has seen of a constant 1."""
+        return 1 - (1 - 2 / (num_steps + 1)) ** self._num_seen
+
+    def _scale(self, to_steps: int, from_steps: int) -> float:
+        return self._correction(to_steps) / self._correction(from_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable."""
+        return {
+            "num_seen": self._num_seen,
+            "means": dict(self._means),
+            "levels": list(self._levels),
+            "num_high": self._num_high,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, with the same settings."""
+        self._num_seen, self._num_high = state["num_seen"], state["num_high"]
+        self._means = dict(state["means"])
+        self._levels = deque(state["levels"], maxlen=self._settings.window)

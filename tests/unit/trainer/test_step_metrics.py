@@ -1,0 +1,51 @@
+"""The rollout's metrics: age of tokens, partial responses, tokens thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron_dapo.rollout.collector import keep_every_group
+from megatron_dapo.telemetry.metrics import STEP_METRICS
+from megatron_dapo.trainer.step_metrics import rollout_metrics
+
+
+def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None:
+    metrics = rollout_metrics(make_world([0.5] * 40).collector.collect(4), 0, 4)
+    assert set(metrics) == {name for name in STEP_METRICS if name.startswith("rollout/")}
+    for name in ("token_staleness_mean", "token_staleness_max", "partial_share", "responses_continued"):
+        assert metrics[f"rollout/{name}"] == 0
+    assert metrics["rollout/tokens_discarded"] == metrics["rollout/groups_unfinished"] == 0
+
+
+def test_age_and_partial_responses_by_counting_tokens(make_world: Callable) -> None:
+    world = make_world([0.5] * 200, oversample=3.0, max_staleness=3, partial="continue", verdict=keep_every_group)
+    num_partial = 0
+    for version in range(6):
+        batch = world.collector.collect(4)
+        metrics = rollout_metrics(batch, version, 4)
+        ages = []
+        spans = []
+        for group in batch.groups:
+            for sample in group.samples:
+                runs = sample.completion.versions
+                ages += [version - run.version for run in runs for _ in range(run.start, run.end)]
+                spans.append(len({run.version for run in runs}))
+        assert metrics["rollout/token_staleness_mean"] == pytest.approx(sum(ages) / len(ages))
+        assert metrics["rollout/token_staleness_max"] == max(ages) <= 3
+        assert metrics["rollout/partial_share"] == pytest.approx(sum(span > 1 for span in spans) / len(spans))
+        assert metrics["rollout/staleness_max"] >= metrics["rollout/staleness_mean"]
+        assert metrics["rollout/groups_unfinished"] == world.collector.accounting().unfinished
+        num_partial += sum(span > 1 for span in spans)
+        world.engine.policy_version += 1
+    assert num_partial > 0
+
+
+def test_tokens_of_given_up_groups_count_as_discarded(make_world: Callable) -> None:
+    world = make_world([0.5] * 200, oversample=3.0, group_size=8, verdict=keep_every_group)
+    batch = world.collector.collect(4)
+    trained = sum(len(sample.completion.token_ids) for group in batch.groups for sample in group.samples)
+    surplus = sum(len(sample.completion.token_ids) for group in world.buffer.take(99, 0) for sample in group.samples)
+    discarded = rollout_metrics(batch, 0, 4)["rollout/tokens_discarded"]
+    assert discarded == world.engine.num_generated - trained - surplus > 0
