@@ -182,7 +182,7 @@ class ExpectedChecksums:
         sums[name] = signed(sums.get(name, 0) + part_checksum(values, box, shape))
 
     def add_bucket(self, bucket: PlannedBucket, source: int, data: torch.Tensor) -> None:
-        """Count what `source` wrote into the bytes of a bucket, while they are still in the processor's cache."""
+        """Count what `source` wrote into the bytes of a bucket."""
         specs = self._plan.engines.local_specs(bucket.engine_rank)
         for write in bucket.writes_of(source):
             self.add(bucket.engine_rank, write.part.name, part_values(data, write.part, specs), write.part.box)
@@ -191,9 +191,8 @@ class ExpectedChecksums:
         """Count all that `source` would write into an engine rank, without a bucket (loads from disk)."""
         specs = self._plan.engines.local_specs(engine_rank)
         for bucket in self._plan.buckets(engine_rank):
-            for part, _, piece, box in bucket.writes_of(source):
-                values = piece_view(sources[piece.local], piece, box).to(specs[part.name].dtype).contiguous()
-                self.add(engine_rank, part.name, values.view(part.box.shape), part.box)
+            for part, values in cast_parts(bucket, source, sources, specs):
+                self.add(engine_rank, part.name, values.reshape(part.box.shape), part.box)
 
     def merge(self, other: ExpectedChecksums) -> None:
         """Take over what `other` has counted, of engine ranks that this one has not."""
@@ -217,17 +216,33 @@ class ExpectedChecksums:
         return {rank: {name: next(values) for name in self._plan.parameter_names(rank)} for rank in engine_ranks}
 
 
+def cast_parts(
+    bucket: PlannedBucket, source: int, sources: Buffers, specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[Part, torch.Tensor]]:
+    """What `source` contributes to a bucket: each part with its values in the engine's type, in the shape of its
+    global box; views of the buffers where no cast is needed."""
+    for part, _, piece, box in bucket.writes_of(source):
+        yield part, piece_view(sources[piece.local], piece, box).to(specs[part.name].dtype)
+
+
 def write_parts(
-    bucket: PlannedBucket, source: int, sources: Buffers, data: torch.Tensor, specs: Mapping[str, TensorSpec]
+    bucket: PlannedBucket,
+    source: int,
+    sources: Buffers,
+    data: torch.Tensor,
+    specs: Mapping[str, TensorSpec],
+    expected: ExpectedChecksums | None = None,
 ) -> int:
     """Puts what `source` contributes to a bucket into `data` (uint8, the whole bucket), cast to the engine's type.
 
-    Returns the bytes written.
+    Returns the bytes written. `expected` counts the values before they are written, so that a fault on the way into the
+    bucket is noticed like any behind it.
     """
     num_bytes = 0
-    for part, _, piece, box in bucket.writes_of(source):
-        values = part_values(data, part, specs)
-        values.view(box.shape).copy_(piece_view(sources[piece.local], piece, box))
+    for part, values in cast_parts(bucket, source, sources, specs):
+        part_values(data, part, specs).view(values.shape).copy_(values)
+        if expected is not None:
+            expected.add(bucket.engine_rank, part.name, values.reshape(part.box.shape), part.box)
         num_bytes += values.numel() * values.dtype.itemsize
     return num_bytes
 
@@ -323,6 +338,7 @@ __all__ = [
     "PlannedBucket",
     "Segment",
     "Write",
+    "cast_parts",
     "local_box",
     "part_values",
     "write_parts",

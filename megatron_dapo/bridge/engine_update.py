@@ -150,7 +150,6 @@ class EngineUpdate:
         self.states = dict.fromkeys(range(plan.num_engines), EngineState.UNSERVED)
         self.versions: dict[int, int | None] = dict.fromkeys(range(plan.num_engines))
         self._session = session or secrets.token_hex(8)
-        self._open_sessions: set[int] = set()  # engines this rank leads whose update session may be open
         self._agreed = False
         self._count = itertools.count()
 
@@ -199,15 +198,10 @@ class EngineUpdate:
             report.state = EngineState.PAUSED
             _step(report, "flush", timeouts.flush_s, control.flush_cache)
             report.state = EngineState.FLUSHED
-            if engine in self._open_sessions:
-                # Of an update that failed. A restarted engine knows nothing of it and refuses: no harm.
-                with contextlib.suppress(Exception):
-                    call_within(control.end_weight_update, timeouts.session_s, "end")
-            self._open_sessions.add(engine)
-            _step(report, "begin", timeouts.session_s, control.begin_weight_update)
+            _step(report, "begin", 3 * timeouts.session_s, lambda: _begin_session(control))
             report.state = EngineState.TRANSFERRING
 
-        seconds = timeouts.pause_s + timeouts.flush_s + 2 * timeouts.session_s
+        seconds = timeouts.pause_s + timeouts.flush_s + 3 * timeouts.session_s
         self._each(reports, EngineState.TRANSFERRING, steps, seconds)
         self._share(reports, "pausing the engines", seconds)
 
@@ -247,7 +241,6 @@ class EngineUpdate:
 
         def steps(engine: int, control: EngineControl, report: EngineReport) -> None:
             _step(report, "end", timeouts.session_s, control.end_weight_update)
-            self._open_sessions.discard(engine)
             _step(report, "label", timeouts.resume_s, lambda: control.update_weight_version(version))
             _step(report, "resume", timeouts.resume_s, control.resume)
             report.state, report.version = EngineState.SERVING, version
@@ -346,6 +339,17 @@ class EngineUpdate:
                 )
         self._agreed, self._session = True, everyone[0][3]
         return Order(f"{self._session}-{next(self._count)}", self._session, version, engines)
+
+
+def _begin_session(control: EngineControl) -> None:
+    """Opens an update session; one that a failed update, perhaps of a trainer long dead, left open is ended first."""
+    try:
+        control.begin_weight_update()
+    # Which error it was matters only where the second try fails too.
+    except Exception:
+        with contextlib.suppress(Exception):
+            control.end_weight_update()
+        control.begin_weight_update()
 
 
 def _step(report: EngineReport, name: str, seconds: float, action: Callable[[], None]) -> None:

@@ -161,6 +161,8 @@ def run_ranks(num_ranks: int, body: Callable[[int], Any], timeout_s: float = 30.
             outcomes[rank] = body(rank)
         except Exception as error:
             outcomes[rank] = error
+        except SystemExit:
+            pass  # a rank that dies leaves nothing
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
     for thread in threads:

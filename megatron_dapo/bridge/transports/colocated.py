@@ -124,15 +124,15 @@ class ColocatedTransport:
 
     # Rounds
 
-    def _round(self, state: _Round, index: int, sources: Buffers, specs: Mapping[int, ArenaSpec]) -> None:
+    def _round(self, state: _Round, index: int, sources: Buffers, arenas: Mapping[int, ArenaSpec]) -> None:
         """Writes bucket `index` of every engine rank, waits for the load of the one before, and posts it."""
         incoming = self._receive(state, index)
         try:
             self._send(state, index, sources)
             for bucket in self._buckets(state.engines, index):
                 slot = state.arenas[bucket.engine_rank].slots[index % 2]
-                write_parts(bucket, self.rank, sources, slot, self.plan.engines.local_specs(bucket.engine_rank))
-                state.outcome.expected.add_bucket(bucket, self.rank, slot)
+                specs = self.plan.engines.local_specs(bucket.engine_rank)
+                write_parts(bucket, self.rank, sources, slot, specs, state.outcome.expected)
             for bucket, source, data in self._arrived(incoming, state.deadline):
                 if bucket.engine_rank in state.arenas:
                     segment = bucket.segments[source]
@@ -147,8 +147,8 @@ class ColocatedTransport:
         self._agree(state, f"bucket {index}")
         if index == 0:
             # All have mapped the arenas: from here on nothing of them can stay behind.
-            for spec in specs.values():
-                remove_arena(spec)
+            for arena in arenas.values():
+                remove_arena(arena)
         self._post(state, [self._bucket(state, engine, index) for engine in self._led(state)])
 
     def _agree(self, state: _Round, what: str) -> None:
@@ -239,18 +239,33 @@ class ColocatedTransport:
         if not here:
             return
         for engine in self._led(state):
-            for engine_rank in self.plan.ranks_of(engine):
-                slot_bytes = max(bucket.num_bytes for bucket in self.plan.buckets(engine_rank))
-                slot_bytes = -(-slot_bytes // PART_ALIGNMENT) * PART_ALIGNMENT
-                name = f"{state.order.delivery}-{engine_rank}"
-                specs[engine_rank] = create_arena(self.folder, name, slot_bytes)
+            try:
+                for engine_rank in self.plan.ranks_of(engine):
+                    specs[engine_rank] = self._create(state.order, engine_rank)
+            except ValueError as error:
+                state.outcome.fail(engine, reason_of(error))
         created = {str(rank): spec.to_json() for rank, spec in specs.items()}
         what = f"delivery {state.order.delivery}, the arenas"
-        for others in self.node_group.exchange(created, what, state.deadline.left_s + self.grace_s):
-            for engine_rank, spec in others.items():
-                state.arenas[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
-        peak = max(arena.spec.num_bytes for arena in state.arenas.values())
-        state.outcome.peak_bytes = max(state.outcome.peak_bytes, peak)
+        everyone = self.node_group.exchange(created, what, state.deadline.left_s + self.grace_s)
+        try:
+            for others in everyone:
+                for engine_rank, spec in others.items():
+                    state.arenas[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
+        # The other ranks must hear of it instead of waiting for this one.
+        except (OSError, RuntimeError, ValueError) as error:
+            self._fail_all(state, f"trainer rank {self.rank}: {reason_of(error)}")
+        for engine in here:
+            if any(engine_rank not in state.arenas for engine_rank in self.plan.ranks_of(engine)):
+                state.outcome.fail(engine, "it has no arena")
+        state.engines = tuple(engine for engine in here if engine not in state.outcome.failures)
+        sizes = [arena.spec.num_bytes for arena in state.arenas.values()]
+        state.outcome.peak_bytes = max([state.outcome.peak_bytes, *sizes])
+
+    def _create(self, order: Order, engine_rank: int) -> ArenaSpec:
+        slot_bytes = max((bucket.num_bytes for bucket in self.plan.buckets(engine_rank)), default=0)
+        assert slot_bytes <= self.plan.bucket_bytes, f"{slot_bytes} bytes, the limit is {self.plan.bucket_bytes}"
+        slot_bytes = -(-slot_bytes // PART_ALIGNMENT) * PART_ALIGNMENT
+        return create_arena(self.folder, f"{order.delivery}-{engine_rank}", slot_bytes)
 
     # Other machines
 
@@ -279,8 +294,8 @@ class ColocatedTransport:
             if source == self.rank:
                 segment = bucket.segments[source]
                 data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-                write_parts(bucket, source, sources, data, self.plan.engines.local_specs(bucket.engine_rank))
-                state.outcome.expected.add_bucket(bucket, source, data)
+                specs = self.plan.engines.local_specs(bucket.engine_rank)
+                write_parts(bucket, source, sources, data, specs, state.outcome.expected)
                 message = data[segment.start : segment.stop].clone()
                 state.sending.append(self.peers.send(message, self._deputy(bucket, source)))
 

@@ -46,9 +46,15 @@ class Arena:
     """An arena mapped into this process."""
 
     def __init__(self, spec: ArenaSpec) -> None:
-        _check_owner(spec)
         self.spec = spec
-        memory = torch.from_file(spec.path, shared=True, size=spec.num_bytes, dtype=torch.uint8)
+        # By its descriptor: from_file would create the file anew where it has been unlinked since the check.
+        descriptor = os.open(spec.path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            _check_owner(spec, os.fstat(descriptor))
+            path = f"/proc/self/fd/{descriptor}"
+            memory = torch.from_file(path, shared=True, size=spec.num_bytes, dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
         self.report = memory[:REPORT_BYTES]
         self.slots = memory[REPORT_BYTES:].view(spec.num_slots, spec.slot_bytes)
 
@@ -64,12 +70,20 @@ class Arena:
 
 
 def create_arena(folder: Path, name: str, slot_bytes: int, num_slots: int = 2) -> ArenaSpec:
-    """A new file of zeros in `folder`; it takes memory only where it is written."""
+    """A new file in `folder`, its memory reserved. ValueError where there is not enough: without the reservation, the
+    first write beyond it would kill the process."""
     path = folder / f"{PREFIX}{os.getpid()}-{name}"
     spec = ArenaSpec(str(path), slot_bytes, num_slots)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        os.ftruncate(descriptor, spec.num_bytes)
+        os.posix_fallocate(descriptor, 0, spec.num_bytes)
+    except OSError as error:
+        remove_arena(spec)
+        free = os.statvfs(folder)
+        raise ValueError(
+            f"arena of {spec.num_bytes} bytes in {folder}, which has {free.f_bavail * free.f_frsize} free: "
+            f"{error.strerror}; give it more memory or take smaller buckets"
+        ) from error
     finally:
         os.close(descriptor)
     return spec
@@ -114,10 +128,12 @@ def read_report(area: torch.Tensor) -> str:
     return payload.decode()
 
 
-def _check_owner(spec: ArenaSpec) -> None:
-    status = os.stat(spec.path)
+def _check_owner(spec: ArenaSpec, status: os.stat_result) -> None:
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ValueError(f"arena {spec.path}: belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}, must be ours and 600")
+        raise ValueError(
+            f"arena {spec.path}: belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}, "
+            f"must be user {os.getuid()}'s with mode 600"
+        )
     if status.st_size != spec.num_bytes:
         raise ValueError(f"arena {spec.path}: {status.st_size} bytes, {spec.num_bytes} expected")
 

@@ -1,0 +1,458 @@
+"""A thousand faults in a thousand updates: what serves is always one whole version, and no update outlives its deadline.
+
+Each run brings a new version to engines that serve the one before, with one fault somewhere on the way; then the
+fault is gone, and a redelivery must bring all engines to the new version. Every byte of every engine that is not paused
+is compared at every resumption and after every run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from delivery_simulation import SimulatedEngine, World, run_ranks, small_architecture
+
+from megatron_dapo.bridge.engine_update import EngineState, UpdateTimeouts
+from megatron_dapo.bridge.transports.base import CoordinationError
+from megatron_dapo.bridge.transports.colocated import ColocatedTransport
+from megatron_dapo.engines.sglang import weight_loader
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec
+
+NUM_FAULTS = 1000
+NUM_WORLDS = 8
+PATIENT = UpdateTimeouts(20, 20, 20, 20, 20, 20, 20)
+# Of runs whose fault is that somebody says nothing: they last as long as this.
+HASTY = UpdateTimeouts(meet_s=5, pause_s=0.3, flush_s=0.3, session_s=0.3, transfer_s=0.6, resume_s=0.3, grace_s=0.2)
+HASTY_MESSAGE_S = 0.3
+LONGEST_HASTY_S = 10.0  # generous: the machine may be busy; a hang would last for ever
+
+
+@dataclass
+class Fault:
+    """Strikes message number `message` of an engine, once (or from there on, where something died)."""
+
+    kind: str
+    message: int
+    rank: int  # of the engine, or of the trainer
+    random: random.Random
+    fired: bool = False
+
+
+@dataclass
+class Truth:
+    """What every version must look like in every engine rank."""
+
+    expected: dict[int, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+
+
+class FaultyEngine(SimulatedEngine):
+    """A simulated engine on whose messages a fault may strike."""
+
+    def __init__(self, world: World, index: int, truth: Truth) -> None:
+        super().__init__(world.layout, index)
+        self.world, self.index, self.truth = world, index, truth
+        self.fault: Fault | None = None
+        self.num_messages = 0
+        self.late: list[Callable[[], None]] = []  # messages that arrive after their time
+
+    def resume(self) -> None:
+        super().resume()
+        self.check("on resuming")
+
+    def check(self, when: str) -> None:
+        """Not paused: every byte is that of the version on the label."""
+        if self.is_alive and not self.is_paused and self.version is not None:
+            if not self.world.holds(self, self.index, self.truth.expected[self.version]):
+                self.truth.violations.append(f"engine {self.index} serves a mixture as version {self.version} {when}")
+
+    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+        number, self.num_messages = self.num_messages, self.num_messages + 1
+        fault = self.fault
+        if fault is None or fault.kind not in MESSAGE_FAULTS or number != fault.message:
+            super().update_weights_from_tensor(payloads)
+            return
+        fault.fired = True
+        MESSAGE_FAULTS[fault.kind](self, list(payloads), fault)
+
+    def all_ranks(self, payloads) -> None:
+        super().update_weights_from_tensor(payloads)
+
+    def _call(self, name: str) -> None:
+        fault = self.fault
+        if fault is not None and fault.kind == "status" and name == fault_call(fault):
+            fault.fired = True
+            raise RuntimeError(f"HTTP {fault.random.choice((400, 500))}")
+        super()._call(name)
+
+
+CALLS = ("pause", "flush_cache", "begin", "tensor", "end", "version", "resume")
+
+
+def fault_call(fault: Fault) -> str:
+    return CALLS[fault.message % len(CALLS)]
+
+
+def _others(engine: FaultyEngine, payloads: list[bytes], rank: int) -> None:
+    """The message reaches all ranks but one."""
+    for number, (model, payload) in enumerate(zip(engine.models, payloads)):
+        if number != rank:
+            engine.load(model, payload)
+
+
+def _struck(engine: FaultyEngine, fault: Fault) -> int:
+    return fault.rank % len(engine.models)
+
+
+def dropped(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    _others(engine, payloads, _struck(engine, fault))
+
+
+def doubled(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    engine.all_ranks(payloads)
+    engine.load(engine.models[_struck(engine, fault)], payloads[_struck(engine, fault)])
+
+
+def truncated(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    rank = _struck(engine, fault)
+    ((text, tensor),) = pickle.loads(payloads[rank])
+    payloads[rank] = pickle.dumps([(text[: fault.random.randrange(len(text))], tensor)])
+    engine.all_ranks(payloads)
+
+
+def corrupted_bytes(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    """One bit of a bucket; a message without a bucket finds one bit of the parameters changed."""
+    rank = _struck(engine, fault)
+    command = _command(payloads[rank])
+    if command["bucket"] is None:
+        corrupted_memory(engine, payloads, fault)
+        return
+    arena = Arena(ArenaSpec.from_json(command["channel"]["arena"]))
+    name, parts = fault.random.choice(sorted(command["bucket"]["parts"].items()))
+    arena.slots[command["channel"]["slot"]][parts[0][0]] ^= 1 << fault.random.randrange(8)
+    engine.all_ranks(payloads)
+
+
+def corrupted_memory(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    """A cosmic ray in the engine's memory before or after the message; behind the last one nobody looks any more."""
+    is_last = _command(payloads[0])["op"] == "finish"
+    if is_last or fault.random.random() < 0.5:
+        _flip_parameter(engine, _struck(engine, fault), fault)
+        engine.all_ranks(payloads)
+    else:
+        engine.all_ranks(payloads)
+        _flip_parameter(engine, _struck(engine, fault), fault)
+
+
+def _flip_parameter(engine: FaultyEngine, rank: int, fault: Fault) -> None:
+    names = sorted(name for name, _ in engine.models[rank].named_parameters())
+    parameter = dict(engine.models[rank].named_parameters())[fault.random.choice(names)].data
+    bits = parameter.view(-1).view(torch.int32)
+    bits[fault.random.randrange(bits.numel())] ^= 1 << fault.random.randrange(31)
+
+
+def corrupted_command(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    """A digit somewhere in the command becomes another."""
+    rank = _struck(engine, fault)
+    ((text, tensor),) = pickle.loads(payloads[rank])
+    places = [i for i, c in enumerate(text) if c.isdigit()]
+    place = fault.random.choice(places)
+    digit = fault.random.choice([d for d in "0123456789" if d != text[place]])
+    payloads[rank] = pickle.dumps([(text[:place] + digit + text[place + 1 :], tensor)])
+    engine.all_ranks(payloads)
+
+
+def delayed(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    """No answer in time; the message is carried out some time later, perhaps when the engine serves again."""
+    engine.late.append(lambda: [engine.load(m, p) for m, p in zip(engine.models, payloads)])
+    time.sleep(2 * HASTY_MESSAGE_S + HASTY.transfer_s)
+
+
+def reordered(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    """Answered at once, carried out behind the next message."""
+    original = engine.all_ranks
+
+    def next_first(later: list[bytes]) -> None:
+        del engine.all_ranks
+        original(later)
+        original(payloads)
+
+    engine.all_ranks = next_first
+    fault.kind = "reordered, the second"
+    fault.message += 1
+
+
+def reordered_second(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    engine.all_ranks(payloads)
+
+
+def killed_engine(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    if fault.random.random() < 0.5:
+        _others(engine, payloads, _struck(engine, fault))
+    engine.is_alive = False
+    raise ConnectionError("connection reset by peer")
+
+
+def lost_answer(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    engine.all_ranks(payloads)
+    raise ConnectionError("connection reset by peer")
+
+
+def stale_report(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    """One rank does nothing, but its report area holds a good report on an earlier message."""
+    rank = _struck(engine, fault)
+    _others(engine, payloads, rank)
+    command = _command(payloads[rank])
+    report = {"id": command["id"] + "0", "op": command["op"], "ok": True}
+    Arena(ArenaSpec.from_json(command["channel"]["arena"])).write_report(json.dumps(report))
+
+
+def loader_fails(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+    """The receiver of one rank runs into something nobody thought of."""
+    rank = _struck(engine, fault)
+    fault.fired = _command(payloads[rank])["op"] != "nothing"
+    receiver = weight_loader._state_of(engine.models[rank]).receiver
+    original = receiver.accept, receiver.begin, receiver.finish
+
+    def fail(*_: object) -> None:
+        raise MemoryError("out of memory")
+
+    receiver.accept = receiver.begin = receiver.finish = fail
+    try:
+        engine.all_ranks(payloads)
+    finally:
+        receiver.accept, receiver.begin, receiver.finish = original
+
+
+def _command(payload: bytes) -> dict:
+    ((text, _),) = pickle.loads(payload)
+    return json.loads(text)
+
+
+MESSAGE_FAULTS: dict[str, Callable[[FaultyEngine, list[bytes], Fault], None]] = {
+    "dropped": dropped,
+    "doubled": doubled,
+    "truncated": truncated,
+    "corrupted bytes": corrupted_bytes,
+    "corrupted memory": corrupted_memory,
+    "corrupted command": corrupted_command,
+    "delayed": delayed,
+    "reordered": reordered,
+    "reordered, the second": reordered_second,
+    "killed engine": killed_engine,
+    "lost answer": lost_answer,
+    "stale report": stale_report,
+    "loader fails": loader_fails,
+}
+SENDER_FAULTS = ("killed sender", "sender fails")
+KINDS = tuple(k for k in MESSAGE_FAULTS if k != "reordered, the second") + ("status",) + SENDER_FAULTS
+SILENT = ("delayed", "killed sender")
+# After these the engine must not serve. (A changed digit may sit where it means nothing; a doubled begin is harmless.)
+# Memory that changes before its bucket arrives is written over.
+MUST_FAIL = (
+    *("dropped", "truncated", "delayed", "killed engine", "lost answer", "stale report"),
+    *("loader fails", "status", "sender fails"),
+)
+
+
+class FaultyTransport(ColocatedTransport):
+    """A trainer rank that dies, or cannot do its share, in a round."""
+
+    fault: Fault | None = None
+
+    def _round(self, state, index, sources, specs) -> None:
+        fault = self.fault
+        if fault is not None and fault.rank % self.nodes.num_ranks == self.rank and index == fault.message % 2:
+            if fault.kind == "killed sender":
+                fault.fired = True
+                raise SystemExit
+            if fault.kind == "sender fails":
+                buckets = self._buckets(state.engines, index)
+                fault.fired = any(bucket.writes_of(self.rank) for bucket in buckets)
+                sources = {}
+        super()._round(state, index, sources, specs)
+
+
+class Trial:
+    """One world of engines and trainer ranks that lives through many runs."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        tensor_parallel, num_engines = ((2, 1), (1, 2))[number % 2]
+        architecture = small_architecture(bool(number % 4 < 2), num_hidden_layers=1, hidden_size=8, vocab_size=67)
+        parallel = ParallelLayout(2, tensor=2) if number % 3 else ParallelLayout(2)
+        self.world = World(
+            architecture, parallel, tensor_parallel=tensor_parallel, num_engines=num_engines, bucket_bytes=2048
+        )
+        self.folder = folder / str(number)
+        self.folder.mkdir()
+        self.truth = Truth()
+        self.random = random.Random(number)
+        self.engines = [FaultyEngine(self.world, e, self.truth) for e in range(num_engines)]
+        self.version = 0
+        self.fired: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.longest_s = 0.0
+        self.start_trainer()
+        self.recover()
+
+    def num_fired(self) -> int:
+        return sum(self.fired.values())
+
+    def start_trainer(self) -> None:
+        """A new life of the trainer; engines stay as they are."""
+        self.version += 1
+        updates = self.world.updates(self.engines, self.folder, PATIENT, transport_of=FaultyTransport)
+        for update in updates:
+            update._session = f"life {self.version}"
+            update.fleet = type(update.fleet)(update.fleet.leaders, _Live(update.fleet.controls, self.engines))
+            update.transport.fleet = update.fleet
+        self.updates = updates
+
+    def weights(self) -> list[dict[str, torch.Tensor]]:
+        weights = self.world.weights(self.version)
+        self.truth.expected[self.version] = self.world.expected(weights)
+        return weights
+
+    def recover(self) -> None:
+        """Without faults, a whole delivery brings every engine back."""
+        self.set_pace(PATIENT, 20.0)
+        weights = self.weights()
+        for outcome in run_ranks(2, lambda rank: self.updates[rank].update(self.version, weights[rank]), 60):
+            assert not isinstance(outcome, Exception), outcome
+            assert outcome.is_complete, outcome.failures
+        for index, engine in enumerate(self.engines):
+            assert not engine.is_paused and engine.version == self.version
+            assert self.world.holds(engine, index, self.truth.expected[self.version])
+
+    def set_pace(self, timeouts: UpdateTimeouts, message_s: float) -> None:
+        for update in self.updates:
+            update.timeouts = timeouts
+            update.transport.message_timeout_s, update.transport.grace_s = message_s, timeouts.grace_s
+
+    def run(self, kind: str) -> None:
+        """One update with one fault, and the way back."""
+        fault = Fault(kind, self.random.randrange(6), self.random.randrange(2), self.random)
+        struck = self.random.choice(self.engines)
+        self.version += 1
+        weights = self.weights()
+        struck.num_messages, struck.fault = 0, fault
+        for update in self.updates:
+            update.transport.fault = fault if kind in SENDER_FAULTS else None
+        silent = kind in SILENT
+        self.set_pace(HASTY if silent else PATIENT, HASTY_MESSAGE_S if silent else 20.0)
+        start = time.monotonic()
+        outcomes = run_ranks(2, lambda rank: self.updates[rank].update(self.version, weights[rank]), 60)
+        if silent:
+            self.longest_s = max(self.longest_s, time.monotonic() - start)
+        struck.fault = None
+        for update in self.updates:
+            update.transport.fault = None
+        self.judge(kind, fault, struck, outcomes)
+        self.restore(outcomes)
+
+    def judge(self, kind: str, fault: Fault, struck: FaultyEngine, outcomes: list) -> None:
+        for engine in self.engines:
+            engine.check(f"after {kind!r}")
+        self.fired[kind] += fault.fired
+        if kind == "killed sender" and fault.fired:
+            # One rank is dead; the other is told so, and nothing serves the new version.
+            (survivor,) = [outcome for outcome in outcomes if outcome is not None]
+            assert isinstance(survivor, CoordinationError), survivor
+            assert all(engine.is_paused for engine in self.engines)
+            self.failed[kind] += 1
+            return
+        first = outcomes[0]
+        assert not isinstance(first, Exception), first
+        assert {e: (r.state, r.reason) for e, r in first.engines.items()} == {
+            e: (r.state, r.reason) for e, r in outcomes[1].engines.items()
+        }
+        for index, engine in enumerate(self.engines):
+            report = first.engines[index]
+            if report.state is EngineState.SERVING:
+                assert (engine.version, engine.is_paused) == (self.version, False)
+                assert self.world.holds(engine, index, self.truth.expected[self.version]), kind
+                assert not (engine is struck and fault.fired and kind in MUST_FAIL), f"{kind} was not noticed"
+            else:
+                assert report.reason and report.state is EngineState.UNSERVED
+                # Only what struck this engine, or a trainer rank, may keep it from serving; or haste.
+                assert engine is struck or kind in SENDER_FAULTS or kind in SILENT, (kind, report.reason)
+        self.failed[kind] += struck.index in first.failures
+
+    def restore(self, outcomes: list) -> None:
+        """The dead are restarted, late messages arrive, and all engines get the version."""
+        for index, engine in enumerate(self.engines):
+            late, engine.late = engine.late, []
+            if not engine.is_alive:
+                self.engines[index] = FaultyEngine(self.world, index, self.truth)
+                late = []
+            before = self.random.random() < 0.5
+            if before:
+                _arrive(late)
+                late = []
+            self.engines[index].late = late
+        if any(outcome is None or isinstance(outcome, Exception) for outcome in outcomes):
+            self.start_trainer()
+        self.recover()
+        for engine in self.engines:
+            _arrive(engine.late)
+            engine.late = []
+            engine.check("after a late message")
+
+
+def _arrive(messages: list[Callable[[], None]]) -> None:
+    for message in messages:
+        message()
+
+
+class _Live(dict):
+    """engine -> its present process: a restarted engine takes the place of the dead one."""
+
+    def __init__(self, led: dict[int, object], engines: list[FaultyEngine]) -> None:
+        super().__init__(led)
+        self._engines = engines
+
+    def __getitem__(self, engine: int) -> FaultyEngine:
+        return self._engines[engine]
+
+
+@pytest.mark.slow
+def test_a_thousand_faults(tmp_path: Path) -> None:
+    trials = [Trial(number, tmp_path) for number in range(NUM_WORLDS)]
+    errors: list[BaseException] = []
+
+    def live(trial: Trial, number: int) -> None:
+        try:
+            kinds = itertools.cycle(KINDS[number:] + KINDS[:number])
+            # A run whose fault found nothing to strike is not counted.
+            while trial.num_fired() < NUM_FAULTS / NUM_WORLDS:
+                trial.run(next(kinds))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=live, args=(t, n), daemon=True) for n, t in enumerate(trials)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(280)
+        assert not thread.is_alive(), "a run hangs"
+    if errors:
+        raise errors[0]
+    assert [violation for trial in trials for violation in trial.truth.violations] == []
+    fired = sum((trial.fired for trial in trials), Counter())
+    failed = sum((trial.failed for trial in trials), Counter())
+    print("fired", dict(fired), "unserved", dict(failed), "longest", max(trial.longest_s for trial in trials))
+    assert sum(fired.values()) >= NUM_FAULTS and min(fired[kind] for kind in KINDS) >= 20, fired
+    assert all(failed[kind] >= fired[kind] for kind in MUST_FAIL), (fired, failed)
+    assert max(trial.longest_s for trial in trials) < LONGEST_HASTY_S
+    assert not any(path.is_file() for path in tmp_path.rglob("*")), "arenas stayed behind"
