@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,14 +30,27 @@ class EvaluationTask:
 class Evaluator:
     """Evaluates on rank 0 while the engines of all ranks generate. `task` exists on rank 0."""
 
-    def __init__(self, engine: DrivenEngine, task: EvaluationTask | None, max_in_flight: int) -> None:
+    def __init__(
+        self,
+        engine: DrivenEngine,
+        task: EvaluationTask | None,
+        max_in_flight: int,
+        paused: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`paused`: what keeps everybody else from the engine meanwhile."""
         self._engine = engine
         self._task = task
         self._max_in_flight = max_in_flight
+        self._paused = paused
 
     def evaluate(self, train_step: int, progress: Callable[[EvaluationProgress], None]) -> dict[str, float] | None:
         """The "eval/" metrics of the policy after `train_step`, on rank 0; None elsewhere."""
-        return self._engine.drive(lambda: self._run(train_step, progress))
+
+        def run() -> dict[str, float]:
+            with self._paused():
+                return self._run(train_step, progress)
+
+        return self._engine.drive(run)
 
     def _run(self, train_step: int, progress: Callable[[EvaluationProgress], None]) -> dict[str, float]:
         task = self._task

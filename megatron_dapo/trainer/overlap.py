@@ -29,6 +29,8 @@ from megatron_dapo.rollout.collector import Collector, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AFTER_S = 1.0
+
 
 class _Closed(Exception):
     """Ends a collection from within, at a safe point."""
@@ -52,17 +54,21 @@ class OverlappedRollout:
             throws the unfinished responses away.
         max_ahead: the staleness bound of the collector's buffer.
         timeout_s: the longest any call waits: for a batch, for the thread to stand still, for its end.
+        while_waiting: called in the main thread about once a second while it waits for a batch.
 
     An error of the thread is raised, as it was, by the next call of `next_batch`, `before_update` or `paused` and by
     every later one. The collector has lost nothing then, and `state_dict` still gives its state.
     """
 
-    def __init__(self, collector: Collector, max_ahead: int, timeout_s: float) -> None:
+    def __init__(
+        self, collector: Collector, max_ahead: int, timeout_s: float, while_waiting: Callable[[], None] | None = None
+    ) -> None:
         if max_ahead < 0:
             raise ValueError(f"overlapped rollout: max_ahead = {max_ahead}, must be at least 0")
         self._collector = collector
         self._max_ahead = max_ahead
         self._timeout_s = timeout_s
+        self._while_waiting = while_waiting
         self._thread: threading.Thread | None = None
         self._condition = threading.Condition()  # guards all that follows
         self._ready: deque[_Collected] = deque()
@@ -104,7 +110,8 @@ class OverlappedRollout:
             if not self._ready:
                 self._is_exhausted = False  # asked again: look again
             self._condition.notify_all()
-            self._wait("a rollout batch", lambda: bool(self._ready))
+        self._wait_for_batch()
+        with self._condition:
             collected = self._ready.popleft()
             self._condition.notify_all()
         batch = collected.batch
@@ -113,6 +120,19 @@ class OverlappedRollout:
             "each batch is trained and published before the next is asked for"
         )
         return collected
+
+    def _wait_for_batch(self) -> None:
+        """Until a batch is ready. The owner is asked to look after its engines meanwhile, which may need the main thread."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            with self._condition:
+                if self._condition.wait_for(lambda: bool(self._ready) or self._error is not None, _LOOK_AFTER_S):
+                    self._raise_error()
+                    return
+                if time.monotonic() > deadline:
+                    raise TimeoutError(self._describe("a rollout batch"))
+            if self._while_waiting is not None:
+                self._while_waiting()
 
     def before_update(self) -> None:
         """From here to `after_update` the engine is empty and nobody uses it: its weights can be replaced."""

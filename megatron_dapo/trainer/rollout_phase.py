@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
-from megatron_dapo.rollout.collector import Collector, RolloutBatch
+from megatron_dapo.rollout.collector import RolloutBatch
 from megatron_dapo.trainer.driven_engine import DrivenEngine
+from megatron_dapo.trainer.overlap import OverlappedRollout
 from megatron_dapo.trainer.train_samples import TrainSamples, with_staleness
 from megatron_dapo.types import Group, TrainSample
 
@@ -27,11 +28,11 @@ class CollectedBatch:
 
 
 class RolloutPhase:
-    """Drives the engines of all ranks. `collector` and `build` exist on rank 0."""
+    """Drives the engines of all ranks. `rollout` exists on rank 0."""
 
-    def __init__(self, engine: DrivenEngine, collector: Collector | None, build: BuildSamples) -> None:
+    def __init__(self, engine: DrivenEngine, rollout: OverlappedRollout | None, build: BuildSamples) -> None:
         self._engine = engine
-        self._collector = collector
+        self._rollout = rollout
         self._build = build
 
     def collect(self, num_groups: int) -> CollectedBatch:
@@ -42,15 +43,15 @@ class RolloutPhase:
         built = self._build(rollout.groups)
         samples = with_staleness(built.samples, rollout.groups, rollout.training_version)
         description, tensors = to_tensors(samples)
-        assert self._collector is not None, "rank 0 drives and has the collector"
-        facts = {"should_stop": rollout.should_stop, "generation_step": self._collector.generation_step}
+        assert self._rollout is not None, "rank 0 drives and has the collector"
+        facts = {"should_stop": rollout.should_stop, "generation_step": self._rollout.generation_step}
         broadcast_json({"description": description, **facts})
         broadcast_tensors(tensors)
         return CollectedBatch(list(samples), rollout=rollout, advantage_metrics=built.metrics, **facts)
 
     def _collect(self, num_groups: int) -> RolloutBatch:
-        assert self._collector is not None, "rank 0 drives and has the collector"
-        return self._collector.collect(num_groups)
+        assert self._rollout is not None, "rank 0 drives and has the collector"
+        return self._rollout.next_batch(num_groups)
 
     def _receive(self) -> CollectedBatch:
         header = broadcast_json(None)

@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +36,10 @@ from megatron_dapo.trainer.driven_engine import DrivenEngine, Engines
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
+from megatron_dapo.trainer.overlap import OverlappedRollout
 from megatron_dapo.trainer.parity_probe import Parity, ParityProbe, sequences_to_probe
 from megatron_dapo.trainer.phases import Phases
+from megatron_dapo.trainer.publisher import PausingPublisher
 from megatron_dapo.trainer.recorder import Recorder, RunPaths
 from megatron_dapo.trainer.rollout_phase import RolloutPhase
 
@@ -92,18 +94,19 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
     dist.barrier()  # reading the data takes rank 0 as long as it takes
     learner = build_learner(config, actor, layout, rank, phases.phase)
     progress = RunProgress()
-    state = RunState(actor, progress, learner.counters, driver.collector if driver else None, layout, rank)
+    rollout = _rollout(config, driver, engines, stack) if driver else None
+    state = RunState(actor, progress, learner.counters, rollout, layout, rank)
     store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)
     checkpoints = Checkpoints(store, state, _agree)
     found = _restore(config, store, checkpoints, rank, layout)
     recorder = _recorder(config, rank, progress, stack)
     phases.view = recorder.phase if recorder else None
     parts = Parts(
-        rollout=RolloutPhase(engine, driver.collector if driver else None, sample_builder(config)),
+        rollout=RolloutPhase(engine, rollout, sample_builder(config)),
         learner=learner,
-        publisher=engines.publisher,
+        publisher=PausingPublisher(engines.publisher, rollout),
         parity=_parity(config, engines, driver, learner, layout),
-        evaluator=_evaluator(config, engine, driver, layout),
+        evaluator=_evaluator(config, engine, driver, layout, rollout),
         checkpoints=checkpoints,
         recorder=recorder,
         disagreement_share=driver.disagreement_share if driver else lambda: 0.0,
@@ -112,6 +115,15 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
     loop = TrainingLoop(parts, _loop_settings(config), progress, phases, lambda: stop.requested)
     loop.saved_step = found.step if found else -1
     return _Run(loop, actor, progress, learner, recorder, layout)
+
+
+def _rollout(config: Config, driver: Driver, engines: Engines, stack: ExitStack) -> OverlappedRollout:
+    """Rank 0's batches; collected ahead where the servers have devices of their own."""
+    apart = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
+    ahead = config.rollout.max_staleness if apart else 0
+    rollout = OverlappedRollout(driver.collector, ahead, config.run.wait_timeout_seconds, engines.heal)
+    stack.callback(rollout.close)
+    return rollout
 
 
 def _parity(
@@ -160,11 +172,18 @@ def _watch(config: Config, rank: int) -> Callable[[str], AbstractContextManager[
     )
 
 
-def _evaluator(config: Config, engine: DrivenEngine, driver: Driver | None, layout: ParallelLayout) -> Evaluator | None:
+def _evaluator(
+    config: Config,
+    engine: DrivenEngine,
+    driver: Driver | None,
+    layout: ParallelLayout,
+    rollout: OverlappedRollout | None,
+) -> Evaluator | None:
     if not config.data.eval_paths:
         return None
     in_flight = 4 * config.rollout.slots_per_rank * layout.world_size
-    return Evaluator(engine, driver.evaluation if driver else None, in_flight)
+    task, paused = driver.evaluation if driver else None, rollout.paused if rollout else nullcontext
+    return Evaluator(engine, task, in_flight, paused)
 
 
 def _loop_settings(config: Config) -> LoopSettings:
