@@ -1,4 +1,5 @@
 # make quickstart [LAYOUT=tp1pp2] [ARGS="--set run.seed=1"]   train the shipped example
+# make quickstart-sglang [LAYOUT=...] [ARGS=...]               the same with a stock SGLang server
 # make test                                                    the whole test suite
 # make test-engine                                             the tests against a real SGLang server alone
 PYTHON ?= python3.11
@@ -11,7 +12,7 @@ SGLANG_PIP := .venv-sglang/bin/python -m pip --disable-pip-version-check install
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart test test-engine clean
+.PHONY: quickstart quickstart-sglang test test-engine clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -34,6 +35,9 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 quickstart: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
+
+quickstart-sglang: .venv .venv-sglang
+	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart_sglang.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
 
 # Unit tests share the cores; tests that start processes of their own run one after the other.
 test: .venv .venv-sglang
