@@ -38,6 +38,8 @@ _NOT_INHERITED = re.compile(
 )
 _POLL_S = 0.1
 _CALL_S = 60.0
+# A question after its health that stays unanswered is asked again: whoever holds the port may not be the server.
+_HEALTH_S = 15.0
 _IMPOSSIBLE_TOKEN = 1 << 40
 
 
@@ -250,7 +252,7 @@ class SglangServer:
 
     def _wait_for_health(self, http: httpx.Client) -> None:
         deadline = self._started + self.settings.start_timeout_s
-        while not _answers(http, "/health", min(_CALL_S, max(_POLL_S, deadline - time.monotonic()))):
+        while not _answers(http, "/health", min(_HEALTH_S, max(_POLL_S, deadline - time.monotonic()))):
             if self._tree.exit_code is not None:
                 raise EngineStartError(f"it ended with {_exit_text(self._tree.exit_code)}")
             if time.monotonic() > deadline:
@@ -285,7 +287,7 @@ class AttachedServer:
         """As for a server of ours, within `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         with _http(self.url, self.key_file) as http:
-            while not _answers(http, "/health", max(_POLL_S, deadline - time.monotonic())):
+            while not _answers(http, "/health", min(_HEALTH_S, max(_POLL_S, deadline - time.monotonic()))):
                 if time.monotonic() > deadline:
                     raise EngineStartError(f"engine {self.index} at {self.url} is not healthy after {self.timeout_s:g} s")
                 time.sleep(_POLL_S)
@@ -351,6 +353,9 @@ def environment(settings: ServerSettings, scratch: Path, inherited: Mapping[str,
         "TMPDIR": str(scratch),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        # A server whose scheduler has crashed would hang for 65 s, to write dumps, before its connections break.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
     }
     if _is_loopback(settings.host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"
