@@ -9,6 +9,7 @@ from pathlib import Path
 
 _NAME = "engine.key"
 _NUM_BYTES = 32
+_MAX_BYTES = 4096
 
 
 def create_key(folder: Path) -> Path:
@@ -31,12 +32,14 @@ def create_key(folder: Path) -> Path:
 def read_key(path: Path) -> str:
     """The key in `path`. ValueError where the file is missing or empty, is not ours, or others may read or write it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"engine key {path}: {error.strerror}; it must be a plain file that holds the key") from error
-    with os.fdopen(descriptor, encoding="ascii") as stream:
-        _require_private(path, os.fstat(stream.fileno()))
-        key = stream.read().strip()
+    try:
+        _require_private(path, os.fstat(descriptor))
+        key = os.read(descriptor, _MAX_BYTES).decode("ascii", errors="replace").strip()
+    finally:
+        os.close(descriptor)
     if not key or any(character.isspace() for character in key):
         raise ValueError(f"engine key {path}: the file must hold one word, the key")
     return key
@@ -45,7 +48,7 @@ def read_key(path: Path) -> str:
 def _require_private(path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"engine key {path}: not a plain file")
+        raise ValueError(f"engine key {path}: it must be a plain file")
     if status.st_uid != os.geteuid():
         raise ValueError(f"engine key {path}: belongs to user {status.st_uid}, this process runs as {os.geteuid()}")
     if mode & 0o077:

@@ -52,6 +52,13 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leftovers_of_session() -> set[Path]:
+    """`leftovers` of every process in the caller's session."""
+    session = os.getsid(0)
+    members = (pid for pid, status in _process_table().items() if status.session == session)
+    return {file for pid in members for file in leftovers(pid)}
+
+
 def leftovers(pid: int) -> set[Path]:
     """Shared-memory files of SGLang's that `pid` has mapped and that outlive a kill."""
     try:
@@ -72,7 +79,10 @@ class ProcessTree:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the leader (negative: the signal that ended it), None while it runs. Its number stays taken until `kill`."""
+        """Of the leader (negative: the signal that ended it), None while it runs.
+
+        Asking does not reap it: its number stays taken until `kill`.
+        """
         if self._leader.returncode is not None:
             return self._leader.returncode
         ended = os.waitid(os.P_PID, self._leader.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -81,7 +91,7 @@ class ProcessTree:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def record(self) -> None:
-        """Remember the processes there are now; each worker of SGLang's among them has to live as long as the server."""
+        """Remember the processes there are now. SGLang's workers among them have to live as long as the server."""
         self._look()
         self._workers = {process for process in self._seen if _is_worker(process.pid)}
 

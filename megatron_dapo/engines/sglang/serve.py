@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_dapo.engines.sglang import cpu
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.processes import end_with_parent, leftovers
+from megatron_dapo.engines.sglang.processes import end_with_parent, leftovers_of_session
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ def end_with_starter(scratch: Path) -> None:
 def _watch_starter(scratch: Path) -> None:
     while os.read(0, 1):
         pass
-    for file in leftovers(os.getpid()):
+    for file in leftovers_of_session():
         file.unlink(missing_ok=True)
     shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

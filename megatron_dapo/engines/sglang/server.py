@@ -34,7 +34,8 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 _DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 # What the trainer's launcher set for the trainer's processes must not reach the engine's.
 _NOT_INHERITED = re.compile(
-    r"PYTHON|VIRTUAL_ENV|(?:LOCAL_|GROUP_)?(?:RANK|WORLD_SIZE)$|MASTER_(?:ADDR|PORT)$|TORCHELASTIC|SGLANG_|SLURM_|TMPDIR$"
+    r"PYTHON|VIRTUAL_ENV|TORCHELASTIC|SGLANG_|SLURM_|TMPDIR$"
+    r"|(?:LOCAL_|GROUP_)?(?:RANK|WORLD_SIZE)$|MASTER_(?:ADDR|PORT)$"
 )
 _POLL_S = 0.1
 _CALL_S = 60.0
@@ -289,7 +290,9 @@ class AttachedServer:
         with _http(self.url, self.key_file) as http:
             while not _answers(http, "/health", min(_HEALTH_S, max(_POLL_S, deadline - time.monotonic()))):
                 if time.monotonic() > deadline:
-                    raise EngineStartError(f"engine {self.index} at {self.url} is not healthy after {self.timeout_s:g} s")
+                    raise EngineStartError(
+                        f"engine {self.index} at {self.url} is not healthy after {self.timeout_s:g} s"
+                    )
                 time.sleep(_POLL_S)
             try:
                 self.info = _checked(self.url, http, self.expectation, WEIGHT_LOADER)
@@ -487,7 +490,9 @@ def _vocab_size(http: httpx.Client) -> int:
     answer = http.post("/generate", json=body)
     match = re.search(r"valid range is \[0, (\d+)\)", answer.text)
     if match is None:
-        raise EngineStartError(f"cannot tell its vocabulary: /generate answers {answer.status_code} {answer.text[:200]}")
+        raise EngineStartError(
+            f"cannot tell its vocabulary: /generate answers {answer.status_code} {answer.text[:200]}"
+        )
     return int(match.group(1))
 
 

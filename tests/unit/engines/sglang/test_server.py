@@ -1,0 +1,301 @@
+"""Starting and ending servers, with a small script in the engine's place: it hangs, ends, lies, or will not die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_dapo.engines.sglang import server as server_module
+from megatron_dapo.engines.sglang.keys import create_key, read_key
+from megatron_dapo.engines.sglang.server import (
+    EngineStartError,
+    Expectation,
+    ServerSettings,
+    SglangServer,
+    command,
+    environment,
+)
+from megatron_dapo.engines.sglang.server_log import first_cause
+
+ENGINE = """#!{python}
+import json, os, signal, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+options = dict(zip(sys.argv[1:], sys.argv[2:]))
+behaviour = json.loads({behaviour!r})
+key = open(options["--api-key-file"]).read()
+print("engine starts", flush=True)
+
+if behaviour.get("hang"):
+    time.sleep(600)
+if behaviour.get("fail"):
+    print("Traceback (most recent call last):\\n  File x\\nValueError: the first error\\n"
+          "Traceback (most recent call last):\\n  File y\\nRuntimeError: what follows", flush=True)
+    sys.exit(3)
+if behaviour.get("children"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", stubborn])
+    subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
+
+server = {{"version": "0.5.17", "dtype": "float32", "tp_size": 1, "max_total_num_tokens": 64,
+          "enable_deterministic_inference": False, "custom_weight_loader": [options["--custom-weight-loader"]]}}
+model = {{"model_path": options["--model-path"], "architectures": ["Qwen2ForCausalLM"]}}
+server.update(behaviour.get("server", {{}}))
+model.update(behaviour.get("model", {{}}))
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, status, document):
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_GET(self):
+        if self.path == "/health":
+            return self.answer(behaviour.get("health", 200), {{}})
+        if self.headers["Authorization"] != "Bearer " + behaviour.get("key", key):
+            return self.answer(401, {{}})
+        self.answer(200, {{"/server_info": server, "/model_info": model}}[self.path])
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(400, {{"error": "valid range is [0, %d)" % behaviour.get("vocab_size", 300)}})
+
+ThreadingHTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+"""
+
+
+def running(pids: list[int]) -> list[int]:
+    """Those that have not ended; an orphan that ended may wait for init to notice."""
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., ServerSettings]:
+    """settings(behaviour, **fields): of a server whose interpreter is the script with that behaviour."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 300}))
+
+    def make(behaviour: dict[str, Any] | None = None, **fields: Any) -> ServerSettings:
+        script = tmp_path / "engine.py"
+        script.write_text(ENGINE.format(python=sys.executable, behaviour=json.dumps(behaviour or {})))
+        script.chmod(0o700)
+        return ServerSettings(
+            **{
+                "python": script,
+                "model_path": model,
+                "key_file": create_key(tmp_path),
+                "log_folder": tmp_path / "logs",
+                "start_timeout_s": 60.0,
+                **fields,
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[ServerSettings], SglangServer]]:
+    servers: list[SglangServer] = []
+
+    def start_one(settings: ServerSettings, index: int = 0) -> SglangServer:
+        servers.append(SglangServer.start(settings, index))
+        return servers[-1]
+
+    yield start_one
+    for server in servers:
+        server.kill()
+
+
+def test_a_healthy_server_is_checked_used_and_ended(settings: Any, start: Any) -> None:
+    server = start(settings())
+    info = server.wait_until_healthy()
+    assert (info.vocab_size, info.dialect.version, info.max_total_tokens) == (300, "0.5.17", 64)
+    assert server.is_alive() and server.pid in server.pids()
+    server.stop()
+    assert not server.is_alive() and not running([server.pid])
+    server.stop()  # a second time does nothing
+
+
+def test_what_it_leaves_is_removed_and_every_start_has_its_log(settings: Any, start: Any) -> None:
+    some = settings()
+    logs = []
+    for _ in range(2):
+        server = start(some, 3)
+        server.wait_until_healthy()
+        scratch = Path(psutil.Process(server.pid).cwd())
+        assert scratch.is_dir()
+        server.kill()
+        assert not scratch.exists()
+        logs.append(server.log.name)
+    assert logs == ["engine_3.log", "engine_3.1.log"]
+
+
+def test_one_that_hangs_fails_at_the_deadline_and_is_ended(settings: Any, start: Any) -> None:
+    server = start(settings({"hang": True}, start_timeout_s=1.5))
+    began = time.monotonic()
+    with pytest.raises(EngineStartError, match="does not answer; start_timeout_s is 1.5"):
+        server.wait_until_healthy()
+    assert time.monotonic() - began < 20
+    assert not running([server.pid])
+
+
+def test_one_that_is_never_healthy_fails_at_the_deadline(settings: Any, start: Any) -> None:
+    server = start(settings({"health": 503}, start_timeout_s=3.0))
+    with pytest.raises(EngineStartError, match="does not answer"):
+        server.wait_until_healthy()
+
+
+def test_one_that_ends_is_reported_at_once_with_the_first_cause_last(settings: Any, start: Any) -> None:
+    server = start(settings({"fail": True}))
+    with pytest.raises(EngineStartError, match="ended with exit code 3") as caught:
+        server.wait_until_healthy()
+    assert str(caught.value).splitlines()[-1] == "first cause: ValueError: the first error"
+    assert str(server.log) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ({"model": {"architectures": ["LlamaForCausalLM"]}}, "architecture LlamaForCausalLM, not Qwen2ForCausalLM"),
+        ({"vocab_size": 512}, "vocab_size 512, not 300"),
+        ({"server": {"dtype": "bfloat16"}}, "dtype bfloat16, not float32"),
+        ({"server": {"tp_size": 2}}, "tensor_parallel 2, not 1"),
+        ({"server": {"custom_weight_loader": []}}, "no way to update its weights"),
+        ({"server": {"version": "0.5.16"}}, "0.5.16 is older than what is supported"),
+        ({"server": {"version": "0.6.0"}}, "0.6.0 is newer than what is supported"),
+        ({"server": {"version": None, "tp_size": None}}, "expected three numbers"),
+        ({"server": {"tp_size": None}}, "does not answer like a SGLang server"),
+        ({"key": "another"}, "refuses the key"),
+    ],
+)
+def test_one_that_serves_something_else_is_refused_and_ended(
+    settings: Any, start: Any, behaviour: dict[str, Any], message: str
+) -> None:
+    server = start(settings(behaviour))
+    with pytest.raises(EngineStartError, match=message):
+        server.wait_until_healthy()
+    assert not running([server.pid])
+
+
+def test_seeds_are_required_where_asked_for(settings: Any, start: Any) -> None:
+    with pytest.raises(EngineStartError, match="no seeds per request"):
+        start(settings(seeded=True)).wait_until_healthy()
+
+
+def test_a_port_that_was_taken(settings: Any, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only somebody who binds it before we reserve it can: then the reservation goes elsewhere. Here it does not."""
+    with socket.socket() as rival:
+        rival.bind(("127.0.0.1", 0))
+        taken = server_module.ReservedPort("127.0.0.1", rival.getsockname()[1], socket.socket())
+        monkeypatch.setattr(server_module, "reserve_port", lambda host: taken)
+        with pytest.raises(EngineStartError, match="first cause: OSError: .*Address already in use"):
+            start(settings({"health": 503})).wait_until_healthy()
+
+
+def test_children_that_ignore_signals_or_left_the_session_go_too(settings: Any, start: Any) -> None:
+    server = start(settings({"children": True}))
+    server.wait_until_healthy()
+    pids = server.pids()
+    assert len(pids) == 3
+    began = time.monotonic()
+    server.stop()
+    assert time.monotonic() - began < 10
+    assert not running(pids)
+
+
+def test_orphans_of_a_killed_leader_go_too(settings: Any, start: Any) -> None:
+    server = start(settings({"children": True}))
+    server.wait_until_healthy()
+    pids = server.pids()
+    os.kill(server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while server.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server.is_alive() and "ended with signal 9" in server.last_words()
+    server.kill()
+    assert not running(pids)
+
+
+def test_an_interpreter_that_is_none(settings: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="engine python .*missing cannot be run"):
+        SglangServer.start(settings(python=tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor_parallel": 0}, "must be at least 1"),
+        ({"dtype": "float8"}, "float8.*is not one of"),
+        ({"host": "0.0.0.0"}, "every interface"),
+        ({"gpus": (0, 1, 2)}, "3 for tensor_parallel 1"),
+    ],
+)
+def test_bad_settings(settings: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**fields)
+
+
+def test_a_folder_without_a_model(settings: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be a Hugging Face model folder"):
+        SglangServer.start(settings(model_path=tmp_path))
+
+
+def test_the_key_is_not_in_the_command(settings: Any, tmp_path: Path) -> None:
+    some = settings(tensor_parallel=2, seeded=True, random_weights=True)
+    line = command(some, 1, 2, tmp_path)
+    assert read_key(some.key_file) not in " ".join(line)
+    assert {"--enable-deterministic-inference", "--skip-tokenizer-init"} <= set(line)
+    assert line[line.index("--load-format") + 1] == "dummy" and line[line.index("--tp-size") + 1] == "2"
+
+
+def test_the_launchers_variables_do_not_reach_the_engine(settings: Any, tmp_path: Path) -> None:
+    inherited = {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x",
+        "PYTHONHOME": "/x", "VIRTUAL_ENV": "/v", "PATH": "/bin", "HOME": "/root", "LD_LIBRARY_PATH": "/cuda",
+    }  # fmt: skip
+    found = environment(settings(tensor_parallel=2), tmp_path, inherited)
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "VIRTUAL_ENV"} & set(found)
+    assert "PYTHONHOME" not in found and found["PATH"] == "/bin" and found["LD_LIBRARY_PATH"] == "/cuda"
+    assert len(found["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2 and found["OMP_NUM_THREADS"] == "1"
+    assert found["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_a_server_given_by_its_url(settings: Any, start: Any) -> None:
+    server = start(settings())
+    server.wait_until_healthy()
+    right, wrong = Expectation.of(server.settings), Expectation("Qwen2ForCausalLM", 301, "float32", 1)
+    attached = SglangServer.attach(server.url + "/", server.key_file, right)
+    assert attached.wait_until_healthy() == server.info and attached.is_alive()
+    with pytest.raises(EngineStartError, match="vocab_size 300, not 301"):
+        SglangServer.attach(server.url, server.key_file, wrong).wait_until_healthy()
+    attached.stop()
+    assert server.is_alive()
+    server.stop()
+    assert not attached.is_alive()
+    with pytest.raises(EngineStartError, match="not healthy after 0.3 s"):
+        SglangServer.attach(server.url, server.key_file, right, timeout_s=0.3).wait_until_healthy()
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (["[TP0] Traceback (most recent call last):", "  File a", "KeyError: 1", "RuntimeError: 2"], "KeyError: 1"),
+        (["Ignore import error when loading x: Error", "[date] OSError: disk full", "x"], "OSError: disk full"),
+        (["all well", "", "Killed"], "Killed"),
+        (["", " "], "none in the log"),
+    ],
+)
+def test_the_first_cause_of_a_log(lines: list[str], cause: str) -> None:
+    assert first_cause(lines) == cause
