@@ -155,7 +155,7 @@ _STEP = [
     *_section(
         "throughput",
         ("samples_per_s", "responses/s", "trained responses / step time without evaluation and checkpoint"),
-        ("generated_tokens_per_s", "tokens/s", "response tokens generated / generate time"),
+        ("generated_tokens_per_s", "tokens/s", "response tokens generated / time it took, beside training or not"),
         ("trained_tokens_per_s", "tokens/s", "prompt and response tokens trained / train time"),
         ("generated_tokens", "tokens", "response tokens generated in this step, filtered ones included"),
     ),

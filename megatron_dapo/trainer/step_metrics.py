@@ -109,14 +109,18 @@ def training_seconds(times: Mapping[str, float]) -> float:
     return times["step"] - times["evaluate"] - times["checkpoint"]
 
 
-def throughput_metrics(batch: RolloutBatch, times: Mapping[str, float]) -> dict[str, float]:
-    """The "throughput/" section; `times` in seconds by phase."""
+def throughput_metrics(
+    batch: RolloutBatch, times: Mapping[str, float], generation_seconds: float = 0.0
+) -> dict[str, float]:
+    """The "throughput/" section; `times` in seconds by phase. generation_seconds: how long collecting the batch took
+    where that was beside training, so that the phase is only what had to be waited for.
+    """
     samples = [(group, sample) for group in batch.groups for sample in group.samples]
     trained_tokens = sum(len(group.prompt.token_ids) + len(sample.completion.token_ids) for group, sample in samples)
     generated = batch.statistics.num_tokens
     return {
         "throughput/samples_per_s": len(samples) / max(training_seconds(times), 1e-9),
-        "throughput/generated_tokens_per_s": generated / max(times["generate"], 1e-9),
+        "throughput/generated_tokens_per_s": generated / max(times["generate"], generation_seconds, 1e-9),
         "throughput/trained_tokens_per_s": trained_tokens / max(times["train"], 1e-9),
         "throughput/generated_tokens": generated,
     }

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dapo.rollout.collector import keep_every_group
 from megatron_dapo.telemetry.metrics import STEP_METRICS
-from megatron_dapo.trainer.step_metrics import rollout_metrics
+from megatron_dapo.trainer.step_metrics import rollout_metrics, throughput_metrics
 
 
 def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None:
@@ -40,6 +40,15 @@ def test_age_and_partial_responses_by_counting_tokens(make_world: Callable) -> N
         num_partial += sum(span > 1 for span in spans)
         world.engine.policy_version += 1
     assert num_partial > 0
+
+
+def test_generation_beside_training_is_not_credited_with_the_wait_alone(make_world: Callable) -> None:
+    batch = make_world([0.5] * 40).collector.collect(4)
+    times = {"generate": 0.5, "train": 2.0, "step": 4.0, "evaluate": 0.0, "checkpoint": 0.0}
+    num_tokens = batch.statistics.num_tokens
+    for seconds, expected in ((0.0, num_tokens / 0.5), (4.0, num_tokens / 4.0)):
+        metrics = throughput_metrics(batch, times, seconds)
+        assert metrics["throughput/generated_tokens_per_s"] == pytest.approx(expected)
 
 
 def test_tokens_of_given_up_groups_count_as_discarded(make_world: Callable) -> None:
