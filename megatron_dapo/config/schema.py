@@ -255,6 +255,10 @@ class SglangConfig(Section):
     bucket_mb: int = 256
     """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""
 
+    router: bool = False
+    """Send generation through SGLang's router instead of balancing it here. Needs sglang_router beside SGLang, and at
+    least two servers."""
+
     max_running_requests: int = 128
     """Responses a server generates at a time."""
 
@@ -543,6 +547,12 @@ class MismatchConfig(Section):
 
     alarm: float = 0.05
     """A warning names the step when the gap of a later batch is larger."""
+
+    trend_factor: float = 2.0
+    """A warning also comes when the gap, smoothed over some steps, has grown by this factor within the last hundred."""
+
+    trend_floor: float = 1e-3
+    """Smoothed gaps up to this many nats are never a trend."""
 
 
 class Config(Section):

@@ -126,6 +126,8 @@ _RANGES: dict[str, _Range] = {
     "telemetry.dump_batches": _NOT_NEGATIVE,
     "mismatch.step0_max_mean_abs": _POSITIVE,
     "mismatch.alarm": _POSITIVE,
+    "mismatch.trend_factor": ("> 1", lambda value: value > 1),
+    "mismatch.trend_floor": _NOT_NEGATIVE,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +25,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import create_key, read_key
+from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter
 from megatron_dapo.engines.sglang.server import EngineServer, Expectation, ServerSettings, SglangServer
 from megatron_dapo.launch.environment import rendezvous_host
 from megatron_dapo.megatron.actor import MegatronActor
@@ -37,6 +38,7 @@ from megatron_dapo.parallel.reshard.layout import ShiftedLayout
 from megatron_dapo.parallel.reshard.planner import plan
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.sglang_engines import SglangEngines
+from megatron_dapo.trainer.sglang_front import DirectFront, Front, RoutedFront
 from megatron_dapo.trainer.sglang_servers import GivenServers, ReadyServer, Servers, StartedServers
 
 MEBIBYTE = 1 << 20
@@ -72,7 +74,7 @@ def start_sglang(config: Config, stack: ExitStack) -> Callable[[MegatronActor], 
             site.rank,
             partial(_client, site, servers),
             partial(_update, site, servers, actor),
-            partial(_engine, site, actor.architecture.vocab_size) if site.rank == 0 else None,
+            partial(_front, site, actor.architecture.vocab_size) if site.rank == 0 else None,
             actor.named_local_parameters,
         )
         stack.callback(engines.close)
@@ -124,8 +126,7 @@ def _settings(site: _Site, place: int) -> ServerSettings:
     # A server on a CPU would take a fixed number whatever it needs.
     on_cpu = None if cuda else sglang.max_running_requests * (config.longest_sequence + SPARE_POSITIONS)
     return ServerSettings(
-        # Not resolved: an environment's interpreter is a link, and the link is what makes it that environment's.
-        python=Path(sglang.python or sys.executable).absolute(),
+        python=_python(config),
         model_path=config.model.path,
         key_file=site.key_file,
         log_folder=config.run.folder / "engines",
@@ -145,31 +146,57 @@ def _settings(site: _Site, place: int) -> ServerSettings:
     )
 
 
+def _python(config: Config) -> Path:
+    """The servers' interpreter. Not resolved: an environment's is a link, and the link makes it that environment's."""
+    return Path(config.sglang.python or sys.executable).absolute()
+
+
 def _client(site: _Site, servers: Servers, server: ReadyServer) -> SglangClient:
-    sglang = site.config.sglang
-    timeouts = Timeouts(
+    name = f"{server.index} ({server.url})"
+    dialect = servers.dialect(server.index)
+    return SglangClient(server.url, read_key(site.key_file), _timeouts(site.config), dialect, name=name)
+
+
+def _timeouts(config: Config) -> Timeouts:
+    sglang = config.sglang
+    return Timeouts(
         generate_s=sglang.request_timeout_seconds,
         control_s=sglang.update_timeout_seconds,
         flush_s=sglang.update_timeout_seconds,
         update_s=sglang.update_timeout_seconds,
     )
-    name = f"{server.index} ({server.url})"
-    return SglangClient(server.url, read_key(site.key_file), timeouts, servers.dialect(server.index), name=name)
 
 
-def _engine(site: _Site, vocab_size: int, clients: Sequence[SglangClient]) -> SglangEngine:
-    """Rank 0's rollout engine. ValueError where a server would cut the run's longest sequences."""
+def _front(site: _Site, vocab_size: int, clients: Mapping[int, SglangClient]) -> Front:
+    """Rank 0's way to the servers. ValueError where one would cut the run's longest sequences."""
+    longest = min(client.max_length() for client in clients.values())
+    build = partial(_engine, site, vocab_size, longest)
+    if not site.config.sglang.router:
+        return DirectFront(clients, partial(build, site.config.sglang.max_running_requests))
+    # One connection to the router for everything its servers can run.
+    in_flight = site.config.sglang.max_running_requests * len(clients)
+    return RoutedFront(clients, partial(build, in_flight), partial(_start_router, site), partial(_routed, site))
+
+
+def _start_router(site: _Site, urls: Sequence[str]) -> SglangRouter:
+    settings = RouterSettings(_python(site.config), site.key_file, site.config.run.folder / "engines")
+    return SglangRouter.start(settings, urls)
+
+
+def _routed(site: _Site, url: str, clients: Sequence[SglangClient]) -> RoutedClient:
+    return RoutedClient(url, read_key(site.key_file), clients, _timeouts(site.config))
+
+
+def _engine(
+    site: _Site, vocab_size: int, longest: int, max_in_flight: int, clients: Sequence[SglangClient]
+) -> SglangEngine:
     config = site.config
-    longest = min(client.max_length() for client in clients)
     if longest < config.longest_sequence:
         raise ValueError(
             f"a server holds at most {longest} tokens of one sequence, prompt and response of this run are up to "
             f"{config.longest_sequence}: raise sglang.max_total_tokens or sglang.memory_fraction, or shorten them"
         )
-    settings = SglangEngineSettings(
-        max_length=longest, vocab_size=vocab_size, max_in_flight=config.sglang.max_running_requests
-    )
-    return SglangEngine(clients, settings)
+    return SglangEngine(clients, SglangEngineSettings(longest, vocab_size, max_in_flight))
 
 
 # ---- weight updates

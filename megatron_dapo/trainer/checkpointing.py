@@ -50,6 +50,7 @@ class RunProgress:
     generation_step: int = 0  # generation rounds begun
     num_generated_tokens: int = 0
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)  # train step -> headline metrics
+    mismatch_trend: dict[str, Any] = field(default_factory=dict)  # state of the alarm; empty before the first step
 
 
 @dataclass

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_dapo.parallel.collectives import max_over
+from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.driven_engine import Publisher
 from megatron_dapo.trainer.evaluator import Evaluator
@@ -57,6 +58,7 @@ class LoopSettings:
     checkpoint_interval: int  # 0: only at the end and on a signal
     mismatch_gate: float
     mismatch_alarm: float
+    mismatch_trend: TrendSettings
 
 
 @dataclass
@@ -90,10 +92,13 @@ class TrainingLoop:
         self._progress = progress
         self._phases = phases
         self._stop_requested = stop_requested
+        self._trend = TrendAlarm(settings.mismatch_trend)
         self.saved_step = -1  # train step of the newest checkpoint on disk
 
     def run(self) -> str:
         """Train until a limit, the data or a signal ends it; returns which. The last state is saved."""
+        if self._progress.mismatch_trend:
+            self._trend.load_state_dict(self._progress.mismatch_trend)
         self._publish()
         if self._settings.evaluate_at_start and self._progress.train_step == 0:
             self._evaluate()
@@ -135,6 +140,17 @@ class TrainingLoop:
                 step + 1,
                 gap,
                 self._settings.mismatch_alarm,
+            )
+        growth = self._trend.observe(gap)
+        self._progress.mismatch_trend = self._trend.state_dict()
+        if growth:
+            logger.warning(
+                "train step %d: the difference between trainer and engine has grown from %.3g to %.3g nats a token within "
+                "%d steps (mismatch.trend_factor)",
+                step + 1,
+                growth.before,
+                growth.now,
+                growth.num_steps,
             )
         return result
 

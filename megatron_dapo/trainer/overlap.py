@@ -54,7 +54,8 @@ class OverlappedRollout:
             throws the unfinished responses away.
         max_ahead: the staleness bound of the collector's buffer.
         timeout_s: the longest any call waits: for a batch, for the thread to stand still, for its end.
-        while_waiting: called in the main thread about once a second while it waits for a batch.
+        while_waiting: called in the main thread about once a second while it waits for a batch, with the thread standing
+            still between two polls: it may do to the engine what no other thread may see half done.
 
     An error of the thread is raised, as it was, by the next call of `next_batch`, `before_update` or `paused` and by
     every later one. The collector has lost nothing then, and `state_dict` still gives its state.
@@ -132,7 +133,11 @@ class OverlappedRollout:
                 if time.monotonic() > deadline:
                     raise TimeoutError(self._describe("a rollout batch"))
             if self._while_waiting is not None:
-                self._while_waiting()
+                self._stand_still()
+                try:
+                    self._while_waiting()
+                finally:
+                    self._go_on()
 
     def before_update(self) -> None:
         """From here to `after_update` the engine is empty and nobody uses it: its weights can be replaced."""

@@ -28,6 +28,7 @@ from megatron_dapo.rollout.collector import CollectProgress
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
+from megatron_dapo.telemetry.trend import TrendSettings
 from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_learner import build_actor, build_learner, parallel_layout
 from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
@@ -199,6 +200,7 @@ def _loop_settings(config: Config) -> LoopSettings:
         checkpoint_interval=config.checkpoint.interval,
         mismatch_gate=config.mismatch.step0_max_mean_abs,
         mismatch_alarm=config.mismatch.alarm,
+        mismatch_trend=TrendSettings(factor=config.mismatch.trend_factor, floor=config.mismatch.trend_floor),
     )
 
 

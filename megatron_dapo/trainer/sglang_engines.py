@@ -20,7 +20,8 @@ from megatron_dapo.bridge.engine_update import EngineUpdate
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import AllEnginesGone, SglangEngine
 from megatron_dapo.parallel.lead import Lead
-from megatron_dapo.trainer.sglang_servers import ReadyServer, Servers, ServersFailed
+from megatron_dapo.trainer.sglang_front import Front
+from megatron_dapo.trainer.sglang_servers import ReadyServer, Servers
 from megatron_dapo.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class SglangEngines:
     Args:
         connect: a client of a ready server, for this rank.
         build_update: the update machinery, given the clients of the servers this rank leads.
-        build_engine: rank 0's rollout engine over clients of all servers; None elsewhere.
+        build_front: rank 0's way to generate with all servers, given their clients; None elsewhere.
         parameters: this rank's live parameters.
     """
 
@@ -46,20 +47,20 @@ class SglangEngines:
         rank: int,
         connect: Callable[[ReadyServer], SglangClient],
         build_update: Callable[[dict[int, SglangClient]], EngineUpdate],
-        build_engine: Callable[[Sequence[SglangClient]], SglangEngine] | None,
+        build_front: Callable[[Mapping[int, SglangClient]], Front] | None,
         parameters: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         self._servers = servers
         self._rank = rank
         self._connect = connect
         self._build_update = build_update
-        self._build_engine = build_engine
+        self._build_front = build_front
         self._parameters = parameters
         self._lead = Lead({_REVIVE: lambda command: self._bring_back()})
         self._controls: dict[int, SglangClient] = {}  # of the servers this rank leads
         self._clients: dict[int, SglangClient] = {}  # rank 0: of all servers
         self._update: EngineUpdate | None = None
-        self._engine: SglangEngine | None = None
+        self._front: Front | None = None
         self._version = -1
         self._all_gone = threading.Event()  # set by whoever drives where no server is left
         self._back = threading.Event()
@@ -120,19 +121,17 @@ class SglangEngines:
         if lost:
             self._replace(lost)
         report = self._update.update(version, self._sources())
-        failed = {**report.failures}
-        replaced = set(lost)
+        failed = report.failures
         while failed:
-            replaced |= set(failed)
             self._replace(failed)
-            failed = dict(self._update.redeliver(sorted(failed), version, self._sources()).failures)
-        self._serve(version, replaced)
+            failed = self._update.redeliver(sorted(failed), version, self._sources()).failures
+        self._serve(version)
 
     def close(self) -> None:
         """End rank 0's connections and this rank's servers."""
         self._back.set()
-        if self._engine is not None:
-            self._engine.close()
+        if self._front is not None:
+            self._front.close()
         for client in {*self._controls.values(), *self._clients.values()}:
             client.close()
         if self._update is not None:
@@ -149,8 +148,8 @@ class SglangEngines:
 
     @property
     def _rollout(self) -> SglangEngine:
-        assert self._engine is not None, "rank 0 drives, once the first version is published"
-        return self._engine
+        assert self._front is not None, "rank 0 drives, once the first version is published"
+        return self._front.engine
 
     def _start(self) -> None:
         """The first time: wait for the servers and connect to them."""
@@ -159,8 +158,6 @@ class SglangEngines:
         for server in self._servers.ready():
             self._join(server)
         self._update = self._build_update(self._controls)
-        if self._build_engine is not None:
-            self._engine = self._build_engine([self._clients[index] for index in sorted(self._clients)])
 
     def _join(self, server: ReadyServer) -> None:
         if server.leader == self._rank:
@@ -169,13 +166,13 @@ class SglangEngines:
             self._clients[server.index] = self._connect(server)
 
     def _suspected(self) -> dict[int, str]:
-        return self._engine.dead_servers if self._engine is not None else {}
+        return dict(self._front.dead()) if self._front is not None else {}
 
     def _replace(self, lost: Mapping[int, str]) -> None:
         """Fresh servers instead of lost ones, connected but without weights."""
-        if self._engine is not None:
+        if self._front is not None:
             for index, reason in lost.items():
-                self._engine.mark_dead(index, reason)
+                self._front.lose(index, reason)
         self._servers.replace(lost)
         for server in self._servers.ready():
             if server.index in lost:
@@ -183,19 +180,17 @@ class SglangEngines:
 
     def _bring_back(self) -> None:
         """All servers are gone: start them again with the version they served. Collective."""
-        lost = self._servers.dead(self._suspected())
-        if len(lost) < self.num_servers:
-            raise ServersFailed(f"only servers {sorted(lost)} of {self.num_servers} are gone; nothing to bring back")
-        logger.warning("no SGLang server is left: starting %d again at version %d", len(lost), self._version)
+        logger.warning("no SGLang server is left: bringing them back at version %d", self._version)
         self.publish(self._version)
 
-    def _serve(self, version: int, replaced: set[int]) -> None:
+    def _serve(self, version: int) -> None:
         """The version counts, and replaced servers take part again."""
         self._version = version
-        if self._engine is not None:
-            self._engine.set_policy_version(version)
-            for index in sorted(replaced | set(self._engine.dead_servers)):
-                self._engine.revive(index, self._clients[index])
+        if self._build_front is not None and self._front is None:
+            # A server that is held back until its weights are there does not answer a router's look at its health.
+            self._front = self._build_front(self._clients)
+        if self._front is not None:
+            self._front.serve(version, self._clients)
         self._all_gone.clear()
         self._back.set()
 

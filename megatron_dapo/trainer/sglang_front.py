@@ -1,0 +1,107 @@
+"""What stands between rank 0's rollout engine and the servers: nothing, or SGLang's router."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from megatron_dapo.engines.sglang.client import SglangClient
+from megatron_dapo.engines.sglang.engine import SglangEngine
+from megatron_dapo.engines.sglang.router import RoutedClient, SglangRouter
+
+logger = logging.getLogger(__name__)
+
+# Clients the engine chooses from -> the engine.
+BuildEngine = Callable[[Sequence[SglangClient]], SglangEngine]
+
+
+class Front(Protocol):
+    """Rank 0's way to the servers."""
+
+    engine: SglangEngine
+
+    def dead(self) -> Mapping[int, str]:
+        """Servers that generation has found dead, and why."""
+
+    def lose(self, index: int, reason: str) -> None:
+        """Server `index` is gone: nothing more is sent there."""
+
+    def serve(self, version: int, clients: Mapping[int, SglangClient]) -> None:
+        """All servers serve policy `version`, verified; those that were lost are back as `clients`."""
+
+    def close(self) -> None: ...
+
+
+class DirectFront:
+    """The engine balances over the servers by itself."""
+
+    def __init__(self, clients: Mapping[int, SglangClient], build: BuildEngine) -> None:
+        self.engine = build([clients[index] for index in sorted(clients)])
+
+    def dead(self) -> Mapping[int, str]:
+        return self.engine.dead_servers
+
+    def lose(self, index: int, reason: str) -> None:
+        self.engine.mark_dead(index, reason)
+
+    def serve(self, version: int, clients: Mapping[int, SglangClient]) -> None:
+        self.engine.set_policy_version(version)
+        for index in self.engine.dead_servers:
+            self.engine.revive(index, clients[index])
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class RoutedFront:
+    """The router balances. A dead server leaves its rotation; the trainer's ranks find it by its process."""
+
+    def __init__(
+        self,
+        clients: Mapping[int, SglangClient],
+        build: BuildEngine,
+        start: Callable[[Sequence[str]], SglangRouter],
+        routed: Callable[[str, Sequence[SglangClient]], RoutedClient],
+    ) -> None:
+        """`start` spawns a router in front of some URLs; `routed` is the client of it."""
+        self._start = start
+        self._routed = routed
+        self._clients = dict(clients)
+        self._lost: set[int] = set()
+        self._router = self._started()
+        self.engine = build([self._client()])
+
+    def dead(self) -> Mapping[int, str]:
+        return {}
+
+    def lose(self, index: int, reason: str) -> None:
+        self._lost.add(index)
+        if self._router.is_alive() and self._clients[index].url in self._router.workers():
+            self._router.remove_worker(self._clients[index].url)
+
+    def serve(self, version: int, clients: Mapping[int, SglangClient]) -> None:
+        self._clients = dict(clients)
+        if not self._router.is_alive():
+            logger.warning("the router has ended and is started again; %s", self._router.last_words())
+            self._router = self._started()
+        else:
+            for index in sorted(self._lost):
+                self._router.add_worker(clients[index].url)
+            self._router.wait_until_healthy(len(clients))
+        self._lost.clear()
+        self.engine.set_policy_version(version)
+        for index in self.engine.dead_servers:
+            self.engine.revive(index, self._client())
+
+    def close(self) -> None:
+        self.engine.close()
+        self._router.stop()
+
+    def _started(self) -> SglangRouter:
+        router = self._start([client.url for client in self._clients.values()])
+        router.wait_until_healthy(len(self._clients))
+        return router
+
+    def _client(self) -> RoutedClient:
+        return self._routed(self._router.url, list(self._clients.values()))
