@@ -240,6 +240,32 @@ def test_closing_keeps_what_the_engine_had_begun(make_world: Callable) -> None:
         assert sum(len(c["token_ids"]) for c in held) > 0 and len(state["open_groups"]) == 4
 
 
+def test_engines_are_looked_after_while_the_main_thread_waits(
+    make_world: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two polls: what is done to the engine then is seen by nobody half done."""
+    monkeypatch.setattr("megatron_dapo.trainer.overlap._LOOK_AFTER_S", 0.005)
+    world = make_world([0.5] * 400, max_staleness=1, partial="continue")
+    poll, num_looks, is_down = world.engine.poll, 0, True
+
+    def poll_nothing_while_down() -> list:
+        time.sleep(0.001)
+        assert not rollout._num_pauses or rollout._is_running
+        return [] if is_down else poll()
+
+    def look() -> None:
+        nonlocal num_looks, is_down
+        assert threading.current_thread() is threading.main_thread() and not rollout._is_running
+        num_looks += 1
+        is_down = num_looks < 4
+
+    world.engine.poll = poll_nothing_while_down
+    rollout = OverlappedRollout(world.collector, 1, TIMEOUT_S, look)
+    publish(world, rollout, 0)
+    assert len(rollout.next_batch(4).groups) == 4 and num_looks >= 4
+    rollout.close()
+
+
 def test_a_hung_engine_ends_every_wait(make_world: Callable) -> None:
     world = make_world([0.5] * 400, max_staleness=1, partial="continue")
     hung = threading.Event()
