@@ -82,7 +82,7 @@ def _save(folder: Path, model: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory, sglang_python, repository):
+def loaded(tmp_path_factory, engine_python, repository):
     """(model, tp, ep, device) -> folder of what SGLang holds on each rank; one process for all of them."""
     root = tmp_path_factory.mktemp("sglang_layout")
     for model in MODELS:
@@ -101,7 +101,7 @@ def loaded(tmp_path_factory, sglang_python, repository):
     ]
     (root / "cases.json").write_text(json.dumps(request))
     result = subprocess.run(
-        [str(sglang_python), str(Path(__file__).with_name("sglang_model_probe.py")), str(root / "cases.json")],
+        [str(engine_python), str(Path(__file__).with_name("sglang_model_probe.py")), str(root / "cases.json")],
         env={"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,

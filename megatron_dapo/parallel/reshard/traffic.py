@@ -6,8 +6,11 @@ that the whole table is made in seconds.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -74,8 +77,7 @@ class TrafficTable:
         return torch.zeros(self.num_ranks, dtype=torch.int64).index_add_(0, ranks, values)
 
 
-@dataclass(frozen=True)
-class _Pairs:
+class _Pairs(NamedTuple):
     """Runs of parts between two ranks; int64 [num_runs] each."""
 
     source: torch.Tensor
@@ -86,13 +88,12 @@ class _Pairs:
 
 def traffic_table(plan: ReshardPlan) -> TrafficTable:
     """The table of a plan; a rank's row sums are `plan.traffic(rank)`."""
-    runs = [*_across_nodes(plan), *_within_nodes(plan)]
-    empty = torch.zeros(0, dtype=torch.int64)
-    columns = [
-        torch.cat([getattr(run, name) for run in runs] or [empty])
-        for name in ("source", "destination", "num_bytes", "num_parts")
-    ]
-    source, destination, num_bytes, num_parts = columns
+    # Many small tensors kept between large ones that are freed would break the memory up; plain arrays do not.
+    columns = [array("q") for _ in _Pairs._fields]
+    for run in chain(_across_nodes(plan), _within_nodes(plan)):
+        for column, values in zip(columns, run):
+            column.extend(values.tolist())
+    source, destination, num_bytes, num_parts = (torch.tensor(column, dtype=torch.int64) for column in columns)
     pairs, index = torch.unique(destination * plan.num_ranks + source, return_inverse=True)
     return TrafficTable(
         num_ranks=plan.num_ranks,
