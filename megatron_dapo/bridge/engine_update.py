@@ -173,7 +173,7 @@ class EngineUpdate:
         try:
             self._prepare(reports)
             delivered = self._transfer(order, reports, sources)
-            self._verify(reports, delivered)
+            self._verify(reports, version, delivered)
             self._serve(reports, version)
         except BaseException:
             # Ranks have lost each other, or this one is ending: nobody knows what the engines hold.
@@ -220,7 +220,7 @@ class EngineUpdate:
         self._share(reports, "the transfer", self.timeouts.transfer_s)
         return delivered
 
-    def _verify(self, reports: dict[int, EngineReport], delivered: Delivered) -> None:
+    def _verify(self, reports: dict[int, EngineReport], version: int, delivered: Delivered) -> None:
         """Compares the checksums the engines read back with the sums of what all ranks wrote."""
         alive = self._in_state(reports, EngineState.TRANSFERRING)
         ranks = [rank for engine in alive for rank in self.plan.ranks_of(engine)]
@@ -228,7 +228,7 @@ class EngineUpdate:
         total = self.coordinator.sum(own, "the checksums", self.timeouts.grace_s)
         expected = delivered.expected.named(ranks, total)
         for engine in self.fleet.led_by(self.coordinator.rank, alive):
-            problem = self._difference(engine, delivered, expected)
+            problem = self._difference(engine, version, delivered, expected)
             if problem:
                 self._drop(reports[engine], problem)
             else:
@@ -252,13 +252,17 @@ class EngineUpdate:
 
     # Parts of steps
 
-    def _difference(self, engine: int, delivered: Delivered, expected: Mapping[int, Mapping[str, int]]) -> str:
+    def _difference(
+        self, engine: int, version: int, delivered: Delivered, expected: Mapping[int, Mapping[str, int]]
+    ) -> str:
         """What is wrong with an engine's final reports; "" where nothing is."""
         reports = delivered.reports.get(engine, ())
         size = self.plan.engines.tensor_parallel
         if len(reports) != size:
             return f"{len(reports)} of its {size} ranks reported at the end"
         for number, (rank, report) in enumerate(zip(self.plan.ranks_of(engine), reports)):
+            if report.version != version:
+                return f"its rank {number} holds version {report.version} and not {version}"
             wrong = sorted(
                 name
                 for name in expected[rank].keys() | report.checksums.keys()
@@ -327,9 +331,9 @@ class EngineUpdate:
     def _agree(self, engines: tuple[int, ...], version: int) -> Order:
         """The order of this delivery. ValueError on every rank where ranks ask for different things."""
         plan = "" if self._agreed else self.plan.digest.hex()
-        own = [version, list(engines), plan, self._session]
+        own = [version, list(engines), plan, self._session, secrets.token_hex(4)]
         everyone = self.coordinator.exchange(own, "the start of an update", self.timeouts.meet_s)
-        for rank, (its_version, its_engines, its_plan, _) in enumerate(everyone):
+        for rank, (its_version, its_engines, its_plan, _, _) in enumerate(everyone):
             if its_plan != everyone[0][2]:
                 raise ValueError(f"engine update: ranks 0 and {rank} have different plans; start all with one config")
             if (its_version, its_engines) != (everyone[0][0], everyone[0][1]):
@@ -338,7 +342,9 @@ class EngineUpdate:
                     f"version {its_version} to engines {its_engines}"
                 )
         self._agreed, self._session = True, everyone[0][3]
-        return Order(f"{self._session}-{next(self._count)}", self._session, version, engines)
+        # Unique also where a later life of the trainer takes the name of an earlier one.
+        delivery = f"{self._session}-{next(self._count)}-{everyone[0][4]}"
+        return Order(delivery, self._session, version, engines)
 
 
 def _begin_session(control: EngineControl) -> None:

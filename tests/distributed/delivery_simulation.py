@@ -27,6 +27,7 @@ from megatron_dapo.engines.sglang import weight_loader
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import Nodes
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
+from megatron_dapo.parallel.reshard.layout import piece_view
 from megatron_dapo.parallel.reshard.planner import plan
 
 Tensors = dict[str, torch.Tensor]
@@ -187,11 +188,12 @@ class World:
         dtype: torch.dtype = torch.float32,
         bucket_bytes: int = 4096,
         ranks_per_node: int | None = None,
+        device: str = "cpu",
     ) -> None:
         self.size = parallel.world_size
         self.nodes = Nodes(self.size, ranks_per_node or self.size)
         self.source: MegatronLayout = megatron_layout(architecture, parallel, torch.float32)
-        self.layout = sglang_layout(architecture, tensor_parallel, dtype, num_engines)
+        self.layout = sglang_layout(architecture, tensor_parallel, dtype, num_engines, device=device)
         reshard = plan(self.source, self.layout, ranks_per_node=self.nodes.ranks_per_node)
         self.plan = DeliveryPlan(reshard, self.layout, bucket_bytes)
         self.reshard = reshard
@@ -207,8 +209,7 @@ class World:
         return [self.shards(model, rank) for rank in range(self.size)]
 
     def shards(self, model: Tensors, rank: int) -> Tensors:
-        from megatron_dapo.parallel.reshard.layout import piece_view
-
+        """A rank's local buffers, cut from Hugging Face tensors."""
         buffers = {name: torch.zeros(shape) for name, shape in self.source.local_shapes(rank).items()}
         for piece in self.source.pieces(rank):
             value = model[piece.tensor]
@@ -243,6 +244,7 @@ class World:
         *,
         peers: Sequence[Any] | None = None,
         message_timeout_s: float = 10.0,
+        session: str = "s",
         transport_of: Callable[..., Any] = ColocatedTransport,
     ) -> list[EngineUpdate]:
         """One EngineUpdate a rank, sharing the given controls."""
@@ -263,7 +265,7 @@ class World:
                 message_timeout_s=message_timeout_s,
                 grace_s=timeouts.grace_s,
             )
-            result.append(EngineUpdate(self.plan, fleet, transport, ThreadCoordinator(everyone, rank), timeouts, "s"))
+            result.append(EngineUpdate(self.plan, fleet, transport, ThreadCoordinator(everyone, rank), timeouts, session))
         return result
 
 

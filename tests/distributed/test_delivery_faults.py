@@ -11,6 +11,7 @@ import itertools
 import json
 import pickle
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -163,10 +164,12 @@ def _flip_parameter(engine: FaultyEngine, rank: int, fault: Fault) -> None:
 
 
 def corrupted_command(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    """A digit somewhere in the command becomes another."""
+    """A digit somewhere in the command becomes another (not of the version: no lower one could follow)."""
     rank = _struck(engine, fault)
     ((text, tensor),) = pickle.loads(payloads[rank])
-    places = [i for i, c in enumerate(text) if c.isdigit()]
+    version = re.search(r'"version":\d+', text)
+    spared = range(*version.span()) if version else range(0)
+    places = [i for i, c in enumerate(text) if c.isdigit() and i not in spared]
     place = fault.random.choice(places)
     digit = fault.random.choice([d for d in "0123456789" if d != text[place]])
     payloads[rank] = pickle.dumps([(text[:place] + digit + text[place + 1 :], tensor)])
@@ -312,9 +315,8 @@ class Trial:
     def start_trainer(self) -> None:
         """A new life of the trainer; engines stay as they are."""
         self.version += 1
-        updates = self.world.updates(self.engines, self.folder, PATIENT, transport_of=FaultyTransport)
+        updates = self.world.updates(self.engines, self.folder, PATIENT, transport_of=FaultyTransport, session=f"life {self.version}")
         for update in updates:
-            update._session = f"life {self.version}"
             update.fleet = type(update.fleet)(update.fleet.leaders, _Live(update.fleet.controls, self.engines))
             update.transport.fleet = update.fleet
         self.updates = updates
