@@ -26,8 +26,19 @@ CONFIG = {
 }
 
 
-def _whole_model(parallel: ParallelLayout, seed: int) -> dict[str, torch.Tensor]:
-    architecture = ModelArchitecture.from_config(CONFIG)
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [],
+}
+
+
+def _whole_model(parallel: ParallelLayout, seed: int, config: dict = CONFIG) -> dict[str, torch.Tensor]:
+    architecture = ModelArchitecture.from_config(config)
     layout = megatron_layout(architecture, parallel, torch.float32)
     ranks = []
     for rank in range(parallel.world_size):
@@ -46,6 +57,17 @@ def test_layouts_start_from_the_same_model():
     other = _whole_model(ParallelLayout(4, tensor=2, pipeline=2), seed=3)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_expert_ranks_start_from_the_same_model():
+    config = {**CONFIG, **EXPERTS}
+    one = _whole_model(ParallelLayout(1), seed=3, config=config)
+    for parallel in (ParallelLayout(4, expert=4), ParallelLayout(4, tensor=2, pipeline=2, expert=2, expert_tensor=1)):
+        other = _whole_model(parallel, seed=3, config=config)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    experts = [one[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in range(4)]
+    assert not torch.equal(experts[0], experts[1]) and not torch.equal(experts[2], experts[3])
 
 
 def test_values_are_what_their_names_ask_for():
