@@ -209,9 +209,9 @@ def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
     """Metrics from globally combined sums; all 0 (ratios 1) where no token was trained.
 
     k1 and k3 estimate KL(rollout || old) on tokens the engine drew. `ess` = (sum w)^2 / (n sum w^2) in (0, 1].
-    `ppl_ratio` = perplexity under the trainer / under the engine = exp(k1). By lag: the share of tokens that are so many
-    policy versions behind, and their mean |log w| and k3: at lag 0 it is the engines' numerics alone, behind that the
-    policy has moved as well.
+    `ppl_ratio` = perplexity under the trainer / under the engine = exp(k1). By lag: the share of tokens that are so
+    many policy versions behind, and their mean |log w| and k3: at lag 0 it is the engines' numerics alone, behind that
+    the policy has moved as well.
     """
     sums = {key: float(value) for key, value in total.sums.items()}
     num_tokens = max(sums["num_tokens"], 1.0)

@@ -54,7 +54,7 @@ class OverlappedRollout:
             throws the unfinished responses away.
         max_ahead: the staleness bound of the collector's buffer.
         timeout_s: the longest any call waits: for a batch, for the thread to stand still, for its end.
-        while_waiting: called in the main thread about once a second while it waits for a batch, with the thread standing
+        while_waiting: called in the main thread about once a second while it waits for a batch, the thread standing
             still between two polls: it may do to the engine what no other thread may see half done.
 
     An error of the thread is raised, as it was, by the next call of `next_batch`, `before_update` or `paused` and by
@@ -123,7 +123,9 @@ class OverlappedRollout:
         return collected
 
     def _wait_for_batch(self) -> None:
-        """Until a batch is ready. The owner is asked to look after its engines meanwhile, which may need the main thread."""
+        """Until a batch is ready. The owner is asked to look after its engines meanwhile, which may need the main
+        thread.
+        """
         deadline = time.monotonic() + self._timeout_s
         while True:
             with self._condition:
