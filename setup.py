@@ -33,7 +33,7 @@ BASE = [
 
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.0"],
-    "sglang": ["sglang>=0.5.17"],
+    "sglang": ["sglang>=0.5.17,<0.5.22"],
     "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"],
 }
 

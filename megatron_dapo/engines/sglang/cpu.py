@@ -19,12 +19,10 @@ import torch
 # Name in sgl_kernel -> the sglang module whose import needs it. All belong to speculative decoding, which is never on.
 KERNEL_STAND_INS = {
     "copy_all_layer_kv_cache_cpu": "sglang.kernels.ops.kvcache.cache_move",
-    "rotate_input_ids_cpu": "sglang.kernels.ops.speculative.multi_layer_eagle",
     "fill_accept_out_cache_loc_cpu": "sglang.kernels.ops.speculative.eagle",
     "fill_bonus_tokens_cpu": "sglang.kernels.ops.speculative.eagle",
     "assign_extend_cache_locs_cpu": "sglang.kernels.ops.speculative.cache_locs",
     "assign_req_to_token_pool_cpu": "sglang.srt.mem_cache.allocation",
-    "assign_draft_cache_locs_contiguous_cpu": "sglang.srt.speculative.eagle_worker_common",
     "build_tree_kernel_efficient_cpu": "sglang.srt.speculative.eagle_utils",
     "verify_tree_greedy_cpu": "sglang.srt.speculative.eagle_utils",
 }
