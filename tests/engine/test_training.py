@@ -1,0 +1,172 @@
+"""Whole runs with real servers: nothing is lost or trained twice, whoever dies, and the servers end with the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tools.prove_resume import write_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_STEPS, GROUPS, GROUP_SIZE = 3, 6, 4
+RUN_S = 540.0
+pytestmark = pytest.mark.timeout(RUN_S + 30)
+
+
+@dataclass
+class Run:
+    """`megatron-dapo train` with SGLang servers."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def engines(self) -> Path:
+        return self.folder / "engines"
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def said(self, log: str, text: str) -> int:
+        """How often `text` stands in an engine's log."""
+        path = self.engines / log
+        return path.read_text(errors="replace").count(text) if path.is_file() else 0
+
+    def wait_until(self, what: str, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + RUN_S
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}: {self.tail()}"
+            assert time.monotonic() < deadline, f"waited {RUN_S} s for {what}: {self.tail()}"
+            time.sleep(0.005)
+
+    def kill_engine(self) -> None:
+        """kill -9 of the server's processes that hold the model."""
+        schedulers = [p for p in psutil.Process(self.process.pid).children(recursive=True) if _is_scheduler(p)]
+        assert schedulers, "no scheduler process of SGLang runs"
+        for scheduler in schedulers:
+            scheduler.kill()
+
+    def finish(self) -> dict[str, Any]:
+        assert self.process.wait(RUN_S) == 0, self.tail()
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+
+
+def _is_scheduler(process: psutil.Process) -> bool:
+    try:
+        return "scheduler" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
+    """`train("a.b=c", ...)`: a run at TP2 that has been started. Nothing of it is left after the test."""
+    runs: list[Run] = []
+
+    def start(*overrides: str) -> Run:
+        settings = [
+            'rollout.engine="sglang"',
+            f'sglang.python="{engine_python}"',
+            "sglang.bucket_mb=1",  # of 2.9 MB: a delivery takes several
+            f"run.total_steps={NUM_STEPS}",
+            "data.eval_paths=[]",
+            "evaluation.interval=0",
+            "evaluation.at_start=false",
+            "evaluation.at_end=false",
+            "checkpoint.export_huggingface=false",
+            "mismatch.step0_max_mean_abs=1e-4",
+            *overrides,
+        ]
+        folder, log = tmp_path / "run", tmp_path / "run.log"
+        command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train"]
+        command += [str(write_recipe(tmp_path)), "--layout", "tp2", "--run-folder", str(folder)]
+        command += [part for setting in settings for part in ("--set", setting)]
+        with open(log, "wb") as stream:
+            process = subprocess.Popen(
+                command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )
+        runs.append(Run(folder, process, log))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        family = psutil.Process(run.process.pid).children(recursive=True) if run.process.poll() is None else []
+        run.process.kill()
+        for process in family:
+            process.kill()
+
+
+def check_samples(run: Run) -> None:
+    """Every step trained as many responses as it should, none twice, each token with a version that existed."""
+    samples = run.rows("samples.jsonl")
+    ids = [sample["sample_id"] for sample in samples]
+    assert len(set(ids)) == len(ids) == NUM_STEPS * GROUPS * GROUP_SIZE
+    for step in range(1, NUM_STEPS + 1):
+        assert sum(sample["train_step"] == step for sample in samples) == GROUPS * GROUP_SIZE
+    for sample in samples:
+        ranges = sample["versions"]
+        assert ranges[0]["start"] == 0 and all(a["end"] == b["start"] for a, b in zip(ranges, ranges[1:]))
+        assert all(sample["train_step"] - 2 <= part["version"] < sample["train_step"] for part in ranges)
+
+
+def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Run]) -> None:
+    """kill -9 once in the middle of a rollout, once in the middle of a weight update."""
+    run = train("rollout.max_staleness=0")
+    run.wait_until("the first rollout", lambda: run.said("engine_0.log", "Decode batch") > 0)
+    run.kill_engine()
+    restarted, pause = "engine_0.1.log", "POST /pause_generation"
+    # The first pause of the new server precedes its first delivery, the second one the weights of step 1.
+    run.wait_until("an update of the new server", lambda: run.said(restarted, pause) > 1)
+    run.kill_engine()
+    summary = run.finish()
+    assert summary["stopped"] == "finished" and summary["train_steps"] == NUM_STEPS
+    assert sorted(path.name for path in run.engines.glob("*.log")) == [
+        "engine_0.1.log",
+        "engine_0.2.log",
+        "engine_0.log",
+    ]
+    check_samples(run)
+    for row in run.rows("metrics.jsonl"):
+        assert row["mismatch/abs_logprob_diff_mean"] < 1e-4
+    left = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(run.folder) in " ".join(process.info["cmdline"] or [])
+    ]
+    assert not left, f"left behind: {left}"
+
+
+def test_generation_beside_training_stays_within_the_bound(train: Callable[..., Run]) -> None:
+    """Servers of their own, filled by point-to-point, collect the next batch meanwhile; responses go on across updates."""
+    run = train(
+        'sglang.placement="disaggregated"',
+        'sglang.transport="peer"',
+        'rollout.partial="continue"',
+        "rollout.max_staleness=1",
+        "sglang.tensor=2",
+    )
+    assert run.finish()["train_steps"] == NUM_STEPS
+    check_samples(run)
+    rows = run.rows("metrics.jsonl")
+    assert max(row["rollout/staleness_max"] for row in rows) == 1
+    # The first batch is of the weights it trains; those after it were begun one version before.
+    assert rows[0]["mismatch/abs_logprob_diff_mean"] < 1e-4
+    assert rows[1]["rollout/staleness_mean"] > 0
