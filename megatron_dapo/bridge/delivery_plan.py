@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron_dapo.parallel.reshard import layout
 from megatron_dapo.parallel.reshard.boxes import Box, Coordinates
 from megatron_dapo.parallel.reshard.delivery import PART_ALIGNMENT, Bucket, FilledParameter, Manifest, Part
 from megatron_dapo.parallel.reshard.executors import Buffers
@@ -261,8 +262,8 @@ def local_box(piece: Piece, box: Box, shape: Coordinates) -> Box:
     must be a box of the buffer. Raises ValueError where it is not.
     """
     relative = tuple(start - base for start, base in zip(box.offset, piece.global_offset))
-    if len(piece.local_offset) == len(piece.shape) == len(shape):
-        return Box(tuple(o + r for o, r in zip(piece.local_offset, relative)), box.shape)
+    if len(piece.local_offset) == len(shape):
+        return layout.local_box(piece, box)
     extra = len(shape) - len(piece.shape)
     if len(piece.local_offset) != 1 or extra < 0:
         raise ValueError(f"delivery plan: {piece} is no box of a buffer of shape {shape}")

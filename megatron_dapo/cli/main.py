@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed (a check did not hold, a process failed), 2 refused
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import sys
 from pathlib import Path
@@ -25,6 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=__doc__.splitlines()[0],
 )
+
+plan_app = typer.Typer(no_args_is_help=True, help="What a run would cost, computed without running it.")
+app.add_typer(plan_app, name="plan")
 
 REFUSED = 2
 WORKER = "megatron_dapo.launch.worker"
@@ -173,6 +177,44 @@ def check_loss(
     from megatron_dapo.proof.check_loss import check_loss as run_check
 
     raise typer.Exit(run_check(processes, json_output, str(model) if model else None, dtype))
+
+
+@plan_app.command("sync")
+def plan_sync(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    world_size: Annotated[Optional[int], typer.Option(min=1, help="trainer ranks; default: the layout's")] = None,
+    engine_tp: Annotated[Optional[int], typer.Option(min=1, help="ranks of an engine; default: sglang.tensor")] = None,
+    engine_ep: Annotated[int, typer.Option(min=1, help="expert-parallel ranks of an engine, within its ranks")] = 1,
+    engines: Annotated[Optional[int], typer.Option(min=1, help="default: as many as fit the trainer's ranks")] = None,
+    device: Annotated[str, typer.Option(help="where the engines run: cuda or cpu (they pad differently)")] = "cuda",
+    ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    within_node: Annotated[float, typer.Option(help="GB/s of a rank to ranks of its node, each direction")] = 400.0,
+    between_nodes: Annotated[float, typer.Option(help="GB/s of a rank to other nodes, each direction")] = 50.0,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """What an update of the engines' weights moves, and how long it takes: bytes of every rank, messages, memory."""
+    from megatron_dapo.cli.plan_sync import GB, describe_sync, plan_sync_of_recipe, to_json
+    from megatron_dapo.parallel.reshard.traffic import Links
+
+    try:
+        figures = plan_sync_of_recipe(
+            recipe,
+            overrides or [],
+            layout,
+            world_size=world_size,
+            engine_tp=engine_tp,
+            engine_ep=engine_ep,
+            engines=engines,
+            device=device,
+            ranks_per_node=ranks_per_node,
+            links=Links(within_node * GB, between_nodes * GB),
+        )
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    typer.echo(json.dumps(to_json(figures)) if json_output else "\n".join(describe_sync(figures)))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})

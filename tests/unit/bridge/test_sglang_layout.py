@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.bridge import delivery_plan
 from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, MixtureOfExperts, ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import megatron_layout
 from megatron_dapo.bridge.sglang_layout import sglang_layout
@@ -256,3 +257,20 @@ def test_sizes_the_engine_refuses(changes, message):
     architecture = _architecture("llama", tied=False, heads=8, kv_heads=4, vocab_size=67)
     with pytest.raises(ValueError, match=message):
         sglang_layout(architecture, **{"tensor_parallel": 2, "dtype": DTYPE, **changes})
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_deliveries_can_place_every_expert(device):
+    """The boxes a delivery writes, in the engine's three-dimensional parameters, hold what the oracle holds there."""
+    architecture = _architecture("qwen3_moe", tied=False, heads=8, kv_heads=4, vocab_size=67)
+    source = megatron_layout(architecture, ParallelLayout(4, tensor=2, expert=2, expert_tensor=1), DTYPE)
+    engine = sglang_layout(architecture, 4, DTYPE, expert_parallel=2, device=device)
+    reshard, weights = plan(source, engine, ranks_per_node=2), _weights(architecture)
+    for rank in range(4):
+        expected = engine_shard(architecture, weights, rank, 4, 2, device)
+        for t in reshard.receives(rank):
+            shape = engine.local_shapes(rank)[t.destination_piece.local]
+            place = delivery_plan.local_box(t.destination_piece, t.box, shape)
+            values = weights[t.tensor][tuple(slice(o, o + n) for o, n in zip(t.box.offset, t.box.shape))]
+            part = expected[t.destination_piece.local][tuple(slice(o, o + n) for o, n in zip(place.offset, place.shape))]
+            assert torch.equal(part.reshape(values.shape), values)
