@@ -252,16 +252,18 @@ def _sampling(config: Config) -> Iterator[Violation]:
 
 def _engines(config: Config) -> Iterator[Violation]:
     rollout, sglang = config.rollout, config.sglang
-    if rollout.partial == "continue" and rollout.max_staleness == 0:
+    if rollout.engine != "sglang":
+        return
+    if sglang.placement == "disaggregated" and rollout.max_staleness > 0 and rollout.partial == "restart":
         yield _violation(
             config,
             "rollout.partial",
-            "rollout.max_staleness > 0 where unfinished responses are continued (their first tokens are of an older policy)",
-            'set rollout.max_staleness = 1 with an off-policy correction, or rollout.partial = "restart"',
+            'rollout.partial == "continue" where generation runs beside training (every update would throw all '
+            "unfinished responses away)",
+            'set rollout.partial = "continue", or rollout.max_staleness = 0',
             "rollout.max_staleness",
+            "sglang.placement",
         )
-    if rollout.engine != "sglang":
-        return
     if sglang.urls and not sglang.key_file:
         yield _violation(
             config,
@@ -554,6 +556,22 @@ def _heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violatio
             )
 
 
+def _engine_heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
+    """SGLang cuts query heads evenly; key-value heads are cut or repeated."""
+    tensor, heads, groups = config.sglang.tensor, architecture.num_attention_heads, architecture.num_key_value_heads
+    if config.rollout.engine != "sglang" or tensor < 1:
+        return
+    if heads % tensor or (groups % tensor and tensor % groups):
+        yield _violation(
+            config,
+            "sglang.tensor",
+            "num_attention_heads % sglang.tensor == 0, and sglang.tensor divides num_key_value_heads or is a multiple",
+            f"set sglang.tensor = {nearest_divisor(math.gcd(heads, groups), tensor)}",
+            num_attention_heads=heads,
+            num_key_value_heads=groups,
+        )
+
+
 def _layers(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
     p = config.parallel
     chunks = p.pipeline * p.virtual_pipeline
@@ -613,4 +631,4 @@ _RULES = (
     _evaluation,
     _layout,
 )
-_ARCHITECTURE_RULES = (_heads, _layers, _positions, _experts)
+_ARCHITECTURE_RULES = (_heads, _engine_heads, _layers, _positions, _experts)

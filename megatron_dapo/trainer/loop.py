@@ -196,7 +196,7 @@ class TrainingLoop:
             **reward_metrics(batch.rollout.groups, self._parts.disagreement_share()),
             **advantage_metrics(batch.advantage_metrics),
             **result.metrics,
-            **throughput_metrics(batch.rollout, times),
+            **throughput_metrics(batch.rollout, times, batch.generation_seconds),
             **memory_metrics(),
             **{f"time/{name}": seconds for name, seconds in times.items()},
         }

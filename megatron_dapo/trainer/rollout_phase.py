@@ -18,13 +18,14 @@ BuildSamples = Callable[[Sequence[Group]], TrainSamples]
 
 @dataclass(frozen=True)
 class CollectedBatch:
-    """What one collection gives every rank. `rollout` and `advantage_metrics` are rank 0's alone."""
+    """What one collection gives every rank. `rollout`, `advantage_metrics` and `generation_seconds` are rank 0's alone."""
 
     samples: list[TrainSample]
     should_stop: bool
     generation_step: int
     rollout: RolloutBatch | None
     advantage_metrics: dict[str, float]
+    generation_seconds: float = 0.0  # collecting took, beside training or not
 
 
 class RolloutPhase:
@@ -47,7 +48,10 @@ class RolloutPhase:
         facts = {"should_stop": rollout.should_stop, "generation_step": self._rollout.generation_step}
         broadcast_json({"description": description, **facts})
         broadcast_tensors(tensors)
-        return CollectedBatch(list(samples), rollout=rollout, advantage_metrics=built.metrics, **facts)
+        seconds = self._rollout.generation_seconds
+        return CollectedBatch(
+            list(samples), rollout=rollout, advantage_metrics=built.metrics, generation_seconds=seconds, **facts
+        )
 
     def _collect(self, num_groups: int) -> RolloutBatch:
         assert self._rollout is not None, "rank 0 drives and has the collector"

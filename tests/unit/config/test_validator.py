@@ -60,6 +60,14 @@ def test_valid_configuration_has_no_violation() -> None:
     require_valid(make(), world_size=1, architecture=QWEN_32B)
 
 
+GIVEN_SERVERS = {
+    "rollout__engine": "sglang",
+    "sglang__urls": ["http://10.0.0.1:30000"],
+    "sglang__key_file": "engine.key",
+    "sglang__transport": "peer",
+    "sglang__placement": "disaggregated",
+}
+
 BROKEN = [
     ("training.mini_batch_prompts", {"training__mini_batch_prompts": 3}),
     ("training.micro_batch_tokens", {"training__micro_batch_tokens": 95}),
@@ -69,6 +77,19 @@ BROKEN = [
     ("rollout.top_k", {"rollout__top_k": 20}),
     ("rollout.max_staleness", {"rollout__max_staleness": 1}),
     ("rollout.temperature", {"rollout__temperature": 0.0}),
+    (
+        "rollout.partial",
+        {
+            "rollout__engine": "sglang",
+            "rollout__max_staleness": 1,
+            "algorithm__off_policy__correction": "tis",
+            "sglang__placement": "disaggregated",
+        },
+    ),
+    ("sglang.max_total_tokens", {"rollout__engine": "sglang", "sglang__max_total_tokens": 95}),
+    ("sglang.key_file", {**GIVEN_SERVERS, "sglang__key_file": ""}),
+    ("sglang.transport", {**GIVEN_SERVERS, "sglang__transport": "memory"}),
+    ("sglang.placement", {**GIVEN_SERVERS, "sglang__placement": "colocated"}),
     ("algorithm.off_policy.low", {"algorithm__off_policy__correction": "icepop"}),
     (
         "algorithm.off_policy.level",
@@ -127,6 +148,15 @@ def test_each_rule_is_found_alone(path: str, values: dict[str, Any]) -> None:
             "reward__overlong_punishment": {"enabled": True, "max_length": 64, "cache_length": 16},
         },
         {"reward__verifier": "package.module:score"},
+        GIVEN_SERVERS,
+        {
+            "rollout__engine": "sglang",
+            "rollout__max_staleness": 1,
+            "rollout__partial": "continue",
+            "algorithm__off_policy__correction": "tis",
+            "sglang__placement": "disaggregated",
+            "sglang__transport": "peer",
+        },
         {"algorithm__dual_clip": 0.0},
         {"evaluation__temperature": 0.0, "evaluation__num_samples": 1},
         {"data__eval_paths": [], "evaluation__at_start": False, "evaluation__at_end": False},
@@ -248,6 +278,8 @@ def test_every_data_parallel_rank_gets_a_response() -> None:
         ),
         ("evaluation.max_response_tokens", {"evaluation__max_response_tokens": 131072}),
         ("parallel.expert", {"parallel__expert": 2, "parallel__context": 2}),
+        ("sglang.tensor", {"rollout__engine": "sglang", "sglang__tensor": 16}),
+        ("sglang.tensor", {"rollout__engine": "sglang", "sglang__tensor": 5}),
     ],
 )
 def test_architecture_rules(path: str, values: dict[str, Any]) -> None:
