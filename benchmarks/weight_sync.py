@@ -16,9 +16,9 @@ A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in 
     vs_mbridge    mbridge's seconds / ours
     vs_floor      our seconds / the floor's
 
-Medians. Our seconds end when every byte is in the engine's parameters (colocated: when the engine has verified them as
-well); after `verify_seconds` more the checksums of all parameters on both sides are compared and the engine serves, and
-`with_verification_*` count that and the whole state machine. The keys at the
+Medians. Our seconds end when every byte is in the engine's parameters. `with_verification_*` count the whole state
+machine as it runs in training, from pause to serving, with the checksums of all parameters computed on both sides and
+compared; `verify_seconds` is the difference. The keys at the
 top are those of the first transport; each has its own under `transports`. mbridge is installed into an environment of
 its own (default `.venv-mbridge`, made where there is none) that shares the packages of this one.
 """
@@ -137,8 +137,7 @@ def start_server(python: Path, folder: Path, dtype: str, stack: ExitStack) -> di
     server = SglangServer.start(settings, 0)
     stack.callback(server.stop)
     info = server.wait_until_healthy()
-    version = ".".join(map(str, info.dialect.version))
-    return {"url": server.url, "key_file": str(key_file), "version": version}
+    return {"url": server.url, "key_file": str(key_file), "version": info.dialect.version}
 
 
 def run_trainers(python: Path, specification: Path, folder: Path, stack: ExitStack) -> None:
@@ -165,7 +164,7 @@ def run_trainers(python: Path, specification: Path, folder: Path, stack: ExitSta
 def summary(result: dict[str, Any], name: str) -> dict[str, Any]:
     """The figures of one transport."""
     rows, median = result["rows"], statistics.median
-    ours = median(row["bytes_in_place"] for row in rows["ours"][name])
+    ours = median(rows["bytes"][name])
     verified = median(row["update"] for row in rows["ours"][name])
     mbridge, floor = median(rows["mbridge"]), median(rows["floor"][name])
     received, shards = result["received_bytes"][name], result["shard_bytes"]
@@ -174,7 +173,7 @@ def summary(result: dict[str, Any], name: str) -> dict[str, Any]:
         "vs_mbridge": mbridge / ours,
         "vs_floor": ours / floor,
         "seconds": ours,
-        "verify_seconds": median(row["update"] - row["bytes_in_place"] for row in rows["ours"][name]),
+        "verify_seconds": verified - ours,
         "with_verification_seconds": verified,
         "floor_seconds": floor,
         "with_verification_vs_mbridge": mbridge / verified,

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from mbridge_export import MbridgeExport
 from weight_sink import DEADLINE_S, SinkClient
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.delivery_plan import DeliveryPlan
+from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet
 from megatron_dapo.bridge.random_weights import initialise_randomly
 from megatron_dapo.bridge.sglang_layout import sglang_layout
-from megatron_dapo.bridge.transports.base import EngineControl, GroupCoordinator
+from megatron_dapo.bridge.transports.base import Deadline, EngineControl, GroupCoordinator, Order
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder
 from megatron_dapo.bridge.transports.peer import PeerTransport
 from megatron_dapo.bridge.weight_sync import replica_sync
@@ -39,6 +40,7 @@ from megatron_dapo.parallel.reshard.layout import ShiftedLayout
 from megatron_dapo.parallel.reshard.planner import plan
 
 SEED = 0
+SIDES = ("ours", "bytes", "floor")
 Specification = dict[str, Any]
 
 
@@ -119,14 +121,51 @@ class Trainer:
             pass
 
     def deliver(self, name: str) -> dict[str, float]:
-        """Ours, once, verified. Seconds of the whole update, until the bytes are in place, and of its steps."""
+        """Ours, once, verified. Seconds of the whole update and of its steps on this rank."""
         self.version += 1
         update = self.updates[name]
         report = update.update(self.version, self.parameters())
         if not report.is_complete:
             raise RuntimeError(report.describe())
-        steps = {**report.engines[0].seconds, **{f"peer_{k}": v for k, v in getattr(update.transport, "seconds", {}).items()}}
-        return {**steps, "update": report.seconds, "bytes_in_place": IN_PLACE[name](steps)}
+        phases = getattr(update.transport, "seconds", {})
+        steps = {**report.engines[0].seconds, **{f"phase_{name}": seconds for name, seconds in phases.items()}}
+        return {**steps, "update": report.seconds}
+
+    def bytes_alone(self, name: str) -> float:
+        """Ours without verification: seconds until every byte is in the engine's parameters.
+
+        The trainer's checksums are left out and the engine's are subtracted: by its own report it does nothing else at
+        the end.
+        """
+        self.version += 1
+        update = self.updates[name]
+        control = update.fleet.controls.get(0)
+        order = Order(f"bytes-{self.version}", "bytes", self.version, (0,))
+        if control is not None:
+            control.begin_weight_update()
+        with without_trainer_checksums():
+            dist.barrier()
+            start = time.perf_counter()
+            outcome = update.transport.deliver(order, self.parameters(), Deadline(DEADLINE_S))
+            seconds = time.perf_counter() - start
+        if outcome.failures:
+            raise RuntimeError(f"{name}: {outcome.failures}")
+        if control is not None:
+            control.end_weight_update()
+        return seconds - max((report.seconds for report in outcome.reports.get(0, ())), default=0.0)
+
+
+@contextlib.contextmanager
+def without_trainer_checksums() -> Iterator[None]:
+    names = ("add_bucket", "add_plan")
+    originals = {name: getattr(ExpectedChecksums, name) for name in names}
+    for name in names:
+        setattr(ExpectedChecksums, name, lambda *unused: None)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(ExpectedChecksums, name, original)
 
 
 def _peer_update(trainer: Trainer) -> EngineUpdate:
@@ -146,13 +185,6 @@ def _colocated_update(trainer: Trainer) -> EngineUpdate:
 
 
 TRANSPORTS: dict[str, Callable[[Trainer], EngineUpdate]] = {"peer": _peer_update, "colocated": _colocated_update}
-
-
-# Seconds from the order to deliver until every byte is in the engine's parameters.
-IN_PLACE: dict[str, Callable[[dict[str, float]], float]] = {
-    "peer": lambda steps: steps["peer_transfer"],
-    "colocated": lambda steps: steps["transfer"],  # checksums of the trainer's side and the engine's included
-}
 
 
 class SharedFloor:
@@ -268,16 +300,17 @@ def until_all(action: Callable[[], Any]) -> Callable[[], Any]:
 def measure(trainer: Trainer, num_runs: int) -> dict[str, Any]:
     """Every way once to warm up, then `num_runs` times in turns."""
     floors = {name: FLOORS[name](trainer, update.plan) for name, update in trainer.updates.items()}
-    rows: dict[str, Any] = {"mbridge": [], "ours": {n: [] for n in floors}, "floor": {n: [] for n in floors}}
+    rows: dict[str, Any] = {"mbridge": [], **{side: {name: [] for name in floors} for side in SIDES}}
     for run in range(num_runs + 1):
         rows["mbridge"].append(timed(until_all(trainer.export))[0])
         for name, floor in floors.items():
             rows["ours"][name].append(timed(lambda name=name: trainer.deliver(name))[1])
+            rows["bytes"][name].append(trainer.bytes_alone(name))
             rows["floor"][name].append(timed(floor.copy)[0])
         if trainer.rank == 0:
             print(f"run {run} of {num_runs}", file=sys.stderr)
     warm: dict[str, Any] = {"mbridge": rows["mbridge"][1:]}
-    return {**warm, **{side: {n: v[1:] for n, v in rows[side].items()} for side in ("ours", "floor")}}
+    return {**warm, **{side: {n: v[1:] for n, v in rows[side].items()} for side in SIDES}}
 
 
 def check_mbridge(trainer: Trainer) -> None:

@@ -143,6 +143,34 @@ def fail(group: PeerGroup) -> None:
     raise RuntimeError("a made-up failure")
 
 
+def test_a_fault_that_comes_back_when_the_delivery_is_made_again(monkeypatch) -> None:
+    """The group of an earlier delivery is not blamed for ever: one more try, and the engine is unserved on all ranks."""
+    world = World(small_architecture(), TP2_PP2, tensor_parallel=1, bucket_bytes=2048)
+    engines = [PeerEngine(world.layout)]
+    everyone = updates(world, engines)
+    assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))
+    with monkeypatch.context() as patch:
+        original, count = PeerGroup.send, 0
+
+        def send(self: PeerGroup, tensor: torch.Tensor, to: int):
+            nonlocal count
+            count += self.rank == 2
+            if self.rank == 2 and count > 1:
+                fail(self)
+            return original(self, tensor, to)
+
+        patch.setattr(PeerGroup, "send", send)
+        start = time.monotonic()
+        reports = update_all(everyone, 2, world.weights(2))
+        assert time.monotonic() - start < 15
+    assert [report.is_complete for report in reports] == [False] * 4
+    assert engines[0].calls.count("tensor") == 3
+    weights = world.weights(3)
+    assert all(report.is_complete for report in update_all(everyone, 3, weights))
+    assert world.holds(engines[0], 0, world.expected(weights))
+    close_all(everyone)
+
+
 @pytest.mark.parametrize(
     ("operation", "member", "number", "action", "reason"),
     [

@@ -17,7 +17,7 @@ Runs with gloo on CPUs. The "nccl" form for CUDA is written and has not run.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,8 +114,9 @@ class _Share:
 
     sums: ExpectedChecksums
     reports: tuple[Report, ...] = ()  # of the leader
-    num_bytes: int = 0  # copied by the engine; of the leader
+    received: dict[int, int] = field(default_factory=dict)  # engine rank -> bytes by its report; of the leader
     seconds: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
 
 
 class PeerTransport:
@@ -141,16 +142,13 @@ class PeerTransport:
 
     def deliver(self, order: Order, sources: Buffers, deadline: Deadline) -> Delivered:
         """A group of an earlier delivery that turns out to be dead is replaced, and its engine tried again, once."""
-        outcome = Delivered(ExpectedChecksums(self.plan))
-        self.seconds = {}
-        reused = self._attempt(order, order.engines, sources, deadline, outcome)
-        failed = self._failed_anywhere(order, outcome, deadline)
+        self.seconds, self.received = {}, {}
+        shares, reused = self._attempt(order, order.engines, sources, deadline)
+        failed = self._failed_anywhere(order, shares, deadline)
         again = tuple(engine for engine in reused if engine in failed)
         if again and not deadline.is_over:
-            for engine in again:
-                outcome.failures.pop(engine, None)
-            self._attempt(order, again, sources, deadline, outcome)
-        return outcome
+            shares.update(self._attempt(order, again, sources, deadline)[0])
+        return self._outcome(shares)
 
     def close(self) -> None:
         for engine in list(self._groups):
@@ -170,9 +168,9 @@ class PeerTransport:
     # Who meets whom
 
     def _attempt(
-        self, order: Order, engines: Sequence[int], sources: Buffers, deadline: Deadline, outcome: Delivered
-    ) -> tuple[int, ...]:
-        """Delivers to `engines`; returns those for which a group of an earlier delivery was used."""
+        self, order: Order, engines: Sequence[int], sources: Buffers, deadline: Deadline
+    ) -> tuple[dict[int, _Share], tuple[int, ...]]:
+        """Delivers to `engines`; returns this rank's shares, and the engines for which a group was used again."""
         meetings = self._arrange(order, engines, deadline)
         mine = [engine for engine in engines if self.rank in self.members(engine).trainers]
         shares = {engine: _Share(ExpectedChecksums(self.plan)) for engine in mine}
@@ -180,23 +178,30 @@ class PeerTransport:
             e: Call(lambda e=e: self._deliver_one(order, e, meetings[e], sources, deadline, shares[e])) for e in mine
         }
         for engine, call in calls.items():
-            share = shares[engine]
             try:
                 call.result(deadline, f"the delivery to engine {engine}")
             # Whatever an engine's death looks like, it is the engine's failure and not this rank's.
             except Exception as error:
-                outcome.fail(engine, reason_of(error))
+                # A new one: the thread of a call that was given up may still write into the old one.
+                shares[engine] = _Share(ExpectedChecksums(self.plan), failure=reason_of(error))
                 self._drop(engine)
+        return shares, tuple(engine for engine in engines if not meetings[engine].fresh)
+
+    def _outcome(self, shares: Mapping[int, _Share]) -> Delivered:
+        outcome = Delivered(ExpectedChecksums(self.plan))
+        for engine, share in shares.items():
+            if share.failure:
+                outcome.fail(engine, share.failure)
                 continue
             outcome.expected.merge(share.sums)
-            if self.fleet.leaders[engine] == self.rank:
-                outcome.num_bytes[engine] = share.num_bytes
-            if share.reports:
-                outcome.reports[engine] = share.reports
             outcome.peak_bytes = max(outcome.peak_bytes, self._peak_bytes(engine))
             for phase, seconds in share.seconds.items():
                 self.seconds[phase] = max(self.seconds.get(phase, 0.0), seconds)
-        return tuple(engine for engine in engines if not meetings[engine].fresh)
+            if share.reports:
+                outcome.reports[engine] = share.reports
+                outcome.num_bytes[engine] = sum(share.received.values())
+                self.received.update(share.received)
+        return outcome
 
     def _arrange(self, order: Order, engines: Sequence[int], deadline: Deadline) -> dict[int, _Meeting]:
         """Every engine's group, named by its leader: a new one where any member lacks the old one."""
@@ -223,8 +228,8 @@ class PeerTransport:
             self._place = MeetingPlace(self.settings.host)
         return [MeetingPlace.new_name(), self._place.address.host, self._place.address.port]
 
-    def _failed_anywhere(self, order: Order, outcome: Delivered, deadline: Deadline) -> set[int]:
-        known = {str(engine): reason for engine, reason in outcome.failures.items()}
+    def _failed_anywhere(self, order: Order, shares: Mapping[int, _Share], deadline: Deadline) -> set[int]:
+        known = {str(engine): share.failure for engine, share in shares.items() if share.failure}
         # Ranks whose wait for an engine has just ended at the deadline still have to say so.
         seconds = deadline.left_s + _CALL_GRACE_S
         everyone = self.coordinator.exchange(known, f"delivery {order.delivery}, the outcome", seconds)
@@ -246,8 +251,7 @@ class PeerTransport:
             received = self._watch(order, engine, group, RECEIVE, deadline) if posted else []
             self._send(engine, group, sources, deadline, received)
             for engine_rank, report in zip(members.engine_ranks, _collect(received, deadline)):
-                self.received[engine_rank] = report.num_bytes
-                share.num_bytes += report.num_bytes
+                share.received[engine_rank] = report.num_bytes
             share.seconds["transfer"] = time.perf_counter() - start
             finished = self._watch(order, engine, group, "finish", deadline) if posted else []
             for engine_rank in members.engine_ranks:

@@ -1,0 +1,188 @@
+"""Deliveries by point-to-point and by disk into the real server: what it serves afterwards is what transformers computes.
+
+Trainer ranks are threads of this process; the engine's ranks are the server's own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.atomic_folder import atomic_folder
+from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, Transport, UpdateTimeouts
+from megatron_dapo.bridge.transports.disk import DiskTransport
+from megatron_dapo.bridge.transports.peer import PeerTransport
+from megatron_dapo.engines.sglang.client import SglangClient
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.peer_group import PeerGroup
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+from delivery_simulation import Meeting, ThreadCoordinator, World, run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT = [5, 6, 7, 200, 9, 31]
+TIMEOUTS = UpdateTimeouts(120, 120, 120, 120, 120, 120, 60)
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Site:
+    """A server and the trainer's ranks."""
+
+    server: SglangServer
+    client: SglangClient
+    world: World
+    model_folder: Path
+
+    def model(self, version: int) -> Tensors:
+        """The whole model at a version."""
+        reference = AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32)
+        return {n: t.detach() * (1 + 0.1 * version) for n, t in reference.named_parameters()}
+
+    def weights(self, version: int) -> list[Tensors]:
+        model = self.model(version)
+        return [self.world.shards(model, rank) for rank in range(self.world.size)]
+
+    def check_served(self, version: int) -> None:
+        reference = AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32)
+        with torch.no_grad():
+            for name, tensor in self.model(version).items():
+                reference.get_parameter(name).copy_(tensor)
+            logprobs = reference(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+        expected = [float(logprobs[i, token]) for i, token in enumerate(PROMPT[1:])]
+        served = self.client.prompt_logprobs(PROMPT)
+        assert served == pytest.approx(expected, abs=1e-4)
+        assert self.client.weight_version == str(version)
+
+    def updates(self, transport_of: Callable[[Fleet, ThreadCoordinator], Transport]) -> list[EngineUpdate]:
+        meeting = Meeting(self.world.size)
+        result = []
+        for rank in range(self.world.size):
+            fleet = Fleet([0], {0: self.client} if rank == 0 else {})
+            coordinator = ThreadCoordinator(meeting, rank)
+            transport = transport_of(fleet, coordinator)
+            result.append(EngineUpdate(self.world.plan, fleet, transport, coordinator, TIMEOUTS, "session"))
+        return result
+
+    def by_peers(self) -> list[EngineUpdate]:
+        return self.updates(lambda fleet, coordinator: PeerTransport(self.world.plan, fleet, coordinator))
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def site(request, server_factory, tiny_model_untied: Path) -> Site:
+    server = server_factory(tiny_model_untied, tensor_parallel=request.param, random_weights=True)
+    return make_site(server, tiny_model_untied, request.param)
+
+
+def make_site(server: SglangServer, folder: Path, tensor_parallel: int) -> Site:
+    info = server.wait_until_healthy()
+    client = SglangClient(server.url, read_key(server.key_file), dialect=info.dialect)
+    layout = ParallelLayout(4, tensor=2, pipeline=2)
+    architecture = ModelArchitecture.from_folder(folder)
+    world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=100_000)
+    return Site(server, client, world, folder)
+
+
+def update_all(everyone: Sequence[EngineUpdate], version: int, weights: Sequence[Tensors]) -> list:
+    return run_ranks(len(everyone), lambda rank: everyone[rank].update(version, weights[rank]), 300)
+
+
+def close_all(everyone: Sequence[EngineUpdate]) -> None:
+    for update in everyone:
+        update.transport.close()
+
+
+def test_two_versions_and_a_killed_sender_between_them(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights, version 1, a delivery whose sender falls silent half way, and version 3."""
+    everyone = site.by_peers()
+    reports = update_all(everyone, 1, site.weights(1))
+    assert all(report.is_complete for report in reports), reports
+    site.check_served(1)
+
+    with monkeypatch.context() as patch:
+        original, count = PeerGroup.send, 0
+
+        def send(self: PeerGroup, tensor: torch.Tensor, to: int):
+            nonlocal count
+            count += self.rank == 2
+            if self.rank == 2 and count > 1:
+                raise RuntimeError("a made-up failure")
+            return original(self, tensor, to)
+
+        patch.setattr(PeerGroup, "send", send)
+        reports = update_all(everyone, 2, site.weights(2))
+    assert not any(report.is_complete for report in reports)
+    assert "member 2" in reports[0].failures[0] and everyone[0].serving == ()
+
+    reports = update_all(everyone, 3, site.weights(3))
+    assert all(report.is_complete for report in reports), reports
+    site.check_served(3)
+    close_all(everyone)
+
+
+def test_a_folder(site: Site, tmp_path: Path) -> None:
+    everyone = site.updates(
+        lambda fleet, coordinator: DiskTransport(
+            site.world.plan, fleet, tmp_path, exporter(site, coordinator.rank), coordinator
+        )
+    )
+    for version in (4, 5):
+        reports = update_all(everyone, version, site.weights(version))
+        assert all(report.is_complete for report in reports), reports
+        site.check_served(version)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def exporter(site: Site, rank: int) -> Callable[[Path, Tensors], None]:
+    def export(folder: Path, sources: Tensors) -> None:
+        if rank:
+            return
+        version = next(v for v in range(10) if torch.equal(site.weights(v)[0][FIRST], sources[FIRST]))
+        with atomic_folder(folder) as temporary:
+            shutil.copy(site.model_folder / "config.json", temporary)
+            tensors = {name: tensor.contiguous() for name, tensor in site.model(version).items()}
+            save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+
+    return export
+
+
+FIRST = "0.embedding.word_embeddings.weight"
+
+
+def test_a_killed_server_and_its_successor(server_factory, tiny_model_untied: Path) -> None:
+    """The death is found out in seconds; the successor gets a group of its own and the whole version."""
+    site = make_site(server_factory(tiny_model_untied, random_weights=True), tiny_model_untied, 1)
+    everyone = site.by_peers()
+    assert all(report.is_complete for report in update_all(everyone, 1, site.weights(1)))
+    real = PeerTransport._send
+
+    def kill_and_send(self, *arguments) -> None:
+        if self.rank == 0:
+            site.server.kill()
+        real(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerTransport, "_send", kill_and_send)
+        reports = update_all(everyone, 2, site.weights(2))
+    assert not any(report.is_complete for report in reports)
+    assert reports[0].seconds < 60
+
+    server = server_factory(tiny_model_untied, random_weights=True)
+    successor = replace(site, server=server, client=make_site(server, tiny_model_untied, 1).client)
+    everyone[0].fleet.controls[0] = successor.client
+    reports = update_all(everyone, 2, successor.weights(2))
+    assert all(report.is_complete for report in reports), reports
+    successor.check_served(2)
+    close_all(everyone)
