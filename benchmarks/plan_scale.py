@@ -1,0 +1,235 @@
+"""How long and how much memory the plan of a weight update takes at scale, and whether its bytes are those that move.
+
+    python benchmarks/plan_scale.py [--json] [--only NAME] [--skip-check]
+
+Every case runs in a process of its own: one rank's view (what it sends and receives, the digest), then the table of all
+ranks. `max_seconds` and `max_gb` (resident set, torch's 0.2 GB included) are the largest over the cases. The check moves
+a small model of each case's proportions between four processes (gloo) and compares each process's counted bytes with
+the plan's. Sizes are those of the public config.json files of Qwen2.5-32B and Qwen3-235B-A22B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.bridge.sglang_layout import SglangLayout, sglang_layout
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.reshard.executors import execute_distributed
+from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.parallel.reshard.traffic import traffic_table
+
+DENSE = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+# What makes the small model of the check; proportions (heads to key-value heads, odd vocabulary) stay.
+SMALL_DENSE = {"vocab_size": 1188, "hidden_size": 40, "intermediate_size": 216, "num_hidden_layers": 4, "head_dim": 8}
+SMALL_EXPERTS = {
+    "vocab_size": 1187,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": 8,
+    "moe_intermediate_size": 24,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer layout and the engines on its ranks."""
+
+    config: Mapping[str, Any]
+    parallel: ParallelLayout
+    engine_tp: int
+    engine_ep: int = 1
+
+    def layouts(self, dtype: torch.dtype) -> tuple[MegatronLayout, SglangLayout]:
+        architecture = ModelArchitecture.from_config(self.config)
+        engines = self.parallel.world_size // self.engine_tp
+        source = megatron_layout(architecture, self.parallel, dtype)
+        return source, sglang_layout(architecture, self.engine_tp, dtype, engines, expert_parallel=self.engine_ep)
+
+
+MOE_PARALLEL = ParallelLayout(1024, tensor=4, pipeline=2, expert=16, expert_tensor=1)
+CASES = {
+    "qwen2.5-32b-128": Case(DENSE, ParallelLayout(128, tensor=8, pipeline=4), 8),
+    "qwen2.5-32b-1024": Case(DENSE, ParallelLayout(1024, tensor=8, pipeline=4), 8),
+    "qwen2.5-32b-16384": Case(DENSE, ParallelLayout(16384, tensor=8, pipeline=4), 8),
+    "qwen3-235b-a22b-1024": Case(EXPERTS, MOE_PARALLEL, 16),
+    "qwen3-235b-a22b-1024-ep16": Case(EXPERTS, MOE_PARALLEL, 16, 16),
+}
+CHECKS = {
+    "dense": Case({**DENSE, **SMALL_DENSE}, ParallelLayout(4, tensor=2, pipeline=2), 2),
+    "dense-tp4": Case({**DENSE, **SMALL_DENSE}, ParallelLayout(4, pipeline=2), 4),
+    "experts": Case({**EXPERTS, **SMALL_EXPERTS}, ParallelLayout(4, tensor=2, expert=4, expert_tensor=1), 2),
+    "experts-ep2": Case({**EXPERTS, **SMALL_EXPERTS}, ParallelLayout(4, pipeline=2, expert=2), 4, 2),
+}
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Seconds and memory of one case in this process."""
+    case = CASES[name]
+    start = time.perf_counter()
+    source, engine = case.layouts(torch.bfloat16)
+    reshard = plan(source, engine)
+    digest = reshard.digest.hex()
+    rank = case.parallel.world_size // 2 + 3
+    traffic = reshard.traffic(rank)
+    one_rank = time.perf_counter() - start
+    table = traffic_table(reshard)
+    assert traffic == (table.sent[rank], table.received[rank], table.local[rank]), "the table differs from the rank"
+    shard = sum(spec.num_bytes for spec in engine.local_specs(0).values())
+    return {
+        "ranks": case.parallel.world_size,
+        "trainer": case.parallel.describe(),
+        "engine": f"TP{case.engine_tp} EP{case.engine_ep}",
+        "seconds": time.perf_counter() - start,
+        "seconds_one_rank": one_rank,
+        "cpu_seconds": time.process_time(),
+        "gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "shard_bytes": shard,
+        "sent_mean": float(table.sent.double().mean()),
+        "sent_max": int(table.sent.max()),
+        "received_max": int(table.received.max()),
+        "bytes_ratio": float((table.received + table.local).max()) / shard,
+        "pairs": len(table.source),
+        "digest": digest,
+    }
+
+
+def _check_worker(rank: int, case: Case, store: str, answers: Any) -> None:
+    """Moves a case's small model and counts; answers (rank, counted, planned, elements that are wrong)."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timedelta(minutes=3))
+    source, engine = case.layouts(torch.float32)
+    reshard = plan(source, engine)
+    held = {n: torch.full(s, float(rank + 1)) for n, s in source.local_shapes(rank).items()}
+    filled = {n: torch.zeros(s) for n, s in engine.local_shapes(rank).items()}
+    counted = execute_distributed(reshard, held, filled, dist.group.WORLD, bucket_bytes=4096)
+    table = traffic_table(reshard)
+    planned = (int(table.sent[rank]), int(table.received[rank]), int(table.local[rank]))
+    padding = sum(box.volume for boxes in engine.padding(rank).values() for box in boxes)
+    unfilled = sum(int((tensor == 0).sum()) for tensor in filled.values()) - padding
+    answers.put((rank, tuple(counted), planned, unfilled))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check(case: Case) -> dict[str, Any]:
+    """Planned against counted bytes of four processes."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(target=_check_worker, args=(rank, case, f"{folder}/store", answers)) for rank in range(4)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            results = sorted(answers.get(timeout=300) for _ in workers)
+            for worker in workers:
+                worker.join(60)
+        finally:
+            for worker in workers:
+                worker.kill()
+    differences = [[abs(a - b) for a, b in zip(counted, planned)] for _, counted, planned, _ in results]
+    return {
+        "bytes_moved": sum(counted[0] for _, counted, _, _ in results),
+        "largest_difference": max(max(row) for row in differences),
+        "unfilled_elements": sum(unfilled for *_, unfilled in results),
+    }
+
+
+def _in_own_process(name: str) -> dict[str, Any]:
+    root = str(Path(__file__).resolve().parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, __file__, "--json", "--case", name]
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=600, check=True).stdout
+    return json.loads(output)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=CASES, action="append", help="cases to run; default: all")
+    parser.add_argument("--skip-check", action="store_true", help="leave out the run of four processes")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(measure(arguments.case)))
+        return
+    cases = {name: _in_own_process(name) for name in arguments.only or CASES}
+    result: dict[str, Any] = {
+        "max_seconds": max(case["seconds"] for case in cases.values()),
+        "max_gb": max(case["gb"] for case in cases.values()),
+        "cases": cases,
+    }
+    if not arguments.skip_check:
+        result["checks"] = {name: check(case) for name, case in CHECKS.items()}
+        result["bytes_difference"] = max(c["largest_difference"] for c in result["checks"].values())
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+        return
+    for name, case in cases.items():
+        print(
+            f"{name}: {case['seconds']:.1f} s (one rank {case['seconds_one_rank']:.1f} s), {case['gb']:.2f} GB; a rank "
+            f"sends {case['sent_mean'] / 1e9:.2f} GB (at most {case['sent_max'] / 1e9:.2f}), receives at most "
+            f"{case['received_max'] / 1e9:.2f}; {case['bytes_ratio']:.4f} of its shard"
+        )
+    for name, found in result.get("checks", {}).items():
+        print(f"check {name}: {found['bytes_moved']} bytes moved, {found['largest_difference']} off the plan")
+
+
+if __name__ == "__main__":
+    main()
