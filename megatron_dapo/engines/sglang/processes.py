@@ -12,13 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# SGLang's load reports and multiprocessing's semaphores: a killed server cannot remove them.
-_LEFTOVER = re.compile(r"/dev/shm/(?:sglang_loads_|sem\.mp-)\S+")
+# SGLang's load reports: a killed server cannot remove them.
+_LEFTOVER = re.compile(r"/dev/shm/sglang_loads_\S+")
 _TICK_S = 0.02
+_TRACKER_S = 2.0  # for multiprocessing's resource tracker, which removes semaphores when all others have ended
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,20 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leftovers_of_session() -> set[Path]:
-    """`leftovers` of every process in the caller's session."""
-    session = os.getsid(0)
-    members = (pid for pid, status in _process_table().items() if status.session == session)
-    return {file for pid in members for file in leftovers(pid)}
+def end_session() -> None:
+    """Kill every process of the caller's session, itself last, and remove what they leave.
+
+    multiprocessing's resource tracker is spared: it removes their semaphores and then ends by itself.
+    """
+    session, caller = os.getsid(0), os.getpid()
+    members = [pid for pid, status in _process_table().items() if status.session == session]
+    for file in {file for pid in members for file in leftovers(pid)}:
+        file.unlink(missing_ok=True)
+    for pid in members:
+        if pid != caller and not _is_resource_tracker(pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    os.kill(caller, signal.SIGKILL)
 
 
 def leftovers(pid: int) -> set[Path]:
@@ -106,13 +117,14 @@ class ProcessTree:
 
     def kill(self, timeout_s: float) -> list[int]:
         """End everything, wait until it is gone and remove what it left behind. Returns the pids that would not go."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         while True:
             self._look()
             running = {process for process in self._seen if process.is_running}
-            if not running or time.monotonic() > deadline:
+            age = time.monotonic() - began
+            if not running or age > timeout_s:
                 break
-            _kill(running)
+            _kill(process for process in running if age > _TRACKER_S or not _is_resource_tracker(process.pid))
             time.sleep(_TICK_S)
         if self.exit_code is not None:
             self._leader.wait()
@@ -130,10 +142,8 @@ class ProcessTree:
 def _kill(processes: Iterable[ProcessId]) -> None:
     for process in processes:
         if process.is_running:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
 
 def _members(leader: int, known: Iterable[ProcessId]) -> set[ProcessId]:
@@ -170,10 +180,18 @@ def _status(pid: int) -> _Status | None:
 
 def _is_worker(pid: int) -> bool:
     """SGLang names its processes sglang::scheduler and so on."""
+    return _command_line(pid).startswith(b"sglang::")
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    return b"multiprocessing.resource_tracker" in _command_line(pid)
+
+
+def _command_line(pid: int) -> bytes:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sglang::")
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
+        return b""
 
 
 def _by_pid(process: ProcessId) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from megatron_dapo.engines.sglang import cpu
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.processes import end_with_parent, leftovers_of_session
+from megatron_dapo.engines.sglang.processes import end_session, end_with_parent
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -47,7 +46,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def end_with_starter(scratch: Path) -> None:
-    """Kill this process's group, and remove `scratch`, as soon as nobody holds the other end of its standard input.
+    """End this process's session, and remove `scratch`, as soon as nobody holds the other end of its standard input.
 
     The starter's end closes however the starter dies. PR_SET_PDEATHSIG would not do here: the kernel sends it already
     when the THREAD that started this process ends.
@@ -58,10 +57,8 @@ def end_with_starter(scratch: Path) -> None:
 def _watch_starter(scratch: Path) -> None:
     while os.read(0, 1):
         pass
-    for file in leftovers_of_session():
-        file.unlink(missing_ok=True)
     shutil.rmtree(scratch, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+    end_session()
 
 
 if __name__ == "__mp_main__":
