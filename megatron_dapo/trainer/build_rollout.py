@@ -17,7 +17,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
 from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import CollectProgress, Collector, CollectorSettings, keep_every_group
+from megatron_dapo.rollout.collector import Collector, CollectorSettings, CollectProgress, keep_every_group
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.trainer.driven_engine import DrivenEngine
 from megatron_dapo.trainer.evaluator import EvaluationTask

@@ -25,6 +25,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import create_key, read_key
+from megatron_dapo.engines.sglang.resting import RestingClient
 from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter
 from megatron_dapo.engines.sglang.server import EngineServer, Expectation, ServerSettings, SglangServer
 from megatron_dapo.launch.environment import rendezvous_host
@@ -37,7 +38,7 @@ from megatron_dapo.parallel.reshard.executors import Buffers
 from megatron_dapo.parallel.reshard.layout import ShiftedLayout
 from megatron_dapo.parallel.reshard.planner import plan
 from megatron_dapo.trainer.driven_engine import Engines
-from megatron_dapo.trainer.sglang_engines import SglangEngines
+from megatron_dapo.trainer.sglang_engines import DeviceMemory, SglangEngines
 from megatron_dapo.trainer.sglang_front import DirectFront, Front, RoutedFront
 from megatron_dapo.trainer.sglang_servers import GivenServers, ReadyServer, Servers, StartedServers
 
@@ -78,7 +79,8 @@ def start_sglang(config: Config, stack: ExitStack) -> Callable[[MegatronActor], 
             actor.named_local_parameters,
         )
         stack.callback(engines.close)
-        return Engines(engines, engines, engines, engines.heal)
+        memory = _shared_memory(site, actor)
+        return Engines(engines, engines, engines, engines.heal, partial(engines.rest, memory) if memory else None)
 
     return connect
 
@@ -137,7 +139,7 @@ def _settings(site: _Site, place: int) -> ServerSettings:
         max_running_requests=sglang.max_running_requests,
         max_total_tokens=sglang.max_total_tokens or on_cpu,
         memory_fraction=sglang.memory_fraction if cuda else None,
-        memory_saver=cuda and sglang.placement == "colocated",
+        memory_saver=_shares_devices(site),
         seeded=sglang.seeded,
         random_weights=True,  # the first delivery fills them, and is checked
         random_seed=config.run.seed % (1 << 31),
@@ -154,7 +156,24 @@ def _python(config: Config) -> Path:
 def _client(site: _Site, servers: Servers, server: ReadyServer) -> SglangClient:
     name = f"{server.index} ({server.url})"
     dialect = servers.dialect(server.index)
-    return SglangClient(server.url, read_key(site.key_file), _timeouts(site.config), dialect, name=name)
+    kind = RestingClient if _shares_devices(site) else SglangClient
+    return kind(server.url, read_key(site.key_file), _timeouts(site.config), dialect, name=name)
+
+
+def _shares_devices(site: _Site) -> bool:
+    return site.device == "cuda" and site.config.sglang.placement == "colocated"
+
+
+def _shared_memory(site: _Site, actor: MegatronActor) -> DeviceMemory | None:
+    """What a resting server must give back to this rank's device; None where servers have memory of their own."""
+    if not _shares_devices(site):
+        return None
+    sglang = site.config.sglang
+    place, num_bytes = site.rank % site.nodes.ranks_per_node, 0
+    if place < sglang.servers_per_node * sglang.tensor:  # a server's rank is on this device
+        shard = sglang_layout(actor.architecture, sglang.tensor, DTYPES[site.config.model.dtype])
+        num_bytes = sum(spec.num_bytes for spec in shard.local_specs(place % sglang.tensor).values())
+    return DeviceMemory(lambda: torch.cuda.mem_get_info()[0], num_bytes, sglang.update_timeout_seconds)
 
 
 def _timeouts(config: Config) -> Timeouts:

@@ -56,3 +56,4 @@ class Engines:
     publisher: Publisher
     served: ServedModels | None = None
     heal: Callable[[], None] | None = None  # rank 0, while it waits for a collecting thread
+    rest: Callable[[], None] | None = None  # collective: give memory back until the next version is published

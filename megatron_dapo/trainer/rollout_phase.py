@@ -31,14 +31,24 @@ class CollectedBatch:
 class RolloutPhase:
     """Drives the engines of all ranks. `rollout` exists on rank 0."""
 
-    def __init__(self, engine: DrivenEngine, rollout: OverlappedRollout | None, build: BuildSamples) -> None:
+    def __init__(
+        self,
+        engine: DrivenEngine,
+        rollout: OverlappedRollout | None,
+        build: BuildSamples,
+        rest: Callable[[], None] | None = None,
+    ) -> None:
+        """`rest`: gives the engines' memory to the trainer."""
         self._engine = engine
         self._rollout = rollout
         self._build = build
+        self._rest = rest
 
     def collect(self, num_groups: int) -> CollectedBatch:
         """The next rollout batch, the same samples on every rank."""
         rollout = self._engine.drive(lambda: self._collect(num_groups))
+        if self._rest is not None:
+            self._rest()
         if rollout is None:
             return self._receive()
         built = self._build(rollout.groups)

@@ -103,7 +103,7 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
     recorder = _recorder(config, rank, progress, stack)
     phases.view = recorder.phase if recorder else None
     parts = Parts(
-        rollout=RolloutPhase(engine, rollout, sample_builder(config)),
+        rollout=RolloutPhase(engine, rollout, sample_builder(config), engines.rest),
         learner=learner,
         publisher=PausingPublisher(engines.publisher, rollout),
         parity=_parity(config, engines, driver, learner, layout),

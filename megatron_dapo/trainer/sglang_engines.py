@@ -12,13 +12,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_dapo.bridge.engine_update import EngineUpdate
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import AllEnginesGone, SglangEngine
+from megatron_dapo.engines.sglang.resting import RestingClient, wait_for_memory
 from megatron_dapo.parallel.lead import Lead
 from megatron_dapo.trainer.sglang_front import Front
 from megatron_dapo.trainer.sglang_servers import ReadyServer, Servers
@@ -29,6 +32,15 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _REVIVE = "revive"
 _LOOK_AGAIN_S = 1.0  # how long a collecting thread waits for servers before it may be paused
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """This rank's device: how much is free, and how much a resting server must give back to it."""
+
+    free_bytes: Callable[[], int]
+    expected_bytes: int
+    timeout_s: float
 
 
 class SglangEngines:
@@ -126,6 +138,19 @@ class SglangEngines:
             self._replace(failed)
             failed = self._update.redeliver(sorted(failed), version, self._sources()).failures
         self._serve(version)
+
+    def rest(self, memory: DeviceMemory) -> None:
+        """Servers that share devices with the trainer give their memory back until the next version. Collective.
+
+        MemoryError where this rank's device has not got the memory of its server's weights afterwards.
+        """
+        before = memory.free_bytes()
+        for control in self._controls.values():
+            assert isinstance(control, RestingClient), "servers that rest are spoken to by a RestingClient"
+            control.rest()
+        dist.barrier()  # the server on this device may be another rank's to speak to
+        if memory.expected_bytes:
+            wait_for_memory(memory.free_bytes, before, memory.expected_bytes, memory.timeout_s)
 
     def close(self) -> None:
         """End rank 0's connections and this rank's servers."""

@@ -273,6 +273,16 @@ class SglangClient:
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
+    # Memory
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Give memory back to the device: "kv_cache", "weights". What was in it is lost."""
+        self._post("/release_memory_occupation", {"tags": list(tags)}, self.timeouts.update_s)
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take memory again that was released; its content is undefined."""
+        self._post("/resume_memory_occupation", {"tags": list(tags)}, self.timeouts.update_s)
+
     # Weights
 
     def update_weights_from_tensor(

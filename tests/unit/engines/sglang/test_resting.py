@@ -1,0 +1,55 @@
+"""Servers that give their memory back: what is asked of them, in which order, and the proof that it happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_dapo.engines.sglang.resting import RestingClient, wait_for_memory
+
+
+class Recorded(RestingClient):
+    """Notes the calls instead of making them."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1", None)
+        self.calls: list[Any] = []
+
+    def _post(self, path: str, body: Any, deadline: float, retries: int = 0) -> Any:
+        self.calls.append((path, *(body or {}).get("tags", ())))
+
+
+def test_weights_come_back_before_and_the_cache_after_the_delivery() -> None:
+    client = Recorded()
+    client.rest()
+    client.rest()  # nothing more to release
+    client.pause("abort")
+    client.flush_cache()
+    client.begin_weight_update()
+    client.calls.append("delivery")
+    client.resume()
+    assert client.calls == [
+        ("/flush_cache",),
+        ("/release_memory_occupation", "kv_cache", "weights"),
+        ("/pause_generation",),
+        ("/flush_cache",),
+        ("/resume_memory_occupation", "weights"),
+        "delivery",
+        ("/resume_memory_occupation", "kv_cache"),
+        ("/continue_generation",),
+    ]
+    client.calls.clear()
+    client.begin_weight_update()
+    client.resume()
+    assert client.calls == [("/continue_generation",)]  # awake: nothing to bring back
+
+
+def test_release_is_over_when_the_device_says_so() -> None:
+    readings = iter([100, 100, 350, 420])
+    assert wait_for_memory(lambda: next(readings), before=100, expected=300, timeout_s=5.0) == 320
+
+
+def test_memory_that_does_not_come_back_is_an_error_with_both_numbers() -> None:
+    with pytest.raises(MemoryError, match="released 50 bytes within 0.1 s, their weights alone are 300"):
+        wait_for_memory(lambda: 150, before=100, expected=300, timeout_s=0.1)
