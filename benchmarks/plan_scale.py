@@ -2,8 +2,8 @@
 
     python benchmarks/plan_scale.py [--json] [--only NAME] [--skip-check]
 
-Every case runs in a process of its own: one rank's view (what it sends and receives, the digest), then the table of all
-ranks. `max_seconds` and `max_gb` (resident set, torch's 0.2 GB included) are the largest over the cases. The check moves
+Every case runs in a process of its own: one rank's view (what it sends and receives, the digest), then the table of
+all ranks. `max_seconds` and `max_gb` (resident set, torch's 0.2 GB included) are the largest over the cases. The check moves
 a small model of each case's proportions between four processes (gloo) and compares each process's counted bytes with
 the plan's. Sizes are those of the public config.json files of Qwen2.5-32B and Qwen3-235B-A22B.
 """
@@ -151,7 +151,8 @@ def measure(name: str) -> dict[str, Any]:
 def _check_worker(rank: int, case: Case, store: str, answers: Any) -> None:
     """Moves a case's small model and counts; answers (rank, counted, planned, elements that are wrong)."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timedelta(minutes=3))
+    limit = timedelta(minutes=3)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=limit)
     source, engine = case.layouts(torch.float32)
     reshard = plan(source, engine)
     held = {n: torch.full(s, float(rank + 1)) for n, s in source.local_shapes(rank).items()}

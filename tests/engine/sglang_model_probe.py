@@ -3,7 +3,8 @@
     PYTHONPATH=<root> python sglang_model_probe.py CASES.json
 
 No server and no peers: the ranks' numbers are put in place of those of a process group. Each case is {"folder",
-"model_module", "tensor_parallel", "expert_parallel", "device", "output"}; the parameters of rank r go to output/r.safetensors.
+"model_module", "tensor_parallel", "expert_parallel", "device", "output"}; the parameters of rank r go to
+output/r.safetensors.
 """
 
 from __future__ import annotations

@@ -102,7 +102,12 @@ def loaded(tmp_path_factory, engine_python, repository):
     (root / "cases.json").write_text(json.dumps(request))
     result = subprocess.run(
         [str(engine_python), str(Path(__file__).with_name("sglang_model_probe.py")), str(root / "cases.json")],
-        env={"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
+        env={
+            "PYTHONPATH": str(repository),
+            "OMP_NUM_THREADS": "1",
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

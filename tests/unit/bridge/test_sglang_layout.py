@@ -91,7 +91,8 @@ def engine_shard(architecture, weights, rank: int, tp: int, ep: int, device: str
     if LM_HEAD in weights or architecture.experts:
         shard[LM_HEAD] = _chunk(weights.get(LM_HEAD, weights[EMBEDDING]), 0, vocabulary, rank, tp)
     for layer in range(architecture.num_layers):
-        w = {n[len(f"model.layers.{layer}.") :]: t for n, t in weights.items() if n.startswith(f"model.layers.{layer}.")}
+        prefix = f"model.layers.{layer}."
+        w = {name[len(prefix) :]: t for name, t in weights.items() if name.startswith(prefix)}
         local = {n: t for n, t in w.items() if "norm" in n or n == "mlp.gate.weight"}
         for kind in [n.rsplit(".", 1)[1] for n in w if n.startswith("self_attn.q_proj")]:
             rows = [_chunk(w[f"self_attn.q_proj.{kind}"], 0, heads * head, rank, tp)]
@@ -272,5 +273,6 @@ def test_deliveries_can_place_every_expert(device):
             shape = engine.local_shapes(rank)[t.destination_piece.local]
             place = delivery_plan.local_box(t.destination_piece, t.box, shape)
             values = weights[t.tensor][tuple(slice(o, o + n) for o, n in zip(t.box.offset, t.box.shape))]
-            part = expected[t.destination_piece.local][tuple(slice(o, o + n) for o, n in zip(place.offset, place.shape))]
+            box = tuple(slice(o, o + n) for o, n in zip(place.offset, place.shape))
+            part = expected[t.destination_piece.local][box]
             assert torch.equal(part.reshape(values.shape), values)
