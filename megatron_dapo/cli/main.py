@@ -186,7 +186,9 @@ def plan_sync(
     layout: LayoutOption = None,
     world_size: Annotated[Optional[int], typer.Option(min=1, help="trainer ranks; default: the layout's")] = None,
     engine_tp: Annotated[Optional[int], typer.Option(min=1, help="ranks of an engine; default: sglang.tensor")] = None,
-    engine_ep: Annotated[int, typer.Option(min=1, help="expert-parallel ranks of an engine, within its ranks")] = 1,
+    engine_ep: Annotated[
+        Optional[int], typer.Option(min=1, help="expert-parallel ranks of an engine; default: sglang.expert")
+    ] = None,
     engines: Annotated[Optional[int], typer.Option(min=1, help="default: as many as fit the trainer's ranks")] = None,
     device: Annotated[str, typer.Option(help="where the engines run: cuda or cpu (they pad differently)")] = "cuda",
     ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,

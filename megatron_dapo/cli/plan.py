@@ -20,6 +20,7 @@ from megatron_dapo.config import (
     validate,
 )
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer.parallel_layout import parallel_layout
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,10 @@ def make_plan(
     problems += _devices(processes, num_devices or 0)
     if problems:
         raise ConfigError(problems, str(recipe))
-    p = config.parallel
     return Plan(
         loaded=loaded,
         overrides=tuple(merged),
-        layout=ParallelLayout(
-            processes, p.tensor, p.pipeline, p.virtual_pipeline, p.context, p.expert, p.sequence_parallel
-        ),
+        layout=parallel_layout(config, processes),
     )
 
 

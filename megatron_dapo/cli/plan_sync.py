@@ -14,11 +14,12 @@ import torch
 from megatron_dapo.bridge.architecture import DTYPES, ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import megatron_layout
 from megatron_dapo.bridge.sglang_layout import sglang_layout
-from megatron_dapo.config import Config, layout_overrides, load_config
+from megatron_dapo.config import layout_overrides, load_config
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.layout import Layout, ShiftedLayout
 from megatron_dapo.parallel.reshard.planner import plan
 from megatron_dapo.parallel.reshard.traffic import Links, TrafficTable, traffic_table
+from megatron_dapo.trainer.parallel_layout import parallel_layout
 
 GB, MIB = 1e9, 1 << 20
 NUM_TOP_SENDERS = 5
@@ -141,7 +142,7 @@ def plan_sync_of_recipe(
     *,
     world_size: int | None = None,
     engine_tp: int | None = None,
-    engine_ep: int = 1,
+    engine_ep: int | None = None,
     engines: int | None = None,
     device: str = "cuda",
     ranks_per_node: int = 8,
@@ -152,12 +153,14 @@ def plan_sync_of_recipe(
     Without a number of engines there are as many as fit the trainer's ranks. Raises ValueError for what does not fit.
     """
     config = load_config(recipe, [*overrides, *(layout_overrides(layout) if layout else [])]).config
-    parallel = _parallel(config, world_size)
+    parallel = parallel_layout(config, world_size or config.num_processes)
     size = engine_tp or config.sglang.tensor
     number = engines or parallel.world_size // size
     if number < 1:
         raise ValueError(f"an engine of {size} ranks does not fit {parallel.world_size} trainer ranks; give --engines")
-    options = EngineOptions(size, number, engine_ep, device, apart=config.sglang.placement == "disaggregated")
+    options = EngineOptions(
+        size, number, engine_ep or config.sglang.expert, device, apart=config.sglang.placement == "disaggregated"
+    )
     if not options.apart and size * number > parallel.world_size:
         raise ValueError(
             f"{number} engines of {size} ranks share the devices of {parallel.world_size} trainer ranks "
@@ -171,19 +174,6 @@ def plan_sync_of_recipe(
         ranks_per_node=ranks_per_node,
         bucket_bytes=config.sglang.bucket_mb * MIB,
         links=links,
-    )
-
-
-def _parallel(config: Config, world_size: int | None) -> ParallelLayout:
-    p = config.parallel
-    return ParallelLayout(
-        world_size or config.num_processes,
-        p.tensor,
-        p.pipeline,
-        p.virtual_pipeline,
-        p.context,
-        p.expert,
-        p.sequence_parallel,
     )
 
 

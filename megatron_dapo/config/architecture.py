@@ -18,6 +18,8 @@ class ArchitectureFacts:
     intermediate_size: int
     max_position_embeddings: int
     num_experts: int = 0  # 0: dense
+    moe_intermediate_size: int = 0  # of one expert
+    has_dense_layers: bool = True
 
 
 _KEYS = {
@@ -44,4 +46,11 @@ def read_architecture(folder: str | Path) -> ArchitectureFacts:
     facts = {name: document[key] for name, key in _KEYS.items()}
     kv_heads = document.get("num_key_value_heads") or facts["num_attention_heads"]
     experts = document.get("num_experts") or document.get("num_local_experts") or 0
-    return ArchitectureFacts(**facts, num_key_value_heads=kv_heads, num_experts=experts)
+    sparse_step = document.get("decoder_sparse_step") or 1
+    return ArchitectureFacts(
+        **facts,
+        num_key_value_heads=kv_heads,
+        num_experts=experts,
+        moe_intermediate_size=document.get("moe_intermediate_size") or 0,
+        has_dense_layers=not experts or sparse_step > 1 or bool(document.get("mlp_only_layers")),
+    )

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 
-_AXES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert", "dp": "data"}
-_TOKEN = re.compile(r"(vpp|tp|pp|cp|ep|dp)(\d+)|(sp)")
+_AXES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "vpp": "virtual_pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "dp": "data",
+}
+_TOKEN = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)(\d+)|(sp)")
 
 
 def layout_overrides(text: str) -> list[str]:
-    """Overrides that make the layout what `text` says: sizes of tp, pp, vpp, cp, ep, dp in any order, and sp; the rest
-    is 1 / off.
+    """Overrides that make the layout what `text` says: sizes of tp, pp, vpp, cp, ep, etp, dp in any order, and sp; the
+    rest is 1 / off, etp as tp.
 
     "tp2pp1" starts 2 processes, "tp2dp2sp" 4. Raises ValueError for anything else.
     """
@@ -21,7 +29,7 @@ def layout_overrides(text: str) -> list[str]:
     names = [token.group(1) or token.group(3) for token in tokens]
     if len(set(names)) != len(names):
         raise ValueError(f"layout {text!r}: an axis stands in it twice; write each once")
-    sizes = dict.fromkeys(_AXES.values(), 1)
+    sizes = {**dict.fromkeys(_AXES.values(), 1), "expert_tensor": 0}
     sizes.update({_AXES[token.group(1)]: int(token.group(2)) for token in tokens if token.group(1)})
     data = sizes.pop("data")
     num_processes = sizes["tensor"] * sizes["pipeline"] * sizes["context"] * data

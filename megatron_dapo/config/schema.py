@@ -122,6 +122,9 @@ class ParallelConfig(Section):
     expert: int = 1
     """Ranks experts are cut over, within context x data. For mixture-of-experts models only."""
 
+    expert_tensor: int = 0
+    """Ranks each expert's matrices are cut over; 0: as many as tensor. Another size than tensor needs expert > 1."""
+
     sequence_parallel: bool = False
     """Cut the activations between matrix products over the tensor ranks as well. Saves memory; needs tensor > 1."""
 
@@ -230,6 +233,9 @@ class SglangConfig(Section):
 
     tensor: int = 1
     """Tensor-parallel size of a server."""
+
+    expert: int = 1
+    """Ranks a server's experts are dealt out over, within its tensor ranks. For mixture-of-experts models."""
 
     servers_per_node: int = 1
     """Servers started on every node of the trainer."""

@@ -61,6 +61,7 @@ _RANGES: dict[str, _Range] = {
     "parallel.virtual_pipeline": _AT_LEAST_ONE,
     "parallel.context": _AT_LEAST_ONE,
     "parallel.expert": _AT_LEAST_ONE,
+    "parallel.expert_tensor": _NOT_NEGATIVE,
     "parallel.num_processes": _NOT_NEGATIVE,
     "data.train_paths": _NOT_EMPTY,
     "data.max_prompt_tokens": _AT_LEAST_ONE,
@@ -79,6 +80,7 @@ _RANGES: dict[str, _Range] = {
     "rollout.max_staleness": _NOT_NEGATIVE,
     "rollout.slots_per_rank": _AT_LEAST_ONE,
     "sglang.tensor": _AT_LEAST_ONE,
+    "sglang.expert": _AT_LEAST_ONE,
     "sglang.servers_per_node": _AT_LEAST_ONE,
     "sglang.bucket_mb": _AT_LEAST_ONE,
     "sglang.max_running_requests": _AT_LEAST_ONE,
@@ -288,6 +290,14 @@ def _engines(config: Config) -> Iterator[Violation]:
             'set sglang.placement = "disaggregated"',
             "sglang.urls",
         )
+    if min(sglang.tensor, sglang.expert) >= 1 and sglang.tensor % sglang.expert:
+        yield _violation(
+            config,
+            "sglang.expert",
+            "sglang.tensor % sglang.expert == 0",
+            f"set sglang.expert = {nearest_divisor(sglang.tensor, sglang.expert)}",
+            "sglang.tensor",
+        )
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     if 0 < sglang.max_total_tokens < longest:
         yield _violation(
@@ -487,6 +497,29 @@ def _layout(config: Config) -> Iterator[Violation]:
         )
 
 
+def _expert_tensor(config: Config) -> Iterator[Violation]:
+    p = config.parallel
+    if p.expert_tensor < 1 or p.tensor < 1:
+        return
+    if p.tensor % p.expert_tensor:
+        yield _violation(
+            config,
+            "parallel.expert_tensor",
+            "parallel.tensor % parallel.expert_tensor == 0",
+            f"set parallel.expert_tensor = {nearest_divisor(p.tensor, p.expert_tensor)}",
+            "parallel.tensor",
+        )
+    elif p.expert_tensor != p.tensor and p.expert == 1:
+        yield _violation(
+            config,
+            "parallel.expert_tensor",
+            "parallel.expert_tensor == parallel.tensor where parallel.expert == 1",
+            "set parallel.expert_tensor = 0, or parallel.expert = 2 or more",
+            "parallel.tensor",
+            "parallel.expert",
+        )
+
+
 def _world(config: Config, world_size: int) -> Iterator[Violation]:
     p = config.parallel
     if min(p.tensor, p.pipeline, p.context, p.expert) < 1 or world_size < 1:
@@ -518,13 +551,15 @@ def _world(config: Config, world_size: int) -> Iterator[Violation]:
 
 def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
     p = config.parallel
-    if (data * p.context) % p.expert:
+    cut = p.expert_tensor or p.tensor
+    if p.tensor % cut == 0 and (p.tensor // cut * data * p.context) % p.expert:
         yield _violation(
             config,
             "parallel.expert",
-            "(data * context) % expert == 0",
-            f"set parallel.expert = {nearest_divisor(data * p.context, p.expert)}",
+            "(tensor / expert_tensor * data * context) % expert == 0",
+            f"set parallel.expert = {nearest_divisor(p.tensor // cut * data * p.context, p.expert)}",
             "parallel.context",
+            "parallel.expert_tensor",
             data=data,
         )
     responses = config.training.mini_batch_prompts * config.rollout.group_size
@@ -542,7 +577,7 @@ def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
 
 def _heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
     tensor = config.parallel.tensor
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    names = ("num_attention_heads", "num_key_value_heads", *(("intermediate_size",) * architecture.has_dense_layers))
     common = math.gcd(*(getattr(architecture, name) for name in names))
     for name in names:
         size = getattr(architecture, name)
@@ -617,6 +652,30 @@ def _experts(config: Config, architecture: ArchitectureFacts) -> Iterator[Violat
         )
 
 
+def _expert_matrices(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
+    p, size = config.parallel, architecture.moe_intermediate_size
+    cut = p.expert_tensor or p.tensor
+    if not architecture.num_experts or min(p.tensor, cut) < 1:
+        return
+    if size % cut:
+        yield _violation(
+            config,
+            "parallel.expert_tensor",
+            "moe_intermediate_size % expert_tensor == 0 (0: tensor)",
+            f"set parallel.expert_tensor = {nearest_divisor(size, cut)}",
+            "parallel.tensor",
+            moe_intermediate_size=size,
+        )
+    if p.tensor > 1 and not p.sequence_parallel:
+        yield _violation(
+            config,
+            "parallel.sequence_parallel",
+            "parallel.sequence_parallel where experts meet parallel.tensor > 1 (Megatron-core needs it)",
+            "set parallel.sequence_parallel = true",
+            "parallel.tensor",
+        )
+
+
 _RULES = (
     _ranges,
     _batch,
@@ -630,5 +689,6 @@ _RULES = (
     _steps,
     _evaluation,
     _layout,
+    _expert_tensor,
 )
-_ARCHITECTURE_RULES = (_heads, _engine_heads, _layers, _positions, _experts)
+_ARCHITECTURE_RULES = (_heads, _engine_heads, _layers, _positions, _experts, _expert_matrices)

@@ -28,20 +28,6 @@ from megatron_dapo.trainer.objective import PolicyObjective
 logger = logging.getLogger(__name__)
 
 
-def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
-    """The layout the configuration asks for in a world of that size."""
-    p = config.parallel
-    return ParallelLayout(
-        world_size,
-        tensor=p.tensor,
-        pipeline=p.pipeline,
-        virtual_pipeline=p.virtual_pipeline,
-        context=p.context,
-        expert=p.expert,
-        sequence_parallel=p.sequence_parallel,
-    )
-
-
 def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
     """This rank's part of the policy with the weights of model.path."""
     architecture = ModelArchitecture.from_folder(config.model.path)

@@ -144,6 +144,7 @@ def _settings(site: _Site, place: int) -> ServerSettings:
         random_weights=True,  # the first delivery fills them, and is checked
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
+        more_arguments=("--ep-size", str(sglang.expert)) if sglang.expert > 1 else (),
         gpus=tuple(range(first, first + sglang.tensor)) if cuda else (),
     )
 
@@ -171,7 +172,8 @@ def _shared_memory(site: _Site, actor: MegatronActor) -> DeviceMemory | None:
     sglang = site.config.sglang
     place, num_bytes = site.rank % site.nodes.ranks_per_node, 0
     if place < sglang.servers_per_node * sglang.tensor:  # a server's rank is on this device
-        shard = sglang_layout(actor.architecture, sglang.tensor, DTYPES[site.config.model.dtype])
+        dtype = DTYPES[site.config.model.dtype]
+        shard = sglang_layout(actor.architecture, sglang.tensor, dtype, expert_parallel=sglang.expert)
         num_bytes = sum(spec.num_bytes for spec in shard.local_specs(place % sglang.tensor).values())
     return DeviceMemory(lambda: torch.cuda.mem_get_info()[0], num_bytes, sglang.update_timeout_seconds)
 
@@ -229,6 +231,7 @@ def _update(site: _Site, servers: Servers, actor: MegatronActor, controls: dict[
         sglang.tensor,
         DTYPES[config.model.dtype],
         len(servers.leaders),
+        expert_parallel=sglang.expert,
         device=site.device,
     )
     fleet = Fleet(servers.leaders, controls)

@@ -19,9 +19,10 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import CheckpointStore
 from megatron_dapo.telemetry.batch_dump import load_batch
-from megatron_dapo.trainer.build_learner import build_actor, build_learner, parallel_layout
+from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState
 from megatron_dapo.trainer.learner import Learner
+from megatron_dapo.trainer.parallel_layout import parallel_layout
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.telemetry.trend import TrendSettings
 from megatron_dapo.trainer.build_engines import start_engines
-from megatron_dapo.trainer.build_learner import build_actor, build_learner, parallel_layout
+from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState
 from megatron_dapo.trainer.driven_engine import DrivenEngine, Engines
@@ -38,6 +38,7 @@ from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
 from megatron_dapo.trainer.overlap import OverlappedRollout
+from megatron_dapo.trainer.parallel_layout import parallel_layout
 from megatron_dapo.trainer.parity_probe import Parity, ParityProbe, sequences_to_probe
 from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.publisher import PausingPublisher

@@ -13,7 +13,8 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.parallel.collectives import all_gather_json
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
-from megatron_dapo.trainer.build_learner import build_actor, build_learner, parallel_layout
+from megatron_dapo.trainer.build_learner import build_actor, build_learner
+from megatron_dapo.trainer.parallel_layout import parallel_layout
 from megatron_dapo.trainer.learner import TooManySkips
 from megatron_dapo.types import TrainSample
 

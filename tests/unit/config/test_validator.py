@@ -86,6 +86,9 @@ BROKEN = [
             "sglang__placement": "disaggregated",
         },
     ),
+    ("sglang.expert", {"rollout__engine": "sglang", "sglang__tensor": 4, "sglang__expert": 3}),
+    ("parallel.expert_tensor", {"parallel__tensor": 4, "parallel__expert_tensor": 3, "parallel__expert": 2}),
+    ("parallel.expert_tensor", {"parallel__tensor": 4, "parallel__expert_tensor": 2}),
     ("sglang.max_total_tokens", {"rollout__engine": "sglang", "sglang__max_total_tokens": 95}),
     ("sglang.key_file", {**GIVEN_SERVERS, "sglang__key_file": ""}),
     ("sglang.transport", {**GIVEN_SERVERS, "sglang__transport": "memory"}),
@@ -193,11 +196,12 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8])
     virtual=st.sampled_from([1, 2]),
     context=SIZES,
     expert=SIZES,
+    expert_tensor=st.sampled_from([0, 1, 2, 4]),
     sequence=st.booleans(),
     world=st.integers(1, 128),
 )
 def test_layout_rules_agree_with_the_layout(
-    tensor: int, pipeline: int, virtual: int, context: int, expert: int, sequence: bool, world: int
+    tensor: int, pipeline: int, virtual: int, context: int, expert: int, expert_tensor: int, sequence: bool, world: int
 ) -> None:
     config = make(
         parallel={
@@ -206,6 +210,7 @@ def test_layout_rules_agree_with_the_layout(
             "virtual_pipeline": virtual,
             "context": context,
             "expert": expert,
+            "expert_tensor": expert_tensor,
             "sequence_parallel": sequence,
         },
         training__micro_batch_tokens=4096,
@@ -213,7 +218,7 @@ def test_layout_rules_agree_with_the_layout(
         rollout__group_size=16,
     )
     try:
-        layout = ParallelLayout(world, tensor, pipeline, virtual, context, expert, sequence)
+        layout = ParallelLayout(world, tensor, pipeline, virtual, context, expert, sequence, expert_tensor or None)
     except ValueError:
         layout = None
     found = validate(config, world_size=world)
@@ -284,6 +289,33 @@ def test_every_data_parallel_rank_gets_a_response() -> None:
 )
 def test_architecture_rules(path: str, values: dict[str, Any]) -> None:
     assert set(paths(make(**values), architecture=QWEN_32B)) == {path}
+
+
+QWEN_30B_A3B = ArchitectureFacts(
+    num_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    hidden_size=2048,
+    intermediate_size=6145,  # of dense layers, of which it has none
+    max_position_embeddings=40960,
+    num_experts=128,
+    moe_intermediate_size=768,
+    has_dense_layers=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "parallel", "world"),
+    [
+        ("", {"tensor": 4, "expert": 8, "sequence_parallel": True, "expert_tensor": 1}, 8),
+        ("parallel.sequence_parallel", {"tensor": 2}, 2),
+        ("parallel.expert", {"expert": 3}, 3),
+        ("parallel.expert_tensor", {"tensor": 512, "expert": 2, "sequence_parallel": True}, 1024),
+    ],
+)
+def test_rules_of_experts(path: str, parallel: dict[str, Any], world: int) -> None:
+    found = paths(make(parallel=parallel), architecture=QWEN_30B_A3B, world_size=world)
+    assert path in found if path else not found
 
 
 def test_schedule_counts_in_its_unit() -> None:

@@ -1,0 +1,21 @@
+"""From the parallel section of a configuration to a layout, as arithmetic: no heavy library is imported for it."""
+
+from __future__ import annotations
+
+from megatron_dapo.config.schema import Config
+from megatron_dapo.parallel.layout import ParallelLayout
+
+
+def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
+    """The layout the configuration asks for in a world of that size."""
+    p = config.parallel
+    return ParallelLayout(
+        world_size,
+        tensor=p.tensor,
+        pipeline=p.pipeline,
+        virtual_pipeline=p.virtual_pipeline,
+        context=p.context,
+        expert=p.expert,
+        sequence_parallel=p.sequence_parallel,
+        expert_tensor=p.expert_tensor or None,
+    )
