@@ -1,0 +1,258 @@
+"""Servers, updates and generation of a run put together, with servers and updates that are made up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.engines.sglang.engine import AllEnginesGone
+from megatron_dapo.parallel.lead import Lead
+from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.trainer.sglang_engines import SglangEngines
+from megatron_dapo.trainer.sglang_servers import GivenServers, ReadyServer, ServersFailed, StartedServers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Server:
+    """A process that lives until it is told to die."""
+
+    def __init__(self, index: int, attempt: int) -> None:
+        self.index, self.url, self.alive, self.problem = index, f"http://server-{index}.{attempt}", True, ""
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def wait_until_healthy(self) -> Any:
+        if self.problem:
+            raise RuntimeError(self.problem)
+        return SimpleNamespace(dialect=None)
+
+    def last_words(self) -> str:
+        return f"server {self.index} was killed"
+
+    def kill(self) -> None:
+        self.alive = False
+
+    stop = kill
+
+
+@dataclass
+class Machine:
+    """Starts servers; remembers all of them."""
+
+    started: list[Server] = field(default_factory=list)
+    problem: str = ""
+
+    def start(self, index: int, place: int) -> Server:
+        assert place == index, "one machine holds all servers here"
+        server = Server(index, sum(other.index == index for other in self.started))
+        server.problem = self.problem
+        self.started.append(server)
+        return server
+
+    def newest(self, index: int) -> Server:
+        return [server for server in self.started if server.index == index][-1]
+
+
+class Front:
+    """Rank 0's way to the servers: it generates nothing, or finds nobody left."""
+
+    def __init__(self, clients: Mapping[int, Any]) -> None:
+        self.engine = self
+        self.clients = dict(clients)
+        self.lost: dict[int, str] = {}
+        self.served: list[tuple[int, list[str]]] = []
+        self.num_unfinished = 1
+
+    def dead(self) -> Mapping[int, str]:
+        return dict(self.lost)
+
+    def lose(self, index: int, reason: str) -> None:
+        self.lost[index] = reason
+
+    def serve(self, version: int, clients: Mapping[int, Any]) -> None:
+        self.lost.clear()
+        self.served.append((version, [clients[index].url for index in sorted(clients)]))
+
+    def poll(self) -> list[Any]:
+        if len(self.lost) == len(self.clients):
+            raise AllEnginesGone("all servers are gone")
+        return ["a response"]
+
+    def close(self) -> None:
+        pass
+
+
+class Update:
+    """Deliveries that fail where they are told to."""
+
+    def __init__(self, controls: dict[int, Any]) -> None:
+        self.controls = controls
+        self.transport = SimpleNamespace(close=lambda: None)
+        self.delivered: list[tuple[str, int]] = []
+        self.failing: list[dict[int, str]] = []  # of the next deliveries
+
+    def update(self, version: int, sources: Mapping[str, torch.Tensor]) -> Any:
+        return self.redeliver(sorted(self.controls), version, sources)
+
+    def redeliver(self, engines: Sequence[int], version: int, sources: Mapping[str, torch.Tensor]) -> Any:
+        failures = self.failing.pop(0) if self.failing else {}
+        self.delivered += [(self.controls[e].url, version) for e in engines if e not in failures]
+        return SimpleNamespace(failures=failures)
+
+
+@dataclass
+class World:
+    machine: Machine
+    engines: SglangEngines
+    updates: list[Update]
+    fronts: list[Front]
+
+    @property
+    def update(self) -> Update:
+        return self.updates[0]
+
+    @property
+    def front(self) -> Front:
+        return self.fronts[0]
+
+
+def make_world(num_servers: int = 2, budget: int = 3) -> World:
+    machine, updates, fronts = Machine(), [], []
+
+    def connect(server: ReadyServer) -> Any:
+        return SimpleNamespace(url=server.url, close=lambda: None)
+
+    def build_update(controls: dict[int, Any]) -> Update:
+        updates.append(Update(controls))
+        return updates[-1]
+
+    def build_front(clients: Mapping[int, Any]) -> Front:
+        fronts.append(Front(clients))
+        return fronts[-1]
+
+    servers = StartedServers(machine.start, Nodes(1, 1), 0, num_servers, budget)
+    engines = SglangEngines(servers, 0, connect, build_update, build_front, dict)
+    return World(machine, engines, updates, fronts)
+
+
+def test_first_version_waits_for_the_servers_and_fills_all() -> None:
+    world = make_world()
+    world.engines.publish(0)
+    assert world.update.delivered == [("http://server-0.0", 0), ("http://server-1.0", 0)]
+    assert world.engines.policy_version == 0 and world.engines.poll() == ["a response"]
+
+
+def test_server_that_does_not_come_up_ends_the_run_with_its_reason() -> None:
+    world = make_world()
+    world.machine.newest(1).problem = "no such model"
+    with pytest.raises(ServersFailed, match="server 1: no such model"):
+        world.engines.publish(0)
+
+
+def test_dead_server_is_replaced_before_the_update() -> None:
+    world = make_world()
+    world.engines.publish(0)
+    world.machine.newest(1).alive = False
+    world.engines.publish(1)
+    assert world.update.delivered[2:] == [("http://server-0.0", 1), ("http://server-1.1", 1)]
+    assert world.front.served[-1] == (1, ["http://server-0.0", "http://server-1.1"])
+
+
+def test_server_that_generation_lost_is_replaced_though_its_process_runs() -> None:
+    world = make_world()
+    world.engines.publish(0)
+    world.front.lose(0, "it hangs")
+    world.engines.publish(1)
+    assert not world.machine.started[0].alive and world.update.controls[0].url == "http://server-0.1"
+
+
+def test_failed_delivery_is_made_again_to_a_fresh_server() -> None:
+    world = make_world()
+    world.engines.publish(0)
+    world.update.failing = [{1: "checksums differ"}, {1: "it died"}]
+    world.engines.publish(1)
+    assert world.update.delivered[2:] == [("http://server-0.0", 1), ("http://server-1.2", 1)]
+    assert world.engines.policy_version == 1
+
+
+def test_beyond_the_budget_the_first_root_cause_is_named() -> None:
+    world = make_world(budget=1)
+    world.engines.publish(0)
+    world.update.failing = [{1: "checksums differ"}, {1: "it died"}]
+    with pytest.raises(ServersFailed, match="2 restarts are more than sglang.restart_budget 1.*root cause: it died"):
+        world.engines.publish(1)
+    assert world.engines.policy_version == 0
+
+
+def test_all_gone_while_rank_0_drives_brings_them_back_at_the_version_served() -> None:
+    world = make_world()
+    world.engines.publish(0)
+    world.engines.publish(1)
+
+    def body() -> list[Any]:
+        for index in (0, 1):
+            world.machine.newest(index).alive = False
+            world.front.lose(index, "killed")
+        assert world.engines.poll() == []  # nothing finished, but they are back
+        return world.engines.poll()
+
+    assert world.engines.drive(body) == ["a response"]
+    assert world.update.delivered[-2:] == [("http://server-0.1", 1), ("http://server-1.1", 1)]
+
+
+def test_collecting_thread_waits_for_the_main_thread_to_bring_them_back() -> None:
+    world = make_world(num_servers=1)
+    world.engines.publish(0)
+    world.machine.newest(0).alive = False
+    world.front.lose(0, "killed")
+    seen: list[Any] = []
+
+    def collect() -> None:
+        while not seen:
+            seen.extend(world.engines.poll())
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while thread.is_alive() and time.monotonic() < deadline:
+        world.engines.drive(world.engines.heal)
+        time.sleep(0.01)
+    assert seen == ["a response"] and len(world.machine.started) == 2
+
+
+def test_given_servers_are_never_replaced_nor_ended() -> None:
+    server = Server(0, 0)
+    servers = GivenServers(lambda index: server, 1, rank=0)
+    assert servers.ready() == [ReadyServer(0, server.url, leader=0)]
+    server.alive = False
+    lost = servers.dead({})
+    with pytest.raises(ServersFailed, match="given by sglang.urls, is lost; .* server 0 was killed"):
+        servers.replace(lost)
+
+
+def test_failing_command_is_raised_once_and_the_drive_ends() -> None:
+    calls = []
+
+    def fail(command: dict[str, Any]) -> None:
+        calls.append(command["facts"])
+        raise ValueError("no")
+
+    lead = Lead({"x": fail})
+    with pytest.raises(ValueError, match="no"):
+        lead.drive(lambda: lead.command("x", facts=3))
+    assert calls == [3] and lead.drive(lambda: 7) == 7
