@@ -107,8 +107,8 @@ class DeliveryPlan:
     @property
     def digest(self) -> bytes:
         """32 bytes, equal exactly where the plans are."""
-        text = f"delivery plan {_FORMAT_VERSION} bucket {self.bucket_bytes} ranks {self.engines.tensor_parallel} {self.rank_offset}"
-        return hashlib.sha256(text.encode() + self.reshard.digest).digest()
+        numbers = (_FORMAT_VERSION, self.bucket_bytes, self.engines.tensor_parallel, self.rank_offset)
+        return hashlib.sha256(f"delivery plan {numbers}".encode() + self.reshard.digest).digest()
 
     @property
     def num_engines(self) -> int:

@@ -265,7 +265,8 @@ class World:
                 message_timeout_s=message_timeout_s,
                 grace_s=timeouts.grace_s,
             )
-            result.append(EngineUpdate(self.plan, fleet, transport, ThreadCoordinator(everyone, rank), timeouts, session))
+            coordinator = ThreadCoordinator(everyone, rank)
+            result.append(EngineUpdate(self.plan, fleet, transport, coordinator, timeouts, session))
         return result
 
 

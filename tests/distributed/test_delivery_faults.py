@@ -1,4 +1,5 @@
-"""A thousand faults in a thousand updates: what serves is always one whole version, and no update outlives its deadline.
+"""A thousand faults in a thousand updates: what serves is always one whole version, and no update outlives its
+deadline.
 
 Each run brings a new version to engines that serve the one before, with one fault somewhere on the way; then the
 fault is gone, and a redelivery must bring all engines to the new version. Every byte of every engine that is not paused
@@ -315,7 +316,10 @@ class Trial:
     def start_trainer(self) -> None:
         """A new life of the trainer; engines stay as they are."""
         self.version += 1
-        updates = self.world.updates(self.engines, self.folder, PATIENT, transport_of=FaultyTransport, session=f"life {self.version}")
+        session = f"life {self.version}"
+        updates = self.world.updates(
+            self.engines, self.folder, PATIENT, transport_of=FaultyTransport, session=session
+        )
         for update in updates:
             update.fleet = type(update.fleet)(update.fleet.leaders, _Live(update.fleet.controls, self.engines))
             update.transport.fleet = update.fleet

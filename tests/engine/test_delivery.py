@@ -232,6 +232,7 @@ def test_a_killed_scheduler_ends_the_update_in_time(setup):
     report = setup.update(next(VERSIONS), 1.0, control=KillingControl(setup), message_timeout_s=10.0)
     assert report.engines[0].state is EngineState.UNSERVED and report.failures[0]
     assert time.monotonic() - start < 60.0
+    hasty = SglangClient(setup.server.url, read_key(setup.server.key_file), Timeouts(generate_s=3.0))
     with pytest.raises(RuntimeError):
-        SglangClient(setup.server.url, read_key(setup.server.key_file), Timeouts(generate_s=3.0)).prompt_logprobs(TOKENS)
+        hasty.prompt_logprobs(TOKENS)
     assert not list(default_folder().glob(f"{PREFIX}{os.getpid()}-*"))

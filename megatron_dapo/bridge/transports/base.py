@@ -1,8 +1,8 @@
 """What transports and the state machine share: the orders, the outcome, engines, and agreement with a deadline.
 
-A delivery is collective: every trainer rank calls `Transport.deliver` with the same `Order`. Each engine has one leader,
-the trainer rank that speaks HTTP to it. A failure of an engine is data (`Delivered.failures`) and must not keep the
-other engines from their weights; a failure of a trainer rank is a `CoordinationError` on all others, within the
+A delivery is collective: every trainer rank calls `Transport.deliver` with the same `Order`. Each engine has one
+leader, the trainer rank that speaks HTTP to it. A failure of an engine is data (`Delivered.failures`) and must not keep
+the other engines from their weights; a failure of a trainer rank is a `CoordinationError` on all others, within the
 deadline.
 
 What a transport does for each engine rank, in this order, whatever carries the bytes:
@@ -11,8 +11,8 @@ What a transport does for each engine rank, in this order, whatever carries the 
     bucket   Command(op="bucket", bucket=plan.buckets(...)[k].header) + its bytes, for every k in order -> Report
     finish   Command(op="finish")                                  -> Report with the checksums of all parameters
 
-A transport that has the weights loaded in another way sends Command(op="adopt", manifest=...) instead. A Report whose id
-is not the command's, or none, is a failure. `expected` sums what this rank wrote; the state machine adds it up over
+A transport that has the weights loaded in another way sends Command(op="adopt", manifest=...) instead. A Report whose
+id is not the command's, or none, is a failure. `expected` sums what this rank wrote; the state machine adds it up over
 ranks and compares.
 """
 

@@ -8,6 +8,10 @@ the machine's ranks ends the round, and the leader posts bucket k.
     engine   begin   | load 0         | load 1         | ...   -> finish (ledger and checksums)
 
 Parts whose source lives on another machine go to a deputy there first, one message a round and pair of ranks.
+
+On a CPU the slots are shared memory of the machine. With a CUDA `device` they are memory of the GPU that the engine
+rank shares with a trainer rank, opened by all others through IPC handles; that form has not run on a GPU yet. Reports come
+back through the arena in both.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +43,7 @@ from megatron_dapo.bridge.transports.base import (
 from megatron_dapo.parallel.nodes import Nodes
 from megatron_dapo.parallel.peer_group import PeerGroup, Pending
 from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec, create_arena, remove_arena, remove_stale
+from megatron_dapo.parallel.reshard.cuda_memory import open_shared, share
 from megatron_dapo.parallel.reshard.delivery import PART_ALIGNMENT, Bucket, Command, Report
 from megatron_dapo.parallel.reshard.executors import Buffers
 
@@ -57,6 +63,8 @@ class _Round:
     outcome: Delivered
     engines: tuple[int, ...]  # of this machine, still alive
     arenas: dict[int, Arena] = field(default_factory=dict)  # engine rank -> arena
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)  # engine rank -> [2, bytes] uint8
+    shared: dict[int, dict[str, Any]] = field(default_factory=dict)  # engine rank -> IPC handle of its slots
     # engine this rank leads -> its last message, and until when it may take
     posted: dict[int, tuple[Call[tuple[Report, ...]], Deadline]] = field(default_factory=dict)
     sending: list[Pending] = field(default_factory=list)
@@ -72,6 +80,7 @@ class ColocatedTransport:
         folder: where arenas lie; a file system in memory.
         message_timeout_s: an engine that does not answer one message within it leaves the delivery; the others go on.
         grace_s: how long ranks wait for each other beyond the deadline of a delivery.
+        device: where this rank's slots lie: the CPU, or its GPU.
     """
 
     def __init__(
@@ -86,6 +95,7 @@ class ColocatedTransport:
         folder: Path | None = None,
         message_timeout_s: float = 60.0,
         grace_s: float = 5.0,
+        device: torch.device | None = None,
     ) -> None:
         if nodes.num_nodes > 1 and peers is None:
             raise ValueError(f"colocated transport: {nodes.num_nodes} machines need the group of all ranks as `peers`")
@@ -98,6 +108,7 @@ class ColocatedTransport:
         self.folder = folder or default_folder()
         self.message_timeout_s = message_timeout_s
         self.grace_s = grace_s
+        self.device = device or torch.device("cpu")
         remove_stale(self.folder)
 
     def deliver(self, order: Order, sources: Buffers, deadline: Deadline) -> Delivered:
@@ -130,14 +141,15 @@ class ColocatedTransport:
         try:
             self._send(state, index, sources)
             for bucket in self._buckets(state.engines, index):
-                slot = state.arenas[bucket.engine_rank].slots[index % 2]
+                slot = state.slots[bucket.engine_rank][index % 2]
                 specs = self.plan.engines.local_specs(bucket.engine_rank)
                 write_parts(bucket, self.rank, sources, slot, specs, state.outcome.expected)
             for bucket, source, data in self._arrived(incoming, state.deadline):
-                if bucket.engine_rank in state.arenas:
+                if bucket.engine_rank in state.slots:
                     segment = bucket.segments[source]
-                    slot = state.arenas[bucket.engine_rank].slots[index % 2]
-                    slot[segment.start : segment.stop] = data
+                    state.slots[bucket.engine_rank][index % 2][segment.start : segment.stop].copy_(data)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the engine reads without regard to our streams
         except CoordinationError:
             raise
         # This rank cannot do its share: no engine may serve what it got, and the other ranks must not wait for it.
@@ -157,7 +169,8 @@ class ColocatedTransport:
             return
         engines = self._engines_here(state.order)
         flags = torch.tensor([engine in state.outcome.failures for engine in engines], dtype=torch.int64)
-        failed = self.node_group.sum(flags, f"delivery {state.order.delivery}, {what}", state.deadline.left_s + self.grace_s)
+        what = f"delivery {state.order.delivery}, {what}"
+        failed = self.node_group.sum(flags, what, state.deadline.left_s + self.grace_s)
         lost = {engine for engine, count in zip(engines, failed.tolist()) if count}
         state.engines = tuple(engine for engine in state.engines if engine not in lost)
 
@@ -219,9 +232,10 @@ class ColocatedTransport:
                     manifest=manifest if op == "begin" else None,
                     bucket=header,
                     channel={
-                        "kind": "arena",
+                        "kind": "cuda" if engine_rank in state.shared else "arena",
                         "arena": state.arenas[engine_rank].spec.to_json(),
                         "slot": index % 2,
+                        "shared": state.shared.get(engine_rank),
                     },
                 )
             )
@@ -244,28 +258,55 @@ class ColocatedTransport:
                     specs[engine_rank] = self._create(state.order, engine_rank)
             except ValueError as error:
                 state.outcome.fail(engine, reason_of(error))
-        created = {str(rank): spec.to_json() for rank, spec in specs.items()}
+        own = self._own_slots(state) if self.device.type == "cuda" else {}
+        created = {
+            "arenas": {str(rank): spec.to_json() for rank, spec in specs.items()},
+            "slots": {str(rank): share(slots) for rank, slots in own.items()},
+        }
         what = f"delivery {state.order.delivery}, the arenas"
         everyone = self.node_group.exchange(created, what, state.deadline.left_s + self.grace_s)
         try:
             for others in everyone:
-                for engine_rank, spec in others.items():
-                    state.arenas[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
+                for engine_rank, spec in others["arenas"].items():
+                    arena = state.arenas[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
+                    if self.device.type != "cuda":
+                        state.slots[int(engine_rank)] = arena.slots
+                for engine_rank, shared in others["slots"].items():
+                    state.shared[int(engine_rank)] = shared
+            for engine_rank, shared in state.shared.items():
+                slots = own[engine_rank] if engine_rank in own else open_shared(shared)
+                state.slots[engine_rank] = slots.view(2, -1)
         # The other ranks must hear of it instead of waiting for this one.
         except (OSError, RuntimeError, ValueError) as error:
             self._fail_all(state, f"trainer rank {self.rank}: {reason_of(error)}")
         for engine in here:
-            if any(engine_rank not in state.arenas for engine_rank in self.plan.ranks_of(engine)):
-                state.outcome.fail(engine, "it has no arena")
+            ranks = self.plan.ranks_of(engine)
+            if any(rank not in state.arenas or rank not in state.slots for rank in ranks):
+                state.outcome.fail(engine, "it has no memory to be delivered through")
         state.engines = tuple(engine for engine in here if engine not in state.outcome.failures)
-        sizes = [arena.spec.num_bytes for arena in state.arenas.values()]
+        reports = {rank: arena.report.numel() for rank, arena in state.arenas.items()}
+        sizes = [reports.get(rank, 0) + slots.numel() for rank, slots in state.slots.items()]
         state.outcome.peak_bytes = max([state.outcome.peak_bytes, *sizes])
 
     def _create(self, order: Order, engine_rank: int) -> ArenaSpec:
-        slot_bytes = max((bucket.num_bytes for bucket in self.plan.buckets(engine_rank)), default=0)
-        assert slot_bytes <= self.plan.bucket_bytes, f"{slot_bytes} bytes, the limit is {self.plan.bucket_bytes}"
-        slot_bytes = -(-slot_bytes // PART_ALIGNMENT) * PART_ALIGNMENT
+        slot_bytes = 0 if self.device.type == "cuda" else self._slot_bytes(engine_rank)
         return create_arena(self.folder, f"{order.delivery}-{engine_rank}", slot_bytes)
+
+    def _slot_bytes(self, engine_rank: int) -> int:
+        num_bytes = max((bucket.num_bytes for bucket in self.plan.buckets(engine_rank)), default=0)
+        assert num_bytes <= self.plan.bucket_bytes, f"{num_bytes} bytes, the limit is {self.plan.bucket_bytes}"
+        return -(-num_bytes // PART_ALIGNMENT) * PART_ALIGNMENT
+
+    def _own_slots(self, state: _Round) -> dict[int, torch.Tensor]:
+        """Slots on this rank's GPU of the engine ranks that share it: engine rank r is beside the machine's rank r."""
+        ranks = self.nodes.ranks_of(self.nodes.node_of(self.rank))
+        beside = [
+            engine_rank
+            for engine in state.engines
+            for engine_rank in self.plan.ranks_of(engine)
+            if ranks[engine_rank % len(ranks)] == self.rank
+        ]
+        return {r: torch.empty(2 * self._slot_bytes(r), dtype=torch.uint8, device=self.device) for r in beside}
 
     # Other machines
 

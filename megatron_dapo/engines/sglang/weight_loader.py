@@ -21,6 +21,7 @@ import torch
 
 from megatron_dapo.engines.sglang.peer_receiver import PeerReceiver
 from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec
+from megatron_dapo.parallel.reshard.cuda_memory import open_shared
 from megatron_dapo.parallel.reshard.delivery import Bucket, Command, Receiver
 from megatron_dapo.parallel.reshard.peer_stream import RECEIVE
 
@@ -77,9 +78,21 @@ class FileChannel:
     def close(self) -> None: ...
 
 
+class CudaChannel(ArenaChannel):
+    """Bytes in a slot of GPU memory shared by an IPC handle. `channel`: as of an arena, and {"shared": handle}."""
+
+    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__(channel, device)
+        self._slots = open_shared(channel["shared"]).view(2, -1)
+
+    def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
+        return self._slots[int(command.channel["slot"])]
+
+
 # kind -> (channel of a command, device of the parameters) -> Channel
 CHANNELS: dict[str, Callable[[Mapping[str, Any], torch.device], Channel]] = {
     "arena": ArenaChannel,
+    "cuda": CudaChannel,
     "file": FileChannel,
 }
 

@@ -38,7 +38,7 @@ class FilledParameter(NamedTuple):
 class Manifest:
     """What one delivery will bring to one engine rank.
 
-    Versions must not go backwards within a `session` (one life of the trainer); the same version may be delivered again.
+    Versions must not go backwards within a `session` (one life of the trainer); the same one may be delivered again.
     """
 
     delivery: str  # unique
@@ -364,7 +364,8 @@ class Receiver:
     def _check_parameters(self, manifest: Manifest) -> None:
         promised, own = manifest.parameters.keys(), self.parameters.keys()
         if promised - own:
-            raise ValueError(f"delivery: the engine has no parameters {_first(promised - own)}, which the trainer sends")
+            surplus = _first(promised - own)
+            raise ValueError(f"delivery: the engine has no parameters {surplus}, which the trainer sends")
         if own - promised:
             raise ValueError(
                 f"delivery: nothing is sent for the engine's parameters {_first(own - promised)}; "

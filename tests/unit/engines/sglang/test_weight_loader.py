@@ -1,4 +1,4 @@
-"""The loader inside the engine: commands through an arena, tied weights once, and nothing that could end its process."""
+"""The loader inside the engine: commands through an arena, tied weights once, nothing that could end its process."""
 
 from __future__ import annotations
 
@@ -87,7 +87,13 @@ def test_noise_and_checksums(model, arena):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "no json", Command("1", "begin", "d", channel={"kind": "smoke"}).encode(), Command("1", "begin").encode()],
+    [
+        "",
+        "{}",
+        "no json",
+        Command("1", "begin", "d", channel={"kind": "smoke"}).encode(),
+        Command("1", "begin").encode(),
+    ],
 )
 def test_what_cannot_be_answered_is_logged_and_not_raised(text, model, caplog):
     with caplog.at_level(logging.ERROR):
