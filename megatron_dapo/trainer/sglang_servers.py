@@ -52,23 +52,13 @@ class Servers(Protocol):
     def close(self) -> None: ...
 
 
-class StartedServers:
-    """Servers this run starts: `per_node` on every machine."""
+class _Roster:
+    """This rank's servers, and how all ranks learn of everybody's."""
 
-    def __init__(
-        self, start: Callable[[int, int], EngineServer], nodes: Nodes, rank: int, per_node: int, restart_budget: int
-    ) -> None:
-        """`start(index, place)` spawns server `index`, the `place`-th of its machine, and does not wait for it."""
-        self.leaders = [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)]
-        self._start = start
-        self._per_node = per_node
-        self._budget = restart_budget
-        self._num_restarts = 0
+    def __init__(self, leaders: Sequence[int]) -> None:
+        self.leaders = leaders
         self._own: dict[int, EngineServer] = {}
         self._dialects: dict[int, Dialect] = {}
-        self._mine = [index for index, leader in enumerate(self.leaders) if leader == rank]
-        for index in self._mine:
-            self._own[index] = start(index, index % per_node)
 
     def ready(self) -> list[ReadyServer]:
         entries, problems = [], []
@@ -86,6 +76,26 @@ class StartedServers:
         own = [[index, server.last_words()] for index, server in self._own.items() if not server.is_alive()]
         return _merge(own, suspected)
 
+    def dialect(self, index: int) -> Dialect | None:
+        return self._dialects.get(index)
+
+
+class StartedServers(_Roster):
+    """Servers this run starts: `per_node` on every machine."""
+
+    def __init__(
+        self, start: Callable[[int, int], EngineServer], nodes: Nodes, rank: int, per_node: int, restart_budget: int
+    ) -> None:
+        """`start(index, place)` spawns server `index`, the `place`-th of its machine, and does not wait for it."""
+        super().__init__([nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)])
+        self._start = start
+        self._per_node = per_node
+        self._budget = restart_budget
+        self._num_restarts = 0
+        for index, leader in enumerate(self.leaders):
+            if leader == rank:
+                self._own[index] = start(index, index % per_node)
+
     def replace(self, lost: Mapping[int, str]) -> None:
         self._num_restarts += len(lost)
         if self._num_restarts > self._budget:
@@ -100,44 +110,23 @@ class StartedServers:
             self._dialects.pop(index, None)
             self._own[index] = self._start(index, index % self._per_node)
 
-    def dialect(self, index: int) -> Dialect | None:
-        return self._dialects.get(index)
-
     def close(self) -> None:
         """End this rank's servers."""
         for server in self._own.values():
             server.stop()
 
 
-class GivenServers:
+class GivenServers(_Roster):
     """Servers that run already; rank 0 speaks to all of them. They are never replaced and never ended."""
 
     def __init__(self, attach: Callable[[int], EngineServer], num_servers: int, rank: int) -> None:
-        self.leaders = [0] * num_servers
-        self._own = {index: attach(index) for index in range(num_servers)} if rank == 0 else {}
-        self._dialects: dict[int, Dialect] = {}
-
-    def ready(self) -> list[ReadyServer]:
-        entries, problems = [], []
-        for index, server in self._own.items():
-            try:
-                if index not in self._dialects:
-                    self._dialects[index] = server.wait_until_healthy().dialect
-                entries.append({"index": index, "url": server.url})
-            except Exception as error:  # told to every rank instead of leaving them to wait
-                problems.append(f"server {server.url}: {error}")
-        return [ReadyServer(leader=0, **entry) for entry in _together(entries, problems)]
-
-    def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
-        own = [[index, server.last_words()] for index, server in self._own.items() if not server.is_alive()]
-        return _merge(own, suspected)
+        super().__init__([0] * num_servers)
+        if rank == 0:
+            self._own = {index: attach(index) for index in range(num_servers)}
 
     def replace(self, lost: Mapping[int, str]) -> None:
         index, reason = min(lost.items())
         raise ServersFailed(f"server {index}, given by sglang.urls, is lost; the first root cause: {reason}")
-
-    def dialect(self, index: int) -> Dialect | None:
-        return self._dialects.get(index)
 
     def close(self) -> None:
         """They belong to somebody else."""
