@@ -5,8 +5,8 @@
 
 Collective over the trainer's ranks; each engine's leader speaks HTTP to it. An engine that fails stays paused and
 leaves the update; the others go on. It serves again only after a whole delivery of its own has been verified
-(`redeliver`), or it is restarted and then delivered to. A trainer rank that is gone or late ends the update on all other ranks with
-CoordinationError; no engine is resumed then. Every rank gets the same UpdateReport.
+(`redeliver`), or it is restarted and then delivered to. A trainer rank that is gone or late ends the update on all
+other ranks with CoordinationError; no engine is resumed then. Every rank gets the same UpdateReport.
 
 Verified means, for each rank of the engine: its ledger has counted every element of every parameter exactly once, and
 the checksum of every parameter, read back from the engine's memory, equals the sum of what the trainer's ranks wrote.

@@ -10,8 +10,8 @@ the machine's ranks ends the round, and the leader posts bucket k.
 Parts whose source lives on another machine go to a deputy there first, one message a round and pair of ranks.
 
 On a CPU the slots are shared memory of the machine. With a CUDA `device` they are memory of the GPU that the engine
-rank shares with a trainer rank, opened by all others through IPC handles; that form has not run on a GPU yet. Reports come
-back through the arena in both.
+rank shares with a trainer rank, opened by all others through IPC handles; that form has not run on a GPU yet. Reports
+come back through the arena in both.
 """
 
 from __future__ import annotations
