@@ -101,20 +101,21 @@ class MeetingPlace:
 
 
 class Pending:
-    """A message under way. Its tensor must neither change nor vanish before `wait` returned."""
+    """A message under way. Its tensor must not change before `wait` returned; the group keeps it alive until then."""
 
-    def __init__(self, work: Any, what: str, finish: Callable[[Any, float], None], tensor: torch.Tensor) -> None:
+    def __init__(self, group: PeerGroup, work: Any, what: str, tensor: torch.Tensor) -> None:
+        self._group = group
         self._work = work
         self._what = what
-        self._finish = finish
         self._tensor = tensor
 
     def wait(self, deadline: float) -> None:
         """Returns when the message has left or arrived; PeerError at `deadline` (of time.monotonic) or on a failure."""
         try:
-            self._finish(self._work, max(_SHORTEST_WAIT_S, deadline - time.monotonic()))
+            self._group.backend.wait(self._work, max(_SHORTEST_WAIT_S, deadline - time.monotonic()))
         except RuntimeError as error:
             raise PeerError(f"{self._what}: {_first_line(error)}") from error
+        self._group.under_way.discard(self)
 
 
 class PeerGroup:
@@ -124,15 +125,15 @@ class PeerGroup:
         self.name = name
         self.rank = rank
         self.size = size
+        self.backend = BACKENDS[backend]
+        # A gloo connection stalls, reports behind it included, when the buffer of a message it reads is given up.
+        self.under_way: set[Pending] = set()
         self._group = group
-        self._finish = BACKENDS[backend].wait
-        self._close = BACKENDS[backend].close
-        self._device = torch.device(BACKENDS[backend].device)
 
     @property
     def device(self) -> torch.device:
         """Where tensors must be."""
-        return self._device
+        return torch.device(self.backend.device)
 
     def send(self, tensor: torch.Tensor, to: int) -> Pending:
         """Starts sending a contiguous tensor."""
@@ -151,13 +152,16 @@ class PeerGroup:
             work = getattr(self._group, operation)([tensor.detach()], peer, _TAG)
         except RuntimeError as error:
             raise PeerError(f"{what}: {_first_line(error)}") from error
-        return Pending(work, what, self._finish, tensor)
+        pending = Pending(self, work, what, tensor)
+        self.under_way.add(pending)
+        return pending
 
     def close(self) -> None:
         """Closes the connections: whoever waits for this member fails at once. Harmless when repeated."""
         group, self._group = self._group, None
         if group is not None:
-            self._close(group, self.rank, self.size)
+            self.backend.close(group, self.rank, self.size)
+            self.under_way.clear()
 
 
 

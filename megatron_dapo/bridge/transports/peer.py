@@ -50,9 +50,9 @@ from megatron_dapo.parallel.reshard.delivery import Command, Report
 from megatron_dapo.parallel.reshard.executors import Buffers
 from megatron_dapo.parallel.reshard.layout import piece_view
 from megatron_dapo.parallel.reshard.peer_stream import (
-    NUM_SLOTS,
     READY,
     RECEIVE,
+    STAGED_BUCKETS,
     Outgoing,
     PeerChannel,
     RoutedBucket,
@@ -163,7 +163,7 @@ class PeerTransport:
     def _peak_bytes(self, engine: int) -> int:
         """What either end may take for staging: less, where parts are contiguous."""
         buckets = (bucket for rank in self.plan.ranks_of(engine) for bucket in self.plan.buckets(rank))
-        return NUM_SLOTS * max((bucket.num_bytes for bucket in buckets), default=0)
+        return STAGED_BUCKETS * max((bucket.num_bytes for bucket in buckets), default=0)
 
     # Who meets whom
 
@@ -268,7 +268,8 @@ class PeerTransport:
     def _send(
         self, engine: int, group: PeerGroup, sources: Buffers, deadline: Deadline, received: Sequence[Call[Report]]
     ) -> None:
-        staging = Staging(next(iter(sources.values())).device if sources else group.device)
+        device = next(iter(sources.values())).device if sources else group.device
+        staging = Staging(device, self._peak_bytes(engine))
         try:
             with torch.no_grad():
                 send_buckets(group, self._outgoing(engine, self.members(engine), sources), staging, deadline.at)

@@ -20,6 +20,7 @@ from megatron_dapo.parallel.reshard.delivery import Bucket, Command, Part, Recei
 from megatron_dapo.parallel.reshard.peer_stream import (
     READY,
     RECEIVE,
+    STAGED_BUCKETS,
     PeerChannel,
     Staging,
     notice_key,
@@ -92,7 +93,8 @@ class PeerReceiver:
         message, num_bytes = "", 0
         try:
             parameters = self._receiver.parameters
-            staging = Staging(next(iter(parameters.values())).device)
+            budget = STAGED_BUCKETS * max((routed.bucket.num_bytes for routed in channel.buckets), default=0)
+            staging = Staging(next(iter(parameters.values())).device, budget)
 
             def places(bucket: Bucket) -> Mapping[Part, torch.Tensor]:
                 return self._receiver.places(bucket)

@@ -4,7 +4,7 @@
 
 Both ends cut a bucket into the same messages: a large part is a message of its own, smaller neighbours of one sender
 travel together. A large part that is contiguous at an end needs no staging there: it leaves straight from the shard and
-arrives straight in the parameter. All senders of a bucket send at once; the next bucket is on its way while the last
+arrives straight in the parameter. All senders of a bucket send at once; the next buckets are on their way while the last
 one is copied into its parameters.
 """
 
@@ -22,7 +22,8 @@ from megatron_dapo.parallel.peer_group import Address, PeerGroup, Pending
 from megatron_dapo.parallel.reshard.delivery import Bucket, Part, Report
 
 DIRECT_BYTES = 256 << 10  # parts of at least this many bytes are messages of their own
-NUM_SLOTS = 2  # buckets under way at either end
+STAGED_BUCKETS = 2  # as many bytes may be staged at either end
+WINDOW = 16  # buckets under way at either end; those that need no staging take no memory
 MAX_REPORT_BYTES = 64 << 20
 RECEIVE = "receive"  # the operation of a command that stands for a whole delivery
 
@@ -130,23 +131,33 @@ def _num_bytes(part: Part, itemsizes: Mapping[str, int]) -> int:
 
 
 class Staging:
-    """Memory for what cannot leave from or arrive in its own place: `NUM_SLOTS` buckets, taken as far as needed."""
+    """Memory for what cannot leave from or arrive in its own place: at most `budget` bytes at a time, used again."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, budget: int) -> None:
         self._device = device
-        self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
+        self._budget = budget
+        self._free: list[torch.Tensor] = []
+        self._taken = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Taken so far."""
-        return sum(slot.numel() for slot in self._slots)
+    def has(self, num_bytes: int) -> bool:
+        """Whether so much may be taken now; where nothing is taken, anything may."""
+        return not self._taken or self._taken + num_bytes <= self._budget
 
-    def slot(self, number: int, num_bytes: int) -> torch.Tensor:
-        """uint8 of at least `num_bytes`; what the slot held is lost."""
-        index = number % NUM_SLOTS
-        if self._slots[index].numel() < num_bytes:
-            self._slots[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._slots[index]
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """uint8 of at least `num_bytes`, contents unknown."""
+        fitting = [n for n, block in enumerate(self._free) if num_bytes <= block.numel() <= 2 * num_bytes]
+        if fitting:
+            block = self._free.pop(min(fitting, key=lambda n: self._free[n].numel()))
+        else:
+            block = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._taken += block.numel()
+        return block
+
+    def give_back(self, block: torch.Tensor) -> None:
+        self._taken -= block.numel()
+        self._free.append(block)
+        while sum(free.numel() for free in self._free) + self._taken > self._budget:
+            self._free.pop(0)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,43 +176,52 @@ class Outgoing:
 
 
 def send_buckets(group: PeerGroup, buckets: Iterable[Outgoing], staging: Staging, deadline: float) -> int:
-    """Sends every bucket, `NUM_SLOTS` under way at a time; returns the bytes that left.
+    """Sends every bucket, at most `WINDOW` under way and as many as `staging` has room for; returns the bytes that left.
 
     All senders of a group must list buckets in one order (by index, then by engine rank). PeerError where a receiver is
     gone or late.
     """
     num_bytes = 0
-    under_way: deque[list[Pending]] = deque()
-    for number, outgoing in enumerate(buckets):
-        if len(under_way) == NUM_SLOTS:
-            wait_all(under_way.popleft(), deadline)
-        views = _departures(outgoing, lambda size, n=number: staging.slot(n, size))
-        under_way.append([group.send(view, outgoing.to) for view in views])
-        num_bytes += sum(view.numel() for view in views)
-    for pending in under_way:
+    under_way: deque[tuple[list[Pending], list[torch.Tensor]]] = deque()
+
+    def leave() -> None:
+        pending, blocks = under_way.popleft()
         wait_all(pending, deadline)
+        for block in blocks:
+            staging.give_back(block)
+
+    for outgoing in buckets:
+        staged = [message for message in outgoing.messages if not _leaves_directly(outgoing, message)]
+        need = sum(message.stop - message.start for message in staged)
+        while under_way and (len(under_way) == WINDOW or not staging.has(need)):
+            leave()
+        pending, blocks = [], []
+        for message in outgoing.messages:
+            if message in staged:
+                blocks.append(staging.take(message.stop - message.start))
+                view = _pack(outgoing, message, blocks[-1][: message.stop - message.start])
+            else:
+                view = as_bytes(outgoing.values(message.parts[0]))
+            pending.append(group.send(view, outgoing.to))
+            num_bytes += view.numel()
+        under_way.append((pending, blocks))
+    while under_way:
+        leave()
     return num_bytes
+
+
+def _leaves_directly(outgoing: Outgoing, message: Message) -> bool:
+    """Whether the shard holds the message as it travels: one part, contiguous, in the engine's type."""
+    part = message.parts[0]
+    if len(message.parts) > 1:
+        return False
+    values = outgoing.values(part)
+    return values.dtype == outgoing.dtypes[part.name] and values.is_contiguous()
 
 
 def wait_all(pending: Iterable[Pending], deadline: float) -> None:
     for message in pending:
         message.wait(deadline)
-
-
-def _departures(outgoing: Outgoing, staging: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-    """The bytes of each message: the shard itself where it has the engine's type and is contiguous, else packed."""
-    base = outgoing.messages[0].start
-    slot: torch.Tensor | None = None
-    views = []
-    for message in outgoing.messages:
-        part = message.parts[0]
-        values = outgoing.values(part)
-        if len(message.parts) == 1 and values.dtype == outgoing.dtypes[part.name] and values.is_contiguous():
-            views.append(as_bytes(values))
-            continue
-        slot = staging(outgoing.messages[-1].stop - base) if slot is None else slot
-        views.append(_pack(outgoing, message, slot[message.start - base : message.stop - base]))
-    return views
 
 
 def _pack(outgoing: Outgoing, message: Message, out: torch.Tensor) -> torch.Tensor:
@@ -214,38 +234,30 @@ def _pack(outgoing: Outgoing, message: Message, out: torch.Tensor) -> torch.Tens
 
 @dataclass(frozen=True)
 class Landing:
-    """Where one message arrives: in its parameter, or in staging, from which `unpack` takes it."""
+    """Where one message arrives: in its parameter, or in a block of staging, from which its parts are copied."""
 
     message: Message
     target: torch.Tensor  # uint8
-    unpack: Callable[[], None] | None
+    block: torch.Tensor | None
 
 
-def landings(
-    routed: RoutedBucket, places: Mapping[Part, torch.Tensor], staging: Callable[[int], torch.Tensor]
-) -> list[Landing]:
-    """`places`: part -> its box of the parameter. `staging(num_bytes)` is asked once, where something needs it."""
-    itemsizes = {part.name: place.dtype.itemsize for part, place in places.items()}
-    slot: torch.Tensor | None = None
-    result = []
-    for message in messages(routed, itemsizes):
-        first = places[message.parts[0]]
-        if len(message.parts) == 1 and first.is_contiguous():
-            result.append(Landing(message, as_bytes(first), None))
-            continue
-        slot = staging(routed.bucket.num_bytes) if slot is None else slot
-        result.append(Landing(message, slot[message.start : message.stop], _unpacker(message, places, slot)))
-    return result
+def _lands_directly(message: Message, places: Mapping[Part, torch.Tensor]) -> bool:
+    return len(message.parts) == 1 and places[message.parts[0]].is_contiguous()
 
 
-def _unpacker(message: Message, places: Mapping[Part, torch.Tensor], slot: torch.Tensor) -> Callable[[], None]:
-    def unpack() -> None:
-        for part in message.parts:
-            place = places[part]
-            stop = part.byte_offset + place.numel() * place.dtype.itemsize
-            place.copy_(slot[part.byte_offset : stop].view(place.dtype).view(place.shape))
+def _landing(message: Message, places: Mapping[Part, torch.Tensor], staging: Staging) -> Landing:
+    if _lands_directly(message, places):
+        return Landing(message, as_bytes(places[message.parts[0]]), None)
+    block = staging.take(message.stop - message.start)
+    return Landing(message, block[: message.stop - message.start], block)
 
-    return unpack
+
+def _unpack(landing: Landing, places: Mapping[Part, torch.Tensor]) -> None:
+    for part in landing.message.parts:
+        place = places[part]
+        start = part.byte_offset - landing.message.start
+        values = landing.target[start : start + place.numel() * place.dtype.itemsize]
+        place.copy_(values.view(place.dtype).view(place.shape))
 
 
 def receive_buckets(
@@ -256,28 +268,33 @@ def receive_buckets(
     staging: Staging,
     deadline: float,
 ) -> int:
-    """Receives all buckets, in order, `NUM_SLOTS` under way at a time; returns the bytes that arrived.
+    """Receives all buckets in order, at most `WINDOW` under way and as many as `staging` has room for; returns bytes.
 
     `places(bucket)` checks a bucket and says where its parts belong; `filled(bucket)` hears when they are there.
     PeerError where a sender is gone or late.
     """
     num_bytes = 0
-    under_way: deque[tuple[RoutedBucket, list[Landing], list[Pending]]] = deque()
+    under_way: deque[tuple[Bucket, Mapping[Part, torch.Tensor], list[Landing], list[Pending]]] = deque()
 
     def land() -> int:
-        bucket, targets, pending = under_way.popleft()
+        bucket, where, landings, pending = under_way.popleft()
         wait_all(pending, deadline)
-        for landing in targets:
-            if landing.unpack is not None:
-                landing.unpack()
-        filled(bucket.bucket)
-        return sum(landing.target.numel() for landing in targets)
+        for landing in landings:
+            if landing.block is not None:
+                _unpack(landing, where)
+                staging.give_back(landing.block)
+        filled(bucket)
+        return sum(landing.target.numel() for landing in landings)
 
-    for number, bucket in enumerate(routed):
-        if len(under_way) == NUM_SLOTS:
+    for bucket in routed:
+        where = places(bucket.bucket)
+        coming = messages(bucket, {part.name: place.dtype.itemsize for part, place in where.items()})
+        need = sum(m.stop - m.start for m in coming if not _lands_directly(m, where))
+        while under_way and (len(under_way) == WINDOW or not staging.has(need)):
             num_bytes += land()
-        targets = landings(bucket, places(bucket.bucket), lambda size, n=number: staging.slot(n, size))
-        under_way.append((bucket, targets, [group.receive(t.target, t.message.member) for t in targets]))
+        landings = [_landing(message, where, staging) for message in coming]
+        pending = [group.receive(landing.target, landing.message.member) for landing in landings]
+        under_way.append((bucket.bucket, where, landings, pending))
     while under_way:
         num_bytes += land()
     return num_bytes
