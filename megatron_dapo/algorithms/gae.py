@@ -1,0 +1,159 @@
+"""Generalised advantage estimation over packed responses (arXiv 1506.02438, Eq 16), for finished and cut ones.
+
+    delta_t = r_t + gamma V_{t+1} - V_t          A_t = sum_{k >= t} (gamma lambda)^{k-t} delta_k
+
+with V behind the last token = the response's bootstrap value (0 where it is finished). It is computed through the
+lambda-return, whose recurrence needs no difference of large numbers:
+
+    G_t = r_t + gamma (1 - lambda) V_{t+1} + gamma lambda G_{t+1}          A_t = G_t - V_t
+
+so that with lambda = 1 the returns are the Monte-Carlo returns exactly: V drops out with the factor 0, whatever it is.
+
+Tokens with mask 0 (of tools, of an environment) are no steps: the next value and the next advantage of the token
+before a gap are those of the token behind it. They get advantage and return 0, and a reward on them does not count.
+A padded [S, R] batch is the packed one of S sequences of length R: flatten it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dapo.algorithms.linear_scan import reverse_linear_scan
+
+
+@dataclass(frozen=True)
+class ValueInputs:
+    """Response tokens of S sequences, one after the other; sequence i has lengths[i] of the P tokens."""
+
+    values: torch.Tensor  # [P] floating, V of the state that each token was drawn in
+    rewards: torch.Tensor  # [P] floating, see token_rewards
+    loss_mask: torch.Tensor  # [P] 0 or 1
+    lengths: torch.Tensor  # [S] int64, with masked tokens
+    bootstrap: torch.Tensor  # [S] value behind the last trained token: 0 where the response is finished
+
+
+@dataclass(frozen=True)
+class ValueEstimates:
+    """Both [P], 0 where masked, in the dtype of the values (at least float32)."""
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """The trained tokens of a packed batch alone, [M], sequence by sequence."""
+
+    mask: torch.Tensor | None  # [P] bool; None where every token is trained
+    lengths: torch.Tensor  # [S] int64, trained tokens
+    last: torch.Tensor  # [S] int64, place in [M] of the last one; of no meaning where the length is 0
+
+    @property
+    def present(self) -> torch.Tensor:
+        """[S] bool: sequences with a trained token."""
+        return self.lengths > 0
+
+    def take(self, per_token: torch.Tensor) -> torch.Tensor:
+        """[P] -> [M]."""
+        return per_token if self.mask is None else per_token[self.mask]
+
+    def put(self, trained: torch.Tensor) -> torch.Tensor:
+        """[M] -> [P], 0 where masked."""
+        if self.mask is None:
+            return trained
+        return torch.zeros_like(self.mask, dtype=trained.dtype).masked_scatter_(self.mask, trained)
+
+
+def trained_tokens(loss_mask: torch.Tensor, lengths: torch.Tensor) -> TrainedTokens:
+    """Where the trained tokens of `loss_mask` [P] lie, for sequences of `lengths` [S]."""
+    total = int(lengths.sum())
+    assert loss_mask.shape == (total,), f"mask of shape {tuple(loss_mask.shape)}, the lengths add up to {total}"
+    mask = loss_mask > 0
+    if bool(mask.all()):
+        return TrainedTokens(None, lengths, lengths.cumsum(0) - 1)
+    counted = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[torch.nn.functional.pad(lengths.cumsum(0), (1, 0))]
+    return TrainedTokens(mask, counted.diff(), counted[1:] - 1)
+
+
+def estimate_values(inputs: ValueInputs, gamma: float, lambdas: float | torch.Tensor) -> ValueEstimates:
+    """Advantages and lambda-returns; `lambdas` is one number or one per sequence [S].
+
+    ValueError where gamma or a lambda lies outside [0, 1] or an input of a trained token is not finite.
+    """
+    (estimates,) = _estimate(inputs, gamma, [lambdas])
+    return estimates
+
+
+def decoupled_estimates(
+    inputs: ValueInputs, gamma: float, policy_lambdas: float | torch.Tensor, critic_lambdas: float | torch.Tensor
+) -> ValueEstimates:
+    """Advantages with one lambda, returns (the critic's targets) with another (VC-PPO, arXiv 2503.01491; VAPO).
+
+    Any baseline leaves the policy gradient unbiased, so the critic may learn from lambda = 1, without the decay of the
+    reward over the response, while the policy keeps the smaller variance of a lambda below 1.
+    """
+    policy, critic = _estimate(inputs, gamma, [policy_lambdas, critic_lambdas])
+    return ValueEstimates(policy.advantages, critic.returns)
+
+
+def monte_carlo_returns(inputs: ValueInputs, gamma: float) -> torch.Tensor:
+    """Discounted reward to go [P], of cut responses with the discounted bootstrap; the values do not enter."""
+    return estimate_values(inputs, gamma, 1.0).returns
+
+
+def _estimate(inputs: ValueInputs, gamma: float, lambdas: list[float | torch.Tensor]) -> list[ValueEstimates]:
+    _check_range("gamma", gamma)
+    for each in lambdas:
+        _check_range("lambda", each)
+    tokens = trained_tokens(inputs.loss_mask, inputs.lengths)
+    dtype = torch.promote_types(inputs.values.dtype, torch.float32)
+    values = tokens.take(inputs.values.detach()).to(dtype)
+    rewards = tokens.take(inputs.rewards.detach()).to(dtype)
+    bootstrap = inputs.bootstrap.detach().to(dtype)
+    _check_finite({"value": values, "reward": rewards, "bootstrap value": bootstrap})
+    next_values = _next_values(values, bootstrap, tokens)
+    results = []
+    for each in lambdas:
+        returns = _lambda_returns(rewards, next_values, gamma, each, tokens)
+        results.append(ValueEstimates(tokens.put(returns - values), tokens.put(returns)))
+    return results
+
+
+def _next_values(values: torch.Tensor, bootstrap: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
+    """[M] the value of the sequence's next trained token, and the bootstrap behind its last one."""
+    following = values.roll(-1)
+    following[tokens.last[tokens.present]] = bootstrap[tokens.present]
+    return following
+
+
+def _lambda_returns(
+    rewards: torch.Tensor, next_values: torch.Tensor, gamma: float, lambdas: float | torch.Tensor, tokens: TrainedTokens
+) -> torch.Tensor:
+    """[M] G_t = r_t + (gamma - c_t) V_{t+1} + c_t G_{t+1}; c_t is gamma lambda, and 0 at a sequence's last token."""
+    if isinstance(lambdas, torch.Tensor):
+        per_sequence = lambdas.to(rewards.device, rewards.dtype) * gamma
+        decays = per_sequence.repeat_interleave(tokens.lengths, output_size=rewards.numel())
+    else:
+        decays = torch.full_like(rewards, gamma * lambdas)
+    decays[tokens.last[tokens.present]] = 0.0
+    mixed = torch.sub(torch.full((), gamma, dtype=rewards.dtype, device=rewards.device), decays)
+    return reverse_linear_scan(mixed.mul_(next_values).add_(rewards), decays)
+
+
+def _check_range(name: str, number: float | torch.Tensor) -> None:
+    numbers = torch.as_tensor(number)
+    wrong = ~((numbers >= 0) & (numbers <= 1))
+    if bool(wrong.any()):
+        raise ValueError(f"{name} is {float(numbers[wrong].flatten()[0])}: it must lie in [0, 1], e.g. 1.0 or 0.95")
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        # The sum is finite where all entries are (short of an overflow), and costs one read and no memory.
+        if not bool(torch.isfinite(tensor.sum())):
+            bad = int((~torch.isfinite(tensor)).sum())
+            if bad:
+                raise ValueError(f"{bad} of {tensor.numel()} entries of {name} are not finite: skip this critic's step")
