@@ -1,0 +1,106 @@
+"""Which lambda each response gets: one for all, or one that grows with its length.
+
+VAPO (arXiv 2504.05118, Eq 5) asks that the sum of the weights lambda^k be a fraction alpha of the length l:
+
+    sum_k lambda^k = 1 / (1 - lambda) = alpha l     =>     lambda = 1 - 1 / (alpha l)
+
+which is 0 at l = 1 / alpha and negative below, so a floor is needed. The paper names none; ours is 0. T-PPO's authors'
+code takes 0.95, which at alpha 0.05 acts up to l = 400. T-PPO counts the tokens of all windows of the response, and half
+a window more where it goes on, for the length it may yet reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron_dapo.algorithms.tables import build
+
+VAPO_FLOOR = 0.0
+TPPO_FLOOR = 0.95
+
+
+class LambdaRule(Protocol):
+    """Maps the tokens generated so far [S] int64 and whether the response is finished [S] bool to float64 [S]."""
+
+    def __call__(self, lengths: torch.Tensor, is_finished: torch.Tensor) -> torch.Tensor: ...
+
+
+def raw_lambda(lengths: torch.Tensor, alpha: float) -> torch.Tensor:
+    """1 - 1 / (alpha l), float64, without a floor: negative below l = 1 / alpha, -inf at 0."""
+    return 1.0 - 1.0 / (alpha * lengths.to(torch.float64))
+
+
+def floored_lambda(lengths: torch.Tensor, alpha: float, floor: float) -> torch.Tensor:
+    """max(floor, 1 - 1 / (alpha l)), float64 of the shape of `lengths`; always below 1."""
+    return raw_lambda(lengths, alpha).clamp(min=floor)
+
+
+def prospective_lengths(lengths: torch.Tensor, is_finished: torch.Tensor, window: int) -> torch.Tensor:
+    """T-PPO's length [S]: tokens of all windows so far, and window // 2 more where the response goes on."""
+    return lengths + torch.where(is_finished.to(torch.bool), 0, window // 2)
+
+
+@dataclass(frozen=True)
+class FixedLambda:
+    """The same lambda for every response: 0.95 in PPO, 1 (Monte-Carlo) for the critic of VC-PPO, VAPO and T-PPO."""
+
+    value: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.value <= 1.0:
+            raise ValueError(f"lambda {self.value} must lie in [0, 1], e.g. 0.95 or 1.0")
+
+    def __call__(self, lengths: torch.Tensor, is_finished: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(lengths, self.value, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class LengthAdaptiveLambda:
+    """VAPO, Eq 5, of the response's own length."""
+
+    alpha: float = 0.05
+    floor: float = VAPO_FLOOR
+
+    def __post_init__(self) -> None:
+        _check(self.alpha, self.floor)
+
+    def __call__(self, lengths: torch.Tensor, is_finished: torch.Tensor) -> torch.Tensor:
+        return floored_lambda(lengths, self.alpha, self.floor)
+
+
+@dataclass(frozen=True)
+class WindowLambda:
+    """T-PPO: the same of the prospective length. `window` is the number of tokens one step generates."""
+
+    alpha: float = 0.05
+    floor: float = TPPO_FLOOR
+    window: int = 8192
+
+    def __post_init__(self) -> None:
+        _check(self.alpha, self.floor)
+        if self.window < 1:
+            raise ValueError(f"window {self.window} must be at least 1 token")
+
+    def __call__(self, lengths: torch.Tensor, is_finished: torch.Tensor) -> torch.Tensor:
+        return floored_lambda(prospective_lengths(lengths, is_finished, self.window), self.alpha, self.floor)
+
+
+def _check(alpha: float, floor: float) -> None:
+    if not (alpha > 0.0 and 0.0 <= floor < 1.0):
+        raise ValueError(f"length-adaptive lambda with alpha {alpha}, floor {floor}: need alpha > 0 and 0 <= floor < 1")
+
+
+LAMBDA_RULES: dict[str, type[LambdaRule]] = {
+    "fixed": FixedLambda,
+    "length_adaptive": LengthAdaptiveLambda,
+    "window": WindowLambda,
+}
+
+
+def build_lambda_rule(name: str, settings: Mapping[str, Any] | None = None) -> LambdaRule:
+    """The rule called `name` with `settings` (its dataclass fields); ValueError for an unknown one."""
+    return build(LAMBDA_RULES, "lambda rule", name, settings or {})

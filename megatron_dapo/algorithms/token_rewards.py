@@ -1,0 +1,45 @@
+"""Rewards per token of packed responses: the outcome on the last token, and KL towards the reference on every one."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dapo.algorithms.gae import trained_tokens
+from megatron_dapo.algorithms.kl import KL_ESTIMATORS
+from megatron_dapo.algorithms.tables import lookup
+
+
+def outcome_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[P] rewards of `rewards` [S], each on the last TRAINED token of its sequence, 0 elsewhere.
+
+    `loss_mask` [P] and `lengths` [S] as in `gae.ValueInputs`. The reward of a sequence without a trained token is lost.
+    """
+    tokens = trained_tokens(loss_mask, lengths)
+    placed = rewards.new_zeros(int(tokens.lengths.sum()))
+    placed[tokens.last[tokens.present]] = rewards[tokens.present]
+    return tokens.put(placed)
+
+
+def kl_shaped_rewards(
+    token_rewards: torch.Tensor, divergence: torch.Tensor, loss_mask: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """r_t - beta KL_t [P], 0 where masked: KL in the reward, as in PPO from human feedback (arXiv 2203.02155, Eq 2).
+
+    `divergence` [P] comes from `token_divergence`, of the policy that generated; no gradient flows through it.
+    """
+    if not 0.0 <= beta < float("inf"):
+        raise ValueError(f"KL coefficient {beta} must be a finite number of at least 0")
+    return torch.where(loss_mask > 0, token_rewards - beta * divergence.detach(), 0.0)
+
+
+def token_divergence(
+    name: str, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> torch.Tensor:
+    """Estimate [P] of KL(pi || pi_ref) by estimator k1, k2 or k3, without gradient, 0 where masked.
+
+    k1 is the one that makes the sum of the rewards the regularised objective; here it is the VALUE that counts.
+    """
+    estimator = lookup(KL_ESTIMATORS, "KL estimator", name)
+    trained = loss_mask > 0
+    difference = [torch.where(trained, each.detach(), 0.0) for each in (logprobs, ref_logprobs)]
+    return estimator(*difference)
