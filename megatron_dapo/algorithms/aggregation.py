@@ -107,3 +107,14 @@ def sample_token_weights(
     divisor = divisor_of(WeightInputs(counts, _tokens_of_groups(group_index, denominators), denominators, max_length))
     trained = (counts > 0) & (divisor > 0)
     return torch.where(trained, 1.0 / torch.where(trained, divisor, 1.0), 0.0)
+
+
+def rollout_token_weight(num_rollout_tokens: int, num_mini_batches: int) -> float:
+    """The weight of every trained token where each optimizer step is normalised over the whole rollout batch.
+
+    T-PPO's code: sum l of the mini-batch / trained tokens of ALL mini-batches x their number. Unlike token_mean, all
+    tokens of a rollout weigh the same; a mini-batch of few tokens makes a smaller step. Without a trained token it is 0.
+    """
+    if num_mini_batches < 1:
+        raise ValueError(f"num_mini_batches {num_mini_batches} must be at least 1")
+    return num_mini_batches / num_rollout_tokens if num_rollout_tokens else 0.0
