@@ -113,7 +113,7 @@ def rollout_token_weight(num_rollout_tokens: int, num_mini_batches: int) -> floa
     """The weight of every trained token where each optimizer step is normalised over the whole rollout batch.
 
     T-PPO's code: sum l of the mini-batch / trained tokens of ALL mini-batches x their number. Unlike token_mean, all
-    tokens of a rollout weigh the same; a mini-batch of few tokens makes a smaller step. Without a trained token it is 0.
+    tokens of a rollout weigh the same: a mini-batch of few tokens makes a smaller step. Without trained tokens it is 0.
     """
     if num_mini_batches < 1:
         raise ValueError(f"num_mini_batches {num_mini_batches} must be at least 1")

@@ -1,9 +1,9 @@
 """Extended GAE: advantages of responses that are cut at the end of a window (T-PPO, arXiv 2506.15050).
 
-A window holds the tokens s_0..s_{l-1} that one step has generated of a response. Where the response goes on, nothing is
-known of s_l, and its value is taken to be the last one known:
+A window holds the tokens s_0..s_{l-1} that one step has generated of a response. Where the response goes on, nothing
+is known of s_l, and its value is taken to be the last one known:
 
-    V(s_l) := V(s_{l-1}),   so   delta_{l-1} = r_{l-1} + (gamma - 1) V(s_{l-1}),   which is 0 at gamma = 1 without reward
+    V(s_l) := V(s_{l-1}),   so   delta_{l-1} = r_{l-1} + (gamma - 1) V(s_{l-1}),   0 at gamma = 1 without reward
 
 and a finished response has V(s_l) = 0. (A value of 0 at a cut end would punish the tail of every unfinished response.)
 This is GAE with that bootstrap. Splitting changes the advantages before a cut by one number, discounted:

@@ -5,8 +5,8 @@ VAPO (arXiv 2504.05118, Eq 5) asks that the sum of the weights lambda^k be a fra
     sum_k lambda^k = 1 / (1 - lambda) = alpha l     =>     lambda = 1 - 1 / (alpha l)
 
 which is 0 at l = 1 / alpha and negative below, so a floor is needed. The paper names none; ours is 0. T-PPO's authors'
-code takes 0.95, which at alpha 0.05 acts up to l = 400. T-PPO counts the tokens of all windows of the response, and half
-a window more where it goes on, for the length it may yet reach.
+code takes 0.95, which at alpha 0.05 acts up to l = 400. T-PPO counts the tokens of all windows of the response, and
+half a window more where it goes on, for the length it may yet reach.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Losses of the critic: per-token losses [P] and metric sums, from values and returns.
 
-A loss never averages: multiply by the token weights of `aggregation` ("token_mean" for a token-level loss, "sample_mean"
-for a sample-level one), whose denominators are those of the whole optimizer mini-batch, and add up. Metrics are sums over
-the trained tokens of the call.
+A loss never averages: multiply by the token weights of `aggregation` ("token_mean" for a token-level loss,
+"sample_mean" for a sample-level one), whose denominators are those of the whole optimizer mini-batch, and add up.
+Metrics are sums over the trained tokens of the call.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     L = L_PPO + mu L_NLL          L_NLL = - (1 / sum_{o in T} |o|) sum_{o in T} sum_t log pi(o_t)
 
-T: the correct responses of the optimizer mini-batch, |o|: their trained tokens, the end token included. The weight below
+T: the correct responses of the optimizer mini-batch, |o|: their trained tokens, the end token included. The weight
 carries mu and the count over the WHOLE mini-batch, so that losses are added over micro-batches and ranks and the result
 does not move with their cut. The other parts of VAPO are settings of other modules: `gae.decoupled_estimates`,
 `length_adaptive_lambda`, `policy_loss.ClipHigher`, "token_mean" in `aggregation`. It samples groups for contrast only:
@@ -42,7 +42,7 @@ def positive_example_loss(
 ) -> tuple[torch.Tensor, Metrics]:
     """Token losses -log pi [P], 0 where masked or not of a correct response, and their sums.
 
-    `logprobs` [P] of the current policy carry the gradient; `is_positive` [P] bool marks the tokens of correct responses.
+    `logprobs` [P] of the current policy carry the gradient; `is_positive` [P] bool marks tokens of correct responses.
     """
     chosen = (loss_mask > 0) & is_positive.to(torch.bool)
     token_loss = torch.where(chosen, -logprobs, 0.0)

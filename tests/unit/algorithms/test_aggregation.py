@@ -5,7 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms.aggregation import AGGREGATIONS, global_denominators, sample_token_weights
+from megatron_dapo.algorithms.aggregation import (
+    AGGREGATIONS,
+    global_denominators,
+    rollout_token_weight,
+    sample_token_weights,
+)
 
 lengths_and_cut = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12
@@ -104,3 +109,12 @@ def test_errors_name_the_fault():
         sample_token_weights("per_group", trained, torch.tensor([0, 9]), denominators, 8)
     with pytest.raises(TypeError):
         sample_token_weights("token_mean", trained, groups, max_length=8)
+
+
+def test_a_rollout_weight_is_the_token_mean_where_mini_batches_are_equal():
+    trained, groups = torch.tensor([4, 2]), torch.tensor([0, 1])
+    weight = sample_token_weights("token_mean", trained, groups, global_denominators(trained, groups), 8)
+    assert rollout_token_weight(12, 2) == float(weight[0])
+    assert rollout_token_weight(0, 2) == 0.0
+    with pytest.raises(ValueError, match="at least 1"):
+        rollout_token_weight(12, 0)

@@ -95,3 +95,5 @@ def test_registry_lists_every_kind():
     assert names["kl_loss"] == ("k2", "k3") and names["kl_estimator"] == ("k1", "k2", "k3")
     assert names["off_policy_method"] == ("tis", "mis", "icepop")
     assert names["off_policy_level"] == ("token", "sequence", "geometric")
+    assert names["value_loss"] == ("squared", "clipped")
+    assert names["lambda_rule"] == ("fixed", "length_adaptive", "window")

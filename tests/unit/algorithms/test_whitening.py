@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_dapo.algorithms.reinforce_pp import whiten as whiten_whole
+from megatron_dapo.algorithms.whitening import Moments, limited, moments, whiten
+
+
+def drawn() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(60, generator=generator, dtype=torch.float64) * 3 + 5
+    return values, (torch.rand(60, generator=generator) > 0.3).float()
+
+
+@pytest.mark.parametrize("std", ["biased", "unbiased"])
+def test_moments_of_parts_give_those_of_the_whole(std):
+    values, mask = drawn()
+    total = moments(values[:13], mask[:13]).combine(moments(values[13:], mask[13:]))
+    reduced = Moments.of_stacked(moments(values[:13], mask[:13]).stacked() + moments(values[13:], mask[13:]).stacked())
+    counted = values[mask > 0]
+    for found in (total, reduced):
+        assert found.mean() == pytest.approx(float(counted.mean()))
+        assert found.variance(std) == pytest.approx(float(counted.var(correction=int(std == "unbiased"))))
+
+
+def test_whitening_in_parts_equals_whitening_at_once():
+    values, mask = drawn()
+    total = moments(values, mask)
+    parts = [whiten(values[s], mask[s], total.mean(), total.variance()) for s in (slice(0, 20), slice(20, 60))]
+    actual = torch.cat(parts)
+    torch.testing.assert_close(actual, whiten_whole(values, mask), rtol=1e-9, atol=1e-9)
+    assert float(actual[mask > 0].mean()) == pytest.approx(0, abs=1e-12)
+    assert not actual[mask == 0].any()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_no_spread_gives_the_values_back(num_tokens):
+    values, mask = torch.full((6,), 0.1, dtype=torch.float64), (torch.arange(6) < num_tokens).float()
+    total = moments(values, mask)
+    for std in ("biased", "unbiased"):
+        assert torch.equal(whiten(values, mask, total.mean(), total.variance(std)), values * mask)
+
+
+def test_what_stands_at_masked_tokens_does_not_matter():
+    values, mask = drawn()
+    dirty = values.masked_fill(mask == 0, torch.nan)
+    total = moments(dirty, mask)
+    assert torch.equal(whiten(dirty, mask, total.mean(), total.variance()),
+                       whiten(values, mask, total.mean(), total.variance()))
+
+
+def test_limits_and_unknown_names():
+    assert limited(torch.tensor([-20.0, 3.0, 11.0])).tolist() == [-10.0, 3.0, 10.0]
+    with pytest.raises(ValueError, match="above 0"):
+        limited(torch.ones(1), 0.0)
+    with pytest.raises(ValueError, match="biased, unbiased"):
+        moments(torch.ones(2), torch.ones(2)).variance("sample")
