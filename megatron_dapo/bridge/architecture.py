@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ class RopeScaling:
 class Family:
     """What a model_type means where its config.json has no field for it."""
 
-    architecture: str  # class name in "architectures"
+    name: str  # a class name in "architectures" is this and the head's, e.g. "Qwen2" and "ForCausalLM"
     qkv_bias: bool
     qk_norm: bool
     derives_head_dim: bool  # hidden_size / num_attention_heads where the config has no head_dim
@@ -40,11 +40,16 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False, derives_head_dim=True),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, derives_head_dim=True),
-    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, derives_head_dim=False),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qkv_bias=False, qk_norm=True, derives_head_dim=True, experts=True),
+    "llama": Family("Llama", qkv_bias=False, qk_norm=False, derives_head_dim=True),
+    "qwen2": Family("Qwen2", qkv_bias=True, qk_norm=False, derives_head_dim=True),
+    "qwen3": Family("Qwen3", qkv_bias=False, qk_norm=True, derives_head_dim=False),
+    "qwen3_moe": Family("Qwen3Moe", qkv_bias=False, qk_norm=True, derives_head_dim=True, experts=True),
 }
+
+LANGUAGE_MODEL = "ForCausalLM"
+TOKEN_VALUE = "ForTokenClassification"  # one label: score.weight and score.bias give a value of every token
+SEQUENCE_VALUE = "ForSequenceClassification"  # one label: score.weight alone, a reward model
+HEADS = (LANGUAGE_MODEL, TOKEN_VALUE, SEQUENCE_VALUE)
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -128,14 +133,17 @@ class ModelArchitecture:
     rope_theta: float
     rope_scaling: RopeScaling | None
     max_position_embeddings: int
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool  # the output matrix is the embedding; never with a value head
     qkv_bias: bool
     qk_norm: bool
     dtype: torch.dtype | None  # what config.json says the weights are; None where it does not say
     experts: MixtureOfExperts | None = None  # None: a dense model
+    head: str = LANGUAGE_MODEL  # one of HEADS
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, neutral_fields: Collection[str] = ()) -> ModelArchitecture:
+    def from_folder(
+        cls, folder: str | Path, *, neutral_fields: Collection[str] = (), heads: Collection[str] = (LANGUAGE_MODEL,)
+    ) -> ModelArchitecture:
         """`from_config` of the folder's config.json."""
         path = Path(folder) / "config.json"
         try:
@@ -144,17 +152,23 @@ class ModelArchitecture:
             raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder") from None
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
-        return cls.from_config(config, neutral_fields=neutral_fields)
+        return cls.from_config(config, neutral_fields=neutral_fields, heads=heads)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, neutral_fields: Collection[str] = ()) -> ModelArchitecture:
-        """The architecture of a parsed config.json (transformers 4 or 5).
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        neutral_fields: Collection[str] = (),
+        heads: Collection[str] = (LANGUAGE_MODEL,),
+    ) -> ModelArchitecture:
+        """The architecture of a parsed config.json (transformers 4 or 5) whose head is one of `heads`.
 
-        Raises ValueError that names the field for an unknown model_type, for a field whose value changes the math in a
-        way that is not supported, for a missing field, and for an unknown field that is set, unless `neutral_fields`
-        names it.
+        Raises ValueError that names the field for an unknown model_type, for another head, for a field whose value
+        changes the math in a way that is not supported, for a missing field, and for an unknown field that is set,
+        unless `neutral_fields` names it.
         """
-        family = _family(config)
+        family, head = _family_and_head(config, heads)
         _check_fields(config, family, neutral_fields)
         _check_full_attention(config)
         heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
@@ -179,12 +193,22 @@ class ModelArchitecture:
             rope_theta=theta,
             rope_scaling=scaling,
             max_position_embeddings=_positive(config, "max_position_embeddings"),
-            tie_word_embeddings=bool(_required(config, "tie_word_embeddings")),
+            tie_word_embeddings=head == LANGUAGE_MODEL and bool(_required(config, "tie_word_embeddings")),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             dtype=_dtype(config),
             experts=_experts(config) if family.experts else None,
+            head=head,
         )
+
+    def with_value_head(self) -> ModelArchitecture:
+        """The critic of this model: the same layers, and a value of every token in place of the output matrix."""
+        return replace(self, head=TOKEN_VALUE, tie_word_embeddings=False)
+
+    @property
+    def class_name(self) -> str:
+        """What config.json calls it in "architectures"."""
+        return FAMILIES[self.model_type].name + self.head
 
     @property
     def query_groups_ratio(self) -> int:
@@ -237,9 +261,14 @@ class ModelArchitecture:
         for layer in range(self.num_layers):
             shapes.update(self.layer_shapes(layer))
         shapes[FINAL_NORM] = (self.hidden_size,)
-        if not self.tie_word_embeddings:
-            shapes[LM_HEAD] = (self.vocab_size, self.hidden_size)
-        return shapes
+        return shapes | self.head_shapes()
+
+    def head_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that come after the last norm; empty for a tied model."""
+        if self.head == LANGUAGE_MODEL:
+            return {} if self.tie_word_embeddings else {LM_HEAD: (self.vocab_size, self.hidden_size)}
+        weight = {VALUE_WEIGHT: (1, self.hidden_size)}
+        return weight if self.head == SEQUENCE_VALUE else {**weight, VALUE_BIAS: (1,)}
 
     def aliases(self) -> dict[str, str]:
         """Names under which a folder may store a tensor a second time -> the tensor."""
@@ -253,23 +282,26 @@ class ModelArchitecture:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+VALUE_WEIGHT = "score.weight"
+VALUE_BIAS = "score.bias"
 ROUTER = "mlp.gate.weight"  # in a layer with experts
 
 
-def _family(config: Mapping[str, Any]) -> Family:
+def _family_and_head(config: Mapping[str, Any], heads: Collection[str]) -> tuple[Family, str]:
     model_type = _required(config, "model_type")
     if model_type not in FAMILIES:
         raise ValueError(
             f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
-    declared = config.get("architectures")
-    if declared and list(declared) != [family.architecture]:
+    declared = list(config.get("architectures") or [family.name + LANGUAGE_MODEL])
+    supported = {family.name + head: head for head in HEADS if head in heads}
+    if len(declared) != 1 or declared[0] not in supported:
         raise ValueError(
-            f"config.json: architectures {list(declared)} of a {model_type} is not supported, "
-            f"only [{family.architecture!r}]"
+            f"config.json: architectures {declared} of a {model_type} is not supported, "
+            f"only {' or '.join(repr([name]) for name in supported)}"
         )
-    return family
+    return family, supported[declared[0]]
 
 
 def _required(config: Mapping[str, Any], field: str) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.architecture import HEADS, ModelArchitecture
 from megatron_dapo.bridge.atomic_folder import atomic_folder
 from megatron_dapo.bridge.huggingface import HuggingFaceFolder
 from megatron_dapo.bridge.huggingface_writer import (
@@ -79,7 +79,7 @@ def huggingface_to_megatron(
     Raises ValueError where the source is incomplete, does not fit its config.json or the parallel sizes, or `target`
     exists; OSError where the disk is full. Then nothing of `target` is left.
     """
-    architecture = ModelArchitecture.from_folder(source)
+    architecture = ModelArchitecture.from_folder(source, heads=HEADS)
     parallel = one_replica(
         tensor=tensor,
         pipeline=pipeline,
@@ -202,7 +202,7 @@ def _compare_tensors(a: HuggingFaceFolder | MegatronFolder, b: HuggingFaceFolder
 def _compare_locals(huggingface: str | Path, megatron: str | Path) -> Difference | None:
     with ExitStack() as stack:
         folder = stack.enter_context(HuggingFaceFolder(huggingface))
-        architecture = ModelArchitecture.from_folder(huggingface)
+        architecture = ModelArchitecture.from_folder(huggingface, heads=HEADS)
         converted = stack.enter_context(MegatronFolder(megatron))
         found = _compare_specs(folder.specs, converted.specs, folder.path, converted.path)
         if found:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,9 @@ import torch.distributed as dist
 from megatron_dapo.bridge.huggingface import HuggingFaceFolder
 from megatron_dapo.bridge.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
+    NO_FIELDS,
     HuggingFaceWriter,
+    ModelSource,
     copy_untouched,
     huggingface_writer,
     output_specs,
@@ -59,15 +61,43 @@ def export_to_huggingface(
     appears complete or not at all. Every rank of the group calls it; ValueError or OSError of rank 0 becomes
     RuntimeError on the others.
     """
+    with HuggingFaceFolder(source_folder) as source:
+        source.check(layout.architecture)
+        return export_model(
+            target,
+            source,
+            layout,
+            parameters,
+            group,
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+            batch_bytes=batch_bytes,
+        )
+
+
+def export_model(
+    target: str | Path,
+    source: ModelSource,
+    layout: MegatronLayout,
+    parameters: Buffers,
+    group: dist.ProcessGroup | None,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    batch_bytes: int = DEFAULT_BATCH_BYTES,
+    config_fields: Mapping[str, Any] = NO_FIELDS,
+) -> ExportReport:
+    """`export_to_huggingface` from a source that has been checked; `config_fields` replace those of its config.json."""
     rank = 0 if group is None else dist.get_rank(group)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
     device = next(iter(parameters.values())).device
-    with HuggingFaceFolder(source_folder) as source, ExitStack() as stack:
-        source.check(layout.architecture)
+    with ExitStack() as stack:
         specs = output_specs(source, layout.architecture, dtype)
         reshard = plan(layout, SingleHolderLayout({name: specs[name] for name in layout.tensors}, num_ranks))
-        writer_context = huggingface_writer(target, source, layout.architecture, dtype=dtype, shard_bytes=shard_bytes)
+        writer_context = huggingface_writer(
+            target, source, layout.architecture, dtype=dtype, shard_bytes=shard_bytes, config_fields=config_fields
+        )
         writer = _on_rank_zero(group, device, lambda: stack.enter_context(writer_context))
         for batch in _batches(reshard.destination.tensors, batch_bytes):
             gathered = _gather(reshard, batch, parameters, group, rank, device)
@@ -108,14 +138,14 @@ def _gather(
 
 
 def _write(
-    writer: HuggingFaceWriter, source: HuggingFaceFolder, layout: MegatronLayout, tensors: Mapping[str, torch.Tensor]
+    writer: HuggingFaceWriter, source: ModelSource, layout: MegatronLayout, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     for name, tensor in tensors.items():
         for stored in written_names(source, layout.architecture, name):
             writer.write(stored, tensor)
 
 
-def _finish(stack: ExitStack, writer: HuggingFaceWriter, source: HuggingFaceFolder, layout: MegatronLayout) -> None:
+def _finish(stack: ExitStack, writer: HuggingFaceWriter, source: ModelSource, layout: MegatronLayout) -> None:
     copy_untouched(writer, source, layout.architecture)
     # Leaves the writer's context: verify, then rename.
     stack.close()

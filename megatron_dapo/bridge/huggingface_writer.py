@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +19,7 @@ from megatron_dapo.bridge.safetensors_file import SafetensorsWriter
 from megatron_dapo.parallel.reshard.layout import TensorSpec
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 # What else makes a folder a model: the config, the tokenizer in its several formats, and how to generate.
 _SIDE_FILES = """
@@ -109,12 +111,13 @@ def huggingface_writer(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    config_fields: Mapping[str, Any] = NO_FIELDS,
 ) -> Iterator[HuggingFaceWriter]:
     """A writer whose folder becomes `target` once complete and equal to `source` in names, shapes, types and bytes.
 
     dtype None keeps each tensor's type. Aliases of tied tensors and tensors that are no parameters are the caller's to
-    write: see `copy_untouched`. Config, tokenizer and generation config come from `source`. Raises ValueError where
-    `target` exists.
+    write: see `copy_untouched`. Config, tokenizer and generation config come from `source`; `config_fields` replace
+    those of its config.json. Raises ValueError where `target` exists.
     """
     specs = output_specs(source, architecture, dtype)
     with atomic_folder(target) as folder:
@@ -125,8 +128,11 @@ def huggingface_writer(
         finally:
             writer.abandon()
         copy_side_files(source.path, folder)
+        changed = dict(config_fields)
         if dtype is not None:
-            _set_config_dtype(folder / "config.json", dtype)
+            changed |= _dtype_field(folder / "config.json", dtype)
+        if changed:
+            _set_config_fields(folder / "config.json", changed)
         _verify(folder, specs)
 
 
@@ -172,10 +178,14 @@ def copy_side_files(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
+def _dtype_field(path: Path, dtype: torch.dtype) -> dict[str, str]:
     config = json.loads(path.read_text(encoding="utf-8"))
     field = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[field] = next(name for name, value in DTYPES.items() if value == dtype)
+    return {field: next(name for name, value in DTYPES.items() if value == dtype)}
+
+
+def _set_config_fields(path: Path, fields: Mapping[str, Any]) -> None:
+    config = json.loads(path.read_text(encoding="utf-8")) | dict(fields)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

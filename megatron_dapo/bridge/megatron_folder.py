@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.architecture import HEADS, ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.bridge.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -73,7 +73,7 @@ class MegatronFolder:
 
     def __init__(self, path: str | Path, architecture: ModelArchitecture | None = None) -> None:
         self.path = Path(path)
-        self.architecture = architecture or ModelArchitecture.from_folder(self.path)
+        self.architecture = architecture or ModelArchitecture.from_folder(self.path, heads=HEADS)
         parallel, self.specs, files = _read_manifest(self.path / MANIFEST_FILE)
         self.layout = _layout(self.architecture, parallel, self.specs, self.path)
         self._untouched = frozenset(self.untouched(self.architecture))

@@ -10,7 +10,16 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
+from megatron_dapo.bridge.architecture import (
+    EMBEDDING,
+    FINAL_NORM,
+    LANGUAGE_MODEL,
+    LM_HEAD,
+    ROUTER,
+    VALUE_BIAS,
+    VALUE_WEIGHT,
+    ModelArchitecture,
+)
 from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
 from megatron_dapo.parallel.reshard.boxes import Box, intersect
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
@@ -27,7 +36,7 @@ def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
 
 
 class MegatronLayout:
-    """Layout of the actor's parameters (per tensor-parallel rank t of T):
+    """Layout of the actor's or critic's parameters (per tensor-parallel rank t of T):
 
     | local buffer | rows |
     |---|---|
@@ -36,6 +45,7 @@ class MegatronLayout:
     | linear_fc1 | [gate rows of t; up rows of t] |
     | linear_proj, linear_fc2 | columns of t |
     | norms, router | whole on every rank |
+    | output_layer of a value head: weight [1, h], bias [1] | whole on every rank of the last pipeline stage |
     | experts.local_experts.i | expert e n + i (expert rank e holds n), cut as a dense MLP over expert_tensor ranks |
 
     Layers with experts have their norm as pre_mlp_layernorm, dense ones inside linear_fc1.
@@ -116,10 +126,16 @@ class MegatronLayout:
                     yield from self._mlp(local, name, tensor)
             if last_chunk:
                 yield self._whole(f"{stage}.decoder.final_layernorm.weight", FINAL_NORM)
-                if not architecture.tie_word_embeddings:
-                    yield self._vocabulary(f"{stage}.output_layer.weight", LM_HEAD, tensor)
-                elif not first_chunk:
-                    yield self._vocabulary(f"{stage}.output_layer.weight", EMBEDDING, tensor)
+                yield from self._head(f"{stage}.output_layer.", first_chunk, tensor)
+
+    def _head(self, local: str, first_chunk: bool, tensor: int) -> Iterator[Local]:
+        if self.architecture.head != LANGUAGE_MODEL:
+            held = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
+            yield from (self._whole(local + held[name], name) for name in self.architecture.head_shapes())
+        elif not self.architecture.tie_word_embeddings:
+            yield self._vocabulary(local + "weight", LM_HEAD, tensor)
+        elif not first_chunk:
+            yield self._vocabulary(local + "weight", EMBEDDING, tensor)
 
     def _attention(self, local: str, name: str, tensor: int) -> Iterator[Local]:
         attention, qkv = local + "self_attention.", local + "self_attention.linear_qkv."

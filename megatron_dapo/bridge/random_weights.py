@@ -16,7 +16,7 @@ from megatron_dapo.parallel.reshard.layout import Piece
 STANDARD_DEVIATION = 0.02  # of matrices, as the initializer_range of the published configs
 
 
-class _RandomReader:
+class RandomReader:
     """Makes whole tensors on demand and keeps the last one, which is asked for piece by piece."""
 
     def __init__(self, seed: int) -> None:
@@ -37,12 +37,17 @@ class _RandomReader:
             return torch.ones(shape)
         if name.endswith(".bias"):
             return torch.zeros(shape)
-        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.randn(shape, generator=generator) * STANDARD_DEVIATION
+        return random_normal(self._seed, name, shape) * STANDARD_DEVIATION
+
+
+def random_normal(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """fp32 of mean 0 and variance 1 that depends on the seed and the name alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(shape, generator=generator)
 
 
 def initialise_randomly(seed: int, layout: MegatronLayout, rank: int, parameters: Buffers) -> LoadReport:
     """Fills `parameters` of `rank` with random weights; padding becomes zero."""
     source = huggingface_layout(layout.architecture, torch.float32, num_ranks=layout.num_ranks)
-    return fill(source, _RandomReader(seed), layout, rank, parameters)
+    return fill(source, RandomReader(seed), layout, rank, parameters)

@@ -1,0 +1,274 @@
+"""The critic's tensors: where they start from, and the Hugging Face folder they become.
+
+A critic is the policy's layers and a head that gives one value a token: `score.weight` [1, h] and `score.bias` [1], as
+transformers' *ForTokenClassification with one label has them. It starts from
+
+| folder | head |
+|---|---|
+| a policy, *ForCausalLM, tied or not | weight fresh: small, normal, from the seed alone; bias zero |
+| a reward model, *ForSequenceClassification | weight from the folder, bias zero: the same function |
+| a critic, *ForTokenClassification | both from the folder |
+
+and every rank reads its own boxes only, by a plan between the folder's layout and the critic's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.bridge.architecture import (
+    FINAL_NORM,
+    HEADS,
+    LANGUAGE_MODEL,
+    VALUE_BIAS,
+    VALUE_WEIGHT,
+    ModelArchitecture,
+)
+from megatron_dapo.bridge.export import DEFAULT_BATCH_BYTES, ExportReport, export_model
+from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+from megatron_dapo.bridge.huggingface_writer import DEFAULT_SHARD_BYTES
+from megatron_dapo.bridge.load import LoadReport, fill
+from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.bridge.random_weights import RandomReader, random_normal
+from megatron_dapo.parallel.reshard.boxes import Box
+from megatron_dapo.parallel.reshard.executors import Buffers, PieceReader
+from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILE = "tokenizer.json"
+# What may differ between a policy and its critic without their layers being others.
+_FREE_FIELDS = frozenset({"head", "tie_word_embeddings", "dtype", "max_position_embeddings"})
+
+
+@dataclass(frozen=True)
+class HeadStart:
+    """How a head begins that no folder has: a weight of standard deviation `scale` / sqrt(h), so that values of hidden
+    states of unit size are about `scale`."""
+
+    seed: int = 0
+    scale: float = 0.01
+
+    def tensors(self, hidden_size: int) -> dict[str, torch.Tensor]:
+        """Whole fp32 head tensors, the same on every rank and in every layout."""
+        weight = random_normal(self.seed, VALUE_WEIGHT, (1, hidden_size)) * (self.scale / hidden_size**0.5)
+        return {VALUE_WEIGHT: weight, VALUE_BIAS: torch.zeros(1)}
+
+
+@dataclass(frozen=True)
+class CriticLoadReport:
+    """What one rank read, and the head tensors that the folder did not have."""
+
+    read: LoadReport
+    fresh: tuple[str, ...]
+
+
+def critic_architecture(folder: str | Path, policy_folder: str | Path | None = None) -> ModelArchitecture:
+    """The architecture of the critic that starts from `folder`.
+
+    Raises ValueError where the folder's head has more than one label, and, with a `policy_folder`, where its layers,
+    its vocabulary or its tokenizer are not the policy's.
+    """
+    source = ModelArchitecture.from_folder(folder, heads=HEADS)
+    if policy_folder is not None:
+        _check_same_layers(folder, source, policy_folder, ModelArchitecture.from_folder(policy_folder))
+        _check_same_tokens(folder, policy_folder)
+    if source.head != LANGUAGE_MODEL:
+        with HuggingFaceFolder(folder) as stored:
+            _check_labels(stored, source)
+    return source.with_value_head()
+
+
+def load_critic(
+    folder: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers, start: HeadStart
+) -> CriticLoadReport:
+    """Fills `parameters` (local name -> tensor) of `rank` from a policy, a reward model or a critic; padding becomes
+    zero. What the folder has not of the head is fresh, which is logged. ValueError where the folder does not fit."""
+    source = ModelArchitecture.from_folder(folder, heads=HEADS)
+    with HuggingFaceFolder(folder) as stored:
+        if source.head != LANGUAGE_MODEL:
+            _check_labels(stored, source)
+        stored.check(source)
+        stored.check_aliases(source)
+        shapes = source.shapes()
+        specs = {name: stored.specs[name] for name in layout.tensors if name in shapes}
+        report = _fill_with_head(specs, stored, layout, rank, parameters, start)
+    _log_head(folder, report.fresh, start, rank)
+    return report
+
+
+def initialise_critic_randomly(
+    seed: int, layout: MegatronLayout, rank: int, parameters: Buffers, start: HeadStart
+) -> CriticLoadReport:
+    """Fills `parameters` of `rank` with the layers of the random policy of the same seed, and a fresh head."""
+    head = layout.architecture.head_shapes()
+    specs = {n: TensorSpec(s, torch.float32) for n, s in layout.architecture.shapes().items() if n not in head}
+    report = _fill_with_head(specs, RandomReader(seed), layout, rank, parameters, start)
+    _log_head("random weights", report.fresh, start, rank)
+    return report
+
+
+def export_critic(
+    target: str | Path,
+    source_folder: str | Path,
+    layout: MegatronLayout,
+    parameters: Buffers,
+    group: dist.ProcessGroup | None,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    batch_bytes: int = DEFAULT_BATCH_BYTES,
+) -> ExportReport:
+    """Writes the critic of all ranks' `parameters` as folder `target`, a *ForTokenClassification of one label.
+
+    `source_folder` is what it started from: types, config and tokenizer are that folder's; a head that it lacks gets
+    the type of its last norm. See `export_to_huggingface` for the rest.
+    """
+    source = ModelArchitecture.from_folder(source_folder, heads=HEADS)
+    with HuggingFaceFolder(source_folder) as stored:
+        stored.check(source)
+        return export_model(
+            target,
+            _CriticOf(stored, source, layout.architecture),
+            layout,
+            parameters,
+            group,
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+            batch_bytes=batch_bytes,
+            config_fields=_config_fields(layout.architecture),
+        )
+
+
+class _CriticOf:
+    """The `ModelSource` of a critic's export: a folder's tensors with the value head in place of its head."""
+
+    def __init__(self, stored: HuggingFaceFolder, source: ModelArchitecture, critic: ModelArchitecture) -> None:
+        dropped = {*source.head_shapes(), *source.aliases()}
+        kept = {name: spec for name, spec in stored.specs.items() if name not in dropped}
+        dtype = stored.specs[FINAL_NORM].dtype
+        head = {n: stored.specs.get(n, TensorSpec(shape, dtype)) for n, shape in critic.head_shapes().items()}
+        self.path = stored.path
+        self.specs: Mapping[str, TensorSpec] = kept | head
+        self._stored = stored
+
+    def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
+        known = architecture.shapes()
+        return tuple(name for name in self.specs if name not in known)
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        return self._stored.read_tensor(name)
+
+
+class _JoinedReader:
+    """A `PieceReader` of some whole tensors in memory and, for all others, of another reader."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], others: PieceReader) -> None:
+        self._tensors = tensors
+        self._others = others
+
+    def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
+        """See `PieceReader`."""
+        if piece.tensor not in self._tensors:
+            self._others.read(rank, piece, box, out)
+            return
+        slices = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+        out.copy_(self._tensors[piece.tensor][slices])
+
+
+def _fill_with_head(
+    specs: Mapping[str, TensorSpec],
+    reader: PieceReader,
+    layout: MegatronLayout,
+    rank: int,
+    parameters: Buffers,
+    start: HeadStart,
+) -> CriticLoadReport:
+    """`fill` from the tensors of `specs`, and from a fresh start where they lack a part of the head."""
+    whole = start.tensors(layout.architecture.hidden_size)
+    fresh = {name: whole[name] for name in layout.architecture.head_shapes() if name not in specs}
+    source = SingleHolderLayout(
+        {**specs, **{name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in fresh.items()}},
+        layout.num_ranks,
+    )
+    report = fill(source, _JoinedReader(fresh, reader), layout, rank, parameters)
+    return CriticLoadReport(report, tuple(fresh))
+
+
+def _log_head(folder: str | Path, fresh: tuple[str, ...], start: HeadStart, rank: int) -> None:
+    if rank != 0:
+        return
+    if VALUE_WEIGHT in fresh:
+        logger.warning(
+            "critic from %s: fresh value head, standard deviation %g / sqrt(hidden size) from seed %d, bias 0",
+            folder,
+            start.scale,
+            start.seed,
+        )
+    elif fresh:
+        logger.info("critic from %s: its value head has no bias, which starts at 0", folder)
+    else:
+        logger.info("critic from %s, head included", folder)
+
+
+def _config_fields(critic: ModelArchitecture) -> dict[str, Any]:
+    return {"architectures": [critic.class_name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+
+
+def _check_labels(stored: HuggingFaceFolder, source: ModelArchitecture) -> None:
+    spec = stored.specs.get(VALUE_WEIGHT)
+    if spec is None:
+        raise ValueError(f"{stored.path}: a {source.class_name} without {VALUE_WEIGHT}; nothing else is read as a head")
+    expected = source.head_shapes()[VALUE_WEIGHT]
+    if spec.shape != expected:
+        raise ValueError(
+            f"{stored.path}: {VALUE_WEIGHT} is {tuple(spec.shape)}, a critic's is {expected}: one value a token; "
+            "start from a model with one label, or from the policy"
+        )
+
+
+def _check_same_layers(
+    folder: str | Path, source: ModelArchitecture, policy_folder: str | Path, policy: ModelArchitecture
+) -> None:
+    names = [field.name for field in fields(ModelArchitecture) if field.name not in _FREE_FIELDS]
+    different = [name for name in names if getattr(source, name) != getattr(policy, name)]
+    if different:
+        values = ", ".join(f"{name} {getattr(source, name)} and {getattr(policy, name)}" for name in different)
+        raise ValueError(
+            f"critic {folder} is not of the policy's architecture ({policy_folder}): {values}; "
+            "start from a critic of this model, or from the policy"
+        )
+
+
+def _check_same_tokens(folder: str | Path, policy_folder: str | Path) -> None:
+    """ValueError where both folders have a tokenizer and a token has another id in one."""
+    ours, theirs = (_vocabulary(Path(path) / TOKENIZER_FILE) for path in (folder, policy_folder))
+    if ours is None or theirs is None or ours == theirs:
+        return
+    different = sum(ours.get(token) != theirs.get(token) for token in {*ours, *theirs})
+    raise ValueError(
+        f"critic {folder} has another tokenizer than the policy {policy_folder}: {len(ours)} and {len(theirs)} tokens, "
+        f"{different} of them not the same; start from a critic with the policy's tokenizer, or from the policy"
+    )
+
+
+def _vocabulary(path: Path) -> dict[str, int] | None:
+    """Token -> id of a tokenizer.json, added tokens included; None where there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        # Unigram models list [token, score] pairs in the order of their ids.
+        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], i) for i, e in enumerate(vocabulary))
+        return {**dict(pairs), **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{path}: not a tokenizer: {error!r}") from None
