@@ -1,1 +1,1 @@
-"""The actor on megatron-core: model, schedules, optimizer, exact state. Only this package imports megatron.core."""
+"""Actor and critic on megatron-core: model, schedules, optimizer, exact state. Only this package imports megatron.core."""

@@ -1,12 +1,13 @@
 """The chunks of megatron-core's GPTModel that this rank holds, with an output layer that does not form logits.
 
-The last chunk returns hidden states; log-probs and entropy are computed from them and the output weight by
-`megatron_dapo.ops.logprob`, which never holds the logits of all tokens.
+The last chunk of a policy returns hidden states; log-probs and entropy are computed from them and the output weight by
+`megatron_dapo.ops.logprob`, which never holds the logits of all tokens. That of a critic returns values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.architecture import LANGUAGE_MODEL, TOKEN_VALUE, ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import padded_vocabulary
 from megatron_dapo.megatron.experts import normalise_probabilities
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.rotary import inverse_frequencies
+from megatron_dapo.megatron.value_head import ValueHead
 from megatron_dapo.parallel.layout import ParallelLayout
 
 # Which dim of a parallel layer's weight is sharded over tensor ranks.
@@ -57,6 +59,20 @@ class DeferredOutputLayer(torch.nn.Module):
                 hidden, tensor_parallel_output_grad=True, group=self.group
             ), None
         return copy_to_tensor_model_parallel_region(hidden, group=self.group), None
+
+
+def _deferred_output(chunk: GPTModel, config: TransformerConfig) -> torch.nn.Module:
+    return DeferredOutputLayer(chunk.output_layer.weight, config.sequence_parallel, chunk.pg_collection.tp)
+
+
+def _value_output(chunk: GPTModel, config: TransformerConfig) -> torch.nn.Module:
+    return ValueHead(config, chunk.pg_collection.tp)
+
+
+# Head of an architecture -> what takes the place of GPTModel's output layer.
+OUTPUT_LAYERS: Mapping[str, Callable[[GPTModel, TransformerConfig], torch.nn.Module]] = MappingProxyType(
+    {LANGUAGE_MODEL: _deferred_output, TOKEN_VALUE: _value_output}
+)
 
 
 def build_chunks(
@@ -97,9 +113,7 @@ def _build_chunk(
     if architecture.experts is not None:
         normalise_probabilities(chunk, architecture.experts.normalise)
     if chunk.post_process:
-        chunk.output_layer = DeferredOutputLayer(
-            chunk.output_layer.weight, config.sequence_parallel, chunk.pg_collection.tp
-        )
+        chunk.output_layer = OUTPUT_LAYERS[architecture.head](chunk, config)
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.fill_(torch.nan)

@@ -1,11 +1,17 @@
-"""megatron-core's process groups for a parallel layout."""
+"""megatron-core's process groups for a parallel layout, and several layouts side by side.
+
+megatron-core 0.16 takes a model's groups as an argument in many places, but its schedules, its optimizers and
+finalize_model_grads still ask its module `parallel_state` for sizes, ranks and groups. So a model keeps the variables
+of that module which belong to its layout, and puts them back before it runs. One model runs at a time in a process.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +33,32 @@ class Groups:
     data_context: dist.ProcessGroup  # all ranks whose gradients are summed
 
 
+@dataclass(frozen=True)
+class ParallelState:
+    """The process groups of one layout, and megatron-core's variables that name them."""
+
+    layout: ParallelLayout
+    groups: Groups
+    variables: Mapping[str, Any]
+
+    def activate(self) -> None:
+        """Make this the layout that megatron-core sees. ValueError where its groups exist no longer."""
+        if not self.is_alive:
+            raise ValueError(
+                f"the process groups of {self.layout.describe()} were destroyed when a model on another layout was "
+                "built; name the models that go on running in that model's `beside`"
+            )
+        vars(mpu).update(self.variables)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.groups.tensor in _living_groups()
+
+    def is_current(self) -> bool:
+        """Whether megatron-core sees this layout now."""
+        return mpu.get_tensor_model_parallel_group(check_initialized=False) is self.groups.tensor
+
+
 def initialize_process_group(timeout_s: float) -> None:
     """Join the default group (NCCL with CUDA, else gloo) that torchrun describes, if this process has not yet.
 
@@ -36,12 +68,14 @@ def initialize_process_group(timeout_s: float) -> None:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout_s))
 
 
-def initialize_parallel_state(layout: ParallelLayout, seed: int = 0, timeout_s: float = 1800.0) -> Groups:
-    """Make the process groups of `layout` and seed the random-number tracker. Collective.
+def initialize_parallel_state(
+    layout: ParallelLayout, seed: int = 0, timeout_s: float = 1800.0, keep: Sequence[ParallelState] = ()
+) -> ParallelState:
+    """Make the process groups of `layout` and seed the random-number tracker. Collective, with equal `keep`.
 
     The default process group must exist. Groups of the same layout are used again, so that several models can share
-    them; those of another layout are destroyed, and models built on them can no longer run. Raises ValueError where
-    the layout is for another number of processes.
+    them. Those of another layout stay if they are in `keep`; else they are destroyed, and models built on them can no
+    longer run. Raises ValueError where the layout is for another number of processes.
     """
     install_cpu_platform()
     num_processes = dist.get_world_size()
@@ -50,13 +84,42 @@ def initialize_parallel_state(layout: ParallelLayout, seed: int = 0, timeout_s: 
             f"parallel layout {layout.describe()} is for {layout.world_size} processes, "
             f"but {num_processes} were started"
         )
-    if not _is_current(layout):
-        _destroy_groups()
+    same = [state for state in keep if state.is_alive and _axes(state.layout) == _axes(layout)]
+    if same:
+        same[0].activate()
+    elif not _is_current(layout):
+        _leave_groups(keep)
         _create_groups(layout, timeout_s)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     groups = current_groups()
     _check_order(layout, groups)
-    return groups
+    return ParallelState(layout, groups, _variables())
+
+
+def _variables() -> dict[str, Any]:
+    """megatron-core's variables of the layout that it sees now: all of parallel_state that are not code or constants of
+    other modules."""
+    return {name: value for name, value in vars(mpu).items() if name.isupper() or name == "_global_process_group_list"}
+
+
+def _leave_groups(keep: Sequence[ParallelState]) -> None:
+    """Make megatron-core forget the layout it sees; its groups are destroyed unless they are to be kept."""
+    if any(state.is_current() for state in keep):
+        mpu.destroy_model_parallel()  # which only forgets them
+    else:
+        _destroy_groups()
+
+
+def _axes(layout: ParallelLayout) -> tuple[int | None, ...]:
+    """The sizes that decide the groups: sequence parallelism has none of its own."""
+    return (
+        layout.tensor,
+        layout.pipeline,
+        _virtual(layout),
+        layout.context,
+        layout.expert,
+        layout.expert_tensor_size,
+    )
 
 
 def _create_groups(layout: ParallelLayout, timeout_s: float) -> None:
@@ -88,14 +151,7 @@ def _is_current(layout: ParallelLayout) -> bool:
         mpu.get_expert_model_parallel_world_size(),
         mpu.get_expert_tensor_parallel_world_size(),
     )
-    return current == (
-        layout.tensor,
-        layout.pipeline,
-        _virtual(layout),
-        layout.context,
-        layout.expert,
-        layout.expert_tensor_size,
-    )
+    return current == _axes(layout)
 
 
 def _living_groups() -> Collection[dist.ProcessGroup]:

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.megatron.attention import PackedSequences, plan_attention
 from megatron_dapo.megatron.context import slice_for_context
-from megatron_dapo.megatron.head import HeadSettings, TokenOutputs, token_outputs
 from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.types import MicroBatch
 
-# (context-sliced micro-batch, its outputs, its index) -> (scalar loss, scalar sums by name)
-LossFunction = Callable[[MicroBatch, TokenOutputs, int], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+Output = TypeVar("Output")
+# (the last chunk, what it returned, context-sliced micro-batch) -> what a loss is made of
+ReadOutput = Callable[[GPTModel, torch.Tensor, MicroBatch], Output]
+# (context-sliced micro-batch, what was read, its index) -> (scalar loss, scalar sums by name)
+Loss = Callable[[MicroBatch, Output, int], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,14 @@ def _prepare_one(index: int, micro_batch: MicroBatch, layout: ParallelLayout, co
 
 
 def forward(
-    chunks: Sequence[torch.nn.Module], prepared: Sequence[PreparedMicroBatch], head: HeadSettings
-) -> list[TokenOutputs | None]:
-    """Outputs of every micro-batch without gradients; None on ranks off the last pipeline stage."""
+    chunks: Sequence[torch.nn.Module], prepared: Sequence[PreparedMicroBatch], read: ReadOutput[Output]
+) -> list[Output | None]:
+    """What `read` makes of every micro-batch without gradients; None on ranks off the last pipeline stage."""
 
     def keep(
         hidden: torch.Tensor, chunk: torch.nn.Module, item: PreparedMicroBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, TokenOutputs]:
-        outputs = token_outputs(unwrap(chunk), hidden, item.micro_batch, head)
+    ) -> tuple[torch.Tensor, torch.Tensor, Output]:
+        outputs = read(unwrap(chunk), hidden, item.micro_batch)
         return hidden.new_zeros(()), torch.ones((), dtype=torch.int), outputs
 
     with torch.no_grad():
@@ -86,8 +89,8 @@ def forward(
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
     prepared: Sequence[PreparedMicroBatch],
-    head: HeadSettings,
-    loss_fn: LossFunction,
+    read: ReadOutput[Output],
+    loss_fn: Loss[Output],
     reduce_fully: bool = False,
 ) -> list[Mapping[str, torch.Tensor]]:
     """Add the gradients of the summed losses to the chunks' fp32 gradients, summed over data x context ranks too.
@@ -99,7 +102,7 @@ def forward_backward(
     def finish(
         hidden: torch.Tensor, chunk: torch.nn.Module, item: PreparedMicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        outputs = token_outputs(unwrap(chunk), hidden, item.micro_batch, head)
+        outputs = read(unwrap(chunk), hidden, item.micro_batch)
         loss, metrics = loss_fn(item.micro_batch, outputs, item.index)
         # The count is not used: losses are divided by global counts before they get here.
         return loss, torch.ones((), dtype=torch.int), metrics

@@ -1,0 +1,126 @@
+"""The critic: a value of every position, trained beside the policy on a layout of its own.
+
+    forward_values(micro_batches)            values without gradients, for advantages
+    train_step(micro_batches, loss_fn)       forward, backward, sum over ranks, guarded AdamW step
+
+The value at position t is of the state after token t, which the token at t + 1 leaves: it stands where the micro-batch
+has the log-prob, advantage and mask of that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron_dapo.bridge.architecture import TOKEN_VALUE, ModelArchitecture
+from megatron_dapo.bridge.critic import (
+    HeadStart,
+    critic_architecture,
+    export_critic,
+    initialise_critic_randomly,
+    load_critic,
+)
+from megatron_dapo.bridge.export import ExportReport
+from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.megatron.schedule import Loss
+from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.types import MicroBatch
+
+__all__ = ["CriticSettings", "MegatronCritic", "StepResult", "ValueLossFunction"]
+
+# (context-sliced micro-batch, its values [P_local] fp32, its index) -> (scalar loss, scalar sums by name)
+ValueLossFunction = Loss[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CriticSettings(TrainingSettings):
+    """`head`: how the value head begins where the critic starts from a policy."""
+
+    head: HeadStart = field(default_factory=HeadStart)
+
+
+class MegatronCritic(TrainedModel):
+    """One rank's part of the critic. Methods are collective: all ranks call them, with equally many micro-batches."""
+
+    settings: CriticSettings
+
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        layout: ParallelLayout,
+        settings: CriticSettings,
+        load: Loader,
+        beside: Sequence[TrainedModel] = (),
+    ) -> None:
+        """See `TrainedModel`; an actor on another layout that goes on training has to be in `beside`."""
+        assert architecture.head == TOKEN_VALUE, f"a critic has a value head, not {architecture.head}"
+        super().__init__(architecture, layout, settings, load, beside)
+
+    @classmethod
+    def build(
+        cls,
+        folder: str | Path,
+        layout: ParallelLayout,
+        settings: CriticSettings,
+        *,
+        policy_folder: str | Path | None = None,
+        beside: Sequence[TrainedModel] = (),
+    ) -> MegatronCritic:
+        """The critic that starts from a policy, a reward model or a critic (see `bridge.critic`).
+
+        ValueError where `folder` is none of these, or not of the architecture and tokenizer of `policy_folder`.
+        """
+
+        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
+            load_critic(folder, tensors, dist.get_rank(), parameters, settings.head)
+
+        return cls(critic_architecture(folder, policy_folder), layout, settings, load, beside)
+
+    @classmethod
+    def build_random(
+        cls,
+        policy_folder: str | Path,
+        layout: ParallelLayout,
+        settings: CriticSettings,
+        *,
+        seed: int,
+        beside: Sequence[TrainedModel] = (),
+    ) -> MegatronCritic:
+        """The critic of a policy that has no weights and starts from the random ones of `seed`: the same layers."""
+
+        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
+            initialise_critic_randomly(seed, tensors, dist.get_rank(), parameters, settings.head)
+
+        return cls(ModelArchitecture.from_folder(policy_folder).with_value_head(), layout, settings, load, beside)
+
+    def forward_values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
+        """Values of each micro-batch, fp32 [P_local] in this context rank's order of tokens (`slice_for_context`); None
+        on ranks off the last pipeline stage. Those of padding mean nothing."""
+        return self._forward(micro_batches, _read_values)
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: ValueLossFunction, learning_rate: float
+    ) -> StepResult:
+        """One optimizer step on the sum of the micro-batches' losses over all data and context ranks."""
+        return self._step(micro_batches, _read_values, loss_fn, learning_rate)
+
+    def accumulate_gradients(self, micro_batches: Sequence[MicroBatch], loss_fn: ValueLossFunction) -> dict[str, float]:
+        """The gradients of a train_step without the step; `gradients` then gives them. Returns the summed metrics."""
+        return self._accumulate(micro_batches, _read_values, loss_fn, reduce_fully=True)
+
+    def export(self, target: str | Path, source_folder: str | Path, dtype: torch.dtype | None = None) -> ExportReport:
+        """Write a Hugging Face folder, a *ForTokenClassification of one label; `source_folder` is where it started."""
+        group = dist.group.WORLD if dist.get_world_size() > 1 else None
+        parameters = {name: parameter.detach() for name, parameter in self.named_local_parameters().items()}
+        return export_critic(target, source_folder, self.tensors, parameters, group, dtype=dtype)
+
+
+def _read_values(chunk: GPTModel, output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    """[P_local] from the last chunk's output [1, P_local, 1]."""
+    return output[0, :, 0]

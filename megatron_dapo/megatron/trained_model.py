@@ -1,0 +1,148 @@
+"""What the policy and the critic have in common: this rank's part of a model, its optimizer, and what a step does.
+
+A subclass says what it reads from the last chunk's output; everything else (chunks, data-parallel wrapper, schedules,
+sums over ranks, guarded step, exact state) is here. The model is always in training mode; there is no dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.megatron import schedule, state
+from megatron_dapo.megatron.metrics import sum_metrics
+from megatron_dapo.megatron.model import build_chunks, named_local_parameters
+from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
+from megatron_dapo.megatron.optimizer import OptimizerSettings, build_optimizer, guarded_step, wrap_data_parallel
+from megatron_dapo.megatron.parallel_state import Groups, initialize_parallel_state
+from megatron_dapo.megatron.schedule import ReadOutput
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.types import MicroBatch
+
+Loader = Callable[[Mapping[str, torch.Tensor], MegatronLayout], None]
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """`seed`: of the random-number tracker.
+
+    `collective_timeout_s`: how long a rank waits for the others before it fails instead of hanging.
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    seed: int = 0
+    collective_timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`metrics`: sums over micro-batches, data and context ranks. `grad_norm`: whole model, before clipping."""
+
+    metrics: dict[str, float]
+    grad_norm: float
+    applied: bool  # False: the gradients were not finite somewhere, and no rank changed anything
+
+
+class TrainedModel:
+    """One rank's part of a model. Methods are collective: all ranks call them, with equally many micro-batches."""
+
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        layout: ParallelLayout,
+        settings: TrainingSettings,
+        load: Loader,
+        beside: Sequence[TrainedModel] = (),
+    ) -> None:
+        """Build on the default process group. `load` fills the named local parameters, NaN until then.
+
+        Models of one layout share their process groups. `beside` are models on other layouts that will run again: their
+        groups stay; those of other models on another layout are destroyed (`initialize_parallel_state`).
+        """
+        self.architecture = architecture
+        self.layout = layout
+        self.settings = settings
+        self.rank = dist.get_rank()
+        self.tensors = megatron_layout(architecture, layout, DTYPES[settings.model.dtype])
+        self.parallel_state = initialize_parallel_state(
+            layout, settings.seed, settings.collective_timeout_s, keep=[model.parallel_state for model in beside]
+        )
+        self.config = transformer_config(architecture, layout, settings.model)
+        schedule.sum_gradients(self.config)
+        chunks = build_chunks(architecture, layout, self.config, self.rank)
+        self._check_parameters(named_local_parameters(chunks))
+        load({name: parameter.data for name, parameter in named_local_parameters(chunks).items()}, self.tensors)
+        self.chunks = wrap_data_parallel(chunks, self.config, settings.optimizer)
+        self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer)
+
+    def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        expected = self.tensors.local_shapes(self.rank)
+        difference = sorted(set(shapes.items()) ^ set(expected.items()))
+        assert not difference, f"megatron-core and the layout disagree on local parameters: {difference[:4]}"
+
+    @property
+    def groups(self) -> Groups:
+        return self.parallel_state.groups
+
+    def named_local_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters by "{virtual pipeline stage}.{path inside that chunk}", live."""
+        return named_local_parameters(self.chunks)
+
+    def weights_changed(self) -> None:
+        """Tell the optimizer that the parameters were written from outside: fp32 masters are taken from them again."""
+        self.optimizer.reload_model_params()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Live fp32 gradients after `accumulate_gradients`, summed over data and context ranks."""
+        return {name: parameter.main_grad for name, parameter in self.named_local_parameters().items()}
+
+    def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """This rank's whole state as flat live tensors, and a JSON-able description of it (see `megatron.state`)."""
+        return state.state_shards(self.named_local_parameters(), self.optimizer)
+
+    def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_shards` was taken, on the same layout. ValueError where the state does not fit."""
+        state.load_state_shards(self.named_local_parameters(), self.optimizer, tensors, description)
+
+    def _forward(self, micro_batches: Sequence[MicroBatch], read: ReadOutput[Output]) -> list[Output | None]:
+        """What `read` makes of each micro-batch without gradients; None on ranks off the last pipeline stage."""
+        self.parallel_state.activate()
+        prepared = schedule.prepare(micro_batches, self.layout, self.rank)
+        return schedule.forward(self.chunks, prepared, read)
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        read: ReadOutput[Output],
+        loss_fn: schedule.Loss[Output],
+        reduce_fully: bool = False,
+    ) -> dict[str, float]:
+        """The gradients of the sum of the micro-batches' losses over all data and context ranks; summed metrics."""
+        self.parallel_state.activate()
+        prepared = schedule.prepare(micro_batches, self.layout, self.rank)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = schedule.forward_backward(self.chunks, prepared, read, loss_fn, reduce_fully)
+        return sum_metrics(parts, self.groups)
+
+    def _step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        read: ReadOutput[Output],
+        loss_fn: schedule.Loss[Output],
+        learning_rate: float,
+    ) -> StepResult:
+        """`_accumulate` and one guarded optimizer step."""
+        metrics = self._accumulate(micro_batches, read, loss_fn)
+        grad_norm, applied = guarded_step(self.optimizer, learning_rate, self.settings.optimizer)
+        return StepResult(metrics, grad_norm, applied)
