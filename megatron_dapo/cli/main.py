@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from megatron_dapo import __version__
+from megatron_dapo.cli import doctor
 from megatron_dapo.cli.plan import Plan, describe, make_plan
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 plan_app = typer.Typer(no_args_is_help=True, help="What a run would cost, computed without running it.")
 app.add_typer(plan_app, name="plan")
+doctor.register(app)
 
 REFUSED = 2
 WORKER = "megatron_dapo.launch.worker"

@@ -19,7 +19,7 @@ LAYERS = {
     **dict.fromkeys(("parallel", "ops"), 2),
     **dict.fromkeys(("megatron", "engines", "bridge"), 3),
     **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation"), 4),
-    **dict.fromkeys(("trainer", "launch", "proof", "cli"), 5),
+    **dict.fromkeys(("trainer", "launch", "proof", "doctor", "cli"), 5),
 }
 # (importer, imported) within one layer, beside the programs of layer 5 among themselves.
 SIDEWAYS = {
@@ -29,7 +29,7 @@ SIDEWAYS = {
 HEAVY = {
     "megatron": {"megatron"},
     "sglang": {"engines"},
-    "transformer_engine": {"megatron", "ops"},
+    "transformer_engine": {"megatron", "ops", "doctor"},  # doctor asks it, in a process of its own
     "triton": {"ops"},
     "rich": {"telemetry", "cli", "proof"},
     "typer": {"cli"},

@@ -1,0 +1,241 @@
+"""Facts that need heavy or fragile libraries, each asked for in a process of its own: a library that crashes, or that
+changes global state when it is imported, harms nobody else.
+
+    python -m megatron_dapo.doctor.probes NAME '{"argument": value}'
+
+writes one line to the standard output, MARK and the answer as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+MARK = "doctor-answer:"
+# Tokens of each sequence of a micro-batch. The padding slots of the last arrangement must stay out of the result.
+PACKINGS = {"one sequence": (96,), "equal sequences": (48, 48), "ragged sequences": (37, 5, 64, 1)}
+
+
+def torch_facts() -> dict[str, Any]:
+    """torch's build and the devices it sees (fields of `machine.TorchFacts`)."""
+    import torch
+
+    facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda}
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        facts["devices"] = [_device(index) for index in range(count)]
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if count else None
+        if torch.version.cuda and not count:
+            torch.cuda.init()  # raises the reason
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        facts["error"] = str(error).splitlines()[0]
+    return facts
+
+
+def _device(index: int) -> dict[str, Any]:
+    import torch
+
+    free, memory = torch.cuda.mem_get_info(index)
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "memory": memory,
+        "free": free,
+        "capability": [properties.major, properties.minor],
+    }
+
+
+def transformer_engine_facts() -> dict[str, Any]:
+    """Whether it can be imported, and, with a GPU, its word on FP8."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "fp8": _support(te, "is_fp8_available"),
+        "fp8_block_scaling": _support(te, "is_fp8_block_scaling_available"),
+    }
+
+
+def _support(te: Any, name: str) -> list[Any]:
+    ask = getattr(te, name, None)
+    if ask is None:
+        return [False, f"this version has no {name}"]
+    available, reason = ask(return_reason=True)
+    return [bool(available), str(reason)]
+
+
+def implementation_table(model: str | None, dtype: str) -> list[dict[str, str]]:
+    """The actor's table for the model in a folder; without one, for a small dense decoder."""
+    from megatron_dapo.bridge.architecture import ModelArchitecture
+    from megatron_dapo.megatron.implementations import implementations
+    from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
+    from megatron_dapo.parallel.layout import ParallelLayout
+
+    architecture = ModelArchitecture.from_folder(model) if model else ModelArchitecture.from_config(_SMALL)
+    config = transformer_config(architecture, ParallelLayout(1), ModelSettings(dtype))
+    return [asdict(row) for row in implementations(config)]
+
+
+_SMALL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "hidden_act": "silu",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def attention_results(
+    head_dim: int, num_heads: int, num_groups: int, dtype: str, back_end: str | None = None
+) -> list[dict[str, Any]]:
+    """Forward and backward of the actor's core attention, its error relative to fp32 attention by the formula.
+
+    The own attention is tried with every back-end of torch; Transformer Engine's with the one that the environment of
+    this process leaves, which `back_end` names.
+    """
+    import torch
+
+    from megatron_dapo.megatron.layer_spec import uses_transformer_engine
+    from megatron_dapo.megatron.model_config import DTYPES
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = (head_dim, num_heads, num_groups)
+    cases = _engine_cases(back_end, *shape) if uses_transformer_engine() else _own_cases()
+    results = []
+    for back_end_name, attend, context in cases:
+        for packing, lengths in PACKINGS.items():
+            with context():
+                result = _try_attention(attend, lengths, shape, DTYPES[dtype], device)
+            results.append({"back_end": back_end_name, "packing": packing, **result})
+    return results
+
+
+Attend = Callable[..., Any]  # (query, key, value, cumulative lengths int32) -> [P, heads * head_dim]
+
+
+def _own_cases() -> Iterator[tuple[str, Attend, Callable[[], Any]]]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from megatron_dapo.megatron.attention import PackedAttention, PackedSequences, plan_attention
+
+    module = PackedAttention(SimpleNamespace(context_parallel_size=1))
+
+    def attend(query: Any, key: Any, value: Any, bounds: Any) -> Any:
+        packed = PackedSequences(plan=plan_attention(bounds, 0, 1))
+        return module(query, key, value, packed_seq_params=packed)
+
+    yield "default", attend, nullcontext
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        kind = getattr(SDPBackend, name, None)
+        if kind is not None:
+            yield name.lower(), attend, lambda kind=kind: sdpa_kernel([kind])
+
+
+def _engine_cases(
+    back_end: str | None, head_dim: int, num_heads: int, num_groups: int
+) -> Iterator[tuple[str, Attend, Callable[[], Any]]]:
+    import transformer_engine.pytorch as te
+
+    module = te.DotProductAttention(
+        num_heads,
+        head_dim,
+        num_gqa_groups=num_groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+    )
+
+    def attend(query: Any, key: Any, value: Any, bounds: Any) -> Any:
+        longest = int((bounds[1:] - bounds[:-1]).max())
+        return module(
+            query,
+            key,
+            value,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    yield back_end or "default", attend, nullcontext
+
+
+def _try_attention(
+    attend: Attend, lengths: Sequence[int], shape: tuple[int, int, int], dtype: Any, device: Any
+) -> dict[str, Any]:
+    """{"error": largest relative error of output and gradients} or {"failure": why it cannot run}."""
+    import torch
+
+    head_dim, num_heads, num_groups = shape
+    generator = torch.Generator().manual_seed(1)
+    num_tokens = sum(lengths)
+    sizes = [(num_tokens, n, head_dim) for n in (num_heads, num_groups, num_groups)]
+    inputs = [torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes]
+    weights = torch.randn((num_tokens, num_heads * head_dim), generator=generator).to(device)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of each reason why a back-end is out
+            output = attend(*inputs, bounds).reshape(num_tokens, -1)
+            gradients = torch.autograd.grad((output.float() * weights).sum(), inputs)
+    # Whatever a back-end raises is the answer: that it does not run here.
+    except Exception as error:
+        return {"failure": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+    exact = [part.detach().float().requires_grad_() for part in inputs]
+    wanted = written_out_attention(*exact, lengths)
+    wanted_gradients = torch.autograd.grad((wanted * weights).sum(), exact)
+    pairs = zip((output, *gradients), (wanted, *wanted_gradients), strict=True)
+    errors = [_relative_error(got.detach().float(), want.detach()) for got, want in pairs]
+    return {"error": max(errors)} if all(map(math.isfinite, errors)) else {"failure": "not a finite result"}
+
+
+def _relative_error(got: Any, want: Any) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def written_out_attention(query: Any, key: Any, value: Any, lengths: Sequence[int]) -> Any:
+    """Causal softmax attention by the formula in the inputs' precision, a sequence at a time: [P, heads * head_dim]."""
+    import torch
+
+    repeats = query.size(1) // key.size(1)
+    outputs = []
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        k, v = (part.repeat_interleave(repeats, dim=1).transpose(0, 1) for part in (k, v))
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) / q.size(-1) ** 0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        outputs.append((scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(0, 1).flatten(1))
+    return torch.cat(outputs)
+
+
+PROBES: dict[str, Callable[..., Any]] = {
+    "torch": torch_facts,
+    "transformer_engine": transformer_engine_facts,
+    "implementations": implementation_table,
+    "attention": attention_results,
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    name, text = arguments
+    sys.stdout.write(f"\n{MARK}{json.dumps(PROBES[name](**json.loads(text)))}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

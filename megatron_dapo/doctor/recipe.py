@@ -1,0 +1,219 @@
+"""Judgements of what a recipe needs of this machine, from facts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dapo.config.errors import Violation
+from megatron_dapo.doctor.finding import Finding, conflict, ok, warning
+from megatron_dapo.engines.sglang.versions import NEWEST, OLDEST, dialect_of
+
+# Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads
+# is off by about 1.
+ATTENTION_TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2}
+MEBIBYTE = 1 << 20
+_MASTER, _MOMENTS = 4, 8  # bytes a parameter, float32
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A file system: where it was looked at, what is free, and what the run keeps there. Bytes."""
+
+    name: str
+    path: Path
+    free: int
+    needed: int
+    formula: str  # how `needed` came about, numbers included
+    fix: str
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """What a checkpoint is made of.
+
+    weight_bytes: parameters as all ranks hold them, replicas included. num_parameters: of the model.
+    optimizer_copies: 1 where the optimizer's state is cut over the data-parallel ranks, else their number.
+    """
+
+    weight_bytes: int
+    num_parameters: int
+    optimizer_copies: int
+    has_masters: bool
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes a parameter of the optimizer's state."""
+        return _MOMENTS + (_MASTER if self.has_masters else 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight_bytes + self.num_parameters * self.state_bytes * self.optimizer_copies
+
+    def formula(self) -> str:
+        """The sum in words."""
+        parts = f"{_MASTER if self.has_masters else 0} master + {_MOMENTS} two moments"
+        return (
+            f"{size(self.weight_bytes)} weights of all ranks + {self.num_parameters:.4g} parameters x ({parts}) bytes "
+            f"x {self.optimizer_copies}"
+        )
+
+
+@dataclass(frozen=True)
+class SglangFacts:
+    """The engines' environment. `error`: why its interpreter does not run. `version` None: SGLang is not in it."""
+
+    python: Path
+    error: str = ""
+    version: str | None = None
+    has_router: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionResult:
+    """One try: `error` relative to fp32, or `failure`, why it does not run."""
+
+    back_end: str
+    packing: str
+    error: float | None = None
+    failure: str = ""
+
+
+def violation_findings(violations: Iterable[Violation]) -> list[Finding]:
+    """One conflict for each broken rule of the configuration."""
+    found = []
+    for violation in violations:
+        values = ", ".join(f"{name} = {value!r}" for name, value in violation.values.items())
+        detail = f"expected {violation.formula}" + (f"; have {values}" if values else "")
+        found.append(conflict(f"recipe {violation.path}", detail, violation.suggestion))
+    return found or [ok("recipe", "every rule holds")]
+
+
+def processes_finding(needed: int, num_devices: int) -> Finding:
+    """Whether the run's processes have a device each on this machine."""
+    if num_devices == 0 or needed <= num_devices:
+        return ok("processes", f"{needed} of the trainer, {num_devices or 'no'} GPUs here")
+    fix = f"use a layout for {num_devices} processes, or start it on several machines (examples/launch)"
+    return warning("processes", f"{needed} of the trainer, {num_devices} GPUs here", fix)
+
+
+def model_finding(folder: Path, problem: str, detail: str) -> Finding:
+    """`problem`: why the model folder cannot be read, "" where it can."""
+    if problem:
+        return conflict("model folder", problem, f"set model.path, or copy the folder again ({folder})")
+    return ok("model folder", detail)
+
+
+def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
+    """Whether the servers' environment can start the servers asked for."""
+    name, newest = "sglang", ".".join(map(str, NEWEST))
+    if facts.error:
+        fix = "set sglang.python to the interpreter of the environment SGLang is in (make .venv-sglang makes one)"
+        return [conflict(name, f"sglang.python {facts.python} does not run: {facts.error}", fix)]
+    install = f"{facts.python} -m pip install sglang=="
+    if facts.version is None:
+        return [conflict(name, f"not installed for {facts.python}", install + newest)]
+    try:
+        dialect_of(facts.version)
+    except ValueError as error:
+        return [conflict(name, str(error), install + newest)]
+    supported = f"{'.'.join(map(str, OLDEST))} to {newest}"
+    findings = [ok(name, f"{facts.version} for {facts.python}; supported are {supported}")]
+    if wants_router and not facts.has_router:
+        fix = f"{facts.python} -m pip install sglang-router==0.3.2, or set sglang.router = false"
+        findings.append(conflict("sglang router", f"sglang_router is not installed for {facts.python}", fix))
+    elif wants_router:
+        findings.append(ok("sglang router", "installed"))
+    return findings
+
+
+def engine_key_finding(path: str, problem: str) -> Finding:
+    """The key of servers that run elsewhere. `problem`: why it cannot be used, "" where it can."""
+    if problem:
+        return conflict("engine key", problem, "set sglang.key_file to the servers' key, readable by its owner alone")
+    return ok("engine key", path)
+
+
+def checkpoint_storage(path: Path, free: int, kept: int, checkpoint: CheckpointSize, keep: int) -> Storage:
+    """Space of the checkpoint folder: `keep` checkpoints and the one that is written; `kept` bytes are there already."""
+    needed = max(0, (keep + 1) * checkpoint.num_bytes - kept)
+    formula = (
+        f"{keep + 1} checkpoints (checkpoint.keep + 1) of {size(checkpoint.num_bytes)} = {checkpoint.formula()}"
+        + (f", less {size(kept)} there" if kept else "")
+    )
+    fix = "free space, set checkpoint.folder to a larger disk, or lower checkpoint.keep"
+    return Storage("checkpoint disk", path, free, needed, formula, fix)
+
+
+def export_storage(path: Path, free: int, num_parameters: int, weight_bytes: int, beside: int) -> Storage:
+    """Space of the run folder: the exported model, twice while it replaces an earlier one, and what checkpoints on the
+    same disk (`beside`) take."""
+    needed = 2 * num_parameters * weight_bytes + beside
+    formula = f"2 exports of {num_parameters:.4g} parameters x {weight_bytes} bytes" + (
+        f" + {size(beside)} of checkpoints" if beside else ""
+    )
+    fix = "free space, or set run.folder to a larger disk, or checkpoint.export_huggingface = false"
+    return Storage("run disk", path, free, needed, formula, fix)
+
+
+def shared_memory_storage(path: Path, free: int, num_engine_ranks: int, bucket_mb: int) -> Storage:
+    """Space of the file system in memory through which servers on a CPU get their weights."""
+    needed = num_engine_ranks * 2 * bucket_mb * MEBIBYTE
+    formula = f"{num_engine_ranks} engine ranks here x 2 buckets x {bucket_mb} MiB (sglang.bucket_mb)"
+    fix = f"lower sglang.bucket_mb, or give {path} more (docker run --shm-size)"
+    return Storage("shared memory", path, free, needed, formula, fix)
+
+
+def storage_finding(storage: Storage) -> Finding:
+    """Whether a file system holds what the run puts there."""
+    detail = f"{storage.path}: {size(storage.free)} free, needed {size(storage.needed)} = {storage.formula}"
+    if storage.free < storage.needed:
+        return conflict(storage.name, detail, storage.fix)
+    return ok(storage.name, detail)
+
+
+def folder_finding(folder: Path, problem: str) -> Finding:
+    """`problem`: why the run folder cannot be written, "" where it can."""
+    if problem:
+        return conflict("run folder", problem, "set run.folder to a folder of your own, or wait for the run that has it")
+    return ok("run folder", f"{folder} can be written")
+
+
+def ports_finding(host: str, wanted: int, problem: str) -> Finding:
+    """`problem`: why `wanted` ports cannot be had at once, "" where they can."""
+    if problem:
+        return conflict("ports", problem, "set sglang.host to an address of this machine, or end what holds the ports")
+    return ok("ports", f"{wanted} free on {host}")
+
+
+def attention_findings(results: Sequence[AttentionResult], dtype: str, shape: str) -> list[Finding]:
+    """One finding a back-end. The default is what the run uses: where that is wrong, the run is; others are told."""
+    by_back_end: dict[str, list[AttentionResult]] = {}
+    for result in results:
+        by_back_end.setdefault(result.back_end, []).append(result)
+    return [_attention(name, tries, dtype, shape) for name, tries in by_back_end.items()]
+
+
+def _attention(back_end: str, tries: Sequence[AttentionResult], dtype: str, shape: str) -> Finding:
+    name, tolerance = f"attention {back_end}", ATTENTION_TOLERANCE[dtype]
+    wrong = [t for t in tries if t.failure or t.error is None or not t.error <= tolerance]
+    words = "; ".join(f"{t.packing}: {t.failure or f'{t.error:.1e}'}" for t in (wrong or tries))
+    if not wrong:
+        return ok(name, f"{shape}, error relative to float32 at most {tolerance:g}: {words}")
+    if all(t.failure for t in wrong) and len({t.failure for t in wrong}) == 1:
+        words = wrong[0].failure
+    if back_end == "default":
+        fix = "use another model.dtype, or other versions of torch and Transformer Engine (the lock's)"
+        return conflict(name, f"{shape}, allowed {tolerance:g}: {words}", fix)
+    if all(t.failure for t in wrong):
+        return ok(name, f"{shape}: not usable here: {words}")
+    return warning(name, f"{shape}, allowed {tolerance:g}: {words}", "leave the choice to the default")
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in words."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} B"

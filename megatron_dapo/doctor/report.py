@@ -1,0 +1,196 @@
+"""The whole examination, in the order in which a person would look: interpreter, packages, devices, then the recipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.config import (
+    Config,
+    ConfigError,
+    Violation,
+    layout_overrides,
+    load_config,
+    missing_inputs,
+    read_architecture,
+    validate,
+)
+from megatron_dapo.doctor import gather, machine, packages, recipe
+from megatron_dapo.doctor.ask import ProbeFailure
+from megatron_dapo.doctor.finding import Finding, conflict, first_conflict
+
+PACKAGE = "package "
+
+
+@dataclass
+class Report:
+    """Everything that was found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    implementations: list[dict[str, str]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_ok(self) -> bool:
+        return first_conflict(self.findings) is None
+
+
+def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layout: str | None = None) -> Report:
+    """Gather, judge, and put together; with a recipe also what that needs. Nothing is written or left running."""
+    report = Report()
+    torch = gather.torch_facts()
+    config = None
+    report.facts["torch"] = asdict(torch)
+    report.findings += _machine(torch, report)
+    if recipe_file is not None:
+        config, findings = _read_recipe(recipe_file, [*overrides, *(layout_overrides(layout) if layout else [])])
+        report.findings += findings
+    if torch.error and not torch.version:
+        return report  # nothing further can be asked
+    report.findings += _implementations(config, report)
+    if config is not None:
+        report.findings += _recipe(config, torch, report)
+    return report
+
+
+def _machine(torch: machine.TorchFacts, report: Report) -> Iterator[Finding]:
+    installed, version = gather.installed_versions(), sys.version_info[:3]
+    device = "cuda" if torch.cuda is not None or (torch.driver is not None and not torch.version) else "cpu"
+    lock = packages.choose_lock(gather.locks(), device, version[:2])
+    locked = lock.pins.get(gather.TRANSFORMER_ENGINE) if lock else None
+    engine, apex = gather.transformer_engine_facts(installed), gather.apex_facts(installed)
+    report.facts.update(
+        lock=lock.name if lock else None, transformer_engine=asdict(engine), apex=asdict(apex), python=list(version)
+    )
+    has_gpu = bool(torch.devices)
+    yield packages.python_finding(version, lock)
+    yield machine.torch_finding(torch)
+    yield from packages.package_findings(lock, installed, gather.required_packages())
+    yield machine.psutil_finding(installed.get("psutil"))
+    yield machine.gpu_finding(torch)
+    yield machine.nccl_finding(torch)
+    yield from machine.transformer_engine_findings(engine, has_gpu, locked)
+    yield machine.apex_finding(apex, has_gpu)
+    yield machine.triton_finding(installed.get("triton"), has_gpu)
+
+
+def _read_recipe(file: Path, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
+    """The recipe and what is wrong with it; None where it cannot even be read."""
+    try:
+        config = load_config(file, overrides).config
+    except ConfigError as error:
+        return None, recipe.violation_findings(error.violations)
+    problems, architecture = missing_inputs(config), None
+    if not any(problem.path == "model.path" for problem in problems):
+        try:
+            architecture = read_architecture(config.model.path)
+        except ValueError as error:
+            problems.append(Violation("model.path", "a model folder this package knows", str(error)))
+    problems += validate(config, config.num_processes, architecture)
+    return config, recipe.violation_findings(problems)
+
+
+def _implementations(config: Config | None, report: Report) -> Iterator[Finding]:
+    try:
+        report.implementations = gather.implementation_rows(config)
+    except ProbeFailure as failure:
+        fix = "correct what the recipe or the packages above say, then ask again"
+        yield conflict("implementations", f"the actor cannot be put together: {failure}", fix)
+
+
+def _recipe(config: Config, torch: machine.TorchFacts, report: Report) -> Iterator[Finding]:
+    yield recipe.processes_finding(config.num_processes, len(torch.devices))
+    yield machine.bfloat16_finding(torch.devices, config.model.dtype)
+    problem, detail = gather.model_problem(config)
+    yield recipe.model_finding(config.model.path, problem, detail)
+    yield recipe.folder_finding(config.run.folder, gather.run_folder_problem(config.run.folder))
+    if config.rollout.engine == "sglang":
+        yield from _servers(config, has_gpu=bool(torch.devices))
+    if problem:
+        return
+    if not any(finding.name.startswith("recipe parallel") for finding in report.findings):
+        yield from _storage(config)  # bytes of a layout that exists
+    yield from _attention(config, report)
+
+
+def _servers(config: Config, has_gpu: bool) -> Iterator[Finding]:
+    sglang = config.sglang
+    if sglang.urls:
+        yield recipe.engine_key_finding(sglang.key_file, gather.key_problem(sglang.key_file))
+        return
+    yield from recipe.sglang_findings(gather.sglang_facts(config), sglang.router)
+    # A server listens on one port and its ranks meet on another; so does the router, with its figures on the other.
+    wanted = 2 * (sglang.servers_per_node + sglang.router)
+    yield recipe.ports_finding(sglang.host, wanted, gather.ports_problem(sglang.host, wanted))
+    if sglang.transport == "memory" and not has_gpu:
+        folder, ranks = gather.shared_memory_folder(), sglang.servers_per_node * sglang.tensor
+        free = gather.free_bytes(folder)
+        yield recipe.storage_finding(recipe.shared_memory_storage(folder, free, ranks, sglang.bucket_mb))
+
+
+def _storage(config: Config) -> Iterator[Finding]:
+    try:
+        checkpoint = gather.checkpoint_size(config)
+    except ValueError:
+        return  # the model does not fit the layout: the recipe's findings say so
+    folder, run = config.checkpoint_folder, config.run.folder
+    kept = gather.used_bytes(folder)
+    storage = recipe.checkpoint_storage(folder, gather.free_bytes(folder), kept, checkpoint, config.checkpoint.keep)
+    yield recipe.storage_finding(storage)
+    if config.checkpoint.export_huggingface:
+        beside = storage.needed if gather.same_disk(folder, run) else 0
+        width = 2 if checkpoint.has_masters else 4
+        export = recipe.export_storage(run, gather.free_bytes(run), checkpoint.num_parameters, width, beside)
+        yield recipe.storage_finding(export)
+
+
+def _attention(config: Config, report: Report) -> Iterator[Finding]:
+    shape = gather.attention_shape(config)
+    rows = [row["name"] for row in report.implementations if row["op"] == "attention"]
+    by_engine = any("Transformer Engine" in name for name in rows)
+    results = gather.attention_results(shape, config.model.dtype, by_engine)
+    report.facts["attention"] = [asdict(result) for result in results]
+    head_dim, heads, groups = shape
+    words = f"head_dim {head_dim}, {heads} query and {groups} key-value heads, {config.model.dtype}, packed"
+    yield from recipe.attention_findings(results, config.model.dtype, words)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """One object with everything."""
+    first = first_conflict(report.findings)
+    return {
+        "ok": report.is_ok,
+        "first_conflict": asdict(first) if first else None,
+        "findings": [asdict(finding) for finding in report.findings],
+        "implementations": report.implementations,
+        "facts": report.facts,
+    }
+
+
+def describe(report: Report) -> list[str]:
+    """Lines for a person; packages as they should be are counted, not listed. The last line is the verdict."""
+    shown = [f for f in report.findings if not f.name.startswith(PACKAGE) or f.verdict != "ok"]
+    num_fine = len(report.findings) - len(shown)
+    lines = [line for finding in shown for line in _lines(finding)]
+    lines.append(f"{'ok':<9} packages: {num_fine} more as they should be")
+    if report.implementations:
+        lines += ["", "what each operation uses here:"]
+        lines += [f"  {row['op']:<15} {row['name']}  ({row['reason']})" for row in report.implementations]
+    return [*lines, "", verdict_line(report.findings)]
+
+
+def _lines(finding: Finding) -> list[str]:
+    lines = [f"{finding.verdict:<9} {finding.name}: {finding.detail}"]
+    return lines + ([f"{'':<9} fix: {finding.fix}"] if finding.fix else [])
+
+
+def verdict_line(findings: Sequence[Finding]) -> str:
+    """The first conflict with its fix, or that there is none."""
+    first = first_conflict(findings)
+    if first is not None:
+        return f"first conflict: {first.name}: {first.detail}. Fix: {first.fix}"
+    num_warnings = sum(finding.verdict == "warning" for finding in findings)
+    return f"no conflict, {num_warnings} warning{'' if num_warnings == 1 else 's'}"

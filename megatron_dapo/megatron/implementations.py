@@ -1,0 +1,91 @@
+"""Which implementation each operation of the actor uses here, and why: read off what the actor is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dapo.megatron import head
+from megatron_dapo.megatron.layer_spec import block_spec, uses_transformer_engine
+
+# First part of a module's name -> whose it is.
+_OWNERS = {
+    "transformer_engine": "Transformer Engine",
+    "apex": "NVIDIA apex",
+    "amp_C": "NVIDIA apex",
+    "torch": "torch",
+    "megatron": "megatron-core",
+    "megatron_dapo": "own",
+}
+_TRANSFORMER_ENGINE_IN_MEGATRON = "megatron.core.extensions.transformer_engine"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`name` does `op`, because of `reason`."""
+
+    op: str
+    name: str
+    reason: str
+
+
+def implementations(config: TransformerConfig) -> tuple[Implementation, ...]:
+    """The table for a model of this configuration. Needs no process group; builds no module."""
+    spec = block_spec(config, range(config.num_layers))
+    is_block = isinstance(spec, TransformerBlockSubmodules)
+    layer = spec.layer_specs[-1] if is_block else spec
+    final_norm = spec.layer_norm if is_block else transformer_block.LayerNormImpl
+    attention = layer.submodules.self_attention.submodules
+    why = _why_layers()
+    fused = "megatron-core takes Transformer Engine's, else apex's, else torch's: the first that can be imported"
+    return (
+        Implementation("layers", _names(layer.module, attention.linear_qkv, attention.linear_proj), why),
+        Implementation("mlp", _names(*_mlp_modules(layer)), why),
+        Implementation("attention", _names(layer.submodules.self_attention, attention.core_attention), why),
+        Implementation("rms norm", _names(final_norm, attention.linear_qkv, attention.q_layernorm), why),
+        Implementation("optimizer", _names(megatron_optimizer.Adam), fused),
+        Implementation("gradient norm", _names(clip_grads.l2_norm_impl), fused),
+        Implementation("log-prob head", _names(head.vocab_parallel_logprobs), "the one implementation there is"),
+    )
+
+
+def _why_layers() -> str:
+    if uses_transformer_engine():
+        return "Transformer Engine is installed and there is a CUDA device"
+    return "Transformer Engine is not installed" if torch.cuda.is_available() else "there is no CUDA device"
+
+
+def _mlp_modules(layer: ModuleSpec) -> tuple[Any, ...]:
+    mlp = layer.submodules.mlp
+    experts = getattr(mlp.submodules, "experts", None)
+    if experts is not None:
+        return mlp, experts
+    return mlp, mlp.submodules.linear_fc1, mlp.submodules.linear_fc2
+
+
+def _names(*parts: Any) -> str:
+    """Whose and which classes or functions; what does nothing is left out."""
+    kinds = [part.module if isinstance(part, ModuleSpec) else part for part in parts]
+    unique = dict.fromkeys(kind for kind in kinds if kind is not None and kind is not IdentityOp)
+    return ", ".join(f"{_owner(kind)} {_short(kind)}" for kind in unique)
+
+
+def _short(kind: Callable[..., Any]) -> str:
+    return getattr(kind, "__qualname__", None) or getattr(kind, "__name__", None) or repr(kind)
+
+
+def _owner(kind: Callable[..., Any]) -> str:
+    module = getattr(kind, "__module__", None) or ""
+    if module == _TRANSFORMER_ENGINE_IN_MEGATRON:
+        return _OWNERS["transformer_engine"]
+    return _OWNERS.get(module.split(".")[0], module)

@@ -1,0 +1,121 @@
+"""Judgements of machines that are not here, from made-up facts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dapo.doctor import machine
+from megatron_dapo.doctor.finding import Finding, conflict, first_conflict, ok, warning
+from megatron_dapo.doctor.machine import ApexFacts, Device, Support, TorchFacts, TransformerEngineFacts
+
+GIB = 1 << 30
+H200 = Device("NVIDIA H200", 139 * GIB, 138 * GIB, (9, 0))
+V100 = Device("Tesla V100", 32 * GIB, 32 * GIB, (7, 0))
+CPU = TorchFacts(version="2.13.0+cpu")
+GPU = TorchFacts(version="2.11.0+cu130", cuda="13.0", devices=(H200,) * 8, nccl="2.28.9", driver="580.95.05")
+
+
+def test_only_what_is_ok_goes_without_a_fix() -> None:
+    with pytest.raises(AssertionError):
+        Finding("x", "conflict", "wrong")
+
+
+def test_the_first_conflict_is_first() -> None:
+    findings = [ok("a", ""), warning("b", "", "f"), conflict("c", "", "f"), conflict("d", "", "f")]
+    assert first_conflict(findings) is findings[2] and first_conflict(findings[:2]) is None
+
+
+def test_torch_that_cannot_be_imported() -> None:
+    finding = machine.torch_finding(TorchFacts(error="ImportError: libcudart.so.13"))
+    assert finding.verdict == "conflict" and "libcudart" in finding.detail
+    assert machine.torch_finding(GPU).detail == "2.11.0+cu130, CUDA 13.0"
+    assert "CPU build" in machine.torch_finding(CPU).detail
+
+
+def test_gpus() -> None:
+    finding = machine.gpu_finding(GPU)
+    assert finding.verdict == "ok"
+    assert finding.detail == "8 x NVIDIA H200, 139 GiB, driver 580.95.05, CUDA 13.0"
+
+
+@pytest.mark.parametrize(
+    "facts, verdict, words",
+    [
+        (CPU, "ok", "CPU"),
+        (TorchFacts(version="2", cuda="13.0"), "warning", "CUDA 13.0"),
+        (TorchFacts(version="2", driver="580.1"), "conflict", "torch is a CPU build"),
+        (TorchFacts(version="2", driver=""), "conflict", "unknown version"),
+        (TorchFacts(version="2", cuda="13.0", driver="525.1", error="driver too old"), "conflict", "driver too old"),
+        (TorchFacts(version="2", cuda="13.0", driver="5", devices=(H200, V100)), "warning", "NVIDIA H200 and Tesla"),
+        (
+            TorchFacts(version="2", cuda="13", devices=(H200, Device("NVIDIA H200", 139 * GIB, 9 * GIB, (9, 0)))),
+            "warning",
+            "GPU 1: 9 GiB free",
+        ),
+    ],
+)
+def test_gpus_that_are_not_as_they_should_be(facts: TorchFacts, verdict: str, words: str) -> None:
+    finding = machine.gpu_finding(facts)
+    assert finding.verdict == verdict and words in finding.detail
+
+
+def test_nccl() -> None:
+    assert machine.nccl_finding(GPU) == ok("nccl", "2.28.9")
+    assert machine.nccl_finding(CPU).verdict == "ok"
+    without = TorchFacts(version="2", cuda="13", devices=(H200,))
+    assert machine.nccl_finding(without).verdict == "conflict"
+
+
+def test_precision() -> None:
+    assert machine.bfloat16_finding((V100,), "float32").verdict == "ok"
+    assert machine.bfloat16_finding((H200,), "bfloat16").verdict == "ok"
+    assert machine.bfloat16_finding((), "bfloat16").verdict == "ok"
+    assert "sm_70" in machine.bfloat16_finding((H200, V100), "bfloat16").detail
+
+
+def test_transformer_engine_says_itself_why_there_is_no_fp8() -> None:
+    facts = TransformerEngineFacts("2.20.2", fp8=Support(True, ""), fp8_block_scaling=Support(False, "needs CUDA 12.9"))
+    engine, fp8, blocks = machine.transformer_engine_findings(facts, True, "2.20.2")
+    assert (engine.verdict, fp8.verdict, blocks.verdict) == ("ok", "ok", "warning")
+    assert "needs CUDA 12.9" in blocks.detail
+
+
+@pytest.mark.parametrize(
+    "facts, has_gpu, verdict, words",
+    [
+        (TransformerEngineFacts(), False, "ok", "not installed"),
+        (TransformerEngineFacts(), True, "warning", "own ones"),
+        (TransformerEngineFacts("2.20.2", error="undefined symbol"), True, "conflict", "broken: undefined symbol"),
+        (TransformerEngineFacts("2.20.2", error="undefined symbol"), False, "conflict", "undefined symbol"),
+        (TransformerEngineFacts("2.20.2"), False, "ok", "without a GPU"),
+    ],
+)
+def test_transformer_engine(facts: TransformerEngineFacts, has_gpu: bool, verdict: str, words: str) -> None:
+    (finding,) = machine.transformer_engine_findings(facts, has_gpu, "2.20.2")
+    assert finding.verdict == verdict and words in finding.detail
+    assert verdict == "ok" or "==2.20.2" in finding.fix
+
+
+@pytest.mark.parametrize(
+    "facts, verdict, words",
+    [
+        (ApexFacts(), "ok", "never needed"),
+        (ApexFacts(True, False, False, "0.9.10.dev0"), "warning", "web applications"),
+        (ApexFacts(True, True, False, "0.1"), "warning", "amp_C"),
+        (ApexFacts(True, True, True, "0.1"), "ok", "with CUDA extensions"),
+    ],
+)
+def test_apex(facts: ApexFacts, verdict: str, words: str) -> None:
+    finding = machine.apex_finding(facts, has_gpu=True)
+    assert finding.verdict == verdict and words in finding.detail
+
+
+def test_triton_and_psutil() -> None:
+    assert [machine.triton_finding(*facts).verdict for facts in (("3.6", True), (None, False), (None, True))] == [
+        "ok",
+        "ok",
+        "warning",
+    ]
+    assert machine.psutil_finding("7").verdict == "ok"
+    missing = machine.psutil_finding(None)
+    assert missing.verdict == "conflict" and "hangs" in missing.detail

@@ -1,0 +1,117 @@
+"""Judgements of what a recipe needs, from made-up facts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import Violation
+from megatron_dapo.doctor import recipe
+from megatron_dapo.doctor.recipe import AttentionResult, CheckpointSize, SglangFacts, Storage
+
+PYTHON = Path("/engines/bin/python")
+FOLDER = Path("/runs/x")
+
+
+def test_violations_are_conflicts_with_numbers_and_fix() -> None:
+    (finding,) = recipe.violation_findings([Violation("a.b", "a.b % 2 == 0", "set a.b = 4", {"a.b": 3})])
+    assert (finding.name, finding.verdict, finding.fix) == ("recipe a.b", "conflict", "set a.b = 4")
+    assert finding.detail == "expected a.b % 2 == 0; have a.b = 3"
+    (fine,) = recipe.violation_findings([])
+    assert fine.verdict == "ok"
+
+
+@pytest.mark.parametrize("needed, devices, verdict", [(8, 0, "ok"), (8, 8, "ok"), (128, 8, "warning")])
+def test_processes(needed: int, devices: int, verdict: str) -> None:
+    assert recipe.processes_finding(needed, devices).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "facts, wants_router, verdicts, words",
+    [
+        (SglangFacts(PYTHON, error="no such file"), False, ["conflict"], "no such file"),
+        (SglangFacts(PYTHON), False, ["conflict"], "not installed"),
+        (SglangFacts(PYTHON, version="0.5.16"), False, ["conflict"], "older"),
+        (SglangFacts(PYTHON, version="0.6.0"), True, ["conflict"], "newer"),
+        (SglangFacts(PYTHON, version="0.5.17"), False, ["ok"], "0.5.17"),
+        (SglangFacts(PYTHON, version="0.5.21.post1"), True, ["ok", "conflict"], "sglang_router"),
+        (SglangFacts(PYTHON, version="0.5.21", has_router=True), True, ["ok", "ok"], "installed"),
+    ],
+)
+def test_sglang(facts: SglangFacts, wants_router: bool, verdicts: list[str], words: str) -> None:
+    findings = recipe.sglang_findings(facts, wants_router)
+    assert [finding.verdict for finding in findings] == verdicts and words in findings[-1].detail
+
+
+def test_a_checkpoint_is_weights_masters_and_moments() -> None:
+    bfloat16 = CheckpointSize(weight_bytes=4000, num_parameters=1000, optimizer_copies=1, has_masters=True)
+    assert bfloat16.num_bytes == 4000 + 1000 * (4 + 4 + 4)
+    whole = CheckpointSize(weight_bytes=8000, num_parameters=1000, optimizer_copies=2, has_masters=False)
+    assert whole.num_bytes == 8000 + 2 * 1000 * 8  # an fp32 parameter is its own master
+
+
+def test_checkpoints_that_are_there_already_need_no_more_space() -> None:
+    checkpoint = CheckpointSize(4000, 1000, 1, True)
+    fresh = recipe.checkpoint_storage(FOLDER, 48_000, 0, checkpoint, keep=2)
+    assert fresh.needed == 3 * 16_000 and recipe.storage_finding(fresh).verdict == "ok"
+    resumed = recipe.checkpoint_storage(FOLDER, 16_000, 32_000, checkpoint, keep=2)
+    assert resumed.needed == 16_000 and "less 32 kB" in resumed.formula
+    assert recipe.checkpoint_storage(FOLDER, 0, 1 << 40, checkpoint, keep=2).needed == 0
+
+
+def test_exports_and_checkpoints_on_one_disk_add_up() -> None:
+    assert recipe.export_storage(FOLDER, 0, 1000, 2, 0).needed == 4000
+    both = recipe.export_storage(FOLDER, 0, 1000, 2, 48_000)
+    assert both.needed == 52_000 and "48 kB of checkpoints" in both.formula
+
+
+def test_shared_memory_is_two_buckets_a_rank() -> None:
+    storage = recipe.shared_memory_storage(Path("/dev/shm"), 64 << 20, 4, 256)
+    assert storage.needed == 4 * 2 * 256 << 20
+    finding = recipe.storage_finding(storage)
+    assert finding.verdict == "conflict" and "4 engine ranks here x 2 buckets x 256 MiB" in finding.detail
+
+
+@pytest.mark.parametrize("free, verdict", [(999, "conflict"), (1000, "ok")])
+def test_storage_says_both_numbers(free: int, verdict: str) -> None:
+    finding = recipe.storage_finding(Storage("disk", FOLDER, free, 1000, "10 x 100", "free some"))
+    assert finding.verdict == verdict and recipe.size(free) in finding.detail and "1 kB = 10 x 100" in finding.detail
+
+
+@pytest.mark.parametrize(
+    "judge",
+    [
+        lambda problem: recipe.model_finding(FOLDER, problem, "qwen2"),
+        lambda problem: recipe.folder_finding(FOLDER, problem),
+        lambda problem: recipe.ports_finding("127.0.0.1", 2, problem),
+        lambda problem: recipe.engine_key_finding("key", problem),
+    ],
+)
+def test_a_problem_is_a_conflict_and_none_is_ok(judge) -> None:
+    assert judge("").verdict == "ok"
+    finding = judge("mode 0644 lets others at it")
+    assert finding.verdict == "conflict" and "mode 0644" in finding.detail
+
+
+def attention(results: list[AttentionResult], dtype: str = "bfloat16") -> dict[str, str]:
+    findings = recipe.attention_findings(results, dtype, "head_dim 128")
+    return {finding.name: finding.verdict for finding in findings}
+
+
+def test_attention_is_judged_by_its_worst_arrangement() -> None:
+    close, wrong = AttentionResult("default", "one", 0.005), AttentionResult("default", "ragged", 0.9)
+    assert attention([close]) == {"attention default": "ok"}
+    assert attention([close, wrong]) == {"attention default": "conflict"}
+    assert attention([close], "float32") == {"attention default": "conflict"}
+    assert attention([AttentionResult("default", "one", float("nan"))]) == {"attention default": "conflict"}
+
+
+def test_only_the_default_back_end_has_to_run() -> None:
+    results = [
+        AttentionResult("default", "one", 0.005),
+        AttentionResult("cudnn", "one", failure="no kernel"),
+        AttentionResult("flash", "one", 0.9),
+    ]
+    assert attention(results) == {"attention default": "ok", "attention cudnn": "ok", "attention flash": "warning"}
+    assert attention([AttentionResult("default", "all", failure="crashed")]) == {"attention default": "conflict"}
