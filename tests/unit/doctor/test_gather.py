@@ -1,0 +1,167 @@
+"""Facts gathered from made-up environments, folders and interpreters."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import config_from_dict
+from megatron_dapo.config.schema import Config
+from megatron_dapo.doctor import gather
+from megatron_dapo.doctor.ask import ProbeFailure, ask, run
+from megatron_dapo.doctor.machine import ApexFacts, TransformerEngineFacts
+from megatron_dapo.launch.lifetime import FolderLock
+
+MODEL = gather.ROOT / "examples" / "quickstart" / "base_model"
+
+
+def config(**sections: dict) -> Config:
+    return config_from_dict({"model": {"path": str(MODEL)}, "data": {"train_paths": ["train.jsonl"]}, **sections})
+
+
+def put(folder: Path, *files: str) -> None:
+    for file in files:
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise RuntimeError('imported')\n", encoding="utf-8")
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that comes first where modules are looked for."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    return tmp_path
+
+
+def test_the_two_kinds_of_apex_are_told_apart_without_importing_either(packages: Path) -> None:
+    put(packages, "apex/__init__.py", "apex/lib/libapex.py")
+    assert gather.apex_facts({"apex": "0.9.10"}) == ApexFacts(True, False, False, "0.9.10")
+    put(packages, "apex/optimizers/__init__.py")
+    assert gather.apex_facts({}) == ApexFacts(True, True, False, None)
+    put(packages, "amp_C.py")
+    importlib.invalidate_caches()
+    assert gather.apex_facts({}) == ApexFacts(True, True, True, None)
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_named(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gather.transformer_engine_facts({}) == TransformerEngineFacts()
+    put(packages, "transformer_engine/__init__.py")
+    importlib.invalidate_caches()
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    facts = gather.transformer_engine_facts({"transformer-engine": "2.20.2"})
+    assert facts == TransformerEngineFacts("2.20.2", error="RuntimeError: imported")
+
+
+@pytest.mark.parametrize(
+    "text, version",
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n", "580.95.05"),
+    ],
+)
+def test_driver_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, version: str) -> None:
+    (tmp_path / "version").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(gather, "_DRIVER_FILE", tmp_path / "version")
+    assert gather._driver() == version
+
+
+def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(gather, "_DRIVER_DEVICE", tmp_path / "nvidiactl")
+    assert gather._driver() is None
+
+
+def test_a_probe_that_fails_says_why() -> None:
+    with pytest.raises(ProbeFailure, match="nonsense"):
+        ask("attention", nonsense=1)
+    with pytest.raises(ProbeFailure, match="crashed \\(SIGABRT\\)"):
+        run([sys.executable, "-c", "import os; os.abort()"], {}, 60)
+    with pytest.raises(ProbeFailure, match="within 0.2 s"):
+        run([sys.executable, "-c", "import time; time.sleep(60)"], {}, 0.2)
+    with pytest.raises(ProbeFailure, match="No such file"):
+        run(["/nowhere/python"], {}, 60)
+    with pytest.raises(ProbeFailure, match="exit code 3"):
+        run([sys.executable, "-c", "raise SystemExit(3)"], {}, 60)
+
+
+def test_the_environment_of_the_servers_is_asked_by_its_own_interpreter(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho '[\"0.5.19\", true]'\n", encoding="utf-8")
+    script.chmod(0o755)
+    facts = gather.sglang_facts(config(sglang={"python": str(script)}))
+    assert (facts.error, facts.version, facts.has_router) == ("", "0.5.19", True)
+    script.write_text("#!/bin/sh\necho broken >&2; exit 1\n", encoding="utf-8")
+    assert gather.sglang_facts(config(sglang={"python": str(script)})).error == "broken"
+    assert gather.sglang_facts(config(sglang={"python": str(tmp_path / "no")})).error == "no such file"
+
+
+def test_an_interpreter_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = gather.sglang_facts(config(sglang={"python": sys.executable}))
+    assert facts.error == "" and facts.version == gather.installed_versions().get("sglang")
+
+
+def test_model_folder(tmp_path: Path) -> None:
+    problem, detail = gather.model_problem(config())
+    assert problem == "" and "qwen2" in detail
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (MODEL / name).is_file():
+            (tmp_path / name).write_bytes((MODEL / name).read_bytes())
+    problem, _ = gather.model_problem(config(model={"path": str(tmp_path)}))
+    assert "safetensors" in problem
+    problem, detail = gather.model_problem(config(model={"path": str(tmp_path), "allow_random_init": True}))
+    assert problem == "" and "no weights" in detail
+    assert "config.json" in gather.model_problem(config(model={"path": str(tmp_path / "no")}))[0]
+
+
+@pytest.mark.parametrize("tensor, replicas", [(1, 1), (1, 2), (2, 1)])
+def test_a_checkpoint_holds_the_weights_of_all_ranks(tensor: int, replicas: int) -> None:
+    parallel = {"tensor": tensor, "num_processes": tensor * replicas}
+    found = gather.checkpoint_size(config(parallel=parallel))
+    assert found.weight_bytes >= 4 * replicas * found.num_parameters  # padding, norms and a tied output come on top
+    assert found.weight_bytes < 1.2 * 4 * replicas * found.num_parameters
+    assert (found.optimizer_copies, found.has_masters) == (1, False)
+    whole = gather.checkpoint_size(config(parallel={**parallel, "distributed_optimizer": False}))
+    assert whole.optimizer_copies == replicas
+
+
+def test_attention_shape_is_that_of_a_tensor_rank() -> None:
+    head_dim, heads, groups = gather.attention_shape(config())
+    assert gather.attention_shape(config(parallel={"tensor": 2})) == (head_dim, heads // 2, groups // 2)
+
+
+def test_folders(tmp_path: Path) -> None:
+    deep = tmp_path / "not" / "yet"
+    assert gather.existing_parent(deep) == tmp_path and gather.free_bytes(deep) > 0
+    assert gather.same_disk(deep, tmp_path) and gather.used_bytes(deep) == 0
+    assert gather.run_folder_problem(deep) == "" and not deep.exists()
+    (tmp_path / "file").write_bytes(b"1234")
+    assert gather.used_bytes(tmp_path) == 4
+    assert "is a file" in gather.run_folder_problem(tmp_path / "file" / "run")
+
+
+def test_a_folder_another_run_works_in(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    assert "is in use" in gather.run_folder_problem(tmp_path)
+    lock.release()
+    assert gather.run_folder_problem(tmp_path) == ""
+
+
+def test_ports() -> None:
+    assert gather.ports_problem("127.0.0.1", 3) == ""
+    assert "no address of this machine" in gather.ports_problem("192.0.2.1", 1)
+
+
+def test_key(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    assert "plain file" in gather.key_problem(str(key))
+    key.write_text("secret", encoding="ascii")
+    key.chmod(0o644)
+    assert "chmod 600" in gather.key_problem(str(key))
+    key.chmod(0o600)
+    assert gather.key_problem(str(key)) == ""
