@@ -112,35 +112,54 @@ def _estimate(inputs: ValueInputs, gamma: float, lambdas: list[float | torch.Ten
     dtype = torch.promote_types(inputs.values.dtype, torch.float32)
     values = tokens.take(inputs.values.detach()).to(dtype)
     rewards = tokens.take(inputs.rewards.detach()).to(dtype)
-    bootstrap = inputs.bootstrap.detach().to(dtype)
+    bootstrap = inputs.bootstrap.detach().to(dtype)[tokens.present]
     _check_finite({"value": values, "reward": rewards, "bootstrap value": bootstrap})
-    next_values = _next_values(values, bootstrap, tokens)
+    stream = _Stream(values, rewards, bootstrap, tokens.last[tokens.present], gamma)
     results = []
     for each in lambdas:
-        returns = _lambda_returns(rewards, next_values, gamma, each, tokens)
+        returns = stream.lambda_returns(_of_present(each, tokens, values))
         results.append(ValueEstimates(tokens.put(returns - values), tokens.put(returns)))
     return results
 
 
-def _next_values(values: torch.Tensor, bootstrap: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
-    """[M] the value of the sequence's next trained token, and the bootstrap behind its last one."""
-    following = values.roll(-1)
-    following[tokens.last[tokens.present]] = bootstrap[tokens.present]
-    return following
+def _of_present(lambdas: float | torch.Tensor, tokens: TrainedTokens, like: torch.Tensor) -> torch.Tensor:
+    """[N] one lambda per sequence that has a trained token."""
+    per_sequence = torch.as_tensor(lambdas, dtype=like.dtype, device=like.device)
+    num_sequences = tokens.lengths.numel()
+    assert per_sequence.shape in ((), (num_sequences,)), f"{tuple(per_sequence.shape)} lambdas, {num_sequences} lengths"
+    return per_sequence.expand(num_sequences)[tokens.present]
 
 
-def _lambda_returns(
-    rewards: torch.Tensor, next_values: torch.Tensor, gamma: float, lambdas: float | torch.Tensor, tokens: TrainedTokens
-) -> torch.Tensor:
-    """[M] G_t = r_t + (gamma - c_t) V_{t+1} + c_t G_{t+1}; c_t is gamma lambda, and 0 at a sequence's last token."""
-    if isinstance(lambdas, torch.Tensor):
-        per_sequence = lambdas.to(rewards.device, rewards.dtype) * gamma
-        decays = per_sequence.repeat_interleave(tokens.lengths, output_size=rewards.numel())
-    else:
-        decays = torch.full_like(rewards, gamma * lambdas)
-    decays[tokens.last[tokens.present]] = 0.0
-    mixed = torch.sub(torch.full((), gamma, dtype=rewards.dtype, device=rewards.device), decays)
-    return reverse_linear_scan(mixed.mul_(next_values).add_(rewards), decays)
+@dataclass(frozen=True)
+class _Stream:
+    """The M trained tokens of N sequences, none of them empty."""
+
+    values: torch.Tensor  # [M]
+    rewards: torch.Tensor  # [M]
+    bootstrap: torch.Tensor  # [N]
+    last: torch.Tensor  # [N] int64, the place of each sequence's last token, ascending
+    gamma: float
+
+    def lambda_returns(self, lambdas: torch.Tensor) -> torch.Tensor:
+        """[M] G_t = r_t + (gamma - c_t) V_{t+1} + c_t G_{t+1}; c_t is gamma lambda, and 0 at a sequence's last token.
+
+        gamma - gamma lambda is exactly 0 at lambda = 1, and gamma - 0 the factor of the bootstrap.
+        """
+        decays = self.gamma * lambdas
+
+        def terms(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+            first, behind = torch.searchsorted(self.last, torch.tensor([start, stop], device=self.last.device)).tolist()
+            ends = self.last[first:behind] - start
+            # The sequence that goes on over the tile's end is in it as well, up to there.
+            num_open = int(behind < self.last.numel())
+            counts = torch.cat([ends + 1, ends.new_full((num_open,), stop - start)]).diff(prepend=ends.new_zeros(1))
+            decay = decays[first : first + counts.numel()].repeat_interleave(counts, output_size=stop - start)
+            decay[ends] = 0.0
+            following = torch.cat([self.values[start + 1 : stop + 1], self.values[:1]])[: stop - start]
+            following[ends] = self.bootstrap[first:behind]
+            return torch.addcmul(self.rewards[start:stop], self.gamma - decay, following), decay
+
+        return reverse_linear_scan(torch.empty_like(self.values), terms)
 
 
 def _check_range(name: str, number: float | torch.Tensor) -> None:

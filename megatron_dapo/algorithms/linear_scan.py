@@ -11,31 +11,36 @@ c_t = 1 with x_t = 0 carries y over a token. Sums with 0 and products with 1 are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-LANE_LENGTH = 128
-MAX_LANES = 8192
+LANE_LENGTH = 64
+MAX_LANES = 4096
 
 
 @torch.no_grad()
-def reverse_linear_scan(inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-    """y [P] of y_t = inputs_t + decays_t y_{t+1} with y_P = 0; `inputs`, `decays` [P] of one floating dtype.
+def reverse_linear_scan(
+    outputs: torch.Tensor, terms: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """Fill `outputs` [P] with y of y_t = x_t + c_t y_{t+1}, y_P = 0, and return it.
 
-    Decays must lie in [0, 1]. One not-a-number spreads over everything before it: check the inputs first.
+    `terms(start, stop)` gives x and c of tokens start..stop - 1, [stop - start] each, in the dtype of `outputs`. They
+    are made a tile at a time and never stand in memory for the whole stream. c must lie in [0, 1]. A not-a-number
+    spreads over everything before it: check first.
     """
-    assert inputs.dim() == 1 and inputs.shape == decays.shape, f"{tuple(inputs.shape)} and {tuple(decays.shape)}"
-    outputs = torch.empty_like(inputs)
-    carry = inputs.new_zeros(1)
+    carry = outputs.new_zeros(1)
     tile = LANE_LENGTH * MAX_LANES
-    for start in reversed(range(0, inputs.numel(), tile)):
-        stop = min(start + tile, inputs.numel())
-        outputs[start:stop] = _scan_tile(inputs[start:stop], decays[start:stop], carry)
+    for start in reversed(range(0, outputs.numel(), tile)):
+        stop = min(start + tile, outputs.numel())
+        outputs[start:stop] = _scan_tile(*terms(start, stop), carry)
         carry = outputs[start : start + 1]
     return outputs
 
 
 def _scan_tile(inputs: torch.Tensor, decays: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
     """y [n] of one tile, with y_n = `carry` [1]."""
+    assert inputs.shape == decays.shape, f"{tuple(inputs.shape)} inputs, {tuple(decays.shape)} decays"
     # Columns are contiguous: a step of all lanes reads and writes neighbouring memory.
     sums, products = _lanes(inputs, 0.0), _lanes(decays, 1.0)
     sum_columns, product_columns = sums.unbind(0), products.unbind(0)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.algorithms import linear_scan
 from megatron_dapo.algorithms.gae import ValueInputs, decoupled_estimates, estimate_values, monte_carlo_returns
 
 FACTORS = st.sampled_from([0.0, 0.3, 0.95, 0.99, 1.0])
@@ -128,6 +129,26 @@ def test_monte_carlo_returns_are_exact_whatever_the_values(dtype):
     rewards[torch.tensor(lengths).cumsum(0) - 1] = outcomes
     inputs = ValueInputs(values, rewards, torch.ones(sum(lengths)), torch.tensor(lengths), torch.zeros(3))
     assert torch.equal(monte_carlo_returns(inputs, 1.0), outcomes.repeat_interleave(inputs.lengths))
+    without_values = ValueInputs(0 * values, rewards, inputs.loss_mask, inputs.lengths, inputs.bootstrap)
+    assert torch.equal(monte_carlo_returns(inputs, 0.99), monte_carlo_returns(without_values, 0.99))
+
+
+def test_a_batch_of_many_tiles_equals_its_sequences_one_by_one():
+    """Sequences that end at, before and behind the end of a tile, and one that spans several."""
+    tile = linear_scan.LANE_LENGTH * linear_scan.MAX_LANES
+    lengths = [tile - 1, 1, 5, tile - 5, 2 * tile + 17, 1, 1, 40]
+    inputs = batch(lengths, 0, 0.0)
+    lambdas = torch.linspace(0.3, 0.9999, len(lengths), dtype=torch.float64)
+    actual = estimate_values(inputs, 0.999, lambdas).advantages.split(lengths)
+    parts = zip(inputs.values.split(lengths), inputs.rewards.split(lengths), strict=True)
+    for i, (value, reward) in enumerate(parts):
+        following = torch.cat([value[1:], inputs.bootstrap[i : i + 1]])
+        deltas = (reward + 0.999 * following - value).tolist()
+        expected, carried = [], 0.0
+        for delta in reversed(deltas):
+            carried = delta + 0.999 * float(lambdas[i]) * carried
+            expected.append(carried)
+        torch.testing.assert_close(actual[i], torch.tensor(expected[::-1], dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
 def test_float32_over_a_long_response_stays_close_to_float64():
@@ -171,6 +192,11 @@ def test_factors_out_of_range_are_refused(gamma, lam):
 def test_a_lambda_out_of_range_among_many_is_refused():
     with pytest.raises(ValueError, match=r"lambda is -19"):
         estimate_values(batch([3, 4], 0), 1.0, torch.tensor([0.5, -19.0]))
+
+
+def test_lambdas_of_another_number_of_sequences_are_refused():
+    with pytest.raises(AssertionError, match=r"\(3,\) lambdas, 2 lengths"):
+        estimate_values(batch([3, 4], 0), 1.0, torch.ones(3))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

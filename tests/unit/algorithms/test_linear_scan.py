@@ -5,7 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms import linear_scan
-from megatron_dapo.algorithms.linear_scan import reverse_linear_scan
+
+
+def scan(inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+    return linear_scan.reverse_linear_scan(
+        torch.empty_like(inputs), lambda start, stop: (inputs[start:stop], decays[start:stop])
+    )
 
 
 def by_loop(inputs: torch.Tensor, decays: torch.Tensor) -> list[float]:
@@ -32,12 +37,12 @@ def test_every_length_and_cut_equals_the_loop(num_tokens, seed, kind, lanes):
     before = (linear_scan.LANE_LENGTH, linear_scan.MAX_LANES)
     linear_scan.LANE_LENGTH, linear_scan.MAX_LANES = 9, lanes  # several tiles, lanes that end inside a sequence
     try:
-        actual = reverse_linear_scan(inputs, decays)
+        actual = scan(inputs, decays)
     finally:
         linear_scan.LANE_LENGTH, linear_scan.MAX_LANES = before
     expected = torch.tensor(by_loop(inputs, decays), dtype=torch.float64)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(reverse_linear_scan(inputs, decays), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(scan(inputs, decays), expected, rtol=1e-10, atol=1e-10)
     assert torch.equal(inputs, given_inputs) and torch.equal(decays, given_decays)
 
 
@@ -46,10 +51,10 @@ def test_a_stream_of_more_than_one_tile():
     inputs, decays = stream(num_tokens, 0, "random")
     decays = 1 - 0.01 * decays
     expected = torch.tensor(by_loop(inputs, decays), dtype=torch.float64)
-    torch.testing.assert_close(reverse_linear_scan(inputs, decays), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(scan(inputs, decays), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_one_reward_is_carried_without_rounding():
     inputs = torch.zeros(20_000)
     inputs[-1] = 0.1
-    assert reverse_linear_scan(inputs, torch.ones(20_000)).unique().tolist() == [inputs[-1].item()]
+    assert scan(inputs, torch.ones(20_000)).unique().tolist() == [inputs[-1].item()]
