@@ -29,6 +29,7 @@ _DRIVER_DEVICE = Path("/dev/nvidiactl")
 _EXTRA = re.compile(r"\bextra\s*==")
 # Transformer Engine's switches: each back-end alone.
 _ENGINE_SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SGLANG_CODE = """
 import importlib.metadata, importlib.util, json
 try:
@@ -138,8 +139,9 @@ def apex_facts(installed: dict[str, str]) -> ApexFacts:
 
 
 def implementation_rows(config: Config | None) -> list[dict[str, str]]:
-    """Which implementation each operation uses, as the trainer chooses it. ProbeFailure where it cannot be built."""
-    model = str(config.model.path) if config else None
+    """Which implementation each operation uses, as the trainer chooses it; without a model's shape, those of a small
+    decoder. ProbeFailure where the actor cannot be put together."""
+    model = str(config.model.path) if config and (config.model.path / "config.json").is_file() else None
     rows = ask("implementations", model=model, dtype=config.model.dtype if config else "float32")
     if config is not None:
         rows.append({"op": "rollout engine", "name": _ROLLOUT[config.rollout.engine](config), "reason": "the recipe"})
@@ -194,7 +196,7 @@ def model_problem(config: Config) -> tuple[str, str]:
     folder = config.model.path
     try:
         architecture = ModelArchitecture.from_folder(folder)
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        if not any((folder / name).is_file() for name in _TOKENIZERS):
             return f"{folder}: no tokenizer files there", ""
         detail = f"{architecture.model_type}, {architecture.num_parameters:.4g} parameters"
         if config.model.allow_random_init and not any(folder.glob("*.safetensors")):
@@ -219,6 +221,13 @@ def sglang_facts(config: Config) -> SglangFacts:
     except ProbeFailure as failure:
         return SglangFacts(python, error=str(failure))
     return SglangFacts(python, version=version, has_router=has_router)
+
+
+def model_bytes(config: Config) -> int:
+    """Of the served weights."""
+    from megatron_dapo.bridge.architecture import DTYPES, ModelArchitecture
+
+    return ModelArchitecture.from_folder(config.model.path).num_parameters * DTYPES[config.model.dtype].itemsize
 
 
 def key_problem(path: str) -> str:
@@ -308,4 +317,3 @@ def ports_problem(host: str, count: int) -> str:
         except (ValueError, RuntimeError) as error:
             return str(error)
     return ""
-

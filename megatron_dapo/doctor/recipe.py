@@ -136,7 +136,7 @@ def engine_key_finding(path: str, problem: str) -> Finding:
 
 
 def checkpoint_storage(path: Path, free: int, kept: int, checkpoint: CheckpointSize, keep: int) -> Storage:
-    """Space of the checkpoint folder: `keep` checkpoints and the one that is written; `kept` bytes are there already."""
+    """Space of the checkpoint folder: `keep` checkpoints and the one being written; `kept` bytes are there already."""
     needed = max(0, (keep + 1) * checkpoint.num_bytes - kept)
     formula = (
         f"{keep + 1} checkpoints (checkpoint.keep + 1) of {size(checkpoint.num_bytes)} = {checkpoint.formula()}"
@@ -157,10 +157,18 @@ def export_storage(path: Path, free: int, num_parameters: int, weight_bytes: int
     return Storage("run disk", path, free, needed, formula, fix)
 
 
-def shared_memory_storage(path: Path, free: int, num_engine_ranks: int, bucket_mb: int) -> Storage:
-    """Space of the file system in memory through which servers on a CPU get their weights."""
-    needed = num_engine_ranks * 2 * bucket_mb * MEBIBYTE
-    formula = f"{num_engine_ranks} engine ranks here x 2 buckets x {bucket_mb} MiB (sglang.bucket_mb)"
+def shared_memory_storage(
+    path: Path, free: int, num_engine_ranks: int, bucket_mb: int, model_bytes: int | None
+) -> Storage:
+    """Space of the file system in memory through which servers on a CPU get their weights.
+
+    A bucket never holds more than the model (`model_bytes`; None where that is not known).
+    """
+    bucket, words = bucket_mb * MEBIBYTE, f"{bucket_mb} MiB (sglang.bucket_mb)"
+    if model_bytes is not None and model_bytes < bucket:
+        bucket, words = model_bytes, f"{size(model_bytes)} (the whole model)"
+    needed = num_engine_ranks * 2 * bucket
+    formula = f"{num_engine_ranks} engine ranks here x 2 buckets x {words}"
     fix = f"lower sglang.bucket_mb, or give {path} more (docker run --shm-size)"
     return Storage("shared memory", path, free, needed, formula, fix)
 
@@ -176,7 +184,8 @@ def storage_finding(storage: Storage) -> Finding:
 def folder_finding(folder: Path, problem: str) -> Finding:
     """`problem`: why the run folder cannot be written, "" where it can."""
     if problem:
-        return conflict("run folder", problem, "set run.folder to a folder of your own, or wait for the run that has it")
+        fix = "set run.folder to a folder of your own, or wait for the run that has it"
+        return conflict("run folder", problem, fix)
     return ok("run folder", f"{folder} can be written")
 
 

@@ -108,7 +108,8 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: Report) -> Iterat
     yield recipe.model_finding(config.model.path, problem, detail)
     yield recipe.folder_finding(config.run.folder, gather.run_folder_problem(config.run.folder))
     if config.rollout.engine == "sglang":
-        yield from _servers(config, has_gpu=bool(torch.devices))
+        num_bytes = None if problem else gather.model_bytes(config)
+        yield from _servers(config, bool(torch.devices), num_bytes)
     if problem:
         return
     if not any(finding.name.startswith("recipe parallel") for finding in report.findings):
@@ -116,7 +117,7 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: Report) -> Iterat
     yield from _attention(config, report)
 
 
-def _servers(config: Config, has_gpu: bool) -> Iterator[Finding]:
+def _servers(config: Config, has_gpu: bool, model_bytes: int | None) -> Iterator[Finding]:
     sglang = config.sglang
     if sglang.urls:
         yield recipe.engine_key_finding(sglang.key_file, gather.key_problem(sglang.key_file))
@@ -128,7 +129,7 @@ def _servers(config: Config, has_gpu: bool) -> Iterator[Finding]:
     if sglang.transport == "memory" and not has_gpu:
         folder, ranks = gather.shared_memory_folder(), sglang.servers_per_node * sglang.tensor
         free = gather.free_bytes(folder)
-        yield recipe.storage_finding(recipe.shared_memory_storage(folder, free, ranks, sglang.bucket_mb))
+        yield recipe.storage_finding(recipe.shared_memory_storage(folder, free, ranks, sglang.bucket_mb, model_bytes))
 
 
 def _storage(config: Config) -> Iterator[Finding]:

@@ -47,9 +47,7 @@ def test_the_two_kinds_of_apex_are_told_apart_without_importing_either(packages:
     assert gather.apex_facts({}) == ApexFacts(True, True, True, None)
 
 
-def test_a_transformer_engine_that_cannot_be_imported_is_named(
-    packages: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transformer_engine_that_cannot_be_imported_is_named(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gather.transformer_engine_facts({}) == TransformerEngineFacts()
     put(packages, "transformer_engine/__init__.py")
     importlib.invalidate_caches()

@@ -67,8 +67,10 @@ def test_exports_and_checkpoints_on_one_disk_add_up() -> None:
 
 
 def test_shared_memory_is_two_buckets_a_rank() -> None:
-    storage = recipe.shared_memory_storage(Path("/dev/shm"), 64 << 20, 4, 256)
+    storage = recipe.shared_memory_storage(Path("/dev/shm"), 64 << 20, 4, 256, 5 << 30)
     assert storage.needed == 4 * 2 * 256 << 20
+    assert recipe.shared_memory_storage(Path("/dev/shm"), 0, 4, 256, None).needed == storage.needed
+    assert recipe.shared_memory_storage(Path("/dev/shm"), 0, 4, 256, 1000).needed == 4 * 2 * 1000
     finding = recipe.storage_finding(storage)
     assert finding.verdict == "conflict" and "4 engine ranks here x 2 buckets x 256 MiB" in finding.detail
 
