@@ -1,0 +1,338 @@
+"""A small critic's folder, its transformers fp64 reference (values, gradients, AdamW steps), and what ranks check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from actor_checks import (
+    LENGTHS,
+    MODELS,
+    SIZES,
+    TEMPERATURE,
+    differing,
+    fill_local,
+    largest_over_ranks,
+    make_micro_batch,
+    ragged_batch,
+)
+from actor_checks import loss_fn as policy_loss
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.context import slice_for_context
+from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.megatron.optimizer import OptimizerSettings
+from megatron_dapo.megatron.trained_model import TrainedModel
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.proof.oracle import stored_tensors
+from megatron_dapo.types import MicroBatch
+from safetensors.torch import load_file, save_file
+
+STEPS = (10, 11, 12, 13)  # seeds of the batches of the reference's AdamW steps
+LEARNING_RATE = 3e-3
+# A larger epsilon than usual: gradients that are only rounding (of key biases) must not become whole steps.
+OPTIMIZER = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-4, "weight_decay": 0.3, "clip_grad": 0.5}
+SINGLE = ParallelLayout(world_size=1)
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # what computes in fp64
+
+
+def model_of(name: str, head: str, **fields: Any) -> Any:
+    """A transformers model of `actor_checks.MODELS` with another head, fp32, random in every tensor."""
+    import transformers
+
+    family, own = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **own, **fields})
+    model = getattr(transformers, family + head)(config)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise)
+    return model
+
+
+def write_critic(folder: str | Path, name: str) -> None:
+    """The folder `folder`/`name` of a critic, and beside it what it computes in fp64."""
+    import transformers
+
+    path = Path(folder) / name
+    model_of(name, "ForTokenClassification", num_labels=1).save_pretrained(path)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(path, **EAGER).double().eval()
+    loss, values = _loss_and_values(model, seed=3)
+    loss.backward()
+    tensors = {f"values/{index}": part.detach().contiguous() for index, part in enumerate(values)}
+    tensors |= {"loss": loss.detach(), **_whole("gradient", model, lambda parameter: parameter.grad)}
+    losses, norms = _adamw_steps(model)
+    tensors |= {"losses": losses, "norms": norms, **_whole("stepped", model, lambda parameter: parameter.detach())}
+    save_file(tensors, Path(folder) / f"{name}.safetensors")
+
+
+def _whole(kind: str, model: Any, of: Any) -> dict[str, torch.Tensor]:
+    tensors = {name: of(parameter).clone() for name, parameter in model.named_parameters()}
+    return {f"{kind}/{name}": tensor.contiguous() for name, tensor in stored_tensors(tensors).items()}
+
+
+def _loss_and_values(model: Any, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss of `loss_fn` one sequence at a time, and each micro-batch's values where the next token is real."""
+    batch, total, everything = ragged_batch(seed), torch.zeros((), dtype=torch.float64), []
+    for index, parts in enumerate(batch.micro_batches):
+        packed = make_micro_batch(parts, SINGLE, batch.num_targets, seed=100 + index)
+        values = torch.cat([model(part[None]).logits[0, :-1, 0] for part in parts])
+        returns = packed.advantages[packed.loss_mask.bool()].double()
+        total = total + ((values - returns) ** 2).sum() / 2 / batch.num_targets
+        everything.append(values)
+    return total, everything
+
+
+def _adamw_steps(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and gradient norms of the steps; the model is left as they leave it."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith(".bias")]},
+        {"params": [p for n, p in model.named_parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    assert sum(len(group["params"]) for group in groups) == len(parameters)
+    betas = (OPTIMIZER["adam_beta1"], OPTIMIZER["adam_beta2"])
+    adamw = torch.optim.AdamW(
+        groups, lr=LEARNING_RATE, betas=betas, eps=OPTIMIZER["adam_eps"], weight_decay=OPTIMIZER["weight_decay"]
+    )
+    losses, norms = [], []
+    for seed in STEPS:
+        adamw.zero_grad()
+        loss, _ = _loss_and_values(model, seed)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER["clip_grad"]))
+        adamw.step()
+        losses.append(loss.detach())
+    assert min(norms) > OPTIMIZER["clip_grad"], "the steps are meant to clip"
+    return torch.stack(losses), torch.stack(norms)
+
+
+@dataclass(frozen=True)
+class CriticReference:
+    """fp64 from transformers: values of real targets, loss, gradients, and AdamW steps from there."""
+
+    folder: Path
+    values: tuple[torch.Tensor, ...]
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    losses: list[float]
+    norms: list[float]
+    stepped: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, folder: str | Path, name: str) -> CriticReference:
+        tensors = load_file(Path(folder) / f"{name}.safetensors")
+        kinds = {
+            kind: {key.removeprefix(kind): t for key, t in tensors.items() if key.startswith(kind)}
+            for kind in ("gradient/", "stepped/")
+        }
+        return cls(
+            Path(folder) / name,
+            tuple(tensors[f"values/{index}"] for index in range(len(LENGTHS))),
+            float(tensors["loss"]),
+            kinds["gradient/"],
+            tensors["losses"].tolist(),
+            tensors["norms"].tolist(),
+            kinds["stepped/"],
+        )
+
+
+def loss_fn(micro_batch: MicroBatch, values: torch.Tensor, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Half the squared distance to random returns, which stand in the advantages."""
+    loss = (micro_batch.loss_weights * (values - micro_batch.advantages) ** 2).sum() / 2
+    return loss, {"loss": loss.detach(), "num_targets": micro_batch.loss_mask.sum()}
+
+
+def of_rank(layout: ParallelLayout, seed: int = 3) -> list[MicroBatch]:
+    return [micro_batch for _, micro_batch in ragged_batch(seed).of_rank(layout, dist.get_rank())]
+
+
+def value_error(critic: MegatronCritic, want: CriticReference) -> float:
+    """Largest relative (2-norm) difference of a micro-batch's values at this context rank's real targets."""
+    layout, rank = critic.layout, dist.get_rank()
+    mine = ragged_batch().of_rank(layout, rank)
+    outputs = critic.forward_values([micro_batch for _, micro_batch in mine])
+    last = layout.coordinates(rank).pipeline == layout.pipeline - 1
+    assert all((values is not None) == last for values in outputs), "values exist on the last pipeline stage only"
+    errors = [0.0]
+    for (index, micro_batch), values in zip(mine, outputs, strict=True):
+        if values is None:
+            continue
+        expected = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
+        expected[micro_batch.loss_mask.bool()] = want.values[index]
+        whole = MicroBatch(**{**vars(micro_batch), "advantages": expected})
+        local = slice_for_context(whole, layout.coordinates(rank).context, layout.context)
+        mask = local.loss_mask.bool()
+        assert values.dtype == torch.float32 and values.shape == mask.shape
+        errors.append(float((values - local.advantages)[mask].norm() / want.values[index].norm()))
+    return max(errors)
+
+
+def distance(critic: MegatronCritic, local: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> float:
+    """Largest over local buffers of |difference| / |expected|, both 2-norms."""
+    expected = {name: torch.zeros(buffer.shape, dtype=torch.float64) for name, buffer in local.items()}
+    fill_local(expected, critic.tensors, dist.get_rank(), whole)
+    return max(float((local[name] - want).norm() / want.norm().clamp(min=1e-12)) for name, want in expected.items())
+
+
+def settings_of(case: Mapping[str, Any]) -> CriticSettings:
+    return CriticSettings(
+        model=ModelSettings(dtype=case.get("dtype", "float32"), recompute=case.get("recompute", "none")),
+        optimizer=OptimizerSettings(distributed=case.get("distributed", True), **OPTIMIZER),
+    )
+
+
+def layout_of(case: Mapping[str, Any]) -> ParallelLayout:
+    return ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
+
+
+def train(critic: MegatronCritic, seeds: Sequence[int]) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of one step on each seed's batch."""
+    results = [critic.train_step(of_rank(critic.layout, seed), loss_fn, LEARNING_RATE) for seed in seeds]
+    assert all(result.applied for result in results)
+    return [(result.metrics["loss"], result.grad_norm) for result in results]
+
+
+def snapshot(model: TrainedModel) -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in model.state_shards()[0].items()}
+
+
+def relative(ours: Sequence[float], exact: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, exact, strict=True))
+
+
+def parity(arguments: dict[str, Any]) -> list[dict[str, float]]:
+    """Worker: errors of every case against its reference, the largest over ranks."""
+    return [
+        _parity_case(CriticReference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]
+    ]
+
+
+def _parity_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float]:
+    critic = MegatronCritic.build(want.folder, layout_of(case), settings_of(case))
+    value = value_error(critic, want)
+    metrics = critic.accumulate_gradients(of_rank(critic.layout), loss_fn)
+    gradient = distance(critic, critic.gradients(), want.gradients)
+    history = train(critic, STEPS)
+    parameters = {name: parameter.detach() for name, parameter in critic.named_local_parameters().items()}
+    return largest_over_ranks(
+        {
+            "values": value,
+            "loss": relative([metrics["loss"]], [want.loss]),
+            "gradients": gradient,
+            "losses": relative([loss for loss, _ in history], want.losses),
+            "norms": relative([norm for _, norm in history], want.norms),
+            "stepped": distance(critic, parameters, want.stepped),
+        }
+    )
+
+
+# Two ranks: exact state, the guard, another layout than the actor's, export.
+
+
+def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each case: 4 steps at once, and 2 steps, save, build, load, 2 steps; what differs afterwards on any rank."""
+    return [
+        _resume_case(CriticReference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]
+    ]
+
+
+def _resume_case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
+    def build() -> MegatronCritic:
+        return MegatronCritic.build(want.folder, layout_of(case), settings_of(case))
+
+    whole, first, second = build(), build(), build()
+    history, begun = train(whole, STEPS), train(first, STEPS[:2])
+    tensors, description = first.state_shards()
+    second.load_state_shards({key: t.clone() for key, t in tensors.items()}, json.loads(json.dumps(description)))
+    num_loaded = len(differing(snapshot(first), snapshot(second)))
+    continued = train(second, STEPS[2:])
+    counts = {"loaded": num_loaded, "difference": len(differing(snapshot(whole), snapshot(second)))}
+    return {**largest_over_ranks(counts), "history": history == begun + continued}
+
+
+def guard(arguments: dict[str, Any]) -> list[dict[str, float]]:
+    """A step in which one rank's loss is not a number, between two good ones."""
+    want = CriticReference.read(arguments["references"], "qwen2")
+    return [_guard_case(want, {"layout": layout}) for layout in arguments["layouts"]]
+
+
+def _guard_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float]:
+    critic = MegatronCritic.build(want.folder, layout_of(case), settings_of(case))
+    train(critic, [10])
+    before = snapshot(critic)
+
+    def poisoned(
+        micro_batch: MicroBatch, values: torch.Tensor, index: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, metrics = loss_fn(micro_batch, values, index)
+        return loss * float("nan") if dist.get_rank() == dist.get_world_size() - 1 and index == 0 else loss, metrics
+
+    result = critic.train_step(of_rank(critic.layout, 11), poisoned, LEARNING_RATE)
+    changed = differing(before, snapshot(critic))
+    [(_, norm)] = train(critic, [11])
+    return largest_over_ranks({"applied": result.applied, "changed": len(changed), "norm": norm})
+
+
+def beside(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Actor and critic on different layouts, step by step in turn, against each alone."""
+    want = CriticReference.read(arguments["references"], "qwen2")
+    layouts = ParallelLayout(world_size=2, **arguments["actor"]), ParallelLayout(world_size=2, **arguments["critic"])
+    settings = ActorSettings(), settings_of({})
+
+    def actor_step(actor: MegatronActor, seed: int) -> None:
+        assert actor.train_step(of_rank(actor.layout, seed), policy_loss, TEMPERATURE, LEARNING_RATE).applied
+
+    alone = MegatronActor.build(arguments["policy"], layouts[0], settings[0])
+    for seed in STEPS[:2]:
+        actor_step(alone, seed)
+    lonely = MegatronCritic.build(want.folder, layouts[1], settings[1])
+    train(lonely, STEPS[:2])
+    actor = MegatronActor.build(arguments["policy"], layouts[0], settings[0])
+    critic = MegatronCritic.build(want.folder, layouts[1], settings[1], beside=[actor])
+    sharing = MegatronActor.build(arguments["policy"], layouts[0], settings[0], beside=[actor, critic])
+    for seed in STEPS[:2]:
+        actor_step(actor, seed)
+        critic.forward_values(of_rank(layouts[1], seed))
+        sharing.forward_logprobs(of_rank(layouts[0], seed), TEMPERATURE)
+        train(critic, [seed])
+    counts = {
+        "actor": len(differing(snapshot(alone), snapshot(actor))),
+        "critic": len(differing(snapshot(lonely), snapshot(critic))),
+    }
+    MegatronCritic.build(want.folder, ParallelLayout(world_size=2), settings[1], beside=[actor])
+    refused = ""
+    try:
+        critic.forward_values(of_rank(layouts[1]))
+    except ValueError as error:
+        refused = str(error)
+    actor.forward_logprobs(of_rank(layouts[0]), TEMPERATURE)
+    return {**largest_over_ranks(counts), "shared": sharing.groups == actor.groups, "refused": refused}
+
+
+def export(arguments: dict[str, Any]) -> None:
+    """Folders of a critic that was only loaded, and of one that was trained, and the latter's values."""
+    want, target = CriticReference.read(arguments["references"], "qwen3"), Path(arguments["target"])
+    critic = MegatronCritic.build(want.folder, layout_of(arguments), settings_of({}))
+    critic.export(target / "loaded", want.folder)
+    train(critic, STEPS[:2])
+    critic.export(target / "trained", want.folder)
+    [values, *_] = critic.forward_values(of_rank(critic.layout))
+    if values is not None:
+        save_file({"values": values.contiguous()}, target / f"values{dist.get_rank()}.safetensors")
+
+
+def two_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Worker: all of the above in one start of two processes."""
+    return {
+        "resume": resume(arguments | {"cases": arguments["resume"]}),
+        "guard": guard(arguments | {"layouts": arguments["guard"]}),
+        "beside": beside(arguments | arguments["beside"]),
+        "export": export(arguments | arguments["export"]),
+    }

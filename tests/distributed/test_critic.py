@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launcher import run_distributed
+from megatron_dapo.bridge.convert import first_difference
+from safetensors.torch import load_file
+
+MODELS = ("qwen2", "qwen3", "llama3", "qwen3-moe")
+CASES: list[dict[str, Any]] = [
+    {"model": "qwen2", "layout": {"tensor": 2}},
+    {"model": "qwen3", "layout": {"tensor": 2, "sequence_parallel": True}},
+    {"model": "qwen2", "layout": {"pipeline": 2}},
+    {"model": "llama3", "layout": {"pipeline": 2, "virtual_pipeline": 2}},
+    {"model": "qwen2", "layout": {"context": 2}},
+    {"model": "llama3", "layout": {}},
+    {"model": "qwen3", "layout": {}, "distributed": False},
+    {"model": "qwen3", "layout": {"tensor": 2, "pipeline": 2}},
+    {"model": "qwen2", "layout": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, "recompute": "full"},
+    {"model": "llama3", "layout": {"tensor": 2, "context": 2, "sequence_parallel": True}, "distributed": False},
+    {"model": "qwen3-moe", "layout": {"tensor": 2, "sequence_parallel": True, "expert": 2}},
+]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with small critics and their fp64 references, and the policy `policy`."""
+    from critic_checks import model_of, write_critic
+
+    folder = tmp_path_factory.mktemp("critic_references")
+    for name in MODELS:
+        write_critic(folder, name)
+    model_of("qwen2-tied", "ForCausalLM").save_pretrained(folder / "policy")
+    return str(folder)
+
+
+@pytest.mark.timeout(200)
+def test_every_layout_gives_the_values_gradients_and_steps_of_transformers(references: str) -> None:
+    """4 ranks, ragged packed batch, fp32 against fp64: values, every local gradient, four AdamW steps that clip."""
+    arguments = {"cases": CASES, "references": references}
+    for case, errors in zip(CASES, run_distributed("critic_checks:parity", 4, arguments, timeout_s=180), strict=True):
+        assert errors["values"] < 1e-5 and errors["gradients"] < 1e-5, (case, errors)
+        assert max(errors[name] for name in ("loss", "losses", "norms", "stepped")) < 1e-5, (case, errors)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(references: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `critic_checks.two_ranks` found, and the folder of its exports."""
+    target = tmp_path_factory.mktemp("exports")
+    arguments = {
+        "references": references,
+        "resume": [
+            {"model": "qwen2", "layout": {}},
+            {"model": "qwen3", "layout": {"tensor": 2, "sequence_parallel": True}, "dtype": "bfloat16"},
+            {"model": "llama3", "layout": {"pipeline": 2}, "distributed": False},
+        ],
+        "guard": [{}, {"tensor": 2}, {"pipeline": 2}],
+        "beside": {"policy": f"{references}/policy", "actor": {"tensor": 2}, "critic": {"pipeline": 2}},
+        "export": {"layout": {"tensor": 2, "sequence_parallel": True}, "target": str(target)},
+    }
+    return {**run_distributed("critic_checks:two_ranks", 2, arguments, timeout_s=150), "target": target}
+
+
+@pytest.mark.timeout(180)
+def test_a_resumed_critic_is_the_uninterrupted_one_bit_for_bit(two_ranks: dict[str, Any]) -> None:
+    assert two_ranks["resume"] == [{"loaded": 0, "difference": 0, "history": True}] * 3
+
+
+@pytest.mark.timeout(180)
+def test_no_rank_steps_when_one_loss_is_not_a_number(two_ranks: dict[str, Any]) -> None:
+    assert len(two_ranks["guard"]) == 3
+    for result in two_ranks["guard"]:
+        assert result["applied"] == 0 and result["changed"] == 0 and 0 < result["norm"] < 1e3, result
+
+
+@pytest.mark.timeout(180)
+def test_actor_and_critic_train_in_turn_on_layouts_of_their_own(two_ranks: dict[str, Any]) -> None:
+    result = two_ranks["beside"]
+    assert result["actor"] == 0 and result["critic"] == 0  # bit for bit as each alone
+    assert result["shared"]
+    assert "TP1 PP2 CP1 DP1 were destroyed" in result["refused"] and "`beside`" in result["refused"]
+
+
+@pytest.mark.timeout(180)
+def test_an_exported_critic_is_the_folder_it_came_from_and_what_transformers_loads(
+    two_ranks: dict[str, Any], references: str
+) -> None:
+    import transformers
+    from actor_checks import ragged_batch
+
+    target: Path = two_ranks["target"]
+    assert first_difference(target / "loaded", Path(references) / "qwen3") is None
+    model, found = transformers.AutoModelForTokenClassification.from_pretrained(
+        target / "trained", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    model = model.double().eval()
+    [parts, *_] = ragged_batch().micro_batches
+    with torch.no_grad():
+        want = torch.cat([model(part[None]).logits[0, :, 0] for part in parts])
+    for rank in range(2):
+        values = load_file(target / f"values{rank}.safetensors")["values"][: want.numel()]
+        assert (values - want).norm() < 1e-5 * want.norm()
+    before = load_file(Path(references) / "qwen3" / "model.safetensors")["score.weight"]
+    assert not torch.equal(before, load_file(target / "trained" / "model.safetensors")["score.weight"])
