@@ -1,0 +1,211 @@
+"""Where a critic starts from and the folder it becomes, against transformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.convert import first_difference, huggingface_to_megatron, megatron_to_huggingface
+from megatron_dapo.bridge.critic import (
+    HeadStart,
+    critic_architecture,
+    export_critic,
+    initialise_critic_randomly,
+    load_critic,
+)
+from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.bridge.random_weights import initialise_randomly
+from megatron_dapo.parallel.layout import ParallelLayout
+
+SIZES = {
+    "vocab_size": 301,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    "tie_word_embeddings": False,
+}
+START = HeadStart(seed=5, scale=0.02)
+SINGLE = ParallelLayout(world_size=1)
+
+
+def make(folder: Path, head: str = "ForCausalLM", family: str = "Qwen2", dtype=torch.float32, **fields: Any) -> Path:
+    """A folder of a transformers model with random weights, biases included."""
+    torch.manual_seed(0)
+    model = getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**{**SIZES, **fields}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, parallel: ParallelLayout = SINGLE, start: HeadStart = START):
+    """(layout, each rank's parameters, rank 0's report)."""
+    layout = megatron_layout(critic_architecture(folder), parallel, torch.float32)
+    ranks = [empty(layout, rank) for rank in range(parallel.world_size)]
+    reports = [load_critic(folder, layout, rank, buffers, start) for rank, buffers in enumerate(ranks)]
+    return layout, ranks, reports[0]
+
+
+def empty(layout: MegatronLayout, rank: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, torch.nan) for name, shape in layout.local_shapes(rank).items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_a_policy_only_the_head_is_fresh_small_and_logged(tmp_path, tied, caplog) -> None:
+    folder = make(tmp_path / "policy", tie_word_embeddings=tied)
+    stored = load_file(folder / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        layout, ranks, report = load(folder, ParallelLayout(world_size=4, tensor=2, pipeline=2))
+    assert "fresh value head, standard deviation 0.02 / sqrt(hidden size) from seed 5" in caplog.text
+    assert report.fresh == ("score.weight", "score.bias")
+    assert "lm_head.weight" not in layout.tensors and layout.tensors["score.weight"].shape == (1, 32)
+    for rank, buffers in enumerate(ranks):
+        assert all(torch.isfinite(buffer).all() for buffer in buffers.values())
+        held = {piece.tensor for piece in layout.pieces(rank)}
+        assert ("model.embed_tokens.weight" in held) == (rank < 2)  # a tied policy's critic has no second copy
+        for piece in layout.pieces(rank):
+            if piece.tensor.startswith("score"):
+                continue
+            there = tuple(slice(s, s + n) for s, n in zip(piece.global_offset, piece.shape, strict=True))
+            here = tuple(slice(s, s + n) for s, n in zip(piece.local_offset, piece.shape, strict=True))
+            assert torch.equal(buffers[piece.local][here], stored[piece.tensor][there]), piece
+    [first, second] = [ranks[rank]["0.output_layer.weight"] for rank in (2, 3)]
+    assert torch.equal(first, second) and "0.output_layer.weight" not in ranks[0]
+    assert 0.5 < first.std() * 32**0.5 / 0.02 < 1.5
+    assert torch.equal(ranks[2]["0.output_layer.bias"], torch.zeros(1))
+    [again] = load(folder)[1]
+    assert torch.equal(again["0.output_layer.weight"], first)  # the seed alone decides, not the layout
+    [other] = load(folder, start=HeadStart(seed=6))[1]
+    assert not torch.equal(other["0.output_layer.weight"], first)
+
+
+def test_a_reward_models_head_is_taken_and_its_bias_is_zero(tmp_path, caplog) -> None:
+    folder = make(tmp_path / "reward", "ForSequenceClassification", "Llama", num_labels=1)
+    with caplog.at_level(logging.INFO):
+        _, [buffers], report = load(folder)
+    assert report.fresh == ("score.bias",) and "has no bias, which starts at 0" in caplog.text
+    assert torch.equal(buffers["0.output_layer.weight"], load_file(folder / "model.safetensors")["score.weight"])
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("Qwen2", torch.float32), ("Qwen3", torch.bfloat16)])
+def test_a_critic_comes_and_goes_bit_for_bit(tmp_path, family, dtype) -> None:
+    folder = make(tmp_path / "critic", "ForTokenClassification", family, dtype, num_labels=1)
+    layout, [buffers], report = load(folder)
+    assert report.fresh == ()
+    export_critic(tmp_path / "again", folder, layout, buffers, None)
+    assert first_difference(folder, tmp_path / "again") is None
+    huggingface_to_megatron(folder, tmp_path / "megatron", tensor=2, pipeline=2)
+    megatron_to_huggingface(tmp_path / "megatron", tmp_path / "back")
+    assert first_difference(folder, tmp_path / "back") is None
+    assert first_difference(folder, tmp_path / "megatron") is None
+
+
+@pytest.mark.parametrize(
+    ("head", "fields"),
+    [
+        ("ForCausalLM", {"tie_word_embeddings": True}),
+        ("ForCausalLM", {}),
+        ("ForSequenceClassification", {"num_labels": 1}),
+    ],
+)
+def test_what_started_elsewhere_is_exported_as_a_critic_that_transformers_loads(tmp_path, head, fields) -> None:
+    folder = make(tmp_path / "source", head, dtype=torch.bfloat16, **fields)
+    layout, [buffers], _ = load(folder)
+    report = export_critic(tmp_path / "critic", folder, layout, buffers, None)
+    assert report.num_tensors == len(layout.tensors)
+    model, found = transformers.AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "critic", output_loading_info=True
+    )
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    assert model.config.num_labels == 1 and model.config.architectures == ["Qwen2ForTokenClassification"]
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "critic" / "model.safetensors")
+    assert after.keys() == layout.tensors.keys() and all(t.dtype == torch.bfloat16 for t in after.values())
+    assert all(torch.equal(after[name], before[name]) for name in after.keys() & before.keys())
+    assert torch.equal(after["score.weight"], buffers["0.output_layer.weight"].to(torch.bfloat16))
+    assert critic_architecture(tmp_path / "critic", folder if head == "ForCausalLM" else None)
+    _, [again], _ = load(tmp_path / "critic")
+    assert torch.equal(again["0.decoder.final_layernorm.weight"], buffers["0.decoder.final_layernorm.weight"])
+
+
+def test_random_layers_are_the_random_policys(tmp_path) -> None:
+    policy = ModelArchitecture.from_folder(make(tmp_path / "policy"))
+    layouts = [megatron_layout(a, SINGLE, torch.float32) for a in (policy, policy.with_value_head())]
+    buffers = [empty(layout, 0) for layout in layouts]
+    initialise_randomly(3, layouts[0], 0, buffers[0])
+    assert initialise_critic_randomly(3, layouts[1], 0, buffers[1], START).fresh == ("score.weight", "score.bias")
+    shared = buffers[0].keys() & buffers[1].keys() - {"0.output_layer.weight"}
+    assert len(shared) == len(buffers[0]) - 1
+    assert all(torch.equal(buffers[0][name], buffers[1][name]) for name in shared)
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification"])
+def test_a_head_of_several_labels_is_refused(tmp_path, head) -> None:
+    folder = make(tmp_path / "many", head, num_labels=3)
+    with pytest.raises(ValueError, match=r"score.weight is \(3, 32\), a critic's is \(1, 32\)"):
+        critic_architecture(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 64}, "hidden_size 64 and 32"),
+        ({"num_hidden_layers": 2}, "num_layers 2 and 4"),
+        ({"vocab_size": 300}, "vocab_size 300 and 301"),
+        ({"family": "Qwen3", "head_dim": 4}, "model_type qwen3 and qwen2"),
+    ],
+)
+def test_a_critic_of_another_model_is_refused_with_both_numbers(tmp_path, fields, message) -> None:
+    policy = make(tmp_path / "policy")
+    other = make(tmp_path / "other", "ForTokenClassification", num_labels=1, **fields)
+    with pytest.raises(ValueError, match=message):
+        critic_architecture(other, policy)
+    same = make(tmp_path / "same", "ForTokenClassification", num_labels=1, tie_word_embeddings=True)
+    assert critic_architecture(same, policy).hidden_size == 32
+
+
+def test_a_critic_with_another_tokenizer_is_refused_with_both_numbers(tmp_path) -> None:
+    policy, critic = make(tmp_path / "policy"), make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
+
+    def tokenizer(folder: Path, words: list[str]) -> None:
+        content = {"model": {"vocab": {word: i for i, word in enumerate(words)}}, "added_tokens": []}
+        content["added_tokens"] = [{"id": len(words), "content": "<end>"}]
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    tokenizer(policy, ["a", "b", "c"])
+    assert critic_architecture(critic, policy)  # a folder without a tokenizer says nothing about it
+    tokenizer(critic, ["a", "b", "c"])
+    assert critic_architecture(critic, policy)
+    tokenizer(critic, ["a", "c"])
+    with pytest.raises(ValueError, match="3 and 4 tokens, 3 of them not the same"):
+        critic_architecture(critic, policy)
+
+
+def test_broken_folders_are_refused(tmp_path) -> None:
+    folder = make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if n != "score.weight"}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="Qwen2ForTokenClassification without score.weight"):
+        critic_architecture(folder)
+    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="1 missing: model.norm.weight"):
+        load(folder)
+    with pytest.raises(ValueError, match="no config.json"):
+        critic_architecture(tmp_path / "nowhere")
+
+
+def test_a_critic_is_no_policy(tmp_path) -> None:
+    folder = make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
+    with pytest.raises(ValueError, match="Qwen2ForTokenClassification.*only"):
+        ModelArchitecture.from_folder(folder)

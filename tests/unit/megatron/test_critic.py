@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from actor_checks import make_micro_batch, sequences
+from critic_checks import CriticReference, loss_fn, of_rank, settings_of, train, value_error, write_critic
+
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.critic import MegatronCritic
+from megatron_dapo.parallel.layout import ParallelLayout
+
+LAYOUT = ParallelLayout(world_size=1)
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+@pytest.fixture(scope="module")
+def want(tmp_path_factory: pytest.TempPathFactory) -> CriticReference:
+    folder = tmp_path_factory.mktemp("critics")
+    write_critic(folder, "qwen3")
+    return CriticReference.read(folder, "qwen3")
+
+
+def build(want: CriticReference, **case: str) -> MegatronCritic:
+    return MegatronCritic.build(want.folder, LAYOUT, settings_of(case))
+
+
+def test_the_head_computes_in_fp32_and_keeps_fp32_masters_of_a_bfloat16_model(want: CriticReference) -> None:
+    critic = build(want, dtype="bfloat16")
+    assert 1e-5 < value_error(critic, want) < 0.05
+    [values, *_] = critic.forward_values(of_rank(LAYOUT))
+    assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
+    train(critic, [10])
+    shards, _ = critic.state_shards()
+    for name in ("0.output_layer.weight", "0.output_layer.bias"):
+        assert shards[f"master/{name}"].dtype == torch.float32
+        assert critic.named_local_parameters()[name].dtype == torch.bfloat16
+
+
+def test_packing_does_not_change_a_sequence(want: CriticReference) -> None:
+    critic, parts = build(want), sequences((5, 17, 1, 30, 64, 2), seed=9)
+    [together] = critic.forward_values([make_micro_batch(parts, LAYOUT, 1, seed=0)])
+    alone = critic.forward_values([make_micro_batch([part], LAYOUT, 1, seed=0) for part in parts])
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=3e-6)
+
+
+def test_training_sees_the_values_of_the_forward_pass_bit_for_bit(want: CriticReference) -> None:
+    critic, seen = build(want), {}
+
+    def watch(micro_batch, values, index):
+        seen[index] = values.detach().clone()
+        return loss_fn(micro_batch, values, index)
+
+    before = critic.forward_values(of_rank(LAYOUT))
+    result = critic.train_step(of_rank(LAYOUT), watch, 1e-3)
+    assert result.applied and result.metrics["num_targets"] == sum(float(m.loss_mask.sum()) for m in of_rank(LAYOUT))
+    assert all(torch.equal(values, seen[index]) for index, values in enumerate(before))
+
+
+def test_written_weights_reach_the_masters(want: CriticReference) -> None:
+    critic = build(want, dtype="bfloat16")
+    with torch.no_grad():
+        for parameter in critic.named_local_parameters().values():
+            parameter.mul_(0.5)
+    critic.weights_changed()
+    before = {name: parameter.detach().clone() for name, parameter in critic.named_local_parameters().items()}
+    critic.train_step(of_rank(LAYOUT), loss_fn, learning_rate=1e-12)
+    for name, parameter in critic.named_local_parameters().items():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_the_state_of_an_actor_is_refused(want: CriticReference, tmp_path: Path) -> None:
+    from critic_checks import model_of
+
+    model_of("qwen3", "ForCausalLM").save_pretrained(tmp_path / "policy")
+    actor = MegatronActor.build(tmp_path / "policy", LAYOUT, ActorSettings())
+    critic = MegatronCritic.build(tmp_path / "policy", LAYOUT, settings_of({}), policy_folder=tmp_path / "policy")
+    assert critic.groups == actor.groups
+    with pytest.raises(ValueError, match="0.output_layer.bias: saved None"):
+        critic.load_state_shards(*actor.state_shards())
+
+
+def test_a_policy_without_weights_gives_a_critic_that_starts_near_zero(want: CriticReference) -> None:
+    from critic_checks import model_of
+
+    folder = want.folder.parent / "config_only"
+    folder.mkdir(exist_ok=True)
+    model_of("qwen3", "ForCausalLM").config.save_pretrained(folder)
+    critic = MegatronCritic.build_random(folder, LAYOUT, settings_of({}), seed=1)
+    values = torch.cat(critic.forward_values(of_rank(LAYOUT)))
+    assert 1e-4 < values.abs().mean() < 0.05
+
+
+def test_a_wrong_folder_is_refused_before_anything_is_built(want: CriticReference, tmp_path: Path) -> None:
+    from critic_checks import model_of
+
+    model_of("qwen3", "ForCausalLM", vocab_size=299).save_pretrained(tmp_path / "policy")
+    with pytest.raises(ValueError, match="vocab_size 300 and 299"):
+        MegatronCritic.build(want.folder, LAYOUT, settings_of({}), policy_folder=tmp_path / "policy")
