@@ -22,6 +22,9 @@ from actor_checks import (
     ragged_batch,
 )
 from actor_checks import loss_fn as policy_loss
+from safetensors.torch import load_file, save_file
+
+from megatron_dapo.bridge.replicas import drifted_replicas
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
@@ -31,7 +34,6 @@ from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import MicroBatch
-from safetensors.torch import load_file, save_file
 
 STEPS = (10, 11, 12, 13)  # seeds of the batches of the reference's AdamW steps
 LEARNING_RATE = 3e-3
@@ -229,6 +231,7 @@ def _parity_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float
             "losses": relative([loss for loss, _ in history], want.losses),
             "norms": relative([norm for _, norm in history], want.norms),
             "stepped": distance(critic, parameters, want.stepped),
+            "drifted": len(drifted_replicas(critic.tensors, parameters, dist.group.WORLD)),
         }
     )
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from launcher import run_distributed
-from megatron_dapo.bridge.convert import first_difference
 from safetensors.torch import load_file
+
+from megatron_dapo.bridge.convert import first_difference
 
 MODELS = ("qwen2", "qwen3", "llama3", "qwen3-moe")
 CASES: list[dict[str, Any]] = [
@@ -44,6 +45,7 @@ def test_every_layout_gives_the_values_gradients_and_steps_of_transformers(refer
     for case, errors in zip(CASES, run_distributed("critic_checks:parity", 4, arguments, timeout_s=180), strict=True):
         assert errors["values"] < 1e-5 and errors["gradients"] < 1e-5, (case, errors)
         assert max(errors[name] for name in ("loss", "losses", "norms", "stepped")) < 1e-5, (case, errors)
+        assert errors["drifted"] == 0, (case, errors)  # the head is the same bits on every rank that holds it
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.convert import first_difference, huggingface_to_megatron, megatron_to_huggingface
+from megatron_dapo.bridge.convert import (
+    first_difference,
+    huggingface_to_megatron,
+    megatron_to_huggingface,
+)
 from megatron_dapo.bridge.critic import (
     HeadStart,
     critic_architecture,

@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from actor_checks import make_micro_batch, sequences
-from critic_checks import CriticReference, loss_fn, of_rank, settings_of, train, value_error, write_critic
+from critic_checks import (
+    CriticReference,
+    loss_fn,
+    of_rank,
+    settings_of,
+    train,
+    value_error,
+    write_critic,
+)
 
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.critic import MegatronCritic

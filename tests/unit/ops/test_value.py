@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from megatron_dapo.ops.value import CHUNK_TOKENS, token_values
 
 
