@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron_dapo.config.architecture import ArchitectureFacts
 from megatron_dapo.config.errors import ConfigError, Violation
+from megatron_dapo.config.layout_rules import ARCHITECTURE_RULES, LAYOUT_RULES, world_rules
+from megatron_dapo.config.rule import nearest_divisor, value_of, violation
 from megatron_dapo.config.schema import Config
 
 VERIFIER_PRESETS = ("dapo", "lenient")
@@ -26,10 +28,10 @@ def validate(
     start.
     """
     processes = config.num_processes if world_size is None else world_size
-    found = [violation for rule in _RULES for violation in rule(config)]
-    found += _world(config, processes)
+    found = [one for rule in _RULES for one in rule(config)]
+    found += world_rules(config, processes)
     if architecture is not None:
-        found += [violation for rule in _ARCHITECTURE_RULES for violation in rule(config, architecture)]
+        found += [one for rule in ARCHITECTURE_RULES for one in rule(config, architecture)]
     return found
 
 
@@ -133,35 +135,16 @@ _RANGES: dict[str, _Range] = {
 }
 
 
-def _value(config: Config, path: str) -> Any:
-    node: Any = config
-    for name in path.split("."):
-        node = getattr(node, name)
-    return node
-
-
-def _violation(config: Config, path: str, formula: str, suggestion: str, *others: str, **facts: Any) -> Violation:
-    """A violation whose values are the fields `path` and `others`, plus facts that are no fields."""
-    values = {name: _value(config, name) for name in (path, *others)}
-    return Violation(path=path, formula=formula, suggestion=suggestion, values={**values, **facts})
-
-
 def _ranges(config: Config) -> Iterator[Violation]:
     for path, (rule, holds) in _RANGES.items():
-        if not holds(_value(config, path)):
-            yield _violation(config, path, f"{path} {rule}", f"set {path} {rule}")
-
-
-def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` closest to `wanted` (the smaller one of two equally close)."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0] if number > 0 else [1]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
+        if not holds(value_of(config, path)):
+            yield violation(config, path, f"{path} {rule}", f"set {path} {rule}")
 
 
 def _batch(config: Config) -> Iterator[Violation]:
     prompts, mini = config.rollout.prompts_per_step, config.training.mini_batch_prompts
     if prompts >= 1 and mini >= 1 and prompts % mini:
-        yield _violation(
+        yield violation(
             config,
             "training.mini_batch_prompts",
             "rollout.prompts_per_step % training.mini_batch_prompts == 0",
@@ -172,7 +155,7 @@ def _batch(config: Config) -> Iterator[Violation]:
     alignment = _sequence_alignment(config)
     needed = math.ceil(longest / alignment) * alignment
     if config.training.micro_batch_tokens < needed:
-        yield _violation(
+        yield violation(
             config,
             "training.micro_batch_tokens",
             "micro_batch_tokens >= max_prompt_tokens + max_response_tokens, padded to the layout's multiple",
@@ -199,7 +182,7 @@ def _groups(config: Config) -> Iterator[Violation]:
         "reinforce_baseline",
     )
     if rollout.group_size == 1 and needs_group:
-        yield _violation(
+        yield violation(
             config,
             "rollout.group_size",
             "rollout.group_size >= 2 where responses are compared within their group",
@@ -214,7 +197,7 @@ def _groups(config: Config) -> Iterator[Violation]:
         else True
     )
     if rollout.filter_groups and rollout.group_size > 1 and not reachable:
-        yield _violation(
+        yield violation(
             config,
             "rollout.accuracy_min",
             "accuracy_min < k / group_size < accuracy_max for some whole k (else every group is filtered)",
@@ -227,7 +210,7 @@ def _groups(config: Config) -> Iterator[Violation]:
 def _sampling(config: Config) -> Iterator[Violation]:
     rollout = config.rollout
     if rollout.top_p < 1 and not rollout.accept_bias:
-        yield _violation(
+        yield violation(
             config,
             "rollout.top_p",
             "rollout.top_p == 1 in training rollouts (the trainer's log-probs are over the whole vocabulary)",
@@ -235,7 +218,7 @@ def _sampling(config: Config) -> Iterator[Violation]:
             "rollout.accept_bias",
         )
     if rollout.top_k > 0 and not rollout.accept_bias:
-        yield _violation(
+        yield violation(
             config,
             "rollout.top_k",
             "rollout.top_k == 0 in training rollouts (the trainer's log-probs are over the whole vocabulary)",
@@ -243,7 +226,7 @@ def _sampling(config: Config) -> Iterator[Violation]:
             "rollout.accept_bias",
         )
     if rollout.max_staleness > 0 and config.algorithm.off_policy.correction == "none":
-        yield _violation(
+        yield violation(
             config,
             "rollout.max_staleness",
             "rollout.max_staleness == 0 without an off-policy correction",
@@ -257,7 +240,7 @@ def _engines(config: Config) -> Iterator[Violation]:
     if rollout.engine != "sglang":
         return
     if sglang.placement == "disaggregated" and rollout.max_staleness > 0 and rollout.partial == "restart":
-        yield _violation(
+        yield violation(
             config,
             "rollout.partial",
             'rollout.partial == "continue" where generation runs beside training (every update would throw all '
@@ -267,7 +250,7 @@ def _engines(config: Config) -> Iterator[Violation]:
             "sglang.placement",
         )
     if sglang.urls and not sglang.key_file:
-        yield _violation(
+        yield violation(
             config,
             "sglang.key_file",
             "sglang.key_file names a file where sglang.urls are given",
@@ -275,7 +258,7 @@ def _engines(config: Config) -> Iterator[Violation]:
             "sglang.urls",
         )
     if sglang.urls and sglang.transport == "memory":
-        yield _violation(
+        yield violation(
             config,
             "sglang.transport",
             "sglang.transport is peer or disk for servers given by URL (memory is for servers this run starts)",
@@ -283,7 +266,7 @@ def _engines(config: Config) -> Iterator[Violation]:
             "sglang.urls",
         )
     if sglang.urls and sglang.placement == "colocated":
-        yield _violation(
+        yield violation(
             config,
             "sglang.placement",
             'sglang.placement == "disaggregated" for servers given by URL',
@@ -291,7 +274,7 @@ def _engines(config: Config) -> Iterator[Violation]:
             "sglang.urls",
         )
     if min(sglang.tensor, sglang.expert) >= 1 and sglang.tensor % sglang.expert:
-        yield _violation(
+        yield violation(
             config,
             "sglang.expert",
             "sglang.tensor % sglang.expert == 0",
@@ -300,7 +283,7 @@ def _engines(config: Config) -> Iterator[Violation]:
         )
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     if 0 < sglang.max_total_tokens < longest:
-        yield _violation(
+        yield violation(
             config,
             "sglang.max_total_tokens",
             "sglang.max_total_tokens >= data.max_prompt_tokens + rollout.max_response_tokens",
@@ -313,7 +296,7 @@ def _engines(config: Config) -> Iterator[Violation]:
 def _losses(config: Config) -> Iterator[Violation]:
     algorithm = config.algorithm
     if algorithm.policy_loss == "ppo_clip" and algorithm.clip_ratio_low != algorithm.clip_ratio_high:
-        yield _violation(
+        yield violation(
             config,
             "algorithm.policy_loss",
             "clip_ratio_low == clip_ratio_high for ppo_clip",
@@ -322,7 +305,7 @@ def _losses(config: Config) -> Iterator[Violation]:
             "algorithm.clip_ratio_high",
         )
     if algorithm.policy_loss not in ("ppo_clip", "clip_higher") and algorithm.dual_clip:
-        yield _violation(
+        yield violation(
             config,
             "algorithm.dual_clip",
             "algorithm.dual_clip == 0 where the policy loss is neither clip_higher nor ppo_clip",
@@ -334,7 +317,7 @@ def _losses(config: Config) -> Iterator[Violation]:
 def _correction(config: Config) -> Iterator[Violation]:
     off_policy = config.algorithm.off_policy
     if off_policy.correction == "icepop" and off_policy.low == 0:
-        yield _violation(
+        yield violation(
             config,
             "algorithm.off_policy.low",
             "algorithm.off_policy.low > 0 for icepop, which drops both tails",
@@ -342,7 +325,7 @@ def _correction(config: Config) -> Iterator[Violation]:
             "algorithm.off_policy.correction",
         )
     if off_policy.correction != "none" and off_policy.level == "token" and config.algorithm.policy_loss == "gspo":
-        yield _violation(
+        yield violation(
             config,
             "algorithm.off_policy.level",
             "one weight a sequence for gspo",
@@ -356,7 +339,7 @@ def _overlong(config: Config) -> Iterator[Violation]:
     punishment = config.reward.overlong_punishment
     prefix = "reward.overlong_punishment"
     if punishment.enabled and punishment.max_length <= punishment.cache_length:
-        yield _violation(
+        yield violation(
             config,
             f"{prefix}.cache_length",
             f"{prefix}.max_length > {prefix}.cache_length",
@@ -364,7 +347,7 @@ def _overlong(config: Config) -> Iterator[Violation]:
             f"{prefix}.max_length",
         )
     if punishment.enabled and punishment.max_length > config.rollout.max_response_tokens:
-        yield _violation(
+        yield violation(
             config,
             f"{prefix}.max_length",
             f"{prefix}.max_length <= rollout.max_response_tokens (else the full punishment is never reached)",
@@ -372,7 +355,7 @@ def _overlong(config: Config) -> Iterator[Violation]:
             "rollout.max_response_tokens",
         )
     if punishment.enabled and config.reward.overlong_filter and not config.reward.confirm_both_overlong:
-        yield _violation(
+        yield violation(
             config,
             "reward.overlong_filter",
             "overlong_filter and overlong_punishment not both on (filtered responses never feel the punishment)",
@@ -384,18 +367,18 @@ def _overlong(config: Config) -> Iterator[Violation]:
 
 def _verifiers(config: Config) -> Iterator[Violation]:
     for path in ("reward.verifier", "reward.shadow_verifier"):
-        name = _value(config, path)
+        name = value_of(config, path)
         optional = path == "reward.shadow_verifier" and name == ""
         if not optional and name not in VERIFIER_PRESETS and not _is_dotted(name):
             presets = " or ".join(VERIFIER_PRESETS)
-            yield _violation(
+            yield violation(
                 config,
                 path,
                 f"{path} is {presets}, or package.module:function",
                 f'set {path} = "{VERIFIER_PRESETS[0]}"',
             )
     if config.reward.shadow_verifier == config.reward.verifier:
-        yield _violation(
+        yield violation(
             config,
             "reward.shadow_verifier",
             "reward.shadow_verifier differs from reward.verifier",
@@ -403,7 +386,7 @@ def _verifiers(config: Config) -> Iterator[Violation]:
             "reward.verifier",
         )
     if config.reward.correct <= config.reward.incorrect:
-        yield _violation(
+        yield violation(
             config,
             "reward.correct",
             "reward.correct > reward.incorrect",
@@ -420,7 +403,7 @@ def _is_dotted(name: str) -> bool:
 def _steps(config: Config) -> Iterator[Violation]:
     run, optimizer = config.run, config.optimizer
     if 0 < run.max_generation_steps < run.total_steps:
-        yield _violation(
+        yield violation(
             config,
             "run.max_generation_steps",
             "run.max_generation_steps == 0 or >= run.total_steps (a train step takes at least one generation step)",
@@ -429,7 +412,7 @@ def _steps(config: Config) -> Iterator[Violation]:
         )
     total = schedule_steps(config)
     if total >= 1 and optimizer.schedule != "constant" and optimizer.warmup_steps >= total:
-        yield _violation(
+        yield violation(
             config,
             "optimizer.warmup_steps",
             f"optimizer.warmup_steps < the run's {optimizer.warmup_unit}s (else nothing is left to decay over)",
@@ -439,7 +422,7 @@ def _steps(config: Config) -> Iterator[Violation]:
             steps_of_the_run=total,
         )
     if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
-        yield _violation(
+        yield violation(
             config,
             "optimizer.min_learning_rate",
             "optimizer.min_learning_rate <= optimizer.learning_rate",
@@ -460,7 +443,7 @@ def _evaluation(config: Config) -> Iterator[Violation]:
     evaluation = config.evaluation
     wanted = [name for name in ("interval", "at_start", "at_end") if getattr(evaluation, name)]
     if wanted and not config.data.eval_paths:
-        yield _violation(
+        yield violation(
             config,
             "data.eval_paths",
             "data.eval_paths names a file where evaluation is on",
@@ -468,211 +451,12 @@ def _evaluation(config: Config) -> Iterator[Violation]:
             *(f"evaluation.{name}" for name in wanted),
         )
     if evaluation.temperature == 0 and evaluation.num_samples > 1:
-        yield _violation(
+        yield violation(
             config,
             "evaluation.num_samples",
             "evaluation.num_samples == 1 at temperature 0 (greedy responses are all equal)",
             "set evaluation.num_samples = 1, or evaluation.temperature = 1.0",
             "evaluation.temperature",
-        )
-
-
-def _layout(config: Config) -> Iterator[Violation]:
-    p = config.parallel
-    if p.virtual_pipeline > 1 and p.pipeline == 1:
-        yield _violation(
-            config,
-            "parallel.virtual_pipeline",
-            "parallel.virtual_pipeline == 1 where parallel.pipeline == 1",
-            "set parallel.virtual_pipeline = 1, or parallel.pipeline = 2 or more",
-            "parallel.pipeline",
-        )
-    if p.sequence_parallel and p.tensor == 1:
-        yield _violation(
-            config,
-            "parallel.sequence_parallel",
-            "parallel.tensor > 1 where parallel.sequence_parallel is on",
-            "set parallel.sequence_parallel = false, or parallel.tensor = 2 or more",
-            "parallel.tensor",
-        )
-
-
-def _expert_tensor(config: Config) -> Iterator[Violation]:
-    p = config.parallel
-    if p.expert_tensor < 1 or p.tensor < 1:
-        return
-    if p.tensor % p.expert_tensor:
-        yield _violation(
-            config,
-            "parallel.expert_tensor",
-            "parallel.tensor % parallel.expert_tensor == 0",
-            f"set parallel.expert_tensor = {nearest_divisor(p.tensor, p.expert_tensor)}",
-            "parallel.tensor",
-        )
-    elif p.expert_tensor != p.tensor and p.expert == 1:
-        yield _violation(
-            config,
-            "parallel.expert_tensor",
-            "parallel.expert_tensor == parallel.tensor where parallel.expert == 1",
-            "set parallel.expert_tensor = 0, or parallel.expert = 2 or more",
-            "parallel.tensor",
-            "parallel.expert",
-        )
-
-
-def _world(config: Config, world_size: int) -> Iterator[Violation]:
-    p = config.parallel
-    if min(p.tensor, p.pipeline, p.context, p.expert) < 1 or world_size < 1:
-        return
-    model_size = p.tensor * p.pipeline * p.context
-    axes = ("parallel.pipeline", "parallel.context")
-    if p.num_processes and p.num_processes != world_size:
-        yield _violation(
-            config,
-            "parallel.num_processes",
-            "parallel.num_processes == the processes there are",
-            f"start {p.num_processes} processes, or set parallel.num_processes = {world_size} or 0",
-            processes=world_size,
-        )
-    if world_size % model_size:
-        needed = math.ceil(world_size / model_size) * model_size
-        yield _violation(
-            config,
-            "parallel.tensor",
-            "processes % (tensor * pipeline * context) == 0",
-            f"start {needed} processes, or choose sizes whose product divides {world_size}",
-            *axes,
-            processes=world_size,
-            model_size=model_size,
-        )
-        return
-    yield from _data_parallel(config, world_size // model_size)
-
-
-def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
-    p = config.parallel
-    cut = p.expert_tensor or p.tensor
-    if p.tensor % cut == 0 and (p.tensor // cut * data * p.context) % p.expert:
-        yield _violation(
-            config,
-            "parallel.expert",
-            "(tensor / expert_tensor * data * context) % expert == 0",
-            f"set parallel.expert = {nearest_divisor(p.tensor // cut * data * p.context, p.expert)}",
-            "parallel.context",
-            "parallel.expert_tensor",
-            data=data,
-        )
-    responses = config.training.mini_batch_prompts * config.rollout.group_size
-    needed = math.ceil(data / max(config.rollout.group_size, 1))
-    if 1 <= responses < data:
-        yield _violation(
-            config,
-            "training.mini_batch_prompts",
-            "mini_batch_prompts * group_size >= data-parallel ranks (each trains a response in every optimizer step)",
-            f"set training.mini_batch_prompts = {needed} or more, or use fewer data-parallel ranks",
-            "rollout.group_size",
-            data=data,
-        )
-
-
-def _heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    tensor = config.parallel.tensor
-    names = ("num_attention_heads", "num_key_value_heads", *(("intermediate_size",) * architecture.has_dense_layers))
-    common = math.gcd(*(getattr(architecture, name) for name in names))
-    for name in names:
-        size = getattr(architecture, name)
-        if tensor >= 1 and size % tensor:
-            yield _violation(
-                config,
-                "parallel.tensor",
-                f"{name} % parallel.tensor == 0",
-                f"set parallel.tensor = {nearest_divisor(common, tensor)}",
-                **{name: size},
-            )
-
-
-def _engine_heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    """SGLang cuts query heads evenly; key-value heads are cut or repeated."""
-    tensor, heads, groups = config.sglang.tensor, architecture.num_attention_heads, architecture.num_key_value_heads
-    if config.rollout.engine != "sglang" or tensor < 1:
-        return
-    if heads % tensor or (groups % tensor and tensor % groups):
-        yield _violation(
-            config,
-            "sglang.tensor",
-            "num_attention_heads % sglang.tensor == 0, and sglang.tensor divides num_key_value_heads or is a multiple",
-            f"set sglang.tensor = {nearest_divisor(math.gcd(heads, groups), tensor)}",
-            num_attention_heads=heads,
-            num_key_value_heads=groups,
-        )
-
-
-def _layers(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    p = config.parallel
-    chunks = p.pipeline * p.virtual_pipeline
-    if chunks >= 1 and architecture.num_layers % chunks:
-        yield _violation(
-            config,
-            "parallel.pipeline",
-            "num_layers % (pipeline * virtual_pipeline) == 0",
-            f"choose pipeline * virtual_pipeline = {nearest_divisor(architecture.num_layers, chunks)}",
-            "parallel.virtual_pipeline",
-            num_layers=architecture.num_layers,
-        )
-
-
-def _positions(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    limit = architecture.max_position_embeddings
-    prompt = config.data.max_prompt_tokens
-    lengths = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
-    if config.data.eval_paths and config.evaluation.max_response_tokens:
-        lengths["evaluation.max_response_tokens"] = config.evaluation.max_response_tokens
-    for path, response in lengths.items():
-        if prompt + response > limit:
-            fits = limit - prompt
-            fix = f"set {path} = {fits} or less" if fits >= 1 else f"set data.max_prompt_tokens below {limit}"
-            yield _violation(
-                config,
-                path,
-                f"data.max_prompt_tokens + {path} <= max_position_embeddings",
-                f"{fix}, or use a model with more positions",
-                "data.max_prompt_tokens",
-                max_position_embeddings=limit,
-            )
-
-
-def _experts(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    expert = config.parallel.expert
-    if expert > 1 and (architecture.num_experts == 0 or architecture.num_experts % expert):
-        fix = "set parallel.expert = 1 (the model is dense)"
-        if architecture.num_experts:
-            fix = f"set parallel.expert = {nearest_divisor(architecture.num_experts, expert)}"
-        yield _violation(
-            config, "parallel.expert", "num_experts % parallel.expert == 0", fix, num_experts=architecture.num_experts
-        )
-
-
-def _expert_matrices(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    p, size = config.parallel, architecture.moe_intermediate_size
-    cut = p.expert_tensor or p.tensor
-    if not architecture.num_experts or min(p.tensor, cut) < 1:
-        return
-    if size % cut:
-        yield _violation(
-            config,
-            "parallel.expert_tensor",
-            "moe_intermediate_size % expert_tensor == 0 (0: tensor)",
-            f"set parallel.expert_tensor = {nearest_divisor(size, cut)}",
-            "parallel.tensor",
-            moe_intermediate_size=size,
-        )
-    if p.tensor > 1 and not p.sequence_parallel:
-        yield _violation(
-            config,
-            "parallel.sequence_parallel",
-            "parallel.sequence_parallel where experts meet parallel.tensor > 1 (Megatron-core needs it)",
-            "set parallel.sequence_parallel = true",
-            "parallel.tensor",
         )
 
 
@@ -688,7 +472,5 @@ _RULES = (
     _verifiers,
     _steps,
     _evaluation,
-    _layout,
-    _expert_tensor,
+    *LAYOUT_RULES,
 )
-_ARCHITECTURE_RULES = (_heads, _engine_heads, _layers, _positions, _experts, _expert_matrices)

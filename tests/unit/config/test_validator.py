@@ -20,8 +20,9 @@ from megatron_dapo.config import (
     schedule_steps,
     validate,
 )
+from megatron_dapo.config.rule import nearest_divisor
 from megatron_dapo.config.schema import leaf_fields
-from megatron_dapo.config.validator import _RANGES, nearest_divisor
+from megatron_dapo.config.validator import _RANGES
 from megatron_dapo.parallel.layout import ParallelLayout
 
 QWEN_32B = ArchitectureFacts(
