@@ -109,8 +109,6 @@ class ColocatedTransport:
         self.message_timeout_s = message_timeout_s
         self.grace_s = grace_s
         self.device = device or torch.device("cpu")
-        self._kept: dict[int, Arena] = {}  # by engine rank; unlinked, mapped by all that use it
-        self._kept_for: dict[int, EngineControl] = {}  # engines this rank leads: whose process has mapped them
         remove_stale(self.folder)
 
     def deliver(self, order: Order, sources: Buffers, deadline: Deadline) -> Delivered:
@@ -127,21 +125,13 @@ class ColocatedTransport:
             self._finish(state)
             for message in state.sending:
                 message.wait(deadline.at)
-        except BaseException:
-            self._kept_for.clear()
-            raise
         finally:
             for spec in specs.values():
                 remove_arena(spec)
-        # An engine that failed may still read what it has mapped, or has mapped nothing: it gets new ones.
-        for engine in set(mine) - set(state.engines):
-            self._kept_for.pop(engine, None)
         return state.outcome
 
     def close(self) -> None:
-        """Give the shared memory back."""
-        self._kept.clear()
-        self._kept_for.clear()
+        """Nothing is kept between deliveries."""
 
     # Rounds
 
@@ -258,19 +248,14 @@ class ColocatedTransport:
     # Memory
 
     def _open(self, state: _Round, specs: dict[int, ArenaSpec]) -> None:
-        """Creates the arenas that the engines this rank leads have not got yet, and maps those of all engines of the
-        machine. They are kept for the next delivery: pages that are there already are written several times as fast.
-        """
+        """Creates the arenas of the engines this rank leads, and maps those of all engines of the machine."""
         here = self._engines_here(state.order)
         if not here:
             return
         for engine in self._led(state):
-            if self._kept_for.get(engine) is self.fleet.controls[engine]:
-                continue
             try:
                 for engine_rank in self.plan.ranks_of(engine):
                     specs[engine_rank] = self._create(state.order, engine_rank)
-                self._kept_for[engine] = self.fleet.controls[engine]
             except ValueError as error:
                 state.outcome.fail(engine, reason_of(error))
         own = self._own_slots(state) if self.device.type == "cuda" else {}
@@ -283,13 +268,11 @@ class ColocatedTransport:
         try:
             for others in everyone:
                 for engine_rank, spec in others["arenas"].items():
-                    self._kept[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
+                    arena = state.arenas[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
+                    if self.device.type != "cuda":
+                        state.slots[int(engine_rank)] = arena.slots
                 for engine_rank, shared in others["slots"].items():
                     state.shared[int(engine_rank)] = shared
-            here_ranks = [rank for engine in here for rank in self.plan.ranks_of(engine) if rank in self._kept]
-            state.arenas.update((rank, self._kept[rank]) for rank in here_ranks)
-            if self.device.type != "cuda":
-                state.slots.update((rank, arena.slots) for rank, arena in state.arenas.items())
             for engine_rank, shared in state.shared.items():
                 slots = own[engine_rank] if engine_rank in own else open_shared(shared)
                 state.slots[engine_rank] = slots.view(2, -1)

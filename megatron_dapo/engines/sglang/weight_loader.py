@@ -105,19 +105,16 @@ class _State:
         self.receiver = Receiver(dict(model.named_parameters()))
         self.device = next(model.parameters()).device
         self.peer = PeerReceiver(self.receiver)
-        self._channel: tuple[Any, Channel] | None = None  # what identifies it
+        self._channel: tuple[str, Channel] | None = None  # delivery it belongs to
 
     def channel(self, command: Command) -> Channel:
-        """The channel of the command: an arena serves all deliveries that name it, others a delivery each."""
-        kind = command.channel.get("kind")
-        if kind not in CHANNELS:
-            raise ValueError(f"delivery: no channel {kind!r}; there are {', '.join(sorted(CHANNELS))}")
-        identity = command.channel["arena"] if kind in _LASTING else command.delivery
-        if self._channel is None or self._channel[0] != (kind, identity):
-            # A late message of an earlier delivery names memory that is gone: what is mapped stays.
-            channel = CHANNELS[kind](command.channel, self.device)
+        """The channel of the command's delivery; opened once for all its commands."""
+        if self._channel is None or self._channel[0] != command.delivery:
             self.close_channel()
-            self._channel = ((kind, identity), channel)
+            kind = command.channel.get("kind")
+            if kind not in CHANNELS:
+                raise ValueError(f"delivery: no channel {kind!r}; there are {', '.join(sorted(CHANNELS))}")
+            self._channel = (command.delivery, CHANNELS[kind](command.channel, self.device))
         return self._channel[1]
 
     def close_channel(self) -> None:
@@ -150,13 +147,11 @@ def _serve(model: torch.nn.Module, text: str) -> None:
         if state.device.type == "cuda":
             torch.cuda.synchronize(state.device)
     channel.answer(command, report.encode())
-    if command.op in _LAST_COMMANDS and command.channel["kind"] not in _LASTING:
+    if command.op in _LAST_COMMANDS:
         state.close_channel()
 
 
-# Kinds of channel that are kept from one delivery to the next: host memory that is mapped and has its pages.
-_LASTING = frozenset({"arena"})
-# Nothing of the same delivery comes behind these: memory and connections of the other kinds are given back.
+# Nothing of the same delivery comes behind these: memory and connections are given back.
 _LAST_COMMANDS = frozenset({"finish", "adopt"})
 
 
