@@ -246,7 +246,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=7, help="timed runs of every way, after one to warm up")
     parser.add_argument("--transports", default="peer,colocated", help="the first one gives the keys at the top")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang; without it there is no server")
     parser.add_argument("--peer-python", type=Path, help="interpreter with mbridge; default: .venv-mbridge, made if absent")
     parser.add_argument("--output", type=Path, help="folder for logs; default: a temporary one")

@@ -258,7 +258,7 @@ class SglangConfig(Section):
     """How weights reach the servers. memory: every engine rank's own shard through shared memory (CUDA IPC) of the node.
     peer: from all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face folder."""
 
-    bucket_mb: int = 256
+    bucket_mb: int = 64
     """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""
 
     router: bool = False
