@@ -35,9 +35,9 @@ NUM_FAULTS = 1000
 NUM_WORLDS = 8
 PATIENT = UpdateTimeouts(20, 20, 20, 20, 20, 20, 20)
 # Of runs whose fault is that somebody says nothing: they last as long as this.
-HASTY = UpdateTimeouts(meet_s=5, pause_s=0.3, flush_s=0.3, session_s=0.3, transfer_s=0.6, resume_s=0.3, grace_s=0.2)
-HASTY_MESSAGE_S = 0.3
-LONGEST_HASTY_S = 10.0  # generous: the machine may be busy; a hang would last for ever
+HASTY = UpdateTimeouts(meet_s=5, pause_s=0.6, flush_s=0.6, session_s=0.6, transfer_s=1.2, resume_s=0.6, grace_s=0.4)
+HASTY_MESSAGE_S = 0.6
+LONGEST_HASTY_S = 15.0  # generous: the machine may be busy; a hang would last for ever
 
 
 @dataclass
@@ -68,6 +68,8 @@ class FaultyEngine(SimulatedEngine):
         self.fault: Fault | None = None
         self.num_messages = 0
         self.late: list[Callable[[], None]] = []  # messages that arrive after their time
+        self.num_running = 0  # calls that the engine still works on, given up by the trainer or not
+        self.lock = threading.Lock()
 
     def resume(self) -> None:
         super().resume()
@@ -80,6 +82,22 @@ class FaultyEngine(SimulatedEngine):
                 self.truth.violations.append(f"engine {self.index} serves a mixture as version {self.version} {when}")
 
     def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+        with self.lock:
+            self.num_running += 1
+        try:
+            self.strike_or_load(payloads)
+        finally:
+            with self.lock:
+                self.num_running -= 1
+
+    def wait_until_idle(self) -> None:
+        """A server carries its messages out one after the other: one that was given up in haste ends first."""
+        deadline = time.monotonic() + 30
+        while self.num_running:
+            assert time.monotonic() < deadline, "a message is never carried out"
+            time.sleep(0.01)
+
+    def strike_or_load(self, payloads) -> None:
         number, self.num_messages = self.num_messages, self.num_messages + 1
         fault = self.fault
         if fault is None or fault.kind not in MESSAGE_FAULTS or number != fault.message:
@@ -398,6 +416,7 @@ class Trial:
     def restore(self, outcomes: list) -> None:
         """The dead are restarted, late messages arrive, and all engines get the version."""
         for index, engine in enumerate(self.engines):
+            engine.wait_until_idle()
             late, engine.late = engine.late, []
             if not engine.is_alive:
                 self.engines[index] = FaultyEngine(self.world, index, self.truth)

@@ -110,11 +110,13 @@ class _State:
     def channel(self, command: Command) -> Channel:
         """The channel of the command's delivery; opened once for all its commands."""
         if self._channel is None or self._channel[0] != command.delivery:
-            self.close_channel()
             kind = command.channel.get("kind")
             if kind not in CHANNELS:
                 raise ValueError(f"delivery: no channel {kind!r}; there are {', '.join(sorted(CHANNELS))}")
-            self._channel = (command.delivery, CHANNELS[kind](command.channel, self.device))
+            # First open, then close: a late message names memory that is gone, and what is mapped stays.
+            channel = CHANNELS[kind](command.channel, self.device)
+            self.close_channel()
+            self._channel = (command.delivery, channel)
         return self._channel[1]
 
     def close_channel(self) -> None:
