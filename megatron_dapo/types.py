@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
-Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error"]
+Outcome = Literal["correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished"]
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,27 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Window:
+    """The part of a response that one generation step made (T-PPO, arXiv 2506.15050): its tokens from `start` on."""
+
+    start: int = 0
+    is_finished: bool = True  # the response ended in it, or may not go on
+
+
+@dataclass(frozen=True)
 class ScoredSample:
-    """A response with its score and the parts its total reward is the sum of."""
+    """A response with its score and the parts its total reward is the sum of.
+
+    With a window, the completion holds all tokens up to the window's end. Where the response goes on behind it, the
+    score is 0 with outcome "unfinished" and there are no reward parts.
+    """
 
     sample_id: str  # "<group_id>/<index in group>"
     completion: Completion
     text: str  # decoded response, for people and verifiers only
     score: Score
     reward_parts: Mapping[str, float]  # e.g. {"verifier": 1.0, "overlong": -0.25}
+    window: Window = Window()
 
     @property
     def reward(self) -> float:
@@ -114,9 +127,18 @@ class Group:
 
     group_id: str
     prompt: Prompt
-    samples: tuple[ScoredSample, ...]  # G
+    samples: tuple[ScoredSample, ...]  # G; of windows those that this generation step worked on
     policy_version: int  # the oldest version that sampled a token of it
     generation_step: int
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a critic's algorithms need to know of a response beside its tokens."""
+
+    reward: float  # total; 0 where the response goes on
+    is_correct: bool
+    window: Window
 
 
 @dataclass(frozen=True)
@@ -131,6 +153,10 @@ class TrainSample:
     advantages: torch.Tensor  # [R] float32
     rollout_logprobs: torch.Tensor  # [R] float32, from the engine
     staleness: torch.Tensor | None = None  # [R] float32, policy versions behind the trained one; None: 0 everywhere
+    judgement: Judgement | None = None  # where a critic makes the advantages
+    values: torch.Tensor | None = None  # [R] float32, the critic's, of the state each token was drawn in
+    returns: torch.Tensor | None = None  # [R] float32, the critic's targets
+    positive_weight: float = 0.0  # of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)
 
     @property
     def num_tokens(self) -> int:
@@ -162,6 +188,9 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor  # [P] float32
     sample_ids: tuple[str, ...]  # N
     staleness: torch.Tensor | None = None  # [P] float32, see TrainSample; None: 0 everywhere
+    values: torch.Tensor | None = None  # [P] float32; None where no sample has any, like the two below
+    returns: torch.Tensor | None = None  # [P] float32
+    positive_weights: torch.Tensor | None = None  # [P] float32
 
     @property
     def num_tokens(self) -> int:

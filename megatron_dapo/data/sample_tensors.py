@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from megatron_dapo.types import TrainSample
+from megatron_dapo.types import Judgement, TrainSample, Window
 
 Description = dict[str, Any]  # JSON-serialisable
 
 
 def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:
     """(description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs`, `staleness` float32
-    [sum R].
+    [sum R]. What a critic makes of them is not in it.
     """
     description = {
         "sample_ids": [sample.sample_id for sample in samples],
         "group_index": [sample.group_index for sample in samples],
         "num_tokens": [sample.num_tokens for sample in samples],
         "prompt_length": [sample.prompt_length for sample in samples],
+        "judgement": [sample.judgement and asdict(sample.judgement) for sample in samples],
     }
     tensors = {"tokens": _joined([sample.tokens.to(torch.int32) for sample in samples], torch.int32)}
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
@@ -42,16 +44,22 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
     for name in ("loss_mask", "advantages", "rollout_logprobs", "staleness"):
         _check_total(name, tensors[name], sum(num_response))
         responses[name] = tensors[name].split(num_response)
+    judgements = description.get("judgement", [None] * len(num_tokens))
     return [
         TrainSample(
             sample_id=description["sample_ids"][index],
             group_index=description["group_index"][index],
             tokens=tokens[index],
             prompt_length=prompt_length[index],
+            judgement=_judgement(judgements[index]),
             **{name: parts[index] for name, parts in responses.items()},
         )
         for index in range(len(num_tokens))
     ]
+
+
+def _judgement(value: Mapping[str, Any] | None) -> Judgement | None:
+    return None if value is None else Judgement(**{**value, "window": Window(**value["window"])})
 
 
 def _staleness(sample: TrainSample) -> torch.Tensor:

@@ -18,6 +18,9 @@ PER_TOKEN_FIELDS = (
     "advantages",
     "rollout_logprobs",
     "staleness",
+    "values",
+    "returns",
+    "positive_weights",
 )
 
 

@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
-from megatron_dapo.types import TrainSample
+from megatron_dapo.types import Judgement, TrainSample, Window
 
 
 def _sample(index, prompt, response):
@@ -50,3 +51,13 @@ def test_damaged_batch_names_the_numbers():
     tensors["advantages"] = tensors["advantages"][:-1]
     with pytest.raises(ValueError, match="advantages holds 4 values.*add up to 5"):
         from_tensors(description, tensors)
+
+
+def test_judgements_come_back():
+    window = Window(start=1, is_finished=False)
+    judged = replace(_sample(0, 3, 2), judgement=Judgement(reward=-0.5, is_correct=False, window=window))
+    description, tensors = to_tensors([judged, _sample(1, 2, 2)])
+
+    back = from_tensors(json.loads(json.dumps(description)), tensors)
+
+    assert [sample.judgement for sample in back] == [judged.judgement, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -214,3 +216,16 @@ def test_samples_whose_fields_do_not_fit_are_errors() -> None:
         pack([TrainSample(**{**vars(sample), "prompt_length": 0})], [1.0], ParallelLayout(1))
     with pytest.raises(ValueError, match="1 samples but 2 loss weights"):
         pack([sample], [1.0, 1.0], ParallelLayout(1))
+
+
+def test_what_a_critic_said_stands_where_the_log_prob_of_its_token_does() -> None:
+    plain, judged = make_sample(6, 3), make_sample(5, 2)
+    values, returns = torch.tensor([0.5, 0.25, -1.0]), torch.tensor([1.0, 2.0, 3.0])
+    judged = dataclasses.replace(judged, values=values, returns=returns, positive_weight=0.125)
+
+    micro_batch = pack([plain, judged], [0.1, 0.1], ParallelLayout(1))
+
+    assert micro_batch.values.tolist() == [0.0] * 7 + [0.5, 0.25, -1.0, 0.0]
+    assert micro_batch.returns.tolist() == [0.0] * 7 + [1.0, 2.0, 3.0, 0.0]
+    assert torch.equal(micro_batch.positive_weights[7:10], 0.125 * judged.loss_mask)
+    assert pack([plain], [0.1], ParallelLayout(1)).values is None
