@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange
+from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
@@ -38,6 +38,7 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
         text=value["text"],
         score=Score(**value["score"]),
         reward_parts=dict(value["reward_parts"]),
+        window=Window(**value.get("window", {})),  # states written before there were windows
     )
 
 

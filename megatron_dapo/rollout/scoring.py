@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_dapo.types import Completion, Prompt, Score, ScoredSample
+from megatron_dapo.types import Completion, Prompt, Score, ScoredSample, Window
 
 VERIFIER_PART = "verifier"
 OVERLONG_PART = "overlong"
@@ -55,6 +55,13 @@ class SampleScorer:
                 f"the verifier returned no score for {len(missing)} of {len(samples)} responses, such as {missing[0]}"
             )
         return {s.sample_id: self._scored(s, texts[s.sample_id], scores[s.sample_id]) for s in samples}
+
+    def unfinished(self, sample: UnscoredSample, window_start: int) -> ScoredSample:
+        """A response that goes on behind its window, which began at token `window_start`: no verifier sees it."""
+        text = self.decode(sample.completion.token_ids)
+        return ScoredSample(
+            sample.sample_id, sample.completion, text, Score(0.0, 0.0, "unfinished"), {}, Window(window_start, False)
+        )
 
     def _scored(self, sample: UnscoredSample, text: str, score: Score) -> ScoredSample:
         if sample.completion.is_truncated and score.accuracy > 0:

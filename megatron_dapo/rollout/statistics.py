@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_dapo.types import Completion, Group
 
@@ -23,8 +24,36 @@ class LengthSummary:
 
 
 @dataclass(frozen=True)
+class WindowSummary:
+    """Where responses are generated in windows (T-PPO): what one collection worked on."""
+
+    num_windows: int = 0  # responses worked on
+    num_finished: int = 0  # those that came to their end
+    windows_per_finished: float = 0.0  # mean, at the window length of the run
+    num_waiting: int = 0  # responses in the pool afterwards: unfinished, or not yet started of begun groups
+
+    @property
+    def finished_share(self) -> float:
+        return self.num_finished / max(1, self.num_windows)
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers for the log."""
+        return {
+            "windows": float(self.num_windows),
+            "windows_finished": float(self.num_finished),
+            "windows_finished_share": self.finished_share,
+            "windows_per_finished": self.windows_per_finished,
+            "windows_waiting": float(self.num_waiting),
+        }
+
+
+@dataclass(frozen=True)
 class CollectStatistics:
-    """One call of `Collector.collect`. Rates are over everything generated, before the filter."""
+    """One call of `Collector.collect`. Rates are over everything generated, before the filter.
+
+    With windows, counts of responses, their lengths, outcomes and scores are of those that finished in the collection:
+    in the first steps of a run the short ones.
+    """
 
     num_started: int  # groups sent to the engine
     verdicts: Mapping[str, int]  # scored groups by the filter's word: kept, all_right, all_wrong
@@ -46,6 +75,7 @@ class CollectStatistics:
     kept_lengths: LengthSummary
     dropped_lengths: LengthSummary  # of filtered groups
     aborted_lengths: LengthSummary  # of groups given up, as far as they got
+    windows: WindowSummary | None = None  # None: responses are generated in one piece
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers for the log."""
@@ -76,7 +106,16 @@ class CollectStatistics:
             "length_kept_max": float(self.kept_lengths.max),
             "length_dropped_mean": self.dropped_lengths.mean,
             "length_aborted_mean": self.aborted_lengths.mean,
+            **(self.windows.metrics() if self.windows else {}),
         }
+
+
+def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
+    """The statistics whose `dataclasses.asdict` this is."""
+    lengths = ("kept_lengths", "dropped_lengths", "aborted_lengths")
+    windows = WindowSummary(**value["windows"]) if value["windows"] is not None else None
+    parts = {name: LengthSummary(**value[name]) for name in lengths}
+    return CollectStatistics(**{**value, **parts, "windows": windows})
 
 
 @dataclass
@@ -96,18 +135,21 @@ class StatisticsBuilder:
     accuracy_sum: float = 0.0
     reward_sum: float = 0.0
     lengths: dict[str, list[int]] = field(default_factory=lambda: {"kept": [], "dropped": [], "aborted": []})
+    windows: WindowSummary | None = None
 
     def add_scored(self, group: Group, verdict: str) -> None:
+        """One group judged. Responses that go on in a later window are counted when they have come to their end."""
         self.verdicts[verdict] += 1
-        completions = [sample.completion for sample in group.samples]
+        finished = [sample for sample in group.samples if sample.window.is_finished]
+        completions = [sample.completion for sample in finished]
         self.lengths["kept" if verdict == "kept" else "dropped"] += [
             len(completion.token_ids) for completion in completions
         ]
         self.num_truncated += sum(completion.is_truncated for completion in completions)
         self.num_duplicates += len(completions) - len({completion.token_ids for completion in completions})
-        self.outcomes.update(sample.score.outcome for sample in group.samples)
-        self.accuracy_sum += sum(sample.score.accuracy for sample in group.samples)
-        self.reward_sum += sum(sample.reward for sample in group.samples)
+        self.outcomes.update(sample.score.outcome for sample in finished)
+        self.accuracy_sum += sum(sample.score.accuracy for sample in finished)
+        self.reward_sum += sum(sample.reward for sample in finished)
 
     def add_aborted(self, completions: Iterable[Completion]) -> None:
         """One group given up, with what there was of it."""
@@ -148,4 +190,5 @@ class StatisticsBuilder:
             kept_lengths=LengthSummary.of(self.lengths["kept"]),
             dropped_lengths=LengthSummary.of(self.lengths["dropped"]),
             aborted_lengths=LengthSummary.of(self.lengths["aborted"]),
+            windows=self.windows,
         )

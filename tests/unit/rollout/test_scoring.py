@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
-from megatron_dapo.types import Completion, Prompt, Score, VersionRange
+from megatron_dapo.types import Completion, Prompt, Score, VersionRange, Window
 
 PROMPT = Prompt("p", ({"role": "user", "content": "?"},), (1, 2), "7")
 
@@ -62,3 +62,10 @@ def test_a_truncated_response_is_never_correct(reason: str) -> None:
 def test_a_missing_score_is_an_error() -> None:
     with pytest.raises(ValueError, match="no score for 1 of 2 responses, such as b"):
         SampleScorer(Recorder(forgets="b"), decode).score([sample("a", (7,)), sample("b", (7,))])
+
+
+def test_a_response_that_goes_on_is_scored_by_nobody() -> None:
+    verifier = Recorder()
+    scored = SampleScorer(verifier, decode, lambda length: -1.0).unfinished(sample("a", (5, 6, 7), "abort"), 2)
+    assert scored.score == Score(0.0, 0.0, "unfinished") and scored.reward_parts == {} and scored.reward == 0.0
+    assert scored.window == Window(2, False) and scored.text == "567" and verifier.items == []

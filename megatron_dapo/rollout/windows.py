@@ -1,0 +1,570 @@
+"""Successive batching of T-PPO (arXiv 2506.15050): every collection works on the same number of responses and gives
+each at most one window of new tokens. A step never waits for the longest response.
+
+    prompt stream -> not started -> window of this collection -> scored or unfinished -> batch for the trainer
+                         ^                   ^                          |
+                         +-------- pool -----+--------------------------+  (unfinished: to the head of the queue)
+
+A collection of `num_groups` works on num_groups x group_size responses: the unfinished ones first, in order of their
+start, then responses of fresh prompts in the slots that finished ones have freed. Each response is an item of its own:
+a group may be begun in one collection and completed in later ones, and nothing waits for it to be complete. With G the
+group size, the pool never holds more than num_groups x G + G - 1 responses (unfinished, or not yet started of the group
+begun last), because a prompt is drawn only while fewer than num_groups x G wait.
+
+The batch holds all windows of the collection. The policy is trained on the tokens of the window (earlier ones are
+context), the critic on finished responses, from their first token. With `train_items` the batch holds the windows of
+the groups that `window_priority` wants most. Those left out are counted as verdict "not_chosen": their unfinished
+responses go on as if nothing had been, but the window is trained by nobody, and a response that finished in it is never
+seen by the critic. Because groups without contrast are the ones left out, the critic then sees fewer of the prompts that
+are always or never solved: its values there lag behind.
+
+A response draws its random numbers from (run seed, group, index) and the position alone: by unchanged weights its
+windows hold the tokens that it would have in one piece. Every response drawn ends in exactly one place: trained to its
+end, finished and not chosen, or waiting. `accounting` shows it, and `state_dict` saves a cut that keeps it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megatron_dapo.rollout.collector import (
+    KEPT,
+    CollectionExhausted,
+    CollectProgress,
+    Exhaustion,
+    OnExhausted,
+    PromptStream,
+    RolloutBatch,
+    RolloutEngine,
+    sample_seed,
+)
+from megatron_dapo.rollout.continuation import is_partial, next_request
+from megatron_dapo.rollout.group_json import group_from_json, group_to_json
+from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
+from megatron_dapo.rollout.statistics import (
+    CollectStatistics,
+    StatisticsBuilder,
+    WindowSummary,
+    statistics_from_json,
+)
+from megatron_dapo.rollout.window_pool import Place, WindowPool, behind_window
+from megatron_dapo.rollout.window_priority import GroupProgress, choose_groups
+from megatron_dapo.types import Completion, GenerationRequest, Group, Prompt, SamplingParams, ScoredSample, Window
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = "windows-1"  # not a number: a collector of whole groups refuses it
+NOT_CHOSEN = "not_chosen"
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """How windows are generated."""
+
+    group_size: int  # responses a prompt
+    sampling: SamplingParams  # max_new_tokens bounds the whole response
+    seed: int  # of the run; with the group id and the index it makes the seed of a response
+    window_tokens: int  # new tokens of a response in one collection, at most
+    max_pool_items: int = 0  # a collection that could leave more responses waiting is refused; 0: no limit
+    train_items: int = 0  # windows of a batch, at most; 0: all
+    on_exhausted: OnExhausted = "train_partial"  # when prompts run out before the collection is full
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"windows: group_size = {self.group_size}, must be at least 1")
+        if self.window_tokens < 1:
+            raise ValueError(f"windows: window_tokens = {self.window_tokens}, must be at least 1")
+        if self.max_pool_items < 0:
+            raise ValueError(f"windows: max_pool_items = {self.max_pool_items}, must be at least 0 (0: no limit)")
+        if self.train_items and self.train_items < self.group_size:
+            raise ValueError(
+                f"windows: train_items = {self.train_items} cannot hold one group of {self.group_size}; "
+                "make it 0 (all) or at least group_size"
+            )
+        if self.on_exhausted not in _ON_EXHAUSTED:
+            raise ValueError(
+                f"windows: unknown on_exhausted {self.on_exhausted!r}; there are {', '.join(_ON_EXHAUSTED)}"
+            )
+
+
+@dataclass(frozen=True)
+class WindowAccounting:
+    """Where the responses of the prompts drawn since the run began are. A group drawn counts with all its responses."""
+
+    drawn: int
+    trained: int  # to their end: handed out finished
+    not_chosen: int  # finished in a window that was not trained
+    given_back: int  # finished, in batches that were given back
+    in_flight: int  # of the collection being made
+    unfinished: int  # wait for their next window
+    not_started: int  # wait for their first
+
+    @property
+    def is_balanced(self) -> bool:
+        waiting = self.given_back + self.in_flight + self.unfinished + self.not_started
+        return self.drawn == self.trained + self.not_chosen + waiting
+
+
+@dataclass
+class _Counters:
+    """Saved in checkpoints."""
+
+    num_groups: int = 0  # ever begun; the next group's number
+    num_drawn: int = 0  # responses of those
+    num_trained: int = 0
+    num_not_chosen: int = 0
+    generation_step: int = 0  # collections begun
+    train_step: int = 0  # batches handed out
+
+
+@dataclass(eq=False)
+class _Collection:
+    """The one being made."""
+
+    places: list[Place]  # worked on, in this order
+    exhausted: Exhaustion
+    scored: dict[Place, ScoredSample] = field(default_factory=dict)  # finished; scored again after a restart
+
+
+class WindowCollector:
+    """Collects batches of windows on the rank that drives the rollout; stands where a `Collector` stands.
+
+    Args:
+        stream: yields prompt ids. Its state is saved with the collector's.
+        prompts: by prompt id.
+        engine: generates.
+        scorer: decodes, verifies, shapes.
+        on_progress: called after every poll.
+    """
+
+    def __init__(
+        self,
+        stream: PromptStream,
+        prompts: Mapping[str, Prompt],
+        engine: RolloutEngine,
+        scorer: SampleScorer,
+        settings: WindowSettings,
+        on_progress: Callable[[CollectProgress], None] | None = None,
+    ) -> None:
+        self._stream = stream
+        self._prompts = prompts
+        self._engine = engine
+        self._scorer = scorer
+        self._settings = settings
+        self._on_progress = on_progress
+        self._pool = WindowPool()
+        self._collection: _Collection | None = None
+        self._in_flight: set[Place] = set()  # submitted and not returned
+        self._returned: list[Place] = []  # of the collection: to be looked at
+        self._num_new_tokens = 0  # since the call of `collect`
+        self._given_back: list[RolloutBatch] = []
+        self._counters = _Counters()
+
+    @property
+    def generation_step(self) -> int:
+        """Collections begun since the run began."""
+        return self._counters.generation_step
+
+    @property
+    def train_step(self) -> int:
+        """Batches handed out since the run began."""
+        return self._counters.train_step
+
+    # Collecting
+
+    def collect(
+        self,
+        num_groups: int,
+        training_version: int | None = None,
+        between_polls: Callable[[], None] = lambda: None,
+    ) -> RolloutBatch:
+        """The next batch: one window of each of num_groups x group_size responses, or of fewer when prompts run out
+        (see `on_exhausted`). Its groups hold the responses worked on, so a group may lack some and come again.
+
+        A collection that an error or a restart interrupted is completed first, as large as it was begun.
+
+        training_version: the policy version the batch will train: the one the engine serves, or None.
+        between_polls: called after every poll, with everything accounted for. It may call `hold` and wait; an error it
+        raises ends the call.
+
+        Raises CollectionExhausted under on_exhausted = "error". On any error nothing is lost: what was in flight is
+        taken up by the next call or by loading the state.
+        """
+        if num_groups < 1:
+            raise ValueError(f"collect: num_groups = {num_groups}, must be at least 1")
+        version = self._checked_version(training_version)
+        if self._given_back:
+            return self._hand_out(replace(self._given_back.pop(0), training_version=version))
+        self.hold()
+        if self._collection is None and not self._open(num_groups):
+            return RolloutBatch((), self._builder([]).build(**_NOTHING), "prompts", True, version)
+        self._generate(num_groups, between_polls)
+        return self._hand_out(self._close(version))
+
+    def hold(self) -> None:
+        """Stop the engine and keep what there is of every window: its weights can be replaced. For `between_polls` or
+        between collections; a collection goes on by itself.
+        """
+        if self._in_flight:
+            self._take(self._engine.abort())
+            # Those that an engine has forgotten go on from what is held.
+            self._returned += sorted(self._in_flight)
+            self._in_flight.clear()
+            self._forget_fruitless()
+
+    def give_back(self, batch: RolloutBatch) -> None:
+        """Undo the last `collect`, for a checkpoint before its batch was trained: the next call returns it."""
+        if batch.groups:
+            self._given_back.insert(0, batch)
+            self._counters.num_trained -= _num_finished(batch)
+            self._counters.train_step -= 1
+
+    def _hand_out(self, batch: RolloutBatch) -> RolloutBatch:
+        self._counters.num_trained += _num_finished(batch)
+        self._counters.train_step += bool(batch.groups)
+        return batch
+
+    def _checked_version(self, training_version: int | None) -> int:
+        serving = self._engine.policy_version
+        if training_version not in (None, serving):
+            raise ValueError(
+                f"collect: windows for policy version {training_version} cannot be sampled by version {serving}: "
+                "windows train the policy that samples them; collect them without running ahead (max_staleness 0)"
+            )
+        return serving
+
+    # Beginning a collection
+
+    def _open(self, num_groups: int) -> bool:
+        """Begin a collection; False where there is nothing to begin with."""
+        num_items = num_groups * self._settings.group_size
+        self._check_bound(num_items)
+        num_before = self._pool.num_waiting
+        exhausted = self._draw(num_items)
+        bound = num_items + self._settings.group_size - 1
+        assert self._pool.num_waiting <= max(num_before, bound), f"{self._pool.num_waiting} responses wait, not {bound}"
+        if exhausted:
+            logger.warning("%s", self._describe_shortage(num_items))
+            if not _ON_EXHAUSTED[self._settings.on_exhausted](self, num_items):
+                return False
+        self._collection = _Collection(self._pool.take(num_items), exhausted)
+        self._counters.generation_step += 1
+        return True
+
+    def _check_bound(self, num_items: int) -> None:
+        bound, limit = num_items + self._settings.group_size - 1, self._settings.max_pool_items
+        if limit and bound > limit:
+            raise ValueError(
+                f"windows: collections of {num_items} responses may leave {bound} waiting, more than max_pool_items = "
+                f"{limit}; raise it or collect fewer groups"
+            )
+
+    def _draw(self, num_items: int) -> Exhaustion:
+        """Begin groups of fresh prompts until `num_items` responses wait, or say why not."""
+        while self._pool.num_waiting < num_items:
+            prompt_id = self._stream.next()
+            if prompt_id is None:
+                return "prompts"
+            # Fixed width: group ids sort in order of their start.
+            group_id = f"{self._counters.num_groups:012d}"
+            step = self._counters.generation_step + 1
+            self._pool.begin(group_id, self._prompts[prompt_id], step, self._settings.group_size)
+            self._counters.num_groups += 1
+            self._counters.num_drawn += self._settings.group_size
+        return ""
+
+    def _go_on_smaller(self, num_items: int) -> bool:
+        return self._pool.num_waiting > 0
+
+    def _stopped(self, num_items: int) -> bool:
+        """What waits stays for a later run."""
+        return False
+
+    def _failed(self, num_items: int) -> bool:
+        raise CollectionExhausted(self._describe_shortage(num_items))
+
+    def _describe_shortage(self, num_items: int) -> str:
+        return (
+            f"only {self._pool.num_waiting} of {num_items} responses to work on: prompts are exhausted after "
+            f"{self._counters.num_groups} groups; allow more epochs, add data, or let on_exhausted train partial batches"
+        )
+
+    # Generating
+
+    def _generate(self, num_groups: int, between_polls: Callable[[], None]) -> None:
+        """Bring every response of the collection to the end of its window, or to its own."""
+        self._num_new_tokens = 0
+        self._returned = list(self._collected.places)
+        self._forget_fruitless()
+        self._settle()
+        while self._in_flight:
+            self._take(self._engine.poll())
+            self._settle()
+            self._report(num_groups)
+            between_polls()
+            self._settle()  # what was held meanwhile goes on
+
+    def _forget_fruitless(self) -> None:
+        """Being stopped from here is no fault of the engine's."""
+        for group in self._pool.groups:
+            group.responses.num_fruitless.clear()
+
+    @property
+    def _collected(self) -> _Collection:
+        assert self._collection is not None, "no collection is being made"
+        return self._collection
+
+    def _take(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            group_id, _, index = completion.request_id.rpartition("/")
+            place = (group_id, int(index))
+            assert place in self._in_flight, f"the engine returned {completion.request_id}, which is not in flight"
+            ended = behind_window(completion, self._limit(place), self._settings.sampling)
+            self._num_new_tokens += self._pool[group_id].responses.add(place[1], ended)
+            self._in_flight.remove(place)
+            self._returned.append(place)
+
+    def _settle(self) -> None:
+        """Score what has come to its end; let the rest go on to the end of its window."""
+        returned, self._returned = self._returned, []
+        requests = {place: self._request(place) for place in returned if self._goes_on(place)}
+        if requests:
+            self._in_flight.update(requests)
+            self._engine.submit(list(requests.values()))
+        scored = self._collected.scored
+        finished = [self._unscored(place) for place in returned if self._is_finished(place) and place not in scored]
+        if finished:
+            samples = self._scorer.score([sample for _, sample in finished])
+            scored.update((place, samples[sample.sample_id]) for place, sample in finished)
+
+    def _limit(self, place: Place) -> int:
+        """Response tokens at the end of the window."""
+        group_id, index = place
+        start = self._pool[group_id].starts[index]
+        return min(self._settings.sampling.max_new_tokens, start + self._settings.window_tokens)
+
+    def _is_finished(self, place: Place) -> bool:
+        held = self._pool[place[0]].completion(place[1])
+        return held is not None and not is_partial(held)
+
+    def _goes_on(self, place: Place) -> bool:
+        held = self._pool[place[0]].completion(place[1])
+        return held is None or (is_partial(held) and len(held.token_ids) < self._limit(place))
+
+    def _request(self, place: Place) -> GenerationRequest:
+        group_id, index = place
+        sampling = replace(self._settings.sampling, max_new_tokens=self._limit(place))
+        seed = sample_seed(self._settings.seed, group_id, index)
+        return next_request(self._pool[group_id].responses, index, sampling, seed)
+
+    def _unscored(self, place: Place) -> tuple[Place, UnscoredSample]:
+        group_id, index = place
+        group = self._pool[group_id]
+        completion = group.completion(index)
+        assert completion is not None, f"response {group_id}/{index} was generated"
+        return place, UnscoredSample(f"{group_id}/{index}", group.responses.prompt, completion)
+
+    def _report(self, num_groups: int) -> None:
+        if self._on_progress is None:
+            return
+        size = self._settings.group_size
+        num_done = len(self._collected.places) - len(self._in_flight)
+        self._on_progress(
+            CollectProgress(
+                num_accepted=min(num_groups, num_done // size),
+                num_groups=num_groups,
+                num_in_flight=math.ceil(len(self._in_flight) / size),
+                num_filtered=0,
+                num_responses=len(self._collected.scored),
+                num_tokens=self._num_new_tokens,
+            )
+        )
+
+    # The batch
+
+    def _close(self, version: int) -> RolloutBatch:
+        """The collection as a batch; its unfinished responses to the head of the queue."""
+        collection = self._collected
+        samples = {place: self._sample(place) for place in sorted(collection.places)}
+        groups = self._groups(samples, version)
+        for (group_id, index), sample in samples.items():
+            if sample.window.is_finished:
+                self._pool[group_id].finish(index, sample.score.accuracy)
+            else:
+                self._pool[group_id].end_window(index)
+        chosen = self._chosen(groups)
+        statistics = self._statistics(groups, chosen)
+        self._pool.drop_finished()
+        self._counters.num_not_chosen += sum(
+            sample.window.is_finished
+            for place, group in enumerate(groups)
+            if place not in chosen
+            for sample in group.samples
+        )
+        self._collection = None
+        trained = tuple(group for place, group in enumerate(groups) if place in chosen)
+        return RolloutBatch(trained, statistics, collection.exhausted, training_version=version)
+
+    def _sample(self, place: Place) -> ScoredSample:
+        group_id, index = place
+        start = self._pool[group_id].starts[index]
+        scored = self._collected.scored.get(place)
+        if scored is not None:
+            return replace(scored, window=Window(start, True))
+        return self._scorer.unfinished(self._unscored(place)[1], start)
+
+    def _groups(self, samples: Mapping[Place, ScoredSample], version: int) -> list[Group]:
+        """In order of their start."""
+        by_group: dict[str, list[ScoredSample]] = {}
+        for (group_id, _), sample in samples.items():
+            by_group.setdefault(group_id, []).append(sample)
+        return [self._group(group_id, tuple(members), version) for group_id, members in by_group.items()]
+
+    def _group(self, group_id: str, samples: tuple[ScoredSample, ...], version: int) -> Group:
+        versions = [
+            run.version for sample in samples for run in sample.completion.versions if run.end > sample.window.start
+        ]
+        prompt = self._pool[group_id].responses.prompt
+        return Group(group_id, prompt, samples, min(versions, default=version), self._counters.generation_step)
+
+    def _chosen(self, groups: Sequence[Group]) -> set[int]:
+        """Indices of the groups to train."""
+        if not self._settings.train_items:
+            return set(range(len(groups)))
+        return choose_groups([self._progress(group) for group in groups], self._settings.train_items)
+
+    def _progress(self, group: Group) -> GroupProgress:
+        begun = self._pool[group.group_id]
+        return GroupProgress(len(group.samples), begun.num_finished, begun.accuracy_sum, begun.num_waiting)
+
+    def _statistics(self, groups: Sequence[Group], chosen: set[int]) -> CollectStatistics:
+        builder = self._builder([sample for group in groups for sample in group.samples])
+        for place, group in enumerate(groups):
+            builder.add_scored(group, KEPT if place in chosen else NOT_CHOSEN)
+        waiting = [group for group in self._pool.groups if group.num_waiting]
+        begun_at = [self._pool[groups[place].group_id].responses.generation_step for place in chosen]
+        return builder.build(
+            num_carried_over=sum(step < self._counters.generation_step for step in begun_at),
+            num_left_over=0,
+            num_unfinished=len(waiting),
+        )
+
+    def _builder(self, samples: Sequence[ScoredSample]) -> StatisticsBuilder:
+        """Counts of the windows `samples`. A function of the collection alone: a restart in its middle changes none."""
+        step = self._counters.generation_step
+        num_tokens = sum(len(sample.completion.token_ids) - sample.window.start for sample in samples)
+        finished = [len(sample.completion.token_ids) for sample in samples if sample.window.is_finished]
+        num_windows = [math.ceil(length / self._settings.window_tokens) for length in finished]
+        return StatisticsBuilder(
+            num_started=sum(bool(samples) and group.responses.generation_step == step for group in self._pool.groups),
+            num_continued=sum(sample.window.start > 0 for sample in samples),
+            num_tokens=num_tokens,
+            windows=WindowSummary(
+                num_windows=len(samples),
+                num_finished=len(finished),
+                windows_per_finished=sum(num_windows) / max(1, len(finished)),
+                num_waiting=self._pool.num_waiting,
+            ),
+        )
+
+    # State
+
+    def accounting(self) -> WindowAccounting:
+        """The ledger of all responses drawn. It balances at every moment, not just between steps."""
+        num_in_flight = len(self._collection.places) if self._collection else 0
+        num_not_started = self._pool.num_not_started
+        return WindowAccounting(
+            drawn=self._counters.num_drawn,
+            trained=self._counters.num_trained,
+            not_chosen=self._counters.num_not_chosen,
+            given_back=sum(map(_num_finished, self._given_back)),
+            in_flight=num_in_flight,
+            unfinished=self._pool.num_waiting - num_not_started - num_in_flight,
+            not_started=num_not_started,
+        )
+
+    def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
+        """JSON-serialisable, with the stream's state: one consistent cut, with every token of unfinished responses.
+
+        In the middle of a collection (a signal) it holds the tokens of its windows that the engine has returned; call
+        `hold` before to have them all. Batches handed out count as trained, save those `untrained`: the state is as if
+        they had been given back.
+        """
+        untrained = [batch for batch in untrained if batch.groups]
+        counters = {
+            **vars(self._counters),
+            "num_trained": self._counters.num_trained - sum(map(_num_finished, untrained)),
+            "train_step": self._counters.train_step - len(untrained),
+        }
+        collection = self._collection
+        return {
+            "version": STATE_VERSION,
+            "stream": self._stream.state_dict(),
+            "pool": self._pool.state_dict(),
+            "collection": collection
+            and {"places": [list(place) for place in collection.places], "exhausted": collection.exhausted},
+            "given_back": [_batch_to_json(batch) for batch in [*untrained, *self._given_back]],
+            "counters": counters,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, in a collector that has nothing in flight.
+
+        ValueError where it is of another kind of collector, or an unfinished response is longer than this run allows.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"collector state has version {state.get('version')}, windows are read from {STATE_VERSION}; "
+                "resume with the settings and the program that wrote it"
+            )
+        assert not self._in_flight, f"{len(self._in_flight)} responses are in flight; load the state before collecting"
+        self._stream.load_state_dict(state["stream"])
+        self._pool.load_state_dict(state["pool"], self._prompts)
+        self._check_lengths()
+        saved = state["collection"]
+        self._collection = saved and _Collection([(name, index) for name, index in saved["places"]], saved["exhausted"])
+        self._given_back = [_batch_from_json(batch) for batch in state["given_back"]]
+        self._counters = _Counters(**state["counters"])
+
+    def _check_lengths(self) -> None:
+        limit = self._settings.sampling.max_new_tokens
+        held = [completion for group in self._pool.groups for completion in group.responses.completions.values()]
+        longest = max((len(completion.token_ids) for completion in held if is_partial(completion)), default=0)
+        if longest >= limit:
+            raise ValueError(
+                f"the checkpoint has an unfinished response of {longest} tokens, this run ends responses at {limit}; "
+                "resume with max_response_tokens at least what it was"
+            )
+
+
+def _num_finished(batch: RolloutBatch) -> int:
+    return sum(sample.window.is_finished for group in batch.groups for sample in group.samples)
+
+
+def _batch_to_json(batch: RolloutBatch) -> dict[str, Any]:
+    return {
+        "groups": [group_to_json(group) for group in batch.groups],
+        "statistics": asdict(batch.statistics),
+        "exhausted": batch.exhausted,
+        "training_version": batch.training_version,
+    }
+
+
+def _batch_from_json(value: Mapping[str, Any]) -> RolloutBatch:
+    groups = tuple(group_from_json(group) for group in value["groups"])
+    statistics = statistics_from_json(value["statistics"])
+    return RolloutBatch(groups, statistics, value["exhausted"], training_version=value["training_version"])
+
+
+_NOTHING = {"num_carried_over": 0, "num_left_over": 0, "num_unfinished": 0}
+
+# What becomes of a collection that prompts do not fill: whether it is begun.
+_ON_EXHAUSTED: dict[str, Callable[[WindowCollector, int], bool]] = {
+    "train_partial": WindowCollector._go_on_smaller,
+    "stop": WindowCollector._stopped,
+    "error": WindowCollector._failed,
+}

@@ -1,0 +1,200 @@
+"""A world without models for windows: an engine that honours `max_new_tokens` and a response's own length, in any order."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_world import RIGHT, WRONG, FakeVerifier, Running, decode, fraction
+
+from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.rollout.collector import RolloutBatch
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.windows import WindowCollector, WindowSettings
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionRange
+
+STOPS = (RIGHT, WRONG)
+
+
+def own_length(seed: int) -> int:
+    """Tokens up to and with the stop token, 1 to 30."""
+    return 1 + int(30 * fraction(seed, "length") ** 2)
+
+
+def whole_response(prompt_ids: Sequence[int], seed: int) -> tuple[int, ...]:
+    """What no limit cuts."""
+    is_right = fraction(seed, "answer") < prompt_ids[1] / 1000
+    body = [10 + int(1000 * fraction(seed, place)) for place in range(own_length(seed) - 1)]
+    return (*body, RIGHT if is_right else WRONG)
+
+
+class WindowEngine:
+    """Responses depend on their seed; how fast they come depends on `jitter`."""
+
+    def __init__(self, jitter: int = 0, abort_rate: float = 0.0, version: int = 0) -> None:
+        self.policy_version = version
+        self.polls_until_crash: int | None = None
+        self._random = random.Random(jitter)
+        self._abort_rate = abort_rate
+        self._running: dict[str, Running] = {}
+        self.submitted: list[GenerationRequest] = []
+        self.num_generated = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._running)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            assert request.request_id not in self._running, f"{request.request_id} is running"
+            prefix = request.prefix
+            versions: list[int] = []
+            if prefix is not None:
+                assert prefix.finish_reason == "abort" and 0 < len(prefix.token_ids) < self._end(request)
+                assert prefix.token_ids == whole_response(request.prompt_ids, request.seed)[: len(prefix.token_ids)]
+                versions = [run.version for run in prefix.versions for _ in range(run.start, run.end)]
+            self._running[request.request_id] = Running(request, versions)
+            self.submitted.append(request)
+
+    def _end(self, request: GenerationRequest) -> int:
+        return min(own_length(request.seed), request.sampling.max_new_tokens)
+
+    def poll(self) -> list[Completion]:
+        if self.polls_until_crash is not None:
+            self.polls_until_crash -= 1
+            if self.polls_until_crash < 0:
+                raise ConnectionError("the engine went away")
+        returned = []
+        for name in self._random.sample(sorted(self._running), len(self._running)):
+            running = self._running[name]
+            self._generate(running, self._random.choice([0, 1, 3, 9]))
+            is_complete = len(running.versions) == self._end(running.request)
+            if is_complete or self._random.random() < self._abort_rate:
+                returned.append(self._completion(self._running.pop(name)))
+        return returned
+
+    def _generate(self, running: Running, num_tokens: int) -> None:
+        num_tokens = min(num_tokens, self._end(running.request) - len(running.versions))
+        running.versions += [self.policy_version] * num_tokens
+        self.num_generated += num_tokens
+
+    def _completion(self, running: Running) -> Completion:
+        request, length = running.request, len(running.versions)
+        reason = "abort"
+        if length == self._end(request):
+            reason = "stop" if length == own_length(request.seed) else "length"
+        tokens = whole_response(request.prompt_ids, request.seed)[:length]
+        logprobs = tuple(-fraction(request.seed, "logprob", place) for place in range(length))
+        return Completion(request.request_id, tokens, logprobs, reason, _ranges(running.versions))
+
+    def abort(self) -> list[Completion]:
+        partials = [self._completion(running) for running in self._running.values()]
+        self._running.clear()
+        return partials
+
+
+def _ranges(versions: Sequence[int]) -> tuple[VersionRange, ...]:
+    starts = [place for place, version in enumerate(versions) if place == 0 or versions[place - 1] != version]
+    return tuple(
+        VersionRange(start, end, versions[start])
+        for start, end in zip(starts, [*starts[1:], len(versions)], strict=False)
+    )
+
+
+@dataclass
+class WindowWorld:
+    """Everything one process of a run has. `restart` builds a new process from a checkpoint's JSON."""
+
+    pass_rates: Sequence[float]
+    settings: WindowSettings
+    max_epochs: int | None = 1
+    jitter: int = 0
+    abort_rate: float = 0.0
+    version: int = 0
+    on_progress: object = None
+
+    def __post_init__(self) -> None:
+        self.prompts = {
+            f"p{i}": Prompt(f"p{i}", ({"role": "user", "content": f"{i}"},), (3 + i, round(1000 * rate)), str(RIGHT))
+            for i, rate in enumerate(self.pass_rates)
+        }
+        self.engine = WindowEngine(self.jitter, self.abort_rate, self.version)
+        self.verifier = FakeVerifier()
+        self.collector = WindowCollector(
+            PromptStream(list(self.prompts), seed=7, max_epochs=self.max_epochs),
+            self.prompts,
+            self.engine,
+            SampleScorer(self.verifier, decode),
+            self.settings,
+            self.on_progress,
+        )
+
+    def checkpoint(self, **arguments: object) -> str:
+        return json.dumps({"collector": self.collector.state_dict(**arguments), "version": self.engine.policy_version})
+
+    def restart(self, checkpoint: str, **changes: object) -> WindowWorld:
+        state = json.loads(checkpoint)
+        kept = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        world = WindowWorld(**{**kept, "version": state["version"], **changes})
+        world.collector.load_state_dict(state["collector"])
+        return world
+
+
+def make_window_world(pass_rates: Sequence[float], **changes: object) -> WindowWorld:
+    """`changes` are fields of WindowSettings or of WindowWorld."""
+    names = WindowSettings.__dataclass_fields__
+    settings = {name: changes.pop(name) for name in list(changes) if name in names}
+    sampling = SamplingParams(max_new_tokens=20, stop_token_ids=STOPS)
+    return WindowWorld(
+        pass_rates,
+        WindowSettings(**{"group_size": 4, "sampling": sampling, "seed": 11, "window_tokens": 8, **settings}),
+        **changes,
+    )
+
+
+class Ledger:
+    """Checks batches against the definition as they are handed out: each window once, in order, of the right tokens."""
+
+    def __init__(self, settings: WindowSettings) -> None:
+        self._settings = settings
+        self.ends: dict[str, int] = {}  # by sample id: tokens handed out
+        self.finished: set[str] = set()
+        self.accuracies: dict[str, float] = {}
+
+    def add(self, batch: RolloutBatch) -> None:
+        from megatron_dapo.rollout.collector import sample_seed
+
+        limit, window = self._settings.sampling.max_new_tokens, self._settings.window_tokens
+        names = [sample.sample_id for group in batch.groups for sample in group.samples]
+        assert names == sorted(names) and len(set(names)) == len(names)
+        for group in batch.groups:
+            for sample in group.samples:
+                group_id, index = sample.sample_id.split("/")
+                assert group_id == group.group_id
+                seed = sample_seed(self._settings.seed, group_id, int(index))
+                whole = whole_response(group.prompt.token_ids, seed)
+                start = self.ends.get(sample.sample_id, 0)
+                end = min(start + window, limit, len(whole))
+                assert sample.sample_id not in self.finished and sample.window.start == start
+                assert sample.completion.token_ids == whole[:end] and len(sample.completion.logprobs) == end
+                assert sample.window.is_finished == (end == len(whole) or end == limit)
+                self._check_score(sample, is_right=whole[:end][-1] == RIGHT)
+                runs = sample.completion.versions
+                assert [run.start for run in runs] == [0, *(run.end for run in runs[:-1])] and runs[-1].end == end
+                self.ends[sample.sample_id] = end
+                if sample.window.is_finished:
+                    self.finished.add(sample.sample_id)
+            new = [run.version for s in group.samples for run in s.completion.versions if run.end > s.window.start]
+            assert group.policy_version == min(new)
+
+    def _check_score(self, sample: object, is_right: bool) -> None:
+        if not sample.window.is_finished:
+            assert sample.completion.finish_reason == "abort" and not sample.reward_parts and sample.reward == 0.0
+            assert (sample.score.outcome, sample.score.accuracy, sample.score.reward) == ("unfinished", 0.0, 0.0)
+            return
+        ended = sample.completion.token_ids[-1] in STOPS
+        assert sample.completion.finish_reason == ("stop" if ended else "length")
+        outcome = ("correct" if is_right else "wrong") if ended else "truncated"
+        assert sample.score.outcome == outcome and sample.reward == (1.0 if is_right else -1.0)
