@@ -100,6 +100,28 @@ def test_an_engine_that_only_gives_up_is_an_error() -> None:
     assert world.collector.accounting().is_balanced
 
 
+def test_being_held_again_and_again_before_its_turn_is_no_fault_of_the_engine() -> None:
+    world, expected = make_world([0.5] * 20), make_world([0.5] * 20)
+    num_polls = 0
+
+    def starve() -> list:
+        nonlocal num_polls
+        num_polls += 1
+        return poll() if num_polls > 2 * MAX_FRUITLESS else []
+
+    poll, world.engine.poll = world.engine.poll, starve
+    batch = world.collector.collect(2, between_polls=world.collector.hold)
+    assert contents(batch) == contents(expected.collector.collect(2)) and num_polls > 2 * MAX_FRUITLESS
+
+
+def test_finished_responses_are_scored_while_others_still_generate() -> None:
+    world = make_world([0.5] * 20)
+    score_many, running = world.verifier.score_many, []
+    world.verifier.score_many = lambda items: (running.append(world.engine.num_unfinished), score_many(items))[1]
+    world.collector.collect(5)
+    assert len(running) > 1 and running[0] > 0 and running == sorted(running, reverse=True)
+
+
 def test_an_engine_that_forgets_costs_the_tokens_not_the_window() -> None:
     world, expected = make_world([0.5] * 40), make_world([0.5] * 40)
     forgot = 0
