@@ -31,6 +31,7 @@ from megatron_dapo.algorithms.off_policy import (
     normalise_by_batch_mean,
 )
 from megatron_dapo.algorithms.policy_loss import ClipHigher, DualClip, Gspo, PolicyLoss, PolicyLossInputs, PpoClip
+from megatron_dapo.algorithms.prompt_priority import ucb_priority
 from megatron_dapo.algorithms.reinforce_pp import reinforce_pp_advantages, reinforce_pp_returns
 from megatron_dapo.algorithms.repetition import ngram_repetition, tail_loop
 from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards
@@ -46,7 +47,6 @@ LATER = {
     "seeds.rejection_sampling": "rejection-sampled fine-tuning data",
     "seeds.soft_ppl": "soft perplexity penalty",
     "seeds.adversarial_injection": "adversarial prompts",
-    "seeds.ucb_priority": "prompt priority",
     "systems.*": "fault detection and resharding, tested in their own packages",
 }
 
@@ -489,6 +489,12 @@ def check_vapo_positive_nll(section) -> None:
     assert float(loss(torch.zeros_like(correct))) == 0.0
 
 
+def check_ucb_priority(section) -> None:
+    assert_equal(ucb_priority([1.0, -1.0] * 8, 16, 100), section["mean0_n16_step100"])
+    assert_equal(ucb_priority([1.0] * 16, 16, 100), section["mean1_n16_step100"])
+    assert_equal(ucb_priority([-1.0] * 160, 160, 100), section["mean-1_n160_step100"])
+
+
 SECTIONS: dict[str, Callable] = {
     "gae.gae_5tok_terminal_reward": check_gae,
     "gae.reward_decay": check_reward_decay,
@@ -508,6 +514,7 @@ SECTIONS: dict[str, Callable] = {
     "loss.tis": check_tis,
     "loss.gspo": check_gspo,
     "seeds.repetition": check_repetition,
+    "seeds.ucb_priority": check_ucb_priority,
 }
 
 
