@@ -108,7 +108,7 @@ def test_bf16_inputs_are_summed_in_fp32() -> None:
 def test_output_without_use_gets_no_gradient_and_frozen_inputs_none() -> None:
     hidden, weight, targets = make(10)
     hidden.requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=37)
+    _, entropy = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=37)
     entropy.sum().backward()
     only_entropy = hidden.grad.clone()
     assert weight.grad is None

@@ -1,0 +1,1 @@
+"""The implementations behind `megatron_dapo.ops.logprob`: each gives this rank's sums and this rank's gradients."""

@@ -1,0 +1,155 @@
+"""The head in tiles of tokens x vocabulary columns, in plain torch: any device, any type.
+
+Forward keeps a running maximum and two running sums a token, rebased when a tile raises the maximum. Backward computes
+each tile of logits again and adds its two products to the gradients, which are accumulated in fp32 however many tiles
+there are and whatever the type of the model. Columns are the outer loop: a tile of 16-bit weights is widened once for
+all tokens, and its gradient is complete, and narrow again, before the next tile begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from megatron_dapo.ops.head.problem import (
+    Gradients,
+    Problem,
+    Upstream,
+    accumulation_dtype,
+    add_product,
+    product,
+    product_dtype,
+    rebase,
+)
+
+
+class LogitSource(Protocol):
+    """Where the logits of a tile come from; `rows` and `tokens` are what the products of the backward pass multiply
+    with."""
+
+    def enter(self, columns: slice) -> None:
+        """Make the weight's rows of these columns ready."""
+
+    def logits(self, tokens: slice) -> torch.Tensor:
+        """A new tensor [c, n], fp32 or fp64: hidden . weight of these tokens and the entered columns."""
+
+    def rows(self) -> torch.Tensor:
+        """[n, h] rows of the entered columns in the products' type."""
+
+    def tokens(self, tokens: slice) -> torch.Tensor:
+        """[c, h] hidden states in the products' type."""
+
+
+class WideLogits:
+    """Logits as torch's matrix product gives them from the model's own values."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._dtype = product_dtype(problem.hidden, problem.weight)
+        self._rows = problem.weight[:0]
+
+    def enter(self, columns: slice) -> None:
+        self._rows = self._problem.weight[columns].to(self._dtype)
+
+    def logits(self, tokens: slice) -> torch.Tensor:
+        return product(self.tokens(tokens), self._rows.t())
+
+    def rows(self) -> torch.Tensor:
+        return self._rows
+
+    def tokens(self, tokens: slice) -> torch.Tensor:
+        return self._problem.hidden[tokens].to(self._dtype)
+
+
+Source = Callable[[Problem], LogitSource]
+
+
+def sums(problem: Problem, source: Source = WideLogits) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Kernels.sums`."""
+    num_tokens, logits_of = problem.hidden.size(0), source(problem)
+    dtype = accumulation_dtype(torch.promote_types(problem.hidden.dtype, problem.weight.dtype))
+    maxima = problem.hidden.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=dtype)
+    totals, column = maxima.new_zeros(3, num_tokens), problem.own_column
+    for columns in problem.column_tiles() if num_tokens else ():
+        logits_of.enter(columns)
+        for tokens in problem.token_tiles():
+            logits = scaled(logits_of.logits(tokens), problem.shard.temperature)
+            add_tile(maxima[tokens], totals[:, tokens], logits, column[tokens] - columns.start)
+    return maxima, totals
+
+
+def scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def add_tile(maxima: torch.Tensor, totals: torch.Tensor, logits: torch.Tensor, column: torch.Tensor) -> None:
+    """Take one tile into the running maxima [c] and totals [3, c]; overwrites `logits` [c, n]. `column` [c]: the
+    target's column counted from the tile's first."""
+    index, owned = _within(column, logits.size(1))
+    totals[2] += logits.gather(1, index[:, None])[:, 0].where(owned, 0.0)
+    largest = torch.maximum(maxima, logits.amax(dim=1))
+    rebase(totals, maxima - largest)
+    maxima.copy_(largest)
+    exponentials = logits.sub_(largest[:, None]).exp()
+    totals[0] += exponentials.sum(dim=1)
+    totals[1] += logits.mul_(exponentials).sum(dim=1)
+
+
+def _within(column: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target's column clamped to be a valid index, and whether it is really there."""
+    return column.clamp(0, num_columns - 1), (column >= 0) & (column < num_columns)
+
+
+def gradients(problem: Problem, upstream: Upstream, source: Source = WideLogits) -> Gradients:
+    """See `Kernels.gradients`."""
+    hidden, weight, dtype = problem.hidden, problem.weight, upstream.maxima.dtype
+    logits_of, column = source(problem), problem.own_column
+    to_hidden = torch.zeros_like(hidden, dtype=dtype) if upstream.needs_hidden else None
+    to_weight = torch.empty_like(weight) if upstream.needs_weight else None
+    for columns in problem.column_tiles():
+        logits_of.enter(columns)
+        to_rows = _accumulator(to_weight, columns, dtype)
+        for tokens in problem.token_tiles():
+            logits = scaled(logits_of.logits(tokens), problem.shard.temperature)
+            grad = logit_gradients(logits, upstream, tokens, column[tokens] - columns.start)
+            grad = grad.to(logits_of.rows().dtype)
+            if to_hidden is not None:
+                add_product(to_hidden[tokens], grad, logits_of.rows())
+            if to_rows is not None:
+                add_product(to_rows, grad.t(), logits_of.tokens(tokens))
+        if to_weight is not None and to_rows is not None and to_weight.dtype != dtype:
+            to_weight[columns] = to_rows
+    if to_weight is not None:
+        to_weight[problem.shard.num_columns :].zero_()
+    return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight
+
+
+def _accumulator(to_weight: torch.Tensor | None, columns: slice, dtype: torch.dtype) -> torch.Tensor | None:
+    """Zeros [n, h] of the accumulation type: the gradient's own rows where they have that type."""
+    if to_weight is None:
+        return None
+    rows = to_weight[columns]
+    return rows.zero_() if rows.dtype == dtype else torch.zeros_like(rows, dtype=dtype)
+
+
+def logit_gradients(logits: torch.Tensor, upstream: Upstream, tokens: slice, column: torch.Tensor) -> torch.Tensor:
+    """Gradient [c, n] of one tile of raw products from its scaled logits, which are overwritten."""
+    # p = exp(logit - maximum) / total: the totals and the entropy go into factors a token, at no pass over the tile.
+    relative, log_total = logits.sub_(upstream.maxima[tokens, None]), upstream.log_totals[tokens]
+    to_logprobs = None if upstream.to_logprobs is None else upstream.to_logprobs[tokens]
+    if upstream.to_entropy is None:
+        assert to_logprobs is not None, "called without any gradient"
+        grad = relative.exp_().mul_((-to_logprobs * (-log_total).exp())[:, None])
+    else:
+        to_entropy, one_over_total = upstream.to_entropy[tokens], (-log_total).exp()
+        constant = to_entropy * (upstream.entropy[tokens] - log_total)
+        constant = constant if to_logprobs is None else constant + to_logprobs
+        exponentials = relative.exp()
+        grad = relative.mul_((-to_entropy * one_over_total)[:, None]).sub_((constant * one_over_total)[:, None])
+        grad = grad.mul_(exponentials)
+    if to_logprobs is not None:
+        index, owned = _within(column, logits.size(1))
+        grad.scatter_add_(1, index[:, None], to_logprobs.where(owned, 0.0)[:, None])
+    return grad

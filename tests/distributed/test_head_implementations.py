@@ -1,0 +1,49 @@
+"""Every implementation of the log-prob head over real tensor-parallel ranks, against fp64 on one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from launcher import run_distributed, target_in
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "ops"))
+from head_cases import exact, make, run
+
+NUM_TOKENS, ROWS = 40, 32
+SETTINGS = ({"implementation": "reference"}, {"implementation": "chunked", "chunk_tokens": 16, "chunk_columns": 7})
+
+
+def worker(_: Any) -> list[float]:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    return [
+        _worst(settings, vocab_size, rank, num_ranks)
+        for settings in SETTINGS
+        for vocab_size in (ROWS * num_ranks - 3, ROWS + 1, 5)
+    ]
+
+
+def _worst(settings: dict[str, Any], vocab_size: int, rank: int, num_ranks: int) -> float:
+    hidden, weight, targets = make(NUM_TOKENS, vocab_size=vocab_size, rows=ROWS * num_ranks, scale=0.5)
+    edges = [t for k in range(num_ranks + 1) for t in (k * ROWS - 1, k * ROWS) if 0 <= t < vocab_size]
+    targets[: len(edges)] = torch.tensor(edges, dtype=torch.int64)
+    own = slice(rank * ROWS, (rank + 1) * ROWS)
+    found = run(
+        (hidden, weight[own].clone(), targets),
+        vocab_size=vocab_size,
+        temperature=0.8,
+        group=dist.group.WORLD,
+        **settings,
+    )
+    dist.all_reduce(found.to_hidden)
+    right = exact((hidden, weight, targets), vocab_size=vocab_size, temperature=0.8)
+    pairs = zip(found.parts(), (*right.parts()[:3], right.to_weight[own]), strict=True)
+    return max(float((ours.double() - oracle).abs().max()) for ours, oracle in pairs)
+
+
+def test_ranks_together_give_what_one_gives() -> None:
+    worst = run_distributed(target_in(__file__, "worker"), 2, timeout_s=60)
+    assert len(worst) == 3 * len(SETTINGS) and max(worst) < 2e-5

@@ -1,0 +1,188 @@
+"""The log-prob head by each implementation that runs here, over the same cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
+
+from megatron_dapo.ops.head.choice import choose
+from megatron_dapo.ops.head.problem import Tiles
+from megatron_dapo.ops.logprob import vocab_parallel_logprobs
+
+TILES = {
+    "reference": {},
+    "chunked": {"chunk_tokens": 5, "chunk_columns": 8},
+}
+
+
+@pytest.fixture(params=list(TILES))
+def settings(request: pytest.FixtureRequest) -> dict:
+    """Small tiles where the implementation takes any, so that every case has several."""
+    return {"implementation": request.param, **TILES[request.param]}
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 37])
+def test_probabilities_are_at_most_one_and_sum_to_one(settings, vocab_size) -> None:
+    hidden, weight, _ = make(3, vocab_size=vocab_size, scale=2.0)
+    everything = torch.arange(vocab_size).repeat(3)
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden.repeat_interleave(vocab_size, 0), weight, everything, vocab_size=vocab_size, **settings
+    )
+    assert logprobs.max() <= 0.0 and entropy.min() >= 0.0
+    torch.testing.assert_close(logprobs.view(3, -1).exp().sum(1), torch.ones(3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(3, 3), (37, 48), (127, 128), (129, 256)])
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+def test_bf16_inputs_against_fp64(settings, vocab_size, rows, temperature) -> None:
+    inputs = make(24, 64, vocab_size, rows, scale=0.125, dtype=torch.bfloat16)
+    found = run(inputs, vocab_size=vocab_size, temperature=temperature, **settings)
+    right = exact(inputs, vocab_size=vocab_size, temperature=temperature)
+    assert (found.logprobs.double() - right.logprobs).abs().max() <= 2e-3
+    assert (found.entropy.double() - right.entropy).abs().max() <= 2e-3
+    assert relative_norm(found.to_hidden, right.to_hidden) <= 1e-2
+    assert relative_norm(found.to_weight, right.to_weight) <= 1e-2
+    assert found.to_hidden.dtype == found.to_weight.dtype == torch.bfloat16
+    assert not found.to_weight[vocab_size:].any()
+
+
+def test_targets_in_every_column_so_at_every_edge_of_a_tile(settings) -> None:
+    hidden, weight, _ = make(37, vocab_size=37, rows=40)
+    inputs = hidden, weight, torch.arange(37)
+    for ours, right in zip(run(inputs, vocab_size=37, **settings).parts(), exact(inputs, vocab_size=37).parts()):
+        torch.testing.assert_close(ours.double(), right.double(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_no_token_and_one_token(settings, num_tokens) -> None:
+    inputs = make(num_tokens)
+    for ours, right in zip(run(inputs, vocab_size=37, **settings).parts(), exact(inputs, vocab_size=37).parts()):
+        assert ours.shape == right.shape
+        torch.testing.assert_close(ours.double(), right.double(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_logits_of_ten_thousand(settings, offset) -> None:
+    weight = torch.full((20, 1), offset - 2e4)
+    weight[[2, 9, 19], 0] = torch.tensor([offset, offset - 1.0, offset - 0.5])
+    targets = torch.tensor([2, 9, 19, 0])
+    inputs = torch.ones(4, 1), weight, targets
+    found, right = run(inputs, vocab_size=20, **settings), exact(inputs, vocab_size=20)
+    torch.testing.assert_close(found.logprobs.double(), right.logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.entropy.double(), right.entropy, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.to_weight.double(), right.to_weight, rtol=1e-5, atol=1e-5)
+    assert torch.isfinite(found.to_hidden).all()
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+@pytest.mark.parametrize("vocab_size", [37, 10])
+def test_shards_give_what_one_gives(settings, num_shards, vocab_size) -> None:
+    if settings["implementation"] == "reference":
+        pytest.skip("has no sums of its own; tests/distributed has it over real ranks")
+    hidden, weight, _ = make(37, vocab_size=vocab_size, rows=40)
+    edges = [t for k in range(num_shards) for t in (k * 40 // num_shards - 1, k * 40 // num_shards)]
+    targets = torch.arange(37) % vocab_size
+    targets[: len(edges)] = torch.tensor(edges).clamp(0, vocab_size - 1)
+    inputs = hidden, weight, targets
+    found = run_in_shards(
+        inputs,
+        vocab_size=vocab_size,
+        implementation=settings["implementation"],
+        num_shards=num_shards,
+        temperature=0.8,
+        tiles=Tiles(16, 7),
+    )
+    right = exact(inputs, vocab_size=vocab_size, temperature=0.8)
+    for ours, oracle in zip(found.parts(), right.parts(), strict=True):
+        torch.testing.assert_close(ours.double(), oracle, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible_in_its_row_alone(settings, bad) -> None:
+    hidden, weight, targets = make(6)
+    clean = run((hidden, weight, targets), vocab_size=37, **settings)
+    hidden[2, 3] = bad
+    found = run((hidden, weight, targets), vocab_size=37, **settings)
+    others = torch.arange(6) != 2
+    for values, before in ((found.logprobs, clean.logprobs), (found.entropy, clean.entropy)):
+        assert not torch.isfinite(values[2])
+        torch.testing.assert_close(values[others], before[others], rtol=1e-6, atol=1e-6)
+    assert not torch.isfinite(found.to_hidden[2]).any() and torch.isfinite(found.to_hidden[others]).all()
+    assert not torch.isfinite(found.to_weight).all()
+
+
+def test_forward_without_gradients_is_the_training_forward_bit_for_bit(settings) -> None:
+    inputs = make(33, dtype=torch.bfloat16)
+    with torch.no_grad():
+        old = vocab_parallel_logprobs(*inputs, vocab_size=37, temperature=0.9, **settings)
+    training = run(inputs, vocab_size=37, temperature=0.9, **settings)
+    assert torch.equal(old[0], training.logprobs) and torch.equal(old[1], training.entropy)
+
+
+@pytest.mark.parametrize("tiles", [(1, 1), (3, 61), (100, 7), (64, 16), (7, 60), (None, None)])
+def test_chunked_does_not_depend_on_its_tiles(tiles) -> None:
+    inputs = make(100, vocab_size=61)
+    whole = run(inputs, vocab_size=61, temperature=0.9, chunk_tokens=100, chunk_columns=61)
+    tiled = run(inputs, vocab_size=61, temperature=0.9, chunk_tokens=tiles[0], chunk_columns=tiles[1])
+    for one, other in zip(whole.parts(), tiled.parts(), strict=True):
+        assert (one - other).abs().max() <= 1e-6 * one.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize("upstream", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
+def test_gradcheck_over_tiles_in_fp64(settings, upstream) -> None:
+    if settings["implementation"] not in ("reference", "chunked"):
+        pytest.skip("its sums are fp32")
+    hidden, weight, targets = make(5, width=4, vocab_size=7, rows=9)
+    tiles = {} if settings["implementation"] == "reference" else {"chunk_tokens": 2, "chunk_columns": 3}
+
+    def weighted(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        outputs = vocab_parallel_logprobs(
+            hidden, weight, targets, temperature=0.8, vocab_size=7, implementation=settings["implementation"], **tiles
+        )
+        return sum(factor * output for factor, output in zip(upstream, outputs, strict=True) if factor)
+
+    assert torch.autograd.gradcheck(weighted, (hidden.double().requires_grad_(), weight.double().requires_grad_()))
+
+
+def test_gradient_of_hidden_is_accumulated_in_fp32_over_64_tiles() -> None:
+    inputs = make(16, 32, 64 * 8, scale=0.2, dtype=torch.bfloat16)
+    right = exact(inputs, vocab_size=512).to_hidden
+    found = run(inputs, vocab_size=512, implementation="chunked", chunk_columns=8).to_hidden
+    # One rounding to bf16 at the end, at most 2^-8 of a value; fp32 sums show nothing beside it.
+    assert ((found.double() - right).abs() <= 2**-8 * right.abs() + 1e-5).all()
+    in_bf16 = _to_hidden_accumulated_in_bf16(inputs, 8)
+    assert not ((in_bf16.double() - right).abs() <= 2**-8 * right.abs() + 1e-5).all(), "the bound sees no difference"
+
+
+def _to_hidden_accumulated_in_bf16(inputs, columns: int) -> torch.Tensor:
+    hidden, weight, targets = (tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs)
+    logits = (hidden @ weight.T).requires_grad_()
+    log_p = torch.log_softmax(logits, dim=1)
+    upstream = torch.randn(2, hidden.size(0), generator=torch.Generator().manual_seed(1)).double()
+    entropy = -(log_p.exp() * log_p).sum(1)
+    (upstream[0] * log_p.gather(1, targets[:, None])[:, 0] + upstream[1] * entropy).sum().backward()
+    total = torch.zeros_like(inputs[0])
+    for start in range(0, weight.size(0), columns):
+        part = slice(start, start + columns)
+        total += (logits.grad[:, part] @ weight[part]).bfloat16()
+    return total
+
+
+def test_an_unknown_implementation_is_an_error_that_lists_them() -> None:
+    hidden, weight, _ = make(2)
+    with pytest.raises(ValueError, match=r"no implementation 'fast'; there are auto, reference, chunked"):
+        choose("fast", hidden, weight)
+
+
+def test_chunk_columns_below_one_is_an_error() -> None:
+    with pytest.raises(ValueError, match="chunk_columns 0 must be at least 1"):
+        vocab_parallel_logprobs(*make(2), vocab_size=37, chunk_columns=0)
+
+
+def test_the_oracle_of_the_cases_agrees_with_torch() -> None:
+    hidden, weight, targets = make(9)
+    logprobs, entropy = exact_outputs(hidden, weight, targets, 0.5, 37)
+    distribution = torch.distributions.Categorical(logits=hidden.double() @ weight.double().T / 0.5)
+    torch.testing.assert_close(logprobs, distribution.log_prob(targets))
+    torch.testing.assert_close(entropy, distribution.entropy())
