@@ -58,7 +58,7 @@ class TrainedTokens:
 
     def take(self, per_token: torch.Tensor) -> torch.Tensor:
         """[P] -> [M]."""
-        return per_token if self.mask is None else per_token[self.mask]
+        return per_token if self.mask is None else per_token.masked_select(self.mask)
 
     def put(self, trained: torch.Tensor) -> torch.Tensor:
         """[M] -> [P], 0 where masked."""
@@ -71,11 +71,12 @@ def trained_tokens(loss_mask: torch.Tensor, lengths: torch.Tensor) -> TrainedTok
     """Where the trained tokens of `loss_mask` [P] lie, for sequences of `lengths` [S]."""
     total = int(lengths.sum())
     assert loss_mask.shape == (total,), f"mask of shape {tuple(loss_mask.shape)}, the lengths add up to {total}"
+    ends = lengths.cumsum(0)
+    if not total or bool(loss_mask.min() > 0):
+        return TrainedTokens(None, lengths, ends - 1)
     mask = loss_mask > 0
-    if bool(mask.all()):
-        return TrainedTokens(None, lengths, lengths.cumsum(0) - 1)
-    counted = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[torch.nn.functional.pad(lengths.cumsum(0), (1, 0))]
-    return TrainedTokens(mask, counted.diff(), counted[1:] - 1)
+    counted = mask.cumsum(0)[(ends - 1).clamp(min=0)].masked_fill(ends == 0, 0)
+    return TrainedTokens(mask, counted.diff(prepend=counted.new_zeros(1)), counted - 1)
 
 
 def estimate_values(inputs: ValueInputs, gamma: float, lambdas: float | torch.Tensor) -> ValueEstimates:
@@ -83,8 +84,9 @@ def estimate_values(inputs: ValueInputs, gamma: float, lambdas: float | torch.Te
 
     ValueError where gamma or a lambda lies outside [0, 1] or an input of a trained token is not finite.
     """
-    (estimates,) = _estimate(inputs, gamma, [lambdas])
-    return estimates
+    tokens, stream, checked = _prepared(inputs, gamma, [lambdas])
+    returns = stream.lambda_returns(checked[0])
+    return ValueEstimates(tokens.put(returns - stream.values), tokens.put(returns))
 
 
 def decoupled_estimates(
@@ -95,8 +97,9 @@ def decoupled_estimates(
     Any baseline leaves the policy gradient unbiased, so the critic may learn from lambda = 1, without the decay of the
     reward over the response, while the policy keeps the smaller variance of a lambda below 1.
     """
-    policy, critic = _estimate(inputs, gamma, [policy_lambdas, critic_lambdas])
-    return ValueEstimates(policy.advantages, critic.returns)
+    tokens, stream, (policy, critic) = _prepared(inputs, gamma, [policy_lambdas, critic_lambdas])
+    advantages = stream.lambda_returns(policy).sub_(stream.values)
+    return ValueEstimates(tokens.put(advantages), tokens.put(stream.lambda_returns(critic)))
 
 
 def monte_carlo_returns(inputs: ValueInputs, gamma: float) -> torch.Tensor:
@@ -104,7 +107,10 @@ def monte_carlo_returns(inputs: ValueInputs, gamma: float) -> torch.Tensor:
     return estimate_values(inputs, gamma, 1.0).returns
 
 
-def _estimate(inputs: ValueInputs, gamma: float, lambdas: list[float | torch.Tensor]) -> list[ValueEstimates]:
+def _prepared(
+    inputs: ValueInputs, gamma: float, lambdas: list[float | torch.Tensor]
+) -> tuple[TrainedTokens, _Stream, list[torch.Tensor]]:
+    """The trained tokens as one stream, and each of `lambdas` as one per sequence of it; ValueError for bad ones."""
     _check_range("gamma", gamma)
     for each in lambdas:
         _check_range("lambda", each)
@@ -115,11 +121,7 @@ def _estimate(inputs: ValueInputs, gamma: float, lambdas: list[float | torch.Ten
     bootstrap = inputs.bootstrap.detach().to(dtype)[tokens.present]
     _check_finite({"value": values, "reward": rewards, "bootstrap value": bootstrap})
     stream = _Stream(values, rewards, bootstrap, tokens.last[tokens.present], gamma)
-    results = []
-    for each in lambdas:
-        returns = stream.lambda_returns(_of_present(each, tokens, values))
-        results.append(ValueEstimates(tokens.put(returns - values), tokens.put(returns)))
-    return results
+    return tokens, stream, [_of_present(each, tokens, values) for each in lambdas]
 
 
 def _of_present(lambdas: float | torch.Tensor, tokens: TrainedTokens, like: torch.Tensor) -> torch.Tensor:
@@ -147,19 +149,23 @@ class _Stream:
         """
         decays = self.gamma * lambdas
 
-        def terms(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def fill(start: int, stop: int, inputs: torch.Tensor, decay: torch.Tensor) -> None:
             first, behind = torch.searchsorted(self.last, torch.tensor([start, stop], device=self.last.device)).tolist()
             ends = self.last[first:behind] - start
             # The sequence that goes on over the tile's end is in it as well, up to there.
             num_open = int(behind < self.last.numel())
             counts = torch.cat([ends + 1, ends.new_full((num_open,), stop - start)]).diff(prepend=ends.new_zeros(1))
-            decay = decays[first : first + counts.numel()].repeat_interleave(counts, output_size=stop - start)
+            # A view a sequence: an index a token would be the largest thing in memory.
+            of_sequences = decays[first : first + counts.numel()].tolist()
+            for tokens, number in zip(decay.split(counts.tolist()), of_sequences, strict=True):
+                tokens.fill_(number)
             decay[ends] = 0.0
-            following = torch.cat([self.values[start + 1 : stop + 1], self.values[:1]])[: stop - start]
-            following[ends] = self.bootstrap[first:behind]
-            return torch.addcmul(self.rewards[start:stop], self.gamma - decay, following), decay
+            following = self.values[start + 1 : stop + 1]
+            inputs[: following.numel()] = following
+            inputs[ends] = self.bootstrap[first:behind]
+            torch.addcmul(self.rewards[start:stop], self.gamma - decay, inputs, out=inputs)
 
-        return reverse_linear_scan(torch.empty_like(self.values), terms)
+        return reverse_linear_scan(torch.empty_like(self.values), fill)
 
 
 def _check_range(name: str, number: float | torch.Tensor) -> None:

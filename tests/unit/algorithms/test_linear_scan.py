@@ -8,9 +8,11 @@ from megatron_dapo.algorithms import linear_scan
 
 
 def scan(inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-    return linear_scan.reverse_linear_scan(
-        torch.empty_like(inputs), lambda start, stop: (inputs[start:stop], decays[start:stop])
-    )
+    def fill(start: int, stop: int, tile_inputs: torch.Tensor, tile_decays: torch.Tensor) -> None:
+        tile_inputs.copy_(inputs[start:stop])
+        tile_decays.copy_(decays[start:stop])
+
+    return linear_scan.reverse_linear_scan(torch.empty_like(inputs), fill)
 
 
 def by_loop(inputs: torch.Tensor, decays: torch.Tensor) -> list[float]:
