@@ -64,6 +64,24 @@ def train(
         raise typer.Exit(_run(recipe, plan))
 
 
+@app.command("pretrain-value")
+def pretrain_value(
+    recipe: RecipeArgument, overrides: SetOption = None, layout: LayoutOption = None, run_folder: RunFolderOption = None
+) -> None:
+    """Train the critic alone, of the policy as it is; critic.path = RUN_FOLDER/critic then starts a run from it.
+
+    The run folder is run.folder/value_pretraining unless one is given.
+    """
+    folder = run_folder or _plan(recipe, overrides, layout, None, None).loaded.config.run.folder / "value_pretraining"
+    plan = _plan(recipe, overrides, layout, folder, _num_devices())
+    if not plan.loaded.config.has_critic:
+        typer.echo('error: algorithm.name = "dapo" has no critic; set ppo, vapo or tppo', err=True)
+        raise typer.Exit(REFUSED)
+    for line in describe(plan):
+        typer.echo(line)
+    raise typer.Exit(_run(recipe, plan, ("--pretrain-value",)))
+
+
 def _plan(
     recipe: Path, overrides: list[str] | None, layout: str | None, run_folder: Path | None, num_devices: int | None
 ) -> Plan:
@@ -83,8 +101,8 @@ def _num_devices() -> int:
     return torch.cuda.device_count()
 
 
-def _run(recipe: Path, plan: Plan) -> int:
-    """Train, and end with the summary or with the first root cause as the last line."""
+def _run(recipe: Path, plan: Plan, arguments: tuple[str, ...] = ()) -> int:
+    """Run the workers with `arguments`, and end with the summary or with the first root cause as the last line."""
     from megatron_dapo.launch.lifetime import require_unused
     from megatron_dapo.telemetry.summary import read_summary, summary_table
 
@@ -96,7 +114,7 @@ def _run(recipe: Path, plan: Plan) -> int:
         return REFUSED
     summary = folder / "summary.json"
     summary.unlink(missing_ok=True)
-    code = _start_workers(recipe, plan, folder, ())
+    code = _start_workers(recipe, plan, folder, arguments)
     if code == 0 and summary.is_file():
         Console().print(summary_table(read_summary(summary)))
     return code

@@ -20,7 +20,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_dapo.config.errors import ConfigError, Violation
-from megatron_dapo.config.schema import Config, RelativeToRecipe, leaf_fields, section_types
+from megatron_dapo.config.schema import Config, leaf_fields, section_types
+from megatron_dapo.config.section import RelativeToRecipe
 
 if sys.version_info >= (3, 11):
     import tomllib

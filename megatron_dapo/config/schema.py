@@ -11,17 +11,19 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-
-class RelativeToRecipe:
-    """Marks a path that, when relative, is taken from the folder of the recipe file that states it."""
-
-
-InputPath = Annotated[Path, RelativeToRecipe()]
+from megatron_dapo.config.critic_schema import (
+    AdvantageEstimationConfig,
+    CriticConfig,
+    ValuePretrainingConfig,
+    WindowConfig,
+)
+from megatron_dapo.config.optimizer_schema import OptimizerConfig
+from megatron_dapo.config.section import InputPath, Section
 
 Dtype = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
@@ -31,25 +33,16 @@ Partial = Literal["restart", "continue"]
 Placement = Literal["colocated", "disaggregated"]
 WeightTransport = Literal["memory", "peer", "disk"]
 OnExhausted = Literal["train_partial", "stop", "error"]
-AlgorithmName = Literal["dapo"]
+AlgorithmName = Literal["dapo", "ppo", "vapo", "tppo"]
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"]
 GrpoStd = Literal["unbiased", "biased"]
 PolicyLossName = Literal["ppo_clip", "clip_higher", "gspo", "gspo_token", "cispo"]
-Aggregation = Literal["token_mean", "sample_mean", "per_group", "dr_grpo", "seq_sum_mean"]
+Aggregation = Literal["token_mean", "sample_mean", "per_group", "dr_grpo", "seq_sum_mean", "rollout_token_mean"]
 KlEstimator = Literal["k2", "k3"]
+RewardKlEstimator = Literal["k1", "k2", "k3"]
 Correction = Literal["none", "tis", "mis", "icepop"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
-Schedule = Literal["constant", "cosine", "linear"]
-WarmupUnit = Literal["train_step", "optimizer_step"]
 Resume = Literal["auto", "never", "must"]
-
-
-class Section(BaseModel):
-    """Immutable, no unknown keys, no silent conversion between types."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class RunConfig(Section):
@@ -380,10 +373,12 @@ class AlgorithmConfig(Section):
     """Advantage, policy loss and its aggregation."""
 
     name: AlgorithmName = "dapo"
-    """Which algorithm puts the parts together."""
+    """Which algorithm puts the parts together. dapo: advantages from groups. ppo, vapo: from a critic ([critic],
+    [advantage_estimation]); the two differ in their switches alone. tppo: the same over windows of responses
+    ([window])."""
 
     advantage: AdvantageName = "grpo"
-    """grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: leave-one-out mean. reinforce_baseline:
+    """For name = dapo. grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: leave-one-out mean. reinforce_baseline:
     group mean subtracted, then scaled by the std of the batch."""
 
     grpo_std: GrpoStd = "unbiased"
@@ -406,7 +401,7 @@ class AlgorithmConfig(Section):
     """How token losses become one number over the whole optimizer step (exact under any layout and packing).
     token_mean: all trained tokens weigh the same. sample_mean: all responses do. per_group: token mean within a group,
     then mean over groups. dr_grpo: sum / (responses * aggregation_length). seq_sum_mean: mean over responses of their
-    sums."""
+    sums. rollout_token_mean: sum / trained tokens of the whole rollout batch * its mini-batches (T-PPO's code)."""
 
     aggregation_length: int = 0
     """Constant length L of aggregation = dr_grpo, in tokens. 0: rollout.max_response_tokens."""
@@ -420,6 +415,17 @@ class AlgorithmConfig(Section):
     kl_estimator: KlEstimator = "k3"
     """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL (k1 has none and is only a
     metric)."""
+
+    kl_reward_coefficient: float = 0.0
+    """Weight of the KL towards the initial policy that is taken off the reward of every token (PPO from human feedback).
+    For algorithms with a critic. Above 0 the reference policy is kept in memory."""
+
+    kl_reward_estimator: RewardKlEstimator = "k1"
+    """Its per-token estimator."""
+
+    positive_example_coefficient: float = 0.0
+    """Weight of the language-model loss on correct responses, normalised over the optimizer step (VAPO, eq. 9 and 10:
+    0.1). For algorithms with a critic."""
 
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction for the gap between the policy that sampled and the one that is trained."""
@@ -444,38 +450,6 @@ class TrainingConfig(Section):
     max_consecutive_skips: int = 3
     """Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run ends with an
     error."""
-
-
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
-
-    learning_rate: float = 1e-6
-    """Peak learning rate."""
-
-    warmup_steps: int = 0
-    """Linear warm-up from 0 over this many steps, counted in warmup_unit."""
-
-    warmup_unit: WarmupUnit = "train_step"
-    """What warmup_steps and the decay count: train_step (rollout batches trained) or optimizer_step (mini-batches).
-    Generation steps are never counted."""
-
-    schedule: Schedule = "constant"
-    """After warm-up: constant, or cosine / linear down to min_learning_rate at run.total_steps."""
-
-    min_learning_rate: float = 0.0
-    """Where cosine and linear end."""
-
-    weight_decay: float = 0.1
-    """Decoupled weight decay; not applied to biases and norms."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the running means of the gradient and of its square."""
-
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-
-    clip_grad: float = 1.0
-    """Largest global norm of the gradient. 0: off."""
 
 
 class CheckpointConfig(Section):
@@ -595,6 +569,18 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
 
+    critic: CriticConfig = CriticConfig()
+    """The critic of ppo, vapo and tppo."""
+
+    advantage_estimation: AdvantageEstimationConfig = AdvantageEstimationConfig()
+    """From the critic's values to advantages and to its own targets."""
+
+    window: WindowConfig = WindowConfig()
+    """Windows of tppo."""
+
+    value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
+    """When `megatron-dapo pretrain-value` ends."""
+
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and export."""
 
@@ -606,6 +592,26 @@ class Config(Section):
 
     mismatch: MismatchConfig = MismatchConfig()
     """Gate on the engine-trainer gap."""
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algorithm.name != "dapo"
+
+    @property
+    def critic_parallel(self) -> ParallelConfig:
+        """How the critic is cut: what it does not say is as the policy's."""
+        asked, policy = self.critic.parallel, self.parallel
+        tensor, pipeline = asked.tensor or policy.tensor, asked.pipeline or policy.pipeline
+        same_stages = pipeline == policy.pipeline
+        return policy.model_copy(
+            update={
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "virtual_pipeline": asked.virtual_pipeline or (policy.virtual_pipeline if same_stages else 1),
+                "context": asked.context or policy.context,
+                "sequence_parallel": policy.sequence_parallel and tensor > 1,
+            }
+        )
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_dapo.config.architecture import ArchitectureFacts
+from megatron_dapo.config.critic_rules import CRITIC_RULES, critic_layout_rules
 from megatron_dapo.config.errors import ConfigError, Violation
 from megatron_dapo.config.layout_rules import ARCHITECTURE_RULES, LAYOUT_RULES, world_rules
 from megatron_dapo.config.rule import nearest_divisor, value_of, violation
@@ -32,6 +33,7 @@ def validate(
     found += world_rules(config, processes)
     if architecture is not None:
         found += [one for rule in ARCHITECTURE_RULES for one in rule(config, architecture)]
+    found += critic_layout_rules(config, processes, architecture)
     return found
 
 
@@ -49,6 +51,7 @@ _AT_LEAST_ONE: _Range = (">= 1", lambda value: value >= 1)
 _NOT_NEGATIVE: _Range = (">= 0", lambda value: value >= 0)
 _PROBABILITY_MASS: _Range = ("in (0, 1]", lambda value: 0 < value <= 1)
 _FRACTION: _Range = ("in [0, 1]", lambda value: 0 <= value <= 1)
+_BETAS: _Range = ("both in [0, 1)", lambda value: all(0 <= beta < 1 for beta in value))
 _NOT_EMPTY: _Range = ("not empty", lambda value: len(value) > 0)
 
 _RANGES: dict[str, _Range] = {
@@ -115,9 +118,43 @@ _RANGES: dict[str, _Range] = {
     "optimizer.warmup_steps": _NOT_NEGATIVE,
     "optimizer.min_learning_rate": _NOT_NEGATIVE,
     "optimizer.weight_decay": _NOT_NEGATIVE,
-    "optimizer.betas": ("both in [0, 1)", lambda value: all(0 <= beta < 1 for beta in value)),
+    "optimizer.betas": _BETAS,
     "optimizer.epsilon": _POSITIVE,
     "optimizer.clip_grad": _NOT_NEGATIVE,
+    "algorithm.kl_reward_coefficient": _NOT_NEGATIVE,
+    "algorithm.positive_example_coefficient": _NOT_NEGATIVE,
+    "critic.head_scale": _NOT_NEGATIVE,
+    "critic.parallel.tensor": _NOT_NEGATIVE,
+    "critic.parallel.pipeline": _NOT_NEGATIVE,
+    "critic.parallel.virtual_pipeline": _NOT_NEGATIVE,
+    "critic.parallel.context": _NOT_NEGATIVE,
+    "critic.optimizer.learning_rate": _NOT_NEGATIVE,
+    "critic.optimizer.warmup_steps": _NOT_NEGATIVE,
+    "critic.optimizer.min_learning_rate": _NOT_NEGATIVE,
+    "critic.optimizer.weight_decay": _NOT_NEGATIVE,
+    "critic.optimizer.betas": _BETAS,
+    "critic.optimizer.epsilon": _POSITIVE,
+    "critic.optimizer.clip_grad": _NOT_NEGATIVE,
+    "critic.mini_batch_prompts": _NOT_NEGATIVE,
+    "critic.epochs": _AT_LEAST_ONE,
+    "critic.micro_batch_tokens": _NOT_NEGATIVE,
+    "critic.clip_value_low": _POSITIVE,
+    "critic.clip_value_high": _POSITIVE,
+    "critic.warmup_train_steps": _NOT_NEGATIVE,
+    "critic.explained_variance_alarm": ("<= 1", lambda value: value <= 1),
+    "advantage_estimation.gamma": _FRACTION,
+    "advantage_estimation.policy_lambda": _FRACTION,
+    "advantage_estimation.lambda_alpha": _POSITIVE,
+    "advantage_estimation.lambda_floor": ("in [0, 1)", lambda value: 0 <= value < 1),
+    "advantage_estimation.critic_lambda": _FRACTION,
+    "advantage_estimation.limit": _NOT_NEGATIVE,
+    "window.tokens": _AT_LEAST_ONE,
+    "window.ignored_tail_tokens": _NOT_NEGATIVE,
+    "window.train_items": _NOT_NEGATIVE,
+    "value_pretraining.min_steps": ("at least 2", lambda value: value >= 2),
+    "value_pretraining.max_steps": _AT_LEAST_ONE,
+    "value_pretraining.explained_variance_slope": _NOT_NEGATIVE,
+    "value_pretraining.loss_slope": _NOT_NEGATIVE,
     "checkpoint.interval": _NOT_NEGATIVE,
     "checkpoint.keep": _AT_LEAST_ONE,
     "evaluation.interval": _NOT_NEGATIVE,
@@ -175,19 +212,14 @@ def _sequence_alignment(config: Config) -> int:
 
 def _groups(config: Config) -> Iterator[Violation]:
     rollout = config.rollout
-    needs_group = rollout.filter_groups or config.algorithm.advantage in (
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "reinforce_baseline",
-    )
+    needs_group = rollout.filter_groups or not config.has_critic
     if rollout.group_size == 1 and needs_group:
         yield violation(
             config,
             "rollout.group_size",
             "rollout.group_size >= 2 where responses are compared within their group",
             "set rollout.group_size = 8 or more",
-            "algorithm.advantage",
+            "algorithm.name",
             "rollout.filter_groups",
         )
     low, high = rollout.accuracy_min, rollout.accuracy_max
@@ -473,4 +505,5 @@ _RULES = (
     _steps,
     _evaluation,
     *LAYOUT_RULES,
+    *CRITIC_RULES,
 )

@@ -22,6 +22,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
     parser.add_argument("--replay", type=Path, help="folder of a dumped rollout batch: train on it alone")
+    parser.add_argument("--pretrain-value", action="store_true", help="train the critic alone, of the policy as it is")
     return parser.parse_args(arguments)
 
 
@@ -47,6 +48,10 @@ def main(arguments: Sequence[str]) -> int:
             from megatron_dapo.trainer.replay import run_replay
 
             run_replay(loaded, parsed.replay, process.rank, process.world_size)
+        elif parsed.pretrain_value:
+            from megatron_dapo.trainer.value_pretraining import run_value_pretraining
+
+            run_value_pretraining(loaded, process.rank, process.world_size)
         else:
             from megatron_dapo.trainer.run import run_training
 

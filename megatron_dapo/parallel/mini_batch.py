@@ -34,13 +34,13 @@ def split_by_groups(group_indices: Sequence[int], groups_per_mini_batch: int, or
     return [[sample for group in part for sample in group] for part in parts]
 
 
-def split_by_samples(group_indices: Sequence[int], groups_per_mini_batch: int, order: Random | None) -> list[list[int]]:
-    """As many mini-batches as `split_by_groups` makes, of samples: a group may straddle mini-batches (its advantages
-    were computed before, on the whole group)."""
+def split_by_samples(group_indices: Sequence[int], samples_per_mini_batch: int, order: Random | None) -> list[list[int]]:
+    """Samples by their number alone: a group may straddle mini-batches (its advantages were computed before, on the
+    whole group)."""
     samples = list(range(len(group_indices)))
     if order is not None:
         order.shuffle(samples)
-    return _even_parts(samples, -(-len(set(group_indices)) // groups_per_mini_batch))
+    return _even_parts(samples, -(-len(samples) // samples_per_mini_batch))
 
 
 SPLITS: dict[str, Callable[[Sequence[int], int, Random | None], list[list[int]]]] = {
@@ -57,18 +57,19 @@ def _even_parts(items: list[T], num_parts: int) -> list[list[T]]:
 
 
 def split_mini_batches(
-    group_indices: Sequence[int], groups_per_mini_batch: int, *, split: str = "groups", seed: int | None = None
+    group_indices: Sequence[int], size: int, *, split: str = "groups", seed: int | None = None
 ) -> list[list[int]]:
     """Sample indices of each mini-batch; every sample is in exactly one.
 
-    group_indices: the group of each sample of the rollout batch. split: "groups" keeps groups whole, "samples" lets
-    them straddle. seed: shuffles, differently for every seed; None keeps the order of the rollout batch.
+    group_indices: the group of each sample of the rollout batch. size: of a mini-batch, at most, in what `split` names:
+    "groups" keeps groups whole, "samples" lets them straddle. seed: shuffles, differently for every seed; None keeps
+    the order of the rollout batch.
     """
     if split not in SPLITS:
         raise ValueError(f"mini-batch split {split!r} does not exist; there are: {', '.join(SPLITS)}")
-    if groups_per_mini_batch < 1:
-        raise ValueError(f"mini-batch: {groups_per_mini_batch} groups a mini-batch, must be at least 1")
-    return SPLITS[split](group_indices, groups_per_mini_batch, None if seed is None else Random(seed))
+    if size < 1:
+        raise ValueError(f"mini-batch: {size} {split} a mini-batch, must be at least 1")
+    return SPLITS[split](group_indices, size, None if seed is None else Random(seed))
 
 
 def build_micro_batches(

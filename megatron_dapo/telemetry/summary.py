@@ -14,6 +14,9 @@ from rich.table import Table
 from megatron_dapo.telemetry.progress import duration
 
 
+EXPLAINED = "explained_variance"  # in `extra` where a critic was pretrained
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """What a run achieved, and where its output lies."""
@@ -62,6 +65,7 @@ def summary_table(summary: RunSummary) -> Table:
         "accuracy after": _accuracy(summary.accuracy_after),
         "training time": f"{duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})",
         "speed": f"{summary.samples_per_s:.1f} samples/s, {summary.generated_tokens_per_s:,.0f} generated tokens/s",
+        **({"explained variance": f"{summary.extra[EXPLAINED]:.3f}"} if EXPLAINED in summary.extra else {}),
         **summary.folders,
     }
     for name, value in rows.items():

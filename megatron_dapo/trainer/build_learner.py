@@ -21,6 +21,13 @@ from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
+from megatron_dapo.trainer.build_critic import (
+    build_critic,
+    build_critic_learner,
+    pretraining_settings,
+    training_settings,
+)
 from megatron_dapo.trainer.learner import Learner, LearnerSettings
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
 from megatron_dapo.trainer.objective import PolicyObjective
@@ -61,29 +68,68 @@ def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
     return MegatronActor(architecture, layout, settings, load)
 
 
+Phase = Callable[[str], AbstractContextManager[object]]
+
+
 def build_learner(
-    config: Config,
-    actor: MegatronActor,
-    layout: ParallelLayout,
-    rank: int,
-    phase: Callable[[str], AbstractContextManager[object]],
-) -> Learner:
+    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Phase
+) -> Learner | ActorCriticLearner:
     """The learner of the actor by algorithm.name."""
     return _LEARNERS[config.algorithm.name](config, actor, layout, rank, phase)
 
 
-def _dapo_learner(
+def _policy_learner(
     config: Config,
     actor: MegatronActor,
     layout: ParallelLayout,
     rank: int,
-    phase: Callable[[str], AbstractContextManager[object]],
+    phase: Phase,
+    reference: MegatronActor | None,
 ) -> Learner:
-    """Group advantages and a clipped policy loss; a reference policy where the loss has a KL term."""
-    # The reference is never trained, so its optimizer state stays unmade.
-    reference = build_actor(config, layout) if config.algorithm.kl_loss_coefficient > 0 else None
     objective = _objective(config.algorithm, actor)
     return Learner(actor, objective, layout, rank, _learner_settings(config), _schedule(config), phase, reference)
+
+
+def _reference(config: Config, layout: ParallelLayout, is_needed: bool) -> MegatronActor | None:
+    """The policy as it was; it is never trained, so its optimizer state stays unmade."""
+    return build_actor(config, layout) if is_needed else None
+
+
+def _dapo_learner(config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Phase) -> Learner:
+    """Group advantages and a clipped policy loss; a reference policy where the loss has a KL term."""
+    reference = _reference(config, layout, config.algorithm.kl_loss_coefficient > 0)
+    return _policy_learner(config, actor, layout, rank, phase, reference)
+
+
+def _actor_critic_learner(
+    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Phase
+) -> ActorCriticLearner:
+    """A critic's advantages; a reference policy where loss or reward have a KL term."""
+    algorithm = config.algorithm
+    with_reference = max(algorithm.kl_loss_coefficient, algorithm.kl_reward_coefficient) > 0
+    return _with_critic(config, actor, layout, rank, phase, training_settings(config), with_reference)
+
+
+def build_value_pretrainer(
+    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Phase
+) -> ActorCriticLearner:
+    """The critic learns, the policy stands still."""
+    return _with_critic(config, actor, layout, rank, phase, pretraining_settings(config), with_reference=False)
+
+
+def _with_critic(
+    config: Config,
+    actor: MegatronActor,
+    layout: ParallelLayout,
+    rank: int,
+    phase: Phase,
+    settings: ActorCriticSettings,
+    with_reference: bool,
+) -> ActorCriticLearner:
+    reference = _reference(config, layout, with_reference)
+    policy = _policy_learner(config, actor, layout, rank, phase, reference)
+    critic = build_critic(config, layout.world_size, [model for model in (actor, reference) if model is not None])
+    return ActorCriticLearner(policy, build_critic_learner(config, critic, rank), settings, phase)
 
 
 def _objective(algorithm: AlgorithmConfig, actor: MegatronActor) -> PolicyObjective:
@@ -125,7 +171,7 @@ def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Te
 
 
 def _learner_settings(config: Config) -> LearnerSettings:
-    training = config.training
+    training, windows = config.training, config.algorithm.name == "tppo"
     return LearnerSettings(
         groups_per_mini_batch=training.mini_batch_prompts,
         epochs=training.epochs,
@@ -136,6 +182,9 @@ def _learner_settings(config: Config) -> LearnerSettings:
         shuffle_seed=config.run.seed if training.shuffle else None,
         schedule_counts_optimizer_steps=config.optimizer.warmup_unit == "optimizer_step",
         max_consecutive_skips=training.max_consecutive_skips,
+        # A step's windows are of many groups, a few of each.
+        samples_per_mini_batch=training.mini_batch_prompts * config.rollout.group_size if windows else 0,
+        positive_example_coefficient=config.algorithm.positive_example_coefficient,
     )
 
 
@@ -150,4 +199,9 @@ def _schedule(config: Config) -> LearningRateSchedule:
     )
 
 
-_LEARNERS = {"dapo": _dapo_learner}
+_LEARNERS: dict[str, Callable[..., Learner | ActorCriticLearner]] = {
+    "dapo": _dapo_learner,
+    "ppo": _actor_critic_learner,
+    "vapo": _actor_critic_learner,
+    "tppo": _actor_critic_learner,
+}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
 from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import Collector, CollectorSettings, CollectProgress, keep_every_group
 from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.windows import WindowCollector, WindowSettings
 from megatron_dapo.trainer.driven_engine import DrivenEngine
 from megatron_dapo.trainer.evaluator import EvaluationTask
 from megatron_dapo.trainer.inputs import (
@@ -30,7 +32,7 @@ from megatron_dapo.trainer.inputs import (
     read_model_inputs,
 )
 from megatron_dapo.trainer.recorder import RunPaths
-from megatron_dapo.trainer.train_samples import TrainSamples, build_train_samples
+from megatron_dapo.trainer.train_samples import TrainSamples, build_judged_samples, build_train_samples
 from megatron_dapo.types import Group, Prompt, SamplingParams
 
 
@@ -40,7 +42,7 @@ class Driver:
 
     inputs: ModelInputs
     scorer: Any  # VerifierPool or ShadowedPool
-    collector: Collector
+    collector: Collector | WindowCollector
     stream: PromptStream
     prompts: tuple[Prompt, ...]
     evaluation: EvaluationTask | None
@@ -63,32 +65,71 @@ def build_driver(
     dataset = load_train_dataset(config, inputs, pool)
     stream = PromptStream(dataset.prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None)
 
-    rollout = config.rollout
-    collector = Collector(
-        stream,
-        dataset.by_id,
-        engine,
-        SampleScorer(scorer, inputs.decode, _overlong_penalty(config)),
-        ReplayBuffer(max_staleness=rollout.max_staleness),
-        CollectorSettings(
-            group_size=rollout.group_size,
-            sampling=SamplingParams(
-                rollout.temperature,
-                rollout.top_p,
-                rollout.top_k,
-                rollout.max_response_tokens,
-                inputs.stop_tokens.token_ids,
-            ),
-            seed=config.run.seed,
-            oversample=rollout.oversample,
-            max_rounds=rollout.max_generation_rounds,
-            on_exhausted=rollout.on_exhausted,
-            partial=rollout.partial,
-        ),
-        GroupFilter(rollout.accuracy_min, rollout.accuracy_max).verdict if rollout.filter_groups else keep_every_group,
-        on_progress,
+    sampling = SamplingParams(
+        config.rollout.temperature,
+        config.rollout.top_p,
+        config.rollout.top_k,
+        config.rollout.max_response_tokens,
+        inputs.stop_tokens.token_ids,
     )
+    parts = _CollectorParts(
+        stream, dataset.by_id, engine, SampleScorer(scorer, inputs.decode, _overlong_penalty(config)), on_progress
+    )
+    collector = _COLLECTORS[config.algorithm.name](config, parts, sampling)
     return Driver(inputs, scorer, collector, stream, tuple(dataset.prompts), _evaluation_task(config, inputs, pool))
+
+
+@dataclass(frozen=True)
+class _CollectorParts:
+    """What every kind of collector is made of."""
+
+    stream: PromptStream
+    prompts: Mapping[str, Prompt]
+    engine: DrivenEngine
+    scorer: SampleScorer
+    on_progress: Callable[[CollectProgress], None]
+
+
+def _group_collector(config: Config, parts: _CollectorParts, sampling: SamplingParams) -> Collector:
+    """Whole groups, filtered and refilled (dynamic sampling)."""
+    rollout = config.rollout
+    settings = CollectorSettings(
+        group_size=rollout.group_size,
+        sampling=sampling,
+        seed=config.run.seed,
+        oversample=rollout.oversample,
+        max_rounds=rollout.max_generation_rounds,
+        on_exhausted=rollout.on_exhausted,
+        partial=rollout.partial,
+    )
+    verdict = keep_every_group
+    if rollout.filter_groups:
+        verdict = GroupFilter(rollout.accuracy_min, rollout.accuracy_max).verdict
+    buffer = ReplayBuffer(max_staleness=rollout.max_staleness)
+    return Collector(
+        parts.stream, parts.prompts, parts.engine, parts.scorer, buffer, settings, verdict, parts.on_progress
+    )
+
+
+def _window_collector(config: Config, parts: _CollectorParts, sampling: SamplingParams) -> WindowCollector:
+    """A window of every response that is worked on."""
+    settings = WindowSettings(
+        group_size=config.rollout.group_size,
+        sampling=sampling,
+        seed=config.run.seed,
+        window_tokens=config.window.tokens,
+        train_items=config.window.train_items,
+        on_exhausted=config.rollout.on_exhausted,
+    )
+    return WindowCollector(parts.stream, parts.prompts, parts.engine, parts.scorer, settings, parts.on_progress)
+
+
+_COLLECTORS: dict[str, Callable[[Config, _CollectorParts, SamplingParams], Collector | WindowCollector]] = {
+    "dapo": _group_collector,
+    "ppo": _group_collector,
+    "vapo": _group_collector,
+    "tppo": _window_collector,
+}
 
 
 def _scorer(config: Config) -> Any:
@@ -115,16 +156,15 @@ def _overlong_penalty(config: Config) -> Callable[[int], float] | None:
     )
 
 
-def sample_builder(config: Config) -> Callable[[Any], TrainSamples]:
-    """Turns groups into train samples by the configured advantage."""
+def sample_builder(config: Config) -> Callable[[Sequence[Group]], TrainSamples]:
+    """Turns groups into train samples: by the configured advantage, or judged for a critic."""
+    filter_overlong = config.reward.overlong_filter
+    if config.has_critic:
+        return partial(build_judged_samples, filter_overlong=filter_overlong)
     algorithm = config.algorithm
     settings = {"std": algorithm.grpo_std} if algorithm.advantage == "grpo" else {}
     estimator = build_advantage_estimator(algorithm.advantage, settings)
-
-    def build(groups: list[Group]) -> TrainSamples:
-        return build_train_samples(groups, estimator, filter_overlong=config.reward.overlong_filter)
-
-    return build
+    return partial(build_train_samples, estimator=estimator, filter_overlong=filter_overlong)
 
 
 def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any) -> EvaluationTask | None:

@@ -1,6 +1,7 @@
 """What a checkpoint of a run holds, so that the run goes on bit for bit as if it had never stopped.
 
 rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 masters, moments, steps and random states
+critic_rank_00000.*                       the same of the critic, where there is one
 run.json                                  counters, and what was measured so far
 collector.json                            prompt stream and replay buffer
 """
@@ -54,6 +55,15 @@ class RunProgress:
 
 
 @dataclass
+class CriticState:
+    """What is saved of a critic."""
+
+    model: Stateful
+    counters: Any  # a dataclass
+    layout: ParallelLayout
+
+
+@dataclass
 class RunState:
     """Everything that is saved. `collector` exists on rank 0 only."""
 
@@ -63,6 +73,21 @@ class RunState:
     collector: JsonStateful | None
     layout: ParallelLayout
     rank: int
+    critic: CriticState | None = None
+
+    def layouts(self) -> dict[str, Any]:
+        """By their names in a checkpoint's metadata."""
+        critic = {"critic_layout": asdict(self.critic.layout)} if self.critic else {}
+        return {"layout": asdict(self.layout), **critic}
+
+    def models(self) -> dict[str, Stateful]:
+        """By the prefix of their files."""
+        return {"": self.actor, **({"critic_": self.critic.model} if self.critic else {})}
+
+    def counters(self) -> dict[str, Any]:
+        """Dataclasses by their names in run.json."""
+        critic = {"critic": self.critic.counters} if self.critic else {}
+        return {"progress": self.progress, "learner": self.learner_counters, **critic}
 
 
 class Checkpoints:
@@ -80,7 +105,7 @@ class Checkpoints:
             self._store,
             state.progress.train_step,
             self._write,
-            metadata={"train_step": state.progress.train_step, "layout": asdict(state.layout)},
+            metadata={"train_step": state.progress.train_step, **state.layouts()},
             rank=state.rank,
             num_ranks=state.layout.world_size,
             agree=self._agree,
@@ -88,13 +113,12 @@ class Checkpoints:
 
     def _write(self, writer: CheckpointWriter) -> None:
         state = self._state
-        tensors, description = state.actor.state_shards()
-        writer.save_tensors(_tensor_file(state.rank), tensors)
-        writer.save_json(_description_file(state.rank), description)
+        for prefix, model in state.models().items():
+            tensors, description = model.state_shards()
+            writer.save_tensors(_tensor_file(prefix, state.rank), tensors)
+            writer.save_json(_description_file(prefix, state.rank), description)
         if state.collector is not None:
-            writer.save_json(
-                "run.json", {"progress": asdict(state.progress), "learner": asdict(state.learner_counters)}
-            )
+            writer.save_json("run.json", {name: asdict(counters) for name, counters in state.counters().items()})
             writer.save_json("collector.json", state.collector.state_dict())
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -104,29 +128,42 @@ class Checkpoints:
             self._state.collector.load_state_dict(checkpoint.load_json("collector.json"))
 
     def restore_policy(self, checkpoint: Checkpoint) -> None:
-        """Put back the policy, its optimizer and the counters, not the data."""
+        """Put back the models, their optimizers and the counters, not the data."""
         state = self._state
-        saved, current = checkpoint.metadata["layout"], asdict(state.layout)
-        if saved != current:
-            different = {name: (saved.get(name), current[name]) for name in current if saved.get(name) != current[name]}
-            raise ValueError(
-                f"checkpoint {checkpoint.folder} was written under another layout (saved, asked for): {different}; "
-                "resume with the layout it was written under, or start a new run from its Hugging Face export"
+        for name, current in state.layouts().items():
+            _check_layout(checkpoint, name, current)
+        for prefix, model in state.models().items():
+            model.load_state_shards(
+                checkpoint.load_tensors(_tensor_file(prefix, state.rank)),
+                checkpoint.load_json(_description_file(prefix, state.rank)),
             )
-        state.actor.load_state_shards(
-            checkpoint.load_tensors(_tensor_file(state.rank)), checkpoint.load_json(_description_file(state.rank))
-        )
         document = checkpoint.load_json("run.json")
-        _restore_dataclass(state.progress, document["progress"])
-        _restore_dataclass(state.learner_counters, document["learner"])
+        for name, counters in state.counters().items():
+            _restore_dataclass(counters, document[name])
 
 
-def _tensor_file(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
+def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any]) -> None:
+    """ValueError where the checkpoint's layout of that name is another one, or it has none."""
+    saved = checkpoint.metadata.get(name)
+    if saved is None:
+        raise ValueError(
+            f"checkpoint {checkpoint.folder} holds no {name}: it was written by an algorithm without a critic; start a "
+            "new run from its Hugging Face export"
+        )
+    if saved != current:
+        different = {key: (saved.get(key), current[key]) for key in current if saved.get(key) != current[key]}
+        raise ValueError(
+            f"checkpoint {checkpoint.folder} was written under another {name} (saved, asked for): {different}; "
+            "resume with the layout it was written under, or start a new run from its Hugging Face export"
+        )
 
 
-def _description_file(rank: int) -> str:
-    return f"rank_{rank:05d}.json"
+def _tensor_file(prefix: str, rank: int) -> str:
+    return f"{prefix}rank_{rank:05d}.safetensors"
+
+
+def _description_file(prefix: str, rank: int) -> str:
+    return f"{prefix}rank_{rank:05d}.json"
 
 
 def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:

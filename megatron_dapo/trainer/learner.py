@@ -14,20 +14,23 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
+from megatron_dapo.algorithms.aggregation import global_denominators, rollout_token_weight, sample_token_weights
 from megatron_dapo.algorithms.off_policy import MismatchSums, mismatch_metrics, mismatch_sums, normalise_by_batch_mean
+from megatron_dapo.algorithms.vapo import positive_token_weights, positive_tokens
 from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.parallel.collectives import max_over, sum_over
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.mini_batch import build_micro_batches, split_mini_batches
+from megatron_dapo.parallel.mini_batch import WeighSamples, build_micro_batches, split_mini_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
 from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
+from megatron_dapo.trainer.response_tokens import gather_response_tokens, speaks_for_its_tokens
 from megatron_dapo.types import MicroBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -75,6 +78,8 @@ class LearnerSettings:
     shuffle_seed: int | None  # None keeps the order of the rollout batch
     schedule_counts_optimizer_steps: bool
     max_consecutive_skips: int
+    samples_per_mini_batch: int = 0  # above 0 mini-batches are of so many samples, and groups may straddle them
+    positive_example_coefficient: float = 0.0
 
 
 @dataclass
@@ -132,8 +137,7 @@ class Learner:
         self._objective = objective
         self._layout = layout
         self._coordinates = layout.coordinates(rank)
-        # One tensor rank a last stage speaks for its tokens: the others hold the same numbers.
-        self._speaks = self._coordinates.tensor == 0 and self._coordinates.pipeline == layout.pipeline - 1
+        self._speaks = speaks_for_its_tokens(layout, rank)
         self._settings = settings
         self._schedule = schedule
         self._phase = phase
@@ -164,9 +168,36 @@ class Learner:
                     _add(totals, steps[-1].metrics)
         return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
 
+    def has_converged(self) -> bool:
+        """A policy is trained for as long as the run lasts."""
+        return False
+
+    def observe(
+        self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
+    ) -> LearnResult:
+        """What `learn` would report of a rollout batch before its first optimizer step, of which there is none."""
+        with self._phase("logprobs"):
+            mismatch = self.compare(samples, self._settings.temperature)
+        if mismatch_gate is not None:
+            self._check_mismatch(mismatch, mismatch_gate)
+        return LearnResult({**self._metrics({}, [], [], [], train_step), **mismatch}, 0)
+
+    def response_logprobs(self, samples: Sequence[TrainSample]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """[R] float32 for each of `samples`, of the policy and of the reference, on every rank. Collective."""
+        mini_batch = self._mini_batch(list(samples), lambda part: [0.0] * len(part))
+        assert self._reference is not None, "KL in the reward needs a reference policy"
+        rank = self._layout.rank_of(self._coordinates)
+        gathered = []
+        for model in (self._actor, self._reference):
+            outputs = model.forward_logprobs(mini_batch.micro_batches, self._settings.temperature)
+            logprobs = [None if output is None else output.logprobs for output in outputs]
+            gathered.append(gather_response_tokens(logprobs, mini_batch.micro_batches, samples, self._layout, rank))
+        policy, reference = gathered
+        return policy, reference
+
     def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
         """The mismatch of the weights as they are with the log-probs in `samples`; the same on every rank."""
-        mini_batch = self._mini_batch(list(samples), MicroBatchLimits(max_tokens=self._settings.micro_batch_tokens))
+        mini_batch = self._mini_batch(list(samples), lambda part: [0.0] * len(part))
         outputs = self._actor.forward_logprobs(mini_batch.micro_batches, temperature)
         parts = []
         for output, whole in zip(outputs, mini_batch.micro_batches, strict=True):
@@ -193,18 +224,35 @@ class Learner:
     def _cut(self, samples: Sequence[TrainSample], train_step: int) -> list[_MiniBatch]:
         settings = self._settings
         seed = None if settings.shuffle_seed is None else settings.shuffle_seed * 1_000_003 + train_step
-        parts = split_mini_batches(
-            [sample.group_index for sample in samples], settings.groups_per_mini_batch, seed=seed
-        )
-        limits = MicroBatchLimits(max_tokens=settings.micro_batch_tokens)
-        return [self._mini_batch([samples[index] for index in part], limits) for part in parts]
+        split, size = "groups", settings.groups_per_mini_batch
+        if settings.samples_per_mini_batch:
+            split, size = "samples", settings.samples_per_mini_batch
+        parts = split_mini_batches([sample.group_index for sample in samples], size, split=split, seed=seed)
+        weigh = self._weigh
+        if settings.aggregation == OVER_ROLLOUT:
+            num_tokens = int(_trained_tokens(samples).sum())
+            weigh = partial(_weigh_over_rollout, weight=rollout_token_weight(num_tokens, len(parts)))
+        return [self._mini_batch([samples[index] for index in part], weigh) for part in parts]
 
-    def _mini_batch(self, samples: list[TrainSample], limits: MicroBatchLimits) -> _MiniBatch:
-        micro_batches = build_micro_batches(samples, self._weigh, self._layout, self._coordinates.data, limits)
-        return _MiniBatch(micro_batches, num_tokens=int(sum(float(sample.loss_mask.sum()) for sample in samples)))
+    def _mini_batch(self, samples: list[TrainSample], weigh: WeighSamples) -> _MiniBatch:
+        limits = MicroBatchLimits(max_tokens=self._settings.micro_batch_tokens)
+        samples = self._with_positive_weights(samples)
+        micro_batches = build_micro_batches(samples, weigh, self._layout, self._coordinates.data, limits)
+        return _MiniBatch(micro_batches, num_tokens=int(_trained_tokens(samples).sum()))
+
+    def _with_positive_weights(self, samples: list[TrainSample]) -> list[TrainSample]:
+        """The samples of one optimizer step; correct ones share the coefficient of the language-model loss by tokens."""
+        coefficient = self._settings.positive_example_coefficient
+        if not coefficient:
+            return samples
+        trained = _trained_tokens(samples)
+        is_positive = torch.tensor([one.judgement is not None and one.judgement.is_correct for one in samples])
+        num_positive = int(positive_tokens(trained, is_positive).sum())
+        weights = positive_token_weights(trained, is_positive, num_positive, coefficient).tolist()
+        return [replace(one, positive_weight=weight) for one, weight in zip(samples, weights, strict=True)]
 
     def _weigh(self, samples: Sequence[TrainSample]) -> list[float]:
-        trained = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
+        trained = _trained_tokens(samples)
         groups = torch.tensor([sample.group_index for sample in samples])
         settings = self._settings
         denominators = global_denominators(trained, groups)
@@ -309,9 +357,11 @@ class Learner:
         return {
             **means,
             "actor/kl_loss": totals.get(f"kl_{self._objective.kl_estimator}_sum", 0.0) / num_tokens,
-            "actor/loss": totals.get("loss_sum", 0.0) / len(steps),
-            "actor/grad_norm": sum(norms) / len(norms),
-            "actor/grad_norm_max": max(norms),
+            "actor/positive_nll": totals.get("positive_nll_sum", 0.0)
+            / max(1.0, totals.get("num_positive_tokens", 0.0)),
+            "actor/loss": totals.get("loss_sum", 0.0) / max(1, len(steps)),
+            "actor/grad_norm": sum(norms) / max(1, len(norms)),
+            "actor/grad_norm_max": max(norms, default=0.0),
             "actor/learning_rate": self._schedule.at(max(0, counted)),
             "actor/trained_tokens": float(
                 sum(mini_batch.num_tokens for mini_batch in mini_batches) * self._settings.epochs
@@ -357,6 +407,19 @@ _TOKEN_MEANS = {
     "actor/clip_high_share": "clip_high_sum",
     "actor/dual_clip_share": "dual_clip_sum",
 }
+
+
+# An aggregation that reaches over the mini-batches of a rollout: see `rollout_token_weight`.
+OVER_ROLLOUT = "rollout_token_mean"
+
+
+def _weigh_over_rollout(samples: Sequence[TrainSample], weight: float) -> list[float]:
+    return [weight] * len(samples)
+
+
+def _trained_tokens(samples: Sequence[TrainSample]) -> torch.Tensor:
+    """[S] int64."""
+    return torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64)
 
 
 def _gap(old_logprobs: torch.Tensor, micro_batch: MicroBatch) -> MismatchSums:

@@ -19,27 +19,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.driven_engine import Publisher
 from megatron_dapo.trainer.evaluator import Evaluator
-from megatron_dapo.trainer.learner import Learner, LearnResult
+from megatron_dapo.trainer.learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.parity_probe import Parity
 from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.recorder import Recorder
 from megatron_dapo.trainer.rollout_phase import CollectedBatch, RolloutPhase
 from megatron_dapo.trainer.step_metrics import (
     advantage_metrics,
+    critic_metrics,
     memory_metrics,
     reward_metrics,
     rollout_metrics,
     throughput_metrics,
     training_seconds,
 )
+from megatron_dapo.types import TrainSample
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +64,23 @@ class LoopSettings:
     mismatch_trend: TrendSettings
 
 
+class Trainee(Protocol):
+    """What learns from rollout batches: the policy alone, or policy and critic."""
+
+    @property
+    def counters(self) -> LearnerCounters: ...
+
+    def learn(
+        self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
+    ) -> LearnResult: ...
+
+
 @dataclass
 class Parts:
     """What the loop is made of. `recorder` and the shadow verifier's share exist on rank 0."""
 
     rollout: RolloutPhase
-    learner: Learner
+    learner: Trainee
     publisher: Publisher
     parity: Parity | None  # where servers can be asked
     evaluator: Evaluator | None
@@ -74,6 +88,7 @@ class Parts:
     recorder: Recorder | None
     disagreement_share: Callable[[], float]
     epoch: Callable[[], int]
+    has_converged: Callable[[], bool] = lambda: False  # there is nothing more to learn; the same on every rank
 
 
 class TrainingLoop:
@@ -115,7 +130,7 @@ class TrainingLoop:
             self._publish()
             self._finish_step(batch, result)
         self._save()
-        if self._settings.evaluate_at_end and reason in ("finished", "data exhausted"):
+        if self._settings.evaluate_at_end and reason in ("finished", "converged", "data exhausted"):
             self._evaluate()
         return reason
 
@@ -123,6 +138,8 @@ class TrainingLoop:
         settings = self._settings
         if self._progress.train_step >= settings.total_steps:
             return "finished"
+        if self._parts.has_converged():
+            return "converged"
         if settings.max_generation_steps and self._progress.generation_step >= settings.max_generation_steps:
             return "generation steps used up"
         # A signal need not reach every rank; what one was told, all do.
@@ -195,6 +212,7 @@ class TrainingLoop:
             **rollout_metrics(batch.rollout, self._progress.train_step - 1, self._settings.groups_per_round),
             **reward_metrics(batch.rollout.groups, self._parts.disagreement_share()),
             **advantage_metrics(batch.advantage_metrics),
+            **critic_metrics(result.metrics),
             **result.metrics,
             **throughput_metrics(batch.rollout, times, batch.generation_seconds),
             **memory_metrics(),

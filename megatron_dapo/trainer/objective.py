@@ -1,6 +1,7 @@
 """The loss of one micro-batch, put together from the pure parts: policy loss x correction, KL towards the reference, entropy.
 
     loss = sum over trained tokens of loss_weight * (w * policy_loss + beta * kl - c * entropy)
+         + sum over trained tokens of correct responses of positive_weight * -log pi        (VAPO)
 
 `loss_weights` carry the global denominators, so the caller adds losses and gradients up and never averages.
 """
@@ -17,6 +18,7 @@ from megatron_dapo.algorithms.kl import kl_loss
 from megatron_dapo.algorithms.off_policy import OffPolicyCorrection, OffPolicyInputs, importance_weights
 from megatron_dapo.algorithms.policy_loss import PolicyLoss, PolicyLossInputs
 from megatron_dapo.algorithms.segments import identity
+from megatron_dapo.algorithms.vapo import positive_example_loss
 from megatron_dapo.types import MicroBatch
 
 Metrics = dict[str, torch.Tensor]
@@ -85,6 +87,11 @@ class PolicyObjective:
             token_loss = token_loss + self.kl_coefficient * penalty
             metrics = {**metrics, **kl_metrics}
         loss = (token_loss * micro_batch.loss_weights * micro_batch.loss_mask).sum()
+        positive = micro_batch.positive_weights
+        if positive is not None:
+            negative_logprobs, positive_metrics = positive_example_loss(logprobs, micro_batch.loss_mask, positive > 0)
+            loss = loss + (negative_logprobs * positive).sum()
+            metrics = {**metrics, **positive_metrics}
         return loss, {**metrics, "loss_sum": loss.detach()}
 
     def _entropy_terms(self, entropy: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor | None, Metrics]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dapo.rollout.collector import Collector, RolloutBatch
+from megatron_dapo.rollout.windows import WindowCollector
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,11 @@ class OverlappedRollout:
     """
 
     def __init__(
-        self, collector: Collector, max_ahead: int, timeout_s: float, while_waiting: Callable[[], None] | None = None
+        self,
+        collector: Collector | WindowCollector,
+        max_ahead: int,
+        timeout_s: float,
+        while_waiting: Callable[[], None] | None = None,
     ) -> None:
         if max_ahead < 0:
             raise ValueError(f"overlapped rollout: max_ahead = {max_ahead}, must be at least 0")

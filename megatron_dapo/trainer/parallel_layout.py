@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema import Config, ParallelConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 
 
 def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
-    """The layout the configuration asks for in a world of that size."""
-    p = config.parallel
+    """The policy's layout in a world of that size."""
+    return _layout(config.parallel, world_size)
+
+
+def critic_layout(config: Config, world_size: int) -> ParallelLayout:
+    """The critic's."""
+    return _layout(config.critic_parallel, world_size)
+
+
+def _layout(p: ParallelConfig, world_size: int) -> ParallelLayout:
     return ParallelLayout(
         world_size,
         tensor=p.tensor,

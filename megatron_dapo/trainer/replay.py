@@ -19,10 +19,12 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import CheckpointStore
 from megatron_dapo.telemetry.batch_dump import load_batch
+from megatron_dapo.trainer.actor_critic import ActorCriticLearner
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.parallel_layout import parallel_layout
+from megatron_dapo.trainer.run import critic_state
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,12 @@ def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -
 
 
 def _restore(
-    config: Config, actor: MegatronActor, learner: Learner, layout: ParallelLayout, rank: int, step: int
+    config: Config,
+    actor: MegatronActor,
+    learner: Learner | ActorCriticLearner,
+    layout: ParallelLayout,
+    rank: int,
+    step: int,
 ) -> None:
     store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)
     if step not in store.steps():
@@ -63,6 +70,6 @@ def _restore(
             f"the batch of train step {step + 1} needs the checkpoint of step {step}, but {config.checkpoint_folder} holds {store.steps()}; "
             "dump with checkpoint.interval = 1 and a larger checkpoint.keep, or replay another batch"
         )
-    state = RunState(actor, RunProgress(), learner.counters, None, layout, rank)
+    state = RunState(actor, RunProgress(), learner.counters, None, layout, rank, critic_state(learner))
     Checkpoints(store, state, lambda ok: ok).restore_policy(store.open(step))
     logger.info("state before train step %d restored: %s", step + 1, asdict(learner.counters))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +28,14 @@ from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.telemetry.trend import TrendSettings
+from megatron_dapo.trainer.actor_critic import ActorCriticLearner
 from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
-from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState
+from megatron_dapo.trainer.checkpointing import Checkpoints, CriticState, RunProgress, RunState
 from megatron_dapo.trainer.driven_engine import DrivenEngine, Engines
 from megatron_dapo.trainer.evaluator import Evaluator
+from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
 from megatron_dapo.trainer.overlap import OverlappedRollout
@@ -51,38 +52,57 @@ NUM_PARITY_PROMPTS = 8
 STOPPED_BY_SIGNAL = "stopped by a signal"
 
 
+BuildLearner = Callable[..., "Learner | ActorCriticLearner"]
+
+
 def run_training(loaded: LoadedConfig, rank: int, world_size: int) -> None:
     """From the configuration to the exported model. Every process of the run calls it."""
-    config = loaded.config
     start = time.perf_counter()
+    with prepared_run(loaded, rank, world_size, build_learner) as run:
+        reason = run.loop.run()
+        export = _export(loaded.config, run.actor, reason)
+        run.summarise(reason, {"huggingface": export} if export else {}, time.perf_counter() - start)
+
+
+@dataclass
+class Run:
+    """A run ready to go. `recorder` exists on rank 0."""
+
+    config: Config
+    rank: int
+    loop: TrainingLoop
+    actor: MegatronActor
+    progress: RunProgress
+    learner: Learner | ActorCriticLearner
+    recorder: Recorder | None
+    layout: ParallelLayout
+
+    def summarise(
+        self, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object] | None = None
+    ) -> None:
+        """summary.json, by rank 0."""
+        if self.rank == 0:
+            _summarise(self, reason, exports, total_seconds, extra or {})
+
+
+@contextmanager
+def prepared_run(loaded: LoadedConfig, rank: int, world_size: int, build: BuildLearner) -> Iterator[Run]:
+    """A run with the learner that `build` makes, restored where there is a checkpoint; everything is closed behind it."""
+    config = loaded.config
     require_valid(config, world_size, read_architecture(config.model.path))
     initialize_process_group(config.run.wait_timeout_seconds)
     if rank == 0:
         write_resolved(loaded, config.run.folder / "config.json")
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        run = _build(config, rank, parallel_layout(config, world_size), stop, stack)
-        reason = run.loop.run()
-        export = _export(config, run.actor, reason)
-        if rank == 0:
-            _summarise(config, run, reason, export, time.perf_counter() - start)
+        yield _build(config, rank, parallel_layout(config, world_size), build, stop, stack)
     dist.barrier()
     dist.destroy_process_group()
 
 
-@dataclass
-class _Run:
-    """A run ready to go. `recorder` exists on rank 0."""
-
-    loop: TrainingLoop
-    actor: MegatronActor
-    progress: RunProgress
-    learner: Learner
-    recorder: Recorder | None
-    layout: ParallelLayout
-
-
-def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest, stack: ExitStack) -> _Run:
+def _build(
+    config: Config, rank: int, layout: ParallelLayout, build: BuildLearner, stop: StopRequest, stack: ExitStack
+) -> Run:
     phases = Phases(PhaseTimer(list(PHASES)), _watch(config, rank))
     connect = start_engines(config, stack)
     actor = build_actor(config, layout)
@@ -94,10 +114,10 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
 
     driver = build_driver(config, engine, show, stack) if rank == 0 else None
     dist.barrier()  # reading the data takes rank 0 as long as it takes
-    learner = build_learner(config, actor, layout, rank, phases.phase)
+    learner = build(config, actor, layout, rank, phases.phase)
     progress = RunProgress()
     rollout = _rollout(config, driver, engines, stack) if driver else None
-    state = RunState(actor, progress, learner.counters, rollout, layout, rank)
+    state = RunState(actor, progress, learner.counters, rollout, layout, rank, critic_state(learner))
     store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)
     checkpoints = Checkpoints(store, state, _agree)
     found = _restore(config, store, checkpoints, rank, layout)
@@ -113,10 +133,18 @@ def _build(config: Config, rank: int, layout: ParallelLayout, stop: StopRequest,
         recorder=recorder,
         disagreement_share=driver.disagreement_share if driver else lambda: 0.0,
         epoch=lambda: driver.stream.epoch if driver else 0,
+        has_converged=learner.has_converged,
     )
     loop = TrainingLoop(parts, _loop_settings(config), progress, phases, lambda: stop.requested)
     loop.saved_step = found.step if found else -1
-    return _Run(loop, actor, progress, learner, recorder, layout)
+    return Run(config, rank, loop, actor, progress, learner, recorder, layout)
+
+
+def critic_state(learner: Learner | ActorCriticLearner) -> CriticState | None:
+    """What a checkpoint holds of the learner's critic, if it has one."""
+    if not isinstance(learner, ActorCriticLearner):
+        return None
+    return CriticState(learner.critic.critic, learner.critic.counters, learner.critic.layout)
 
 
 def _rollout(config: Config, driver: Driver, engines: Engines, stack: ExitStack) -> OverlappedRollout:
@@ -129,7 +157,11 @@ def _rollout(config: Config, driver: Driver, engines: Engines, stack: ExitStack)
 
 
 def _parity(
-    config: Config, engines: Engines, driver: Driver | None, learner: Learner, layout: ParallelLayout
+    config: Config,
+    engines: Engines,
+    driver: Driver | None,
+    learner: Learner | ActorCriticLearner,
+    layout: ParallelLayout,
 ) -> Parity | None:
     """The comparison of servers with the trainer, where there are servers. Collective."""
     if engines.served is None:
@@ -210,20 +242,17 @@ def _export(config: Config, actor: MegatronActor, reason: str) -> Path | None:
     has_source = any(config.model.path.glob("*.safetensors"))  # a random policy has no folder whose form it could take
     if not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL or not has_source:
         return None
-    target = RunPaths(config.run.folder).huggingface
-    fresh = target.with_name(target.name + ".new")
-    if dist.get_rank() == 0:
-        shutil.rmtree(fresh, ignore_errors=True)
-    dist.barrier()
     parameters = {name: tensor.detach() for name, tensor in actor.named_local_parameters().items()}
-    export_to_huggingface(fresh, config.model.path, actor.tensors, parameters, dist.group.WORLD)
-    if dist.get_rank() == 0:
-        shutil.rmtree(target, ignore_errors=True)
-        fresh.rename(target)
-    return target
+    return replace_folder(
+        RunPaths(config.run.folder).huggingface,
+        lambda folder: export_to_huggingface(folder, config.model.path, actor.tensors, parameters, dist.group.WORLD),
+    )
 
 
-def _summarise(config: Config, run: _Run, reason: str, export: Path | None, total_seconds: float) -> None:
+def _summarise(
+    run: Run, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object]
+) -> None:
+    config = run.config
     progress, paths = run.progress, RunPaths(config.run.folder)
     steps = sorted(int(step) for step in progress.evaluations)
     accuracy = {step: progress.evaluations[str(step)]["eval/avg_at_k"] for step in steps}
@@ -241,7 +270,11 @@ def _summarise(config: Config, run: _Run, reason: str, export: Path | None, tota
         total_seconds=total_seconds,
         samples_per_s=progress.num_samples / seconds,
         generated_tokens_per_s=progress.num_generated_tokens / seconds,
-        folders={**folders, **({"huggingface": str(export)} if export else {})},
-        extra={"lost_records": run.recorder.num_lost if run.recorder else 0, "evaluations": progress.evaluations},
+        folders={**folders, **{name: str(folder) for name, folder in exports.items()}},
+        extra={
+            "lost_records": run.recorder.num_lost if run.recorder else 0,
+            "evaluations": progress.evaluations,
+            **extra,
+        },
     )
     write_summary(paths.summary, summary)

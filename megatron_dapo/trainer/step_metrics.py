@@ -10,10 +10,11 @@ import psutil
 from megatron_dapo.algorithms.repetition import ngram_repetition
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.collector import RolloutBatch
+from megatron_dapo.telemetry.metrics import STEP_METRICS
 from megatron_dapo.types import Group, ScoredSample
 
 REPETITION_NGRAM = 20
-OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "truncated", "error")
+OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
 
 
 def mean(values: Sequence[float]) -> float:
@@ -56,18 +57,23 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/partial_share": mean([_num_versions(sample) > 1 for sample in samples]),
         "rollout/responses_continued": statistics.num_continued,
         "rollout/tokens_discarded": statistics.num_discarded_tokens,
-        "rollout/accuracy_trained": mean([sample.score.accuracy for sample in samples]),
+        "rollout/accuracy_trained": mean([sample.score.accuracy for sample in _finished(samples)]),
         "rollout/accuracy_generated": statistics.mean_accuracy,
         "rollout/response_tokens_mean": mean(lengths),
         "rollout/response_tokens_max": max(lengths, default=0),
         "rollout/response_tokens_filtered_mean": statistics.dropped_lengths.mean,
         "rollout/prompt_tokens_mean": mean([len(group.prompt.token_ids) for group in groups]),
-        "rollout/truncated_share": mean([sample.completion.is_truncated for sample in samples]),
+        "rollout/truncated_share": mean([sample.completion.is_truncated for sample in _finished(samples)]),
         "rollout/duplicate_share": duplicates / max(1, len(samples)),
         "rollout/repetition": mean(
             [ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM) for sample in samples]
         ),
     }
+
+
+def _finished(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
+    """Those that do not go on: all of them, where responses come whole."""
+    return [sample for sample in samples if sample.window.is_finished]
 
 
 def _num_versions(sample: ScoredSample) -> int:
@@ -76,13 +82,14 @@ def _num_versions(sample: ScoredSample) -> int:
 
 def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[str, float]:
     """The "reward/" section."""
-    samples = [sample for group in groups for sample in group.samples]
+    worked_on = [sample for group in groups for sample in group.samples]
+    samples = _finished(worked_on)
     rewards = [sample.reward for sample in samples]
-    outcomes = [sample.score.outcome for sample in samples]
+    outcomes = [sample.score.outcome for sample in worked_on]
     return {
         "reward/mean": mean(rewards),
         "reward/std": _std(rewards),
-        "reward/group_std_mean": mean([_std([sample.reward for sample in group.samples]) for group in groups]),
+        "reward/group_std_mean": mean([_std([one.reward for one in _finished(group.samples)]) for group in groups]),
         "reward/verifier_mean": mean(_part(samples, "verifier")),
         "reward/overlong_mean": mean(_part(samples, "overlong")),
         **{f"reward/outcome_{outcome}": outcomes.count(outcome) / max(1, len(outcomes)) for outcome in OUTCOMES},
@@ -102,6 +109,11 @@ def advantage_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
         "advantage/abs_max": diagnostics.get("advantage_abs_max", 0.0),
         "advantage/zero_std_groups_share": diagnostics.get("frac_zero_std_groups", 0.0),
     }
+
+
+def critic_metrics(reported: Mapping[str, float]) -> dict[str, float]:
+    """The "critic/" section of what the learner reports; 0 without a critic."""
+    return {name: reported.get(name, 0.0) for name in STEP_METRICS if name.startswith("critic/")}
 
 
 def training_seconds(times: Mapping[str, float]) -> float:

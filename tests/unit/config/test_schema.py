@@ -15,7 +15,7 @@ PACKAGE = Path(megatron_dapo.__file__).parent
 
 
 SECTIONS = {path.rpartition(".")[2]: model.__name__ for path, model in section_types().items() if path}
-CLASSES = {name: section for section, name in SECTIONS.items()}
+CLASSES = {model.__name__: path.rpartition(".")[2] for path, model in section_types().items() if path}
 
 
 def section_of(node: ast.expr | None, aliases: dict[str, str]) -> str | None:
@@ -35,7 +35,7 @@ def aliases_in(function: ast.AST) -> dict[str, str]:
             aliases[node.arg] = CLASSES[ast.unparse(node.annotation)]
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
-            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts)
             pairs = zip(target.elts, value.elts, strict=True) if both else [(target, value)]
             for name, expression in pairs:
                 section = section_of(expression, {})

@@ -25,6 +25,8 @@ from megatron_dapo.config.schema import leaf_fields
 from megatron_dapo.config.validator import _RANGES
 from megatron_dapo.parallel.layout import ParallelLayout
 
+MAY_BE_NEGATIVE = "critic.explained_variance_alarm"
+
 QWEN_32B = ArchitectureFacts(
     num_layers=64,
     num_attention_heads=40,
@@ -335,7 +337,11 @@ def test_every_number_has_a_range() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for path, field in leaf_fields().items() if field.annotation in (int, float) and path in _RANGES),
+    sorted(
+        path
+        for path, field in leaf_fields().items()
+        if field.annotation in (int, float) and path in _RANGES and path != MAY_BE_NEGATIVE
+    ),
 )
 def test_range_refuses_minus_one(path: str) -> None:
     number = -1 if leaf_fields()[path].annotation is int else -1.0
@@ -360,3 +366,49 @@ def test_nothing_divides_by_zero() -> None:
         if leaf_fields()[path].annotation is int:
             validate(make(**{path.replace(".", "__"): 0}), world_size=0, architecture=QWEN_32B)
             assert math.isfinite(len(paths(make(**{path.replace(".", "__"): 0}), world_size=4)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"algorithm__positive_example_coefficient": 0.1}, "algorithm.positive_example_coefficient"),
+        ({"algorithm__kl_reward_coefficient": 0.1}, "algorithm.kl_reward_coefficient"),
+        ({"algorithm__name": "vapo", "critic__mini_batch_prompts": 3}, "critic.mini_batch_prompts"),
+        ({"algorithm__name": "vapo", "critic__micro_batch_tokens": 64}, "critic.micro_batch_tokens"),
+        (
+            {"algorithm__name": "vapo", "advantage_estimation__lambda_rule": "window"},
+            "advantage_estimation.lambda_rule",
+        ),
+        ({"window__tokens": 65}, "window.tokens"),
+        ({"window__ignored_tail_tokens": 16}, "window.ignored_tail_tokens"),
+        ({"rollout__filter_groups": True}, "rollout.filter_groups"),
+        ({"rollout__oversample": 1.5}, "rollout.oversample"),
+        ({"reward__overlong_filter": True}, "reward.overlong_filter"),
+        ({"advantage_estimation__critic_lambda": 0.95}, "advantage_estimation.critic_lambda"),
+        ({"window__train_items": 3}, "window.train_items"),
+        ({"value_pretraining__max_steps": 3}, "value_pretraining.max_steps"),
+    ],
+)
+def test_rules_of_the_value_path(changes: dict[str, Any], path: str) -> None:
+    name = changes.get("algorithm__name", "dapo" if path.startswith("algorithm.") else "tppo")
+    base = {"algorithm__name": name, "window__tokens": 16, "rollout__filter_groups": False}
+    assert validate(make(**base)) == []
+    assert paths(make(**{**base, **changes})) == [path]
+
+
+def test_the_critic_is_cut_as_the_policy_where_nothing_else_is_said() -> None:
+    config = make(
+        parallel__tensor=2, parallel__pipeline=2, parallel__virtual_pipeline=2, parallel__sequence_parallel=True
+    )
+    assert config.critic_parallel == config.parallel
+    other = make(
+        parallel__tensor=2, parallel__pipeline=2, parallel__virtual_pipeline=2, parallel__sequence_parallel=True,
+        critic__parallel__tensor=1, critic__parallel__pipeline=1,
+    ).critic_parallel  # fmt: skip
+    assert (other.tensor, other.pipeline, other.virtual_pipeline, other.sequence_parallel) == (1, 1, 1, False)
+
+
+def test_the_critics_layout_is_checked_like_the_policys() -> None:
+    config = make(algorithm__name="vapo", parallel__tensor=2, critic__parallel__tensor=3)
+    found = validate(config, 2, QWEN_32B)
+    assert {violation.path for violation in found} == {"critic.parallel.tensor"}

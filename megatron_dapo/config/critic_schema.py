@@ -1,0 +1,138 @@
+"""What algorithms with a critic are told: the critic itself, advantages, windows, and its pretraining."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_dapo.config.optimizer_schema import CriticOptimizerConfig
+from megatron_dapo.config.section import Section
+
+ValueLossName = Literal["squared", "clipped"]
+ValueAggregation = Literal["token_mean", "sample_mean"]
+LambdaRuleName = Literal["fixed", "length_adaptive", "window"]
+
+
+class CriticParallelConfig(Section):
+    """How the critic is cut over the processes; its data-parallel size follows. It need not be cut as the policy is."""
+
+    tensor: int = 0
+    """Ranks every weight matrix is cut over. 0: parallel.tensor."""
+
+    pipeline: int = 0
+    """Stages the layers are cut into. 0: parallel.pipeline."""
+
+    virtual_pipeline: int = 0
+    """Model chunks per pipeline stage. 0: parallel.virtual_pipeline where the stages are as many, else 1."""
+
+    context: int = 0
+    """Ranks every sequence is cut over. 0: parallel.context."""
+
+
+class CriticConfig(Section):
+    """The critic of ppo, vapo and tppo: the policy's layers and a head that gives one value a token."""
+
+    path: str = ""
+    """Hugging Face folder it starts from: a policy (the head is fresh), a reward model, or a critic, of the policy's
+    architecture and tokenizer. Relative: from the current directory, where pretraining wrote it. "": model.path."""
+
+    head_scale: float = 0.01
+    """About how large the values of a fresh head are."""
+
+    parallel: CriticParallelConfig = CriticParallelConfig()
+    """How the critic is cut over the processes."""
+
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """AdamW of the critic."""
+
+    mini_batch_prompts: int = 0
+    """Groups of one optimizer step of the critic. 0: training.mini_batch_prompts."""
+
+    epochs: int = 1
+    """Passes over a rollout batch."""
+
+    micro_batch_tokens: int = 0
+    """Padded tokens of one packed micro-batch. 0: training.micro_batch_tokens."""
+
+    loss: ValueLossName = "clipped"
+    """squared: (V - target)^2 / 2. clipped: where V has moved beyond its bounds since the advantages were estimated, it
+    is trained only if it is further from the target than the bound is (PPO)."""
+
+    clip_value_low: float = 0.5
+    """V is held above V_old - clip_value_low, in units of the return."""
+
+    clip_value_high: float = 0.5
+    """V is held below V_old + clip_value_high."""
+
+    aggregation: ValueAggregation = "token_mean"
+    """token_mean: all tokens of the optimizer step weigh the same. sample_mean: all responses do."""
+
+    warmup_train_steps: int = 0
+    """Train steps at the beginning in which the critic learns and the policy does not."""
+
+    explained_variance_alarm: float = -1.0
+    """A warning names the step when the critic explains less than this share of the returns' variance. Values start to
+    help above 0."""
+
+
+class AdvantageEstimationConfig(Section):
+    """Generalised advantage estimation (arXiv 1506.02438), its lambdas apart for policy and critic (VC-PPO, VAPO)."""
+
+    gamma: float = 1.0
+    """Discount of a token."""
+
+    lambda_rule: LambdaRuleName = "fixed"
+    """Which lambda the policy's advantages take. fixed: policy_lambda. length_adaptive: 1 - 1 / (lambda_alpha * length),
+    at least lambda_floor (VAPO, eq. 5). window: the same of the length so far and half a window more where the response
+    goes on (T-PPO)."""
+
+    policy_lambda: float = 0.95
+    """For lambda_rule = fixed."""
+
+    lambda_alpha: float = 0.05
+    """For lambda_rule = length_adaptive and window: share of the length that the weights of the errors sum to."""
+
+    lambda_floor: float = 0.0
+    """For lambda_rule = length_adaptive and window: the smallest lambda. The rule alone is negative below 1 /
+    lambda_alpha tokens; VAPO names no floor, T-PPO's authors take 0.95."""
+
+    critic_lambda: float = 1.0
+    """Lambda of the critic's targets. 1: Monte-Carlo returns (decoupled GAE). policy_lambda of a fixed rule: plain
+    PPO. tppo needs 1."""
+
+    whiten: bool = True
+    """Shift and scale the advantages of a rollout batch to mean 0 and variance 1 over its trained tokens."""
+
+    limit: float = 0.0
+    """Largest magnitude of an advantage, after whitening. T-PPO's authors take 10. 0: off."""
+
+
+class WindowConfig(Section):
+    """Windows of tppo (arXiv 2506.15050): a generation step makes at most so many tokens of a response; it goes on in the
+    next."""
+
+    tokens: int = 8192
+    """Tokens of a window."""
+
+    ignored_tail_tokens: int = 8
+    """Last tokens of a window that are left out of the policy's loss where the response goes on: their advantages rest
+    on one value alone."""
+
+    train_items: int = 0
+    """Windows trained in a step, chosen by priority: groups with mixed outcomes first. 0: all."""
+
+
+class ValuePretrainingConfig(Section):
+    """When `megatron-dapo pretrain-value` ends: the critic learns Monte-Carlo returns of the policy as it is (VC-PPO)."""
+
+    min_steps: int = 20
+    """Steps (rollout batches) at least."""
+
+    max_steps: int = 150
+    """Steps at most."""
+
+    explained_variance_slope: float = 0.005
+    """Ends where, over the last min_steps steps, explained variance rises by less than this in total, and the loss is
+    flat as well."""
+
+    loss_slope: float = 0.05
+    """The value loss is flat where it falls by less than this share over the last min_steps steps."""

@@ -1,0 +1,23 @@
+"""What every section of the configuration is: immutable, documented, without silent conversions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict
+
+
+class RelativeToRecipe:
+    """Marks a path that, when relative, is taken from the folder of the recipe file that states it."""
+
+
+InputPath = Annotated[Path, RelativeToRecipe()]
+
+
+class Section(BaseModel):
+    """Immutable, no unknown keys, no silent conversion between types."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )

@@ -1,0 +1,160 @@
+"""The critic and its learner from the configuration."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule, build_lambda_rule
+from megatron_dapo.algorithms.value_loss import build_value_loss
+from megatron_dapo.bridge.critic import HeadStart
+from megatron_dapo.config.schema import Config
+from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.megatron.optimizer import OptimizerSettings
+from megatron_dapo.megatron.trained_model import TrainedModel
+from megatron_dapo.trainer.actor_critic import ActorCriticSettings
+from megatron_dapo.trainer.critic_advantages import AdvantageSettings
+from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
+from megatron_dapo.trainer.critic_state import load_training_state, save_training_state
+from megatron_dapo.trainer.export import replace_folder
+from megatron_dapo.trainer.learning_rate import LearningRateSchedule
+from megatron_dapo.trainer.parallel_layout import critic_layout
+from megatron_dapo.trainer.pretraining import StopRule
+
+logger = logging.getLogger(__name__)
+
+
+def critic_start(config: Config) -> Path:
+    """The folder the critic starts from."""
+    return Path(config.critic.path) if config.critic.path else config.model.path
+
+
+def build_critic(config: Config, world_size: int, beside: Sequence[TrainedModel]) -> MegatronCritic:
+    """This rank's part of the critic, from critic.path or else from the policy; with its optimizer where that is kept.
+
+    ValueError where the folder is missing, or not of the policy's architecture and tokenizer.
+    """
+    start, layout, settings = critic_start(config), critic_layout(config, world_size), _critic_settings(config)
+    if not (start / "config.json").is_file():
+        raise ValueError(
+            f"critic.path: {start} holds no config.json; give the folder of a policy, a reward model or a critic "
+            "(`megatron-dapo pretrain-value` writes one), or leave it out to start from model.path"
+        )
+    if not any(start.glob("*.safetensors")) and start == config.model.path and config.model.allow_random_init:
+        return MegatronCritic.build_random(start, layout, settings, seed=config.run.seed, beside=beside)
+    critic = MegatronCritic.build(start, layout, settings, policy_folder=config.model.path, beside=beside)
+    if load_training_state(start, critic, layout, dist.get_rank()):
+        logger.info("the critic goes on with the optimizer state of %s", start)
+    return critic
+
+
+def _critic_settings(config: Config) -> CriticSettings:
+    optimizer = config.critic.optimizer
+    return CriticSettings(
+        model=ModelSettings(config.model.dtype, config.model.recompute),
+        optimizer=OptimizerSettings(
+            adam_beta1=optimizer.betas[0],
+            adam_beta2=optimizer.betas[1],
+            adam_eps=optimizer.epsilon,
+            weight_decay=optimizer.weight_decay,
+            clip_grad=optimizer.clip_grad,
+            distributed=config.parallel.distributed_optimizer,
+        ),
+        seed=config.run.seed,
+        collective_timeout_s=config.run.wait_timeout_seconds,
+        head=HeadStart(seed=config.run.seed, scale=config.critic.head_scale),
+    )
+
+
+def build_critic_learner(config: Config, critic: MegatronCritic, rank: int) -> CriticLearner:
+    """What trains the critic."""
+    section, training = config.critic, config.training
+    bounds = {"clip_value_low": section.clip_value_low, "clip_value_high": section.clip_value_high}
+    prompts = section.mini_batch_prompts or training.mini_batch_prompts
+    settings = CriticLearnerSettings(
+        samples_per_mini_batch=prompts * config.rollout.group_size,
+        epochs=section.epochs,
+        micro_batch_tokens=section.micro_batch_tokens or training.micro_batch_tokens,
+        aggregation=section.aggregation,
+        shuffle_seed=config.run.seed if training.shuffle else None,
+        schedule_counts_optimizer_steps=section.optimizer.warmup_unit == "optimizer_step",
+    )
+    value_loss = build_value_loss(section.loss, bounds if section.loss == "clipped" else {})
+    return CriticLearner(critic, critic.layout, rank, value_loss, settings, _schedule(config))
+
+
+def _schedule(config: Config) -> LearningRateSchedule:
+    optimizer, rollout = config.critic.optimizer, config.rollout
+    total = config.run.total_steps
+    if optimizer.warmup_unit == "optimizer_step":
+        mini = config.critic.mini_batch_prompts or config.training.mini_batch_prompts
+        total *= math.ceil(rollout.prompts_per_step / mini) * config.critic.epochs
+    return LearningRateSchedule(
+        peak=optimizer.learning_rate,
+        warmup_steps=optimizer.warmup_steps,
+        total_steps=total,
+        shape=optimizer.schedule,
+        minimum=optimizer.min_learning_rate,
+    )
+
+
+def training_settings(config: Config) -> ActorCriticSettings:
+    """Policy and critic together, as ppo, vapo and tppo train them."""
+    section, algorithm = config.advantage_estimation, config.algorithm
+    return ActorCriticSettings(
+        advantages=AdvantageSettings(
+            lambda_rule=_lambda_rule(config),
+            gamma=section.gamma,
+            critic_lambda=section.critic_lambda,
+            whiten=section.whiten,
+            limit=section.limit,
+            ignored_tail_tokens=config.window.ignored_tail_tokens if algorithm.name == "tppo" else 0,
+        ),
+        kl_coefficient=algorithm.kl_reward_coefficient,
+        kl_estimator=algorithm.kl_reward_estimator,
+        policy_starts_at=config.critic.warmup_train_steps,
+        explained_variance_alarm=config.critic.explained_variance_alarm,
+    )
+
+
+def pretraining_settings(config: Config) -> ActorCriticSettings:
+    """The critic alone, on the Monte-Carlo returns of the policy as it is (VC-PPO, arXiv 2503.01491)."""
+    section = config.value_pretraining
+    rule = StopRule(section.min_steps, section.explained_variance_slope, section.loss_slope)
+    return ActorCriticSettings(
+        has_converged=rule.has_converged,
+        advantages=AdvantageSettings(
+            build_lambda_rule("fixed", {"value": 1.0}), gamma=config.advantage_estimation.gamma
+        ),
+        policy_starts_at=math.inf,
+        explained_variance_alarm=-math.inf,
+        history_length=section.min_steps,
+    )
+
+
+def _lambda_rule(config: Config) -> LambdaRule:
+    section = config.advantage_estimation
+    adaptive = {"alpha": section.lambda_alpha, "floor": section.lambda_floor}
+    return build_lambda_rule(
+        section.lambda_rule,
+        {
+            "fixed": {"value": section.policy_lambda},
+            "length_adaptive": adaptive,
+            "window": {**adaptive, "window": config.window.tokens},
+        }[section.lambda_rule],
+    )
+
+
+def export_critic_folder(config: Config, critic: MegatronCritic, target: Path) -> Path:
+    """The critic as a Hugging Face folder with its optimizer state beside; an earlier one is replaced once it is whole."""
+
+    def write(folder: Path) -> None:
+        critic.export(folder, critic_start(config))
+        save_training_state(folder, critic, critic.layout, dist.get_rank())
+
+    return replace_folder(target, write)

@@ -1,0 +1,37 @@
+"""When value pretraining has nothing more to gain: VC-PPO (arXiv 2503.01491) stops on explained variance and value loss.
+
+The paper names no rule. Ours fits a line through the newest steps of both: pretraining ends where explained variance
+rises by less than a bound over them and the loss no longer falls. Too much of it over-fits the fixed policy, hence also
+a largest number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """`num_steps` newest train steps are looked at, and are made at least."""
+
+    num_steps: int = 20
+    explained_variance_slope: float = 0.005  # rise over those steps
+    loss_slope: float = 0.05  # fall over those steps, as a share of their mean
+
+    def has_converged(self, history: Sequence[Sequence[float]]) -> bool:
+        """`history`: (explained variance, value loss) of the newest train steps, oldest first."""
+        if len(history) < self.num_steps:
+            return False
+        explained, losses = zip(*history[-self.num_steps :], strict=True)
+        mean_loss = sum(losses) / len(losses)
+        return rise(explained) < self.explained_variance_slope and -rise(losses) <= self.loss_slope * mean_loss
+
+
+def rise(series: Sequence[float]) -> float:
+    """Of the least-squares line through `series`, from its first point to its last."""
+    count = len(series)
+    centre, mean = (count - 1) / 2, sum(series) / count
+    spread = sum((place - centre) ** 2 for place in range(count))
+    slope = sum((place - centre) * (value - mean) for place, value in enumerate(series)) / max(spread, 1e-12)
+    return slope * (count - 1)

@@ -1,0 +1,73 @@
+"""Numbers of response tokens that some ranks have, on every rank: values from the critic's layout, log-probs from the
+policy's.
+
+Each token is on one data-parallel rank and one context rank, and there on the last pipeline stage; one tensor rank of
+those speaks for it. The others contribute 0, so the sum over all ranks is the number itself, without rounding. What the
+two layouts are to each other does not matter: both sides know whole samples alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.megatron.context import context_token_index
+from megatron_dapo.parallel.collectives import communication_device
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.packing import PADDING_ID, unpack_responses
+from megatron_dapo.types import MicroBatch, TrainSample
+
+
+def speaks_for_its_tokens(layout: ParallelLayout, rank: int) -> bool:
+    """One tensor rank of a last stage: the other tensor ranks hold the same numbers."""
+    coordinates = layout.coordinates(rank)
+    return coordinates.tensor == 0 and coordinates.pipeline == layout.pipeline - 1
+
+
+def gather_response_tokens(
+    outputs: Sequence[torch.Tensor | None],
+    micro_batches: Sequence[MicroBatch],
+    samples: Sequence[TrainSample],
+    layout: ParallelLayout,
+    rank: int,
+) -> list[torch.Tensor]:
+    """[R] float32 on the CPU for each of `samples`, the same on every rank. Collective over the world.
+
+    outputs: of this rank's `micro_batches`, [P_local] in its context rank's order of tokens; None off the last pipeline
+    stage. samples: those of all ranks, in the same order everywhere.
+    """
+    lengths = [sample.num_response_tokens for sample in samples]
+    starts = dict(zip((sample.sample_id for sample in samples), _starts(lengths), strict=True))
+    assert len(starts) == len(samples), "sample ids of a batch are unique"
+    prompt_lengths = {sample.sample_id: sample.prompt_length for sample in samples}
+    flat = torch.zeros(sum(lengths))
+    if speaks_for_its_tokens(layout, rank):
+        for output, micro_batch in zip(outputs, micro_batches, strict=True):
+            assert output is not None, "the last pipeline stage has outputs"
+            whole = _whole(output.detach().to("cpu", torch.float32), micro_batch, layout, rank)
+            prompts = [prompt_lengths[name] for name in micro_batch.sample_ids if name != PADDING_ID]
+            for name, part in unpack_responses(whole, micro_batch, prompts).items():
+                flat[starts[name] : starts[name] + part.numel()] += part
+    if dist.is_initialized():
+        travelling = flat.to(communication_device())
+        dist.all_reduce(travelling)
+        flat = travelling.cpu()
+    return list(flat.split(lengths))
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(total)
+        total += length
+    return starts
+
+
+def _whole(output: torch.Tensor, micro_batch: MicroBatch, layout: ParallelLayout, rank: int) -> torch.Tensor:
+    """[P] with this context rank's tokens at their places and 0 elsewhere."""
+    if layout.context == 1:
+        return output
+    index = context_token_index(micro_batch.cu_seqlens, layout.coordinates(rank).context, layout.context)
+    return torch.zeros(micro_batch.num_tokens).index_copy(0, index, output)

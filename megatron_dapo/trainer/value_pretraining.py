@@ -1,0 +1,90 @@
+"""`megatron-dapo pretrain-value`: a critic that knows the policy's returns before the policy moves (VC-PPO, VAPO).
+
+The loop of a training run with a learner that trains the critic alone: the policy generates, its responses' Monte-Carlo
+returns are the targets, and the run ends where explained variance and loss no longer improve. That the policy is
+unchanged is checked, not assumed. Checkpoints and resume are those of every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from megatron_dapo.config.loader import LoadedConfig
+from megatron_dapo.config.schema import Config
+from megatron_dapo.parallel.collectives import max_over
+from megatron_dapo.telemetry.summary import EXPLAINED
+from megatron_dapo.trainer.actor_critic import ActorCriticLearner
+from megatron_dapo.trainer.build_critic import export_critic_folder
+from megatron_dapo.trainer.build_learner import build_value_pretrainer
+from megatron_dapo.trainer.run import STOPPED_BY_SIGNAL, prepared_run
+
+logger = logging.getLogger(__name__)
+
+CRITIC = "critic"
+NUM_AVERAGED = 5  # newest train steps whose explained variance is reported
+
+
+def pretraining_config(config: Config) -> Config:
+    """The run's configuration with what pretraining does otherwise: every group is learned from, whole, none evaluated."""
+    rollout = config.rollout.model_copy(update={"filter_groups": False})
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(
+                update={"total_steps": config.value_pretraining.max_steps, "max_generation_steps": 0}
+            ),
+            "rollout": rollout,
+            # Returns are those of whole responses.
+            "algorithm": config.algorithm.model_copy(update={"name": "vapo"}),
+            "evaluation": config.evaluation.model_copy(update={"interval": 0, "at_start": False, "at_end": False}),
+        }
+    )
+
+
+def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> None:
+    """From the configuration to <run.folder>/critic. Every process of the run calls it."""
+    start = time.perf_counter()
+    loaded = replace(loaded, config=pretraining_config(loaded.config))
+    with prepared_run(loaded, rank, world_size, build_value_pretrainer) as run:
+        learner = run.learner
+        assert isinstance(learner, ActorCriticLearner)
+        before = weights_digest(run.actor.named_local_parameters())
+        reason = run.loop.run()
+        _require_unchanged(before, weights_digest(run.actor.named_local_parameters()))
+        history = learner.critic.counters.history
+        newest = [explained for explained, _ in history[-NUM_AVERAGED:]]
+        explained = sum(newest) / max(1, len(newest))
+        exports = {}
+        if reason != STOPPED_BY_SIGNAL:
+            critic = learner.critic.critic
+            exports[CRITIC] = export_critic_folder(loaded.config, critic, loaded.config.run.folder / CRITIC)
+        run.summarise(reason, exports, time.perf_counter() - start, {EXPLAINED: explained})
+        logger.info(
+            "value pretraining: %s after %d steps; explained variance %.3f (mean of the last %d steps, each on responses "
+            "the critic had not seen); the policy's weights are unchanged",
+            reason,
+            run.progress.train_step,
+            explained,
+            len(newest),
+        )
+
+
+def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of this rank's parameters, names and bytes."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(parameters.items()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _require_unchanged(before: str, after: str) -> None:
+    if float(max_over({"changed": float(before != after)})["changed"]):
+        raise RuntimeError(
+            "the policy's weights changed during value pretraining: this is a fault of the program, report it"
+        )
