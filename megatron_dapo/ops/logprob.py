@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_dapo.ops.head import reference
-from megatron_dapo.ops.head.choice import REFERENCE, choose, kernels_of
+from megatron_dapo.ops.head.choice import REFERENCE, Place, choose, kernels_of
 from megatron_dapo.ops.head.problem import Kernels, Problem, Shard, Upstream, choose_tiles, combine
 
 
@@ -57,7 +57,7 @@ def vocab_parallel_logprobs(
     shard = _check(hidden, weight, targets, temperature, vocab_size, group)
     tiles = choose_tiles(hidden.size(0), shard.num_columns, hidden.device, chunk_tokens, chunk_columns)
     problem = Problem(hidden, weight, targets, shard, tiles)
-    name = choose(implementation, hidden, weight).name
+    name = choose(implementation, Place.of(hidden, weight)).name
     if name == REFERENCE:
         logprobs, entropy = reference.logprobs_and_entropy(problem)
         return _without_strangers(logprobs, targets, vocab_size), entropy

@@ -1,20 +1,25 @@
 """Which implementation of the head runs, by one rule, and why.
 
-`auto` is `chunked`. `reference` runs where it is asked for.
+`auto` is `triton` where a 16-bit model is on a device of compute capability 8.0 or more and Triton can be imported, else
+`chunked`. The others, which are slower or less exact, run where they are asked for by name; what is asked for and cannot
+run is an error, never another implementation.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from megatron_dapo.ops.head import chunked
 from megatron_dapo.ops.head.problem import Kernels
 
-AUTO, REFERENCE, CHUNKED = "auto", "reference", "chunked"
-_KERNELS = {CHUNKED: Kernels(chunked.sums, chunked.gradients)}
-IMPLEMENTATIONS = (REFERENCE, *_KERNELS)
+AUTO, REFERENCE, CHUNKED, TRITON = "auto", "reference", "chunked", "triton"
+_FUSED = "megatron_dapo.ops.head.fused"
+LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -25,14 +30,101 @@ class Choice:
     reason: str
 
 
-def choose(asked: str, hidden: torch.Tensor, weight: torch.Tensor) -> Choice:
-    """ValueError for a name that does not exist."""
+@dataclass(frozen=True)
+class Place:
+    """Where the head runs: the device, the type that hidden states and weight promote to, the hidden size, and this
+    rank's rows of the weight."""
+
+    device: torch.device
+    dtype: torch.dtype
+    width: int
+    rows: int
+
+    @classmethod
+    def of(cls, hidden: torch.Tensor, weight: torch.Tensor) -> Place:
+        return cls(hidden.device, torch.promote_types(hidden.dtype, weight.dtype), hidden.size(1), weight.size(0))
+
+
+def choose(asked: str, place: Place) -> Choice:
+    """ValueError for a name that does not exist and for one that cannot run here, with what is in its way."""
     if asked == AUTO:
-        return Choice(CHUNKED, "runs everywhere")
+        return _by_rule(place)
     if asked not in IMPLEMENTATIONS:
         raise ValueError(f"log-prob head: no implementation {asked!r}; there are {AUTO}, {', '.join(IMPLEMENTATIONS)}")
+    obstacle = _OBSTACLES[asked](place)
+    if obstacle is not None:
+        raise ValueError(f"log-prob head: {asked} cannot run here: {obstacle}")
     return Choice(asked, "asked for")
 
 
+def _by_rule(place: Place) -> Choice:
+    if place.device.type != "cuda":
+        return Choice(CHUNKED, f"the device is {place.device.type}")
+    if place.dtype not in (torch.bfloat16, torch.float16):
+        return Choice(CHUNKED, f"the model is in {place.dtype}, which tensor cores would round")
+    obstacle = _in_the_way_of_triton(place)
+    if obstacle is not None:
+        return Choice(CHUNKED, f"not {TRITON}: {obstacle}")
+    return Choice(TRITON, f"{place.dtype} on compute capability {_capability(place.device)}")
+
+
+def _nothing(place: Place) -> str | None:
+    return None
+
+
+def _in_the_way_of_triton(place: Place) -> str | None:
+    if place.dtype == torch.float64:
+        return "its sums are fp32 and the inputs fp64; chunked and reference sum in fp64"
+    failure = _import_failure(_FUSED)
+    if failure is not None:
+        return f"Triton cannot be imported: {failure}"
+    if importlib.import_module("megatron_dapo.ops.head.fused_kernels").IS_INTERPRETED:
+        return None if place.device.type == "cpu" else "TRITON_INTERPRET is set, which is for a CPU"
+    if place.device.type != "cuda":
+        return f"the device is {place.device.type}; there, only Triton's interpreter (TRITON_INTERPRET=1) can run it"
+    capability = torch.cuda.get_device_capability(place.device)
+    if capability < LEAST_CAPABILITY:
+        return f"compute capability {_capability(place.device)} is below {_dotted(LEAST_CAPABILITY)}"
+    return None
+
+
+def _capability(device: torch.device) -> str:
+    return _dotted(torch.cuda.get_device_capability(device))
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in version)
+
+
+@cache
+def _import_failure(module: str) -> str | None:
+    """What importing it says, None where that works. A package that is there and broken fails with more than
+    ImportError."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _load_chunked() -> Kernels:
+    return Kernels(chunked.sums, chunked.gradients)
+
+
+def _load_triton() -> Kernels:
+    fused = importlib.import_module(_FUSED)
+    return Kernels(fused.sums, fused.gradients)
+
+
+_OBSTACLES: dict[str, Callable[[Place], str | None]] = {
+    REFERENCE: _nothing,
+    CHUNKED: _nothing,
+    TRITON: _in_the_way_of_triton,
+}
+_KERNELS: dict[str, Callable[[], Kernels]] = {CHUNKED: _load_chunked, TRITON: _load_triton}
+IMPLEMENTATIONS = tuple(_OBSTACLES)
+
+
 def kernels_of(name: str) -> Kernels:
-    return _KERNELS[name]
+    """Of any implementation but `reference`, which is one function of autograd."""
+    return _KERNELS[name]()

@@ -63,6 +63,13 @@ class WideLogits:
         return self._problem.hidden[tokens].to(self._dtype)
 
 
+class TileGradients(Protocol):
+    """Where the gradient of a tile's raw products comes from."""
+
+    def of(self, source: LogitSource, tokens: slice, columns: slice) -> torch.Tensor:
+        """[c, n] of these tokens and the entered columns; may be overwritten by the next call."""
+
+
 Source = Callable[[Problem], LogitSource]
 
 
@@ -102,19 +109,34 @@ def _within(column: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch
     return column.clamp(0, num_columns - 1), (column >= 0) & (column < num_columns)
 
 
-def gradients(problem: Problem, upstream: Upstream, source: Source = WideLogits) -> Gradients:
+class FromLogits:
+    """The tile's logits computed again, turned into their gradient in place."""
+
+    def __init__(self, problem: Problem, upstream: Upstream) -> None:
+        self._temperature, self._upstream = problem.shard.temperature, upstream
+        self._column = problem.own_column
+
+    def of(self, source: LogitSource, tokens: slice, columns: slice) -> torch.Tensor:
+        logits = scaled(source.logits(tokens), self._temperature)
+        return logit_gradients(logits, self._upstream, tokens, self._column[tokens] - columns.start)
+
+
+def gradients(
+    problem: Problem,
+    upstream: Upstream,
+    source: Source = WideLogits,
+    tile_gradients: Callable[[Problem, Upstream], TileGradients] = FromLogits,
+) -> Gradients:
     """See `Kernels.gradients`."""
     hidden, weight, dtype = problem.hidden, problem.weight, upstream.maxima.dtype
-    logits_of, column = source(problem), problem.own_column
+    logits_of, gradient = source(problem), tile_gradients(problem, upstream)
     to_hidden = torch.zeros_like(hidden, dtype=dtype) if upstream.needs_hidden else None
     to_weight = torch.empty_like(weight) if upstream.needs_weight else None
     for columns in problem.column_tiles():
         logits_of.enter(columns)
         to_rows = _accumulator(to_weight, columns, dtype)
         for tokens in problem.token_tiles():
-            logits = scaled(logits_of.logits(tokens), problem.shard.temperature)
-            grad = logit_gradients(logits, upstream, tokens, column[tokens] - columns.start)
-            grad = grad.to(logits_of.rows().dtype)
+            grad = gradient.of(logits_of, tokens, columns).to(logits_of.rows().dtype)
             if to_hidden is not None:
                 add_product(to_hidden[tokens], grad, logits_of.rows())
             if to_rows is not None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import pytest
 import torch
 from head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
-from megatron_dapo.ops.head.choice import choose
+from megatron_dapo.ops.head.choice import Place, choose
 from megatron_dapo.ops.head.problem import Tiles
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 TILES = {
     "reference": {},
     "chunked": {"chunk_tokens": 5, "chunk_columns": 8},
+    "triton": {"chunk_tokens": 24, "chunk_columns": 40},
 }
+# Triton reads the variable when it is imported, which other tests of this process may have done before.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RUNNING = ["triton"] if IS_INTERPRETED else ["reference", "chunked"]
 
 
-@pytest.fixture(params=list(TILES))
+@pytest.fixture(params=RUNNING)
 def settings(request: pytest.FixtureRequest) -> dict:
     """Small tiles where the implementation takes any, so that every case has several."""
     return {"implementation": request.param, **TILES[request.param]}
@@ -170,9 +179,8 @@ def _to_hidden_accumulated_in_bf16(inputs, columns: int) -> torch.Tensor:
 
 
 def test_an_unknown_implementation_is_an_error_that_lists_them() -> None:
-    hidden, weight, _ = make(2)
-    with pytest.raises(ValueError, match=r"no implementation 'fast'; there are auto, reference, chunked"):
-        choose("fast", hidden, weight)
+    with pytest.raises(ValueError, match=r"no implementation 'fast'; there are auto, reference, chunked, triton"):
+        choose("fast", Place(torch.device("cpu"), torch.float32, 16, 32))
 
 
 def test_chunk_columns_below_one_is_an_error() -> None:
@@ -186,3 +194,13 @@ def test_the_oracle_of_the_cases_agrees_with_torch() -> None:
     distribution = torch.distributions.Categorical(logits=hidden.double() @ weight.double().T / 0.5)
     torch.testing.assert_close(logprobs, distribution.log_prob(targets))
     torch.testing.assert_close(entropy, distribution.entropy())
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="this is the process with the interpreter")
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_passes_the_same_cases_in_its_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    finished = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0, finished.stdout[-6000:]
+    assert "triton" in finished.stdout and " passed" in finished.stdout
