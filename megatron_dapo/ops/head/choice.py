@@ -14,10 +14,10 @@ from functools import cache
 
 import torch
 
-from megatron_dapo.ops.head import chunked
+from megatron_dapo.ops.head import chunked, fp8_logits
 from megatron_dapo.ops.head.problem import Kernels
 
-AUTO, REFERENCE, CHUNKED, TRITON = "auto", "reference", "chunked", "triton"
+AUTO, REFERENCE, CHUNKED, TRITON, TE_FP8 = "auto", "reference", "chunked", "triton", "te_fp8"
 _FUSED = "megatron_dapo.ops.head.fused"
 LEAST_CAPABILITY = (8, 0)
 
@@ -54,7 +54,7 @@ def choose(asked: str, place: Place) -> Choice:
     obstacle = _OBSTACLES[asked](place)
     if obstacle is not None:
         raise ValueError(f"log-prob head: {asked} cannot run here: {obstacle}")
-    return Choice(asked, "asked for")
+    return Choice(asked, f"asked for{_DETAILS.get(asked, _no_detail)(place)}")
 
 
 def _by_rule(place: Place) -> Choice:
@@ -66,6 +66,14 @@ def _by_rule(place: Place) -> Choice:
     if obstacle is not None:
         return Choice(CHUNKED, f"not {TRITON}: {obstacle}")
     return Choice(TRITON, f"{place.dtype} on compute capability {_capability(place.device)}")
+
+
+def _no_detail(place: Place) -> str:
+    return ""
+
+
+def _multiplier_of_fp8(place: Place) -> str:
+    return f"; its products by {fp8_logits.multiplier_name(place.device)}"
 
 
 def _nothing(place: Place) -> str | None:
@@ -96,6 +104,10 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(str(part) for part in version)
 
 
+def _in_the_way_of_fp8(place: Place) -> str | None:
+    return fp8_logits.obstacle(place.device, place.dtype, place.width, place.rows)
+
+
 @cache
 def _import_failure(module: str) -> str | None:
     """What importing it says, None where that works. A package that is there and broken fails with more than
@@ -107,10 +119,6 @@ def _import_failure(module: str) -> str | None:
     return None
 
 
-def _load_chunked() -> Kernels:
-    return Kernels(chunked.sums, chunked.gradients)
-
-
 def _load_triton() -> Kernels:
     fused = importlib.import_module(_FUSED)
     return Kernels(fused.sums, fused.gradients)
@@ -120,8 +128,14 @@ _OBSTACLES: dict[str, Callable[[Place], str | None]] = {
     REFERENCE: _nothing,
     CHUNKED: _nothing,
     TRITON: _in_the_way_of_triton,
+    TE_FP8: _in_the_way_of_fp8,
 }
-_KERNELS: dict[str, Callable[[], Kernels]] = {CHUNKED: _load_chunked, TRITON: _load_triton}
+_DETAILS: dict[str, Callable[[Place], str]] = {TE_FP8: _multiplier_of_fp8}
+_KERNELS: dict[str, Callable[[], Kernels]] = {
+    CHUNKED: lambda: Kernels(chunked.sums, chunked.gradients),
+    TRITON: _load_triton,
+    TE_FP8: lambda: Kernels(fp8_logits.sums, fp8_logits.gradients),
+}
 IMPLEMENTATIONS = tuple(_OBSTACLES)
 
 
