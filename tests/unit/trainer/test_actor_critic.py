@@ -1,0 +1,120 @@
+"""Policy and critic together: who is trained when, with what."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from value_path import FakeCritic, FakePolicy, judged, make_critic_learner, make_policy_learner
+
+from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda
+from megatron_dapo.telemetry.metrics import STEP_METRICS
+from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
+from megatron_dapo.trainer.critic_advantages import AdvantageSettings
+from megatron_dapo.trainer.learner import MismatchError
+
+PLAIN = AdvantageSettings(FixedLambda(0.95), whiten=False)
+
+
+def make(policy: FakePolicy, critic: FakeCritic, learner_changes=None, **settings) -> ActorCriticLearner:
+    return ActorCriticLearner(
+        make_policy_learner(policy, **(learner_changes or {})),
+        make_critic_learner(critic),
+        ActorCriticSettings(PLAIN, **settings),
+        lambda name: nullcontext(),
+    )
+
+
+def batch():
+    return [judged("0/0", 3, 1.0), judged("0/1", 2, -1.0), judged("1/0", 4, 1.0)]
+
+
+def test_both_are_trained_once_and_every_metric_is_in_the_schema() -> None:
+    policy, critic = FakePolicy(), FakeCritic()
+    result = make(policy, critic).learn(batch(), 0)
+    assert (policy.num_steps, critic.num_steps, result.num_optimizer_steps) == (1, 1, 1)
+    assert set(result.metrics) <= set(STEP_METRICS)
+    assert {name for name in STEP_METRICS if name.startswith("critic/")} <= set(result.metrics)
+
+
+def test_the_policy_stands_still_while_the_critic_warms_up() -> None:
+    policy, critic = FakePolicy(), FakeCritic()
+    learner = make(policy, critic, policy_starts_at=2)
+    metrics = [learner.learn(batch(), step).metrics for step in range(3)]
+    assert (policy.num_steps, critic.num_steps) == (1, 3)
+    assert set(metrics[0]) == set(metrics[2]), "a step has the same metrics either way"
+
+
+def test_the_gate_holds_while_the_policy_stands_still() -> None:
+    learner = make(FakePolicy(), FakeCritic(), policy_starts_at=math.inf)
+    samples = batch()
+    samples[0].rollout_logprobs.fill_(-3.0)
+    with pytest.raises(MismatchError):
+        learner.learn(samples, 0, mismatch_gate=0.01)
+
+
+def test_correct_responses_are_also_learned_by_heart() -> None:
+    policy = FakePolicy()
+    metrics = make(policy, FakeCritic(), {"positive_example_coefficient": 0.1}).learn(batch(), 0).metrics
+    without = make(FakePolicy(), FakeCritic()).learn(batch(), 0).metrics
+    # Every token has log-prob -1; the weights of correct responses' tokens sum to the coefficient.
+    assert metrics["actor/positive_nll"] == pytest.approx(1.0) and without["actor/positive_nll"] == 0.0
+    assert metrics["actor/loss"] - without["actor/loss"] == pytest.approx(0.1, abs=1e-6)
+
+
+def test_all_tokens_of_a_rollout_weigh_the_same_where_asked() -> None:
+    """T-PPO's normalisation: sum / tokens of the rollout x mini-batches; here mini-batches of 1 and 2 responses."""
+    losses = {}
+    for aggregation in ("token_mean", "rollout_token_mean"):
+        policy = FakePolicy()
+        changes = {"aggregation": aggregation, "samples_per_mini_batch": 2}
+        losses[aggregation] = make(policy, FakeCritic(), changes).learn(batch(), 0).metrics["actor/loss"]
+        assert policy.num_steps == 2
+    estimated = make_estimates()
+    tokens = [float(sample.advantages.sum()) for sample in estimated]
+    counts = [3, 2, 4]
+    assert losses["rollout_token_mean"] == pytest.approx(-sum(tokens) / sum(counts), abs=1e-6)
+    parts = [-tokens[0] / counts[0], -(tokens[1] + tokens[2]) / (counts[1] + counts[2])]
+    assert losses["token_mean"] == pytest.approx(sum(parts) / 2, abs=1e-6)
+
+
+def make_estimates():
+    from megatron_dapo.trainer.critic_advantages import estimate_advantages
+
+    samples = batch()
+    return estimate_advantages(samples, make_critic_learner(FakeCritic()).values(samples), PLAIN).policy_samples
+
+
+def test_an_alarm_names_the_step_and_both_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        make(FakePolicy(), FakeCritic(), explained_variance_alarm=0.9).learn(batch(), 4)
+    assert "train step 5: the critic explains" in caplog.text and "0.9" in caplog.text
+
+
+def test_convergence_is_asked_of_the_history() -> None:
+    learner = make(FakePolicy(), FakeCritic(), has_converged=lambda history: len(history) >= 2)
+    assert not learner.has_converged()
+    learner.learn(batch(), 0)
+    learner.learn(batch(), 1)
+    assert learner.has_converged()
+
+
+def test_kl_is_taken_off_the_rewards() -> None:
+    policy = FakePolicy()
+    learner = make(policy, FakeCritic(), kl_coefficient=0.5)
+
+    class Reference(FakePolicy):
+        def _outputs(self, micro_batch):
+            outputs = super()._outputs(micro_batch)
+            outputs.logprobs -= 0.25
+            return outputs
+
+    learner.policy._reference = Reference()
+    # k1 = log pi - log pi_ref = 0.25 a token, so the penalty of a response is 0.125 a token to go.
+    plain = make(FakePolicy(), FakeCritic()).learn([judged("0/0", 3, 1.0)], 0).metrics
+    shaped = learner.learn([judged("0/0", 3, 1.0)], 0).metrics
+    assert plain["critic/return_mean"] - shaped["critic/return_mean"] == pytest.approx(0.125 * (3 + 2 + 1) / 3)
+    assert bool(torch.isfinite(torch.tensor(shaped["actor/loss"])))

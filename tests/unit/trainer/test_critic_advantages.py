@@ -1,0 +1,135 @@
+"""Advantages and targets of a batch, against the definitions written out token by token."""
+
+from __future__ import annotations
+
+
+import pytest
+import torch
+from value_path import judged
+
+from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LengthAdaptiveLambda, WindowLambda
+from megatron_dapo.trainer.critic_advantages import AdvantageSettings, estimate_advantages
+
+VALUES = [0.1, 0.2, 0.3, 0.4, 0.5]
+PLAIN = AdvantageSettings(FixedLambda(0.95), whiten=False)
+
+
+def by_definition(values, rewards, bootstrap, gamma, lam):
+    """A_t as a sum of errors, token by token."""
+    following = [*values[1:], bootstrap]
+    errors = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
+    return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+
+
+def test_a_finished_response_has_the_advantages_of_gae_and_monte_carlo_targets() -> None:
+    batch = estimate_advantages([judged("0/0", 5, 1.0)], [torch.tensor(VALUES)], PLAIN)
+    expected = torch.tensor([0.778240625, 0.7139375, 0.64625, 0.575, 0.5])
+    torch.testing.assert_close(batch.policy_samples[0].advantages, expected)
+    assert batch.critic_samples[0].returns.tolist() == [1.0] * 5
+    torch.testing.assert_close(batch.critic_samples[0].values, torch.tensor(VALUES))
+
+
+def test_plain_ppo_takes_the_targets_of_its_own_lambda() -> None:
+    batch = estimate_advantages(
+        [judged("0/0", 5, 1.0)], [torch.tensor(VALUES)], AdvantageSettings(FixedLambda(0.95), 1.0, 0.95, whiten=False)
+    )
+    torch.testing.assert_close(
+        batch.critic_samples[0].returns, batch.policy_samples[0].advantages + torch.tensor(VALUES)
+    )
+
+
+def test_two_windows_of_one_response() -> None:
+    """The first trains the policy on its own tokens and not the critic; the second the policy on its own tokens and the
+    critic on all of both."""
+    first, second = judged("0/0", 5, 1.0, is_finished=False), judged("0/0", 8, 1.0, start=5)
+    before = estimate_advantages([first], [torch.tensor(VALUES)], PLAIN)
+    values = [*VALUES, 0.6, 0.7, 0.8]
+    after = estimate_advantages([second], [torch.tensor(values)], PLAIN)
+
+    expected = by_definition(VALUES, [0.0] * 5, VALUES[-1], 1.0, 0.95)
+    torch.testing.assert_close(before.policy_samples[0].advantages, torch.tensor(expected))
+    assert before.critic_samples == []
+    expected = [0.0] * 5 + by_definition(values[5:], [0.0, 0.0, 1.0], 0.0, 1.0, 0.95)
+    torch.testing.assert_close(after.policy_samples[0].advantages, torch.tensor(expected))
+    assert after.policy_samples[0].loss_mask.tolist() == [0.0] * 5 + [1.0] * 3
+    assert after.critic_samples[0].returns.tolist() == [1.0] * 8
+    assert after.critic_samples[0].loss_mask.tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.99])
+@pytest.mark.parametrize("rule", [FixedLambda(0.9), LengthAdaptiveLambda(0.2, 0.0), WindowLambda(0.2, 0.5, 4)])
+def test_a_batch_of_all_kinds_equals_the_definition(gamma: float, rule) -> None:
+    generator = torch.Generator().manual_seed(3)
+    samples, values, penalties = [], [], []
+    for index in range(24):
+        length = 1 + int(torch.randint(12, (1,), generator=generator))
+        start = int(torch.randint(length, (1,), generator=generator)) if index % 2 else 0
+        is_finished = index % 3 > 0
+        samples.append(judged(f"{index // 4}/{index % 4}", length, (-1.0) ** index, start, is_finished))
+        values.append(torch.randn(length, generator=generator))
+        penalties.append(torch.rand(length, generator=generator))
+
+    batch = estimate_advantages(samples, values, AdvantageSettings(rule, gamma, 0.7, whiten=False), penalties)
+
+    critic = {sample.sample_id: sample for sample in batch.critic_samples}
+    for sample, value, penalty, trained in zip(samples, values, penalties, batch.policy_samples, strict=True):
+        window = sample.judgement.window
+        rewards = [-float(one) for one in penalty]
+        rewards[-1] += sample.judgement.reward
+        lam = float(rule(torch.tensor([len(value)]), torch.tensor([window.is_finished]))[0])
+        tail = [float(one) for one in value[window.start :]]
+        expected = by_definition(tail, rewards[window.start :], 0.0 if window.is_finished else tail[-1], gamma, lam)
+        torch.testing.assert_close(trained.advantages[window.start :], torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert (sample.sample_id in critic) == window.is_finished
+        if window.is_finished:
+            whole = [float(one) for one in value]
+            targets = torch.tensor(by_definition(whole, rewards, 0.0, gamma, 0.7)) + value
+            torch.testing.assert_close(critic[sample.sample_id].returns, targets, rtol=1e-5, atol=1e-5)
+
+
+def test_the_tail_of_a_window_leaves_the_loss_where_the_response_goes_on() -> None:
+    settings = AdvantageSettings(FixedLambda(0.95), whiten=True, ignored_tail_tokens=2)
+    samples = [judged("0/0", 5, 1.0, is_finished=False), judged("0/1", 5, 1.0)]
+    batch = estimate_advantages(samples, [torch.tensor(VALUES)] * 2, settings)
+    assert [sample.loss_mask.tolist() for sample in batch.policy_samples] == [[1.0, 1.0, 1.0, 0.0, 0.0], [1.0] * 5]
+    trained = torch.cat([sample.advantages[sample.loss_mask > 0] for sample in batch.policy_samples])
+    assert abs(float(trained.mean())) < 1e-6 and float(trained.std(unbiased=False)) == pytest.approx(1.0, abs=1e-5)
+    assert batch.policy_samples[0].advantages[3:].tolist() == [0.0, 0.0]
+
+
+def test_a_limit_holds_after_whitening() -> None:
+    values = [torch.zeros(1)] * 40
+    samples = [judged(f"0/{index}", 1, 100.0 if index == 0 else 0.0) for index in range(40)]
+    limited = estimate_advantages(samples, values, AdvantageSettings(FixedLambda(1.0), limit=3.0))
+    assert float(limited.policy_samples[0].advantages) == 3.0
+    assert limited.metrics["advantage/abs_max"] == 3.0
+
+
+def test_a_value_that_is_no_number_takes_its_sample_out_and_nothing_else() -> None:
+    values = [torch.tensor([0.1, float("nan"), 0.3]), torch.tensor([0.1, 0.2, 0.3])]
+    samples = [judged("0/0", 3, 1.0), judged("0/1", 3, 1.0)]
+    batch = estimate_advantages(samples, values, PLAIN)
+    assert batch.metrics["critic/nonfinite_samples"] == 1
+    assert batch.policy_samples[0].loss_mask.sum() == 0 and batch.policy_samples[1].loss_mask.sum() == 3
+    assert [sample.sample_id for sample in batch.critic_samples] == ["0/1"]
+    assert all(bool(torch.isfinite(sample.advantages).all()) for sample in batch.policy_samples)
+    with pytest.raises(ValueError, match="none of the critic's values of 2 responses are finite"):
+        estimate_advantages(samples, [values[0]] * 2, PLAIN)
+
+
+def test_explained_variance_is_that_of_the_critic_that_made_the_advantages() -> None:
+    samples = [judged("0/0", 2, 1.0), judged("0/1", 2, -1.0)]
+    perfect = estimate_advantages(samples, [torch.ones(2), -torch.ones(2)], PLAIN).metrics
+    assert perfect["critic/explained_variance"] == pytest.approx(1.0)
+    useless = estimate_advantages(samples, [torch.zeros(2)] * 2, PLAIN).metrics
+    assert useless["critic/explained_variance"] == pytest.approx(0.0)
+    same = estimate_advantages(samples[:1], [torch.zeros(2)], PLAIN).metrics
+    assert same["critic/explained_variance"] == 0.0
+
+
+def test_masked_responses_train_nobody() -> None:
+    sample = judged("0/0", 3, -1.0)
+    sample.loss_mask.zero_()
+    batch = estimate_advantages([sample, judged("0/1", 3, 1.0)], [torch.zeros(3)] * 2, PLAIN)
+    assert [one.sample_id for one in batch.critic_samples] == ["0/1"]
+    assert batch.policy_samples[0].advantages.tolist() == [0.0] * 3

@@ -1,0 +1,83 @@
+"""The critic's optimizer steps: exact denominators, its own mini-batches, and what happens where little is finished."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from value_path import FakeCritic, judged, make_critic_learner
+
+from megatron_dapo.parallel.layout import ParallelLayout
+
+
+def with_targets(name: str, length: int, target: float):
+    sample = judged(name, length, target)
+    return replace(sample, values=torch.zeros(length), returns=torch.full((length,), target))
+
+
+def test_values_stand_at_the_state_before_each_token() -> None:
+    samples = [judged("0/0", 3, 1.0), judged("0/1", 1, 1.0)]
+    values = make_critic_learner(FakeCritic()).values(samples)
+    # Token ids are 1, 2, ...; the prompt has two: the state before the first response token ends in token 2.
+    assert [one.tolist() for one in values] == [pytest.approx([0.2, 0.3, 0.4]), pytest.approx([0.2])]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", (sum(0.5 * (v - 1) ** 2 for v in (0.2, 0.3, 0.4)) + 0.5 * 0.8**2) / 4),
+        ("sample_mean", (sum(0.5 * (v - 1) ** 2 for v in (0.2, 0.3, 0.4)) / 3 + 0.5 * 0.8**2) / 2),
+    ],
+)
+def test_the_loss_is_normalised_over_the_mini_batch(aggregation: str, expected: float) -> None:
+    critic = FakeCritic()
+    metrics = make_critic_learner(critic, aggregation=aggregation).learn(
+        [with_targets("0/0", 3, 1.0), with_targets("0/1", 1, 1.0)], 0
+    )
+    assert critic.losses == [pytest.approx(expected)]
+    assert metrics["critic/trained_tokens"] == 4 and metrics["critic/optimizer_steps"] == 1
+
+
+def test_mini_batches_are_its_own_and_the_schedule_counts_train_steps() -> None:
+    critic = FakeCritic()
+    learner = make_critic_learner(critic, size=2)
+    learner.learn([with_targets(f"0/{index}", 2, 1.0) for index in range(5)], 1)
+    assert [len(names) for names in critic.trained] == [1, 2, 2] and critic.learning_rates == [1e-2] * 3
+    assert learner.counters.optimizer_steps == 3
+
+
+def test_a_step_that_is_not_finite_is_counted_and_the_run_goes_on() -> None:
+    critic = FakeCritic(applies=False, grad_norm=float("nan"))
+    learner = make_critic_learner(critic)
+    for step in range(5):
+        metrics = learner.learn([with_targets("0/0", 2, 1.0)], step)
+    assert (learner.counters.optimizer_steps, learner.counters.skipped_steps) == (0, 5)
+    assert metrics["critic/skipped_optimizer_steps"] == 5
+
+
+def test_nothing_finished_is_no_step() -> None:
+    critic = FakeCritic()
+    metrics = make_critic_learner(critic).learn([], 0)
+    assert critic.losses == [] and metrics["critic/loss"] == 0.0
+
+
+def test_every_data_rank_takes_part_where_fewer_are_finished() -> None:
+    finished, going_on = with_targets("0/0", 2, 1.0), judged("0/1", 5, 1.0, is_finished=False)
+    losses, names = [], []
+    for rank in range(3):
+        critic = FakeCritic()
+        learner = make_critic_learner(critic)
+        learner.layout, learner._rank = ParallelLayout(3), rank
+        learner.learn([finished], 0, fillers=[finished, going_on])
+        losses += critic.losses
+        names += critic.trained
+    assert sorted(map(tuple, names)) == [("0/0",), ("0/0",), ("0/1",)]
+    assert sum(losses) == pytest.approx((0.5 * 0.8**2 + 0.5 * 0.7**2) / 2)
+
+
+def test_history_keeps_the_newest() -> None:
+    learner = make_critic_learner(FakeCritic())
+    for step in range(5):
+        learner.remember(step / 10, 1.0, length=3)
+    assert learner.counters.history == [[0.2, 1.0], [0.3, 1.0], [0.4, 1.0]]

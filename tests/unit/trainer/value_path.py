@@ -1,0 +1,132 @@
+"""Samples, and a critic and a policy that give known numbers, for the tests of the value path."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_dapo.algorithms.policy_loss import build_policy_loss
+from megatron_dapo.algorithms.value_loss import build_value_loss
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
+from megatron_dapo.trainer.learner import Learner, LearnerSettings
+from megatron_dapo.trainer.learning_rate import LearningRateSchedule
+from megatron_dapo.trainer.objective import PolicyObjective
+from megatron_dapo.types import Judgement, TrainSample, Window
+
+
+def judged(
+    name: str, length: int, reward: float, start: int = 0, is_finished: bool = True, prompt: int = 2
+) -> TrainSample:
+    """A response of `length` tokens whose window begins at `start`."""
+    mask = torch.ones(length)
+    mask[:start] = 0.0
+    return TrainSample(
+        name,
+        int(name.split("/")[0]),
+        torch.arange(1, prompt + length + 1),
+        prompt,
+        mask,
+        torch.zeros(length),
+        torch.full((length,), -1.0),
+        judgement=Judgement(reward if is_finished else 0.0, reward > 0, Window(start, is_finished)),
+    )
+
+
+@dataclass
+class Result:
+    metrics: dict[str, float]
+    grad_norm: float = 1.0
+    applied: bool = True
+
+
+@dataclass
+class Outputs:
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+@dataclass
+class FakeCritic:
+    """The value of a position is a tenth of the token id there, plus one for every step made."""
+
+    num_steps: int = 0
+    applies: bool = True
+    grad_norm: float = 1.0
+    learning_rates: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    trained: list[list[str]] = field(default_factory=list)
+
+    def forward_values(self, micro_batches):
+        return [micro_batch.token_ids.float() / 10 + self.num_steps for micro_batch in micro_batches]
+
+    def train_step(self, micro_batches, loss_fn, learning_rate):
+        totals: dict[str, float] = {}
+        loss = 0.0
+        for index, values in enumerate(self.forward_values(micro_batches)):
+            part, metrics = loss_fn(micro_batches[index], values, index)
+            loss += float(part)
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        self.losses.append(loss)
+        self.learning_rates.append(learning_rate)
+        self.trained.append([name for micro_batch in micro_batches for name in micro_batch.sample_ids])
+        self.num_steps += self.applies
+        return Result(totals, self.grad_norm, self.applies)
+
+
+class FakePolicy:
+    """Every token has log-prob -1; notes the advantages it is trained with, by sample."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.positive_nll = 0.0
+
+    def forward_logprobs(self, micro_batches, temperature):
+        return [self._outputs(micro_batch) for micro_batch in micro_batches]
+
+    def _outputs(self, micro_batch) -> Outputs:
+        return Outputs(torch.full((micro_batch.num_tokens,), -1.0), torch.zeros(micro_batch.num_tokens))
+
+    def train_step(self, micro_batches, loss_fn, temperature, learning_rate):
+        totals: dict[str, float] = {}
+        for index, micro_batch in enumerate(micro_batches):
+            _, metrics = loss_fn(micro_batch, self._outputs(micro_batch), index)
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        self.num_steps += 1
+        return Result(totals)
+
+
+def make_critic_learner(critic: FakeCritic, loss: str = "squared", aggregation: str = "token_mean", size: int = 64):
+    settings = CriticLearnerSettings(
+        samples_per_mini_batch=size,
+        epochs=1,
+        micro_batch_tokens=64,
+        aggregation=aggregation,
+        shuffle_seed=None,
+        schedule_counts_optimizer_steps=False,
+    )
+    schedule = LearningRateSchedule(1e-2, 2, 10)
+    return CriticLearner(critic, ParallelLayout(1), 0, build_value_loss(loss), settings, schedule)
+
+
+def make_policy_learner(policy: FakePolicy, **changes) -> Learner:
+    settings = LearnerSettings(
+        groups_per_mini_batch=64,
+        epochs=1,
+        micro_batch_tokens=64,
+        aggregation=changes.pop("aggregation", "token_mean"),
+        aggregation_length=8,
+        temperature=1.0,
+        shuffle_seed=None,
+        schedule_counts_optimizer_steps=False,
+        max_consecutive_skips=3,
+        **changes,
+    )
+    loss = build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, None)
+    schedule = LearningRateSchedule(1e-3, 0, 10)
+    layout = ParallelLayout(1)
+    return Learner(policy, PolicyObjective(loss), layout, 0, settings, schedule, lambda name: nullcontext())
