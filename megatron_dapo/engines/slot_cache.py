@@ -22,42 +22,77 @@ WIDTH_STEP = 64  # columns the prefix slots grow by
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """Which rows share which prefix; R is the most rows of one prefix.
+class Run:
+    """Consecutive prefix slots [start, stop), each with places for as many rows: R, the most that any of them has.
 
     Places without a row point at row 0 and are never read back.
     """
 
-    num_prefixes: int
-    members: torch.Tensor  # [num_prefixes * R] int64: row at each place
-    places: torch.Tensor  # [B] int64: place of each row
+    start: int
+    stop: int
+    members: torch.Tensor  # [(stop - start) * R] int64: row at each place
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, kv_heads, r, n] -> [stop - start, kv_heads, R * r, n]."""
+        _, heads, repeats, width = rows.shape
+        slots = self.stop - self.start
+        places = rows.index_select(0, self.members).view(slots, -1, heads, repeats, width)
+        return places.transpose(1, 2).reshape(slots, heads, -1, width)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which rows share which prefix. Rows that go on behind their own tokens share with nobody, those of a fresh group
+    all share one prompt: runs of slots keep the one from being padded to the other.
+    """
+
+    runs: tuple[Run, ...]  # cover the prefix slots in order
+    places: torch.Tensor  # [B] int64: place of each row, counted over all runs
 
     @classmethod
     def of(cls, prefix_of_row: Sequence[int], num_prefixes: int, device: str) -> Sharing:
         """From the prefix slot of every row."""
-        counts = [0] * num_prefixes
-        turn = []
-        for prefix in prefix_of_row:
-            turn.append(counts[prefix])
-            counts[prefix] += 1
-        most = max(counts)
-        places = [prefix * most + place for prefix, place in zip(prefix_of_row, turn, strict=True)]
-        members = [0] * (num_prefixes * most)
-        for row, place in enumerate(places):
-            members[place] = row
-        return cls(num_prefixes, torch.tensor(members, device=device), torch.tensor(places, device=device))
+        members: list[list[int]] = [[] for _ in range(num_prefixes)]
+        for row, prefix in enumerate(prefix_of_row):
+            members[prefix].append(row)
+        places, runs, num_places = [0] * len(prefix_of_row), [], 0
+        # Half as many empty places as there are rows cost less than another product.
+        for start, stop, most in _runs([len(rows) for rows in members], max_empty=len(prefix_of_row) // 2):
+            padded = []
+            for rows in members[start:stop]:
+                for turn, row in enumerate(rows):
+                    places[row] = num_places + len(padded) + turn
+                padded += rows + [0] * (most - len(rows))
+            num_places += len(padded)
+            runs.append(Run(start, stop, torch.tensor(padded, device=device)))
+        return cls(tuple(runs), torch.tensor(places, device=device))
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """[B, kv_heads, r, n] -> [num_prefixes, kv_heads, R * r, n]."""
-        _, heads, repeats, width = rows.shape
-        places = rows.index_select(0, self.members).view(self.num_prefixes, -1, heads, repeats, width)
-        return places.transpose(1, 2).reshape(self.num_prefixes, heads, -1, width)
+    @property
+    def num_prefixes(self) -> int:
+        return self.runs[-1].stop
 
-    def scatter(self, grouped: torch.Tensor, repeats: int) -> torch.Tensor:
-        """[num_prefixes, kv_heads, R * repeats, n] -> [B, kv_heads, repeats, n]."""
-        _, heads, _, width = grouped.shape
-        places = grouped.unflatten(2, (-1, repeats)).transpose(1, 2).reshape(-1, heads, repeats, width)
-        return places.index_select(0, self.places)
+    def product(self, rows: torch.Tensor, of_prefixes: torch.Tensor) -> torch.Tensor:
+        """Each row [B, kv_heads, r, n] times what its prefix holds [num_prefixes, kv_heads, n, m] -> [B, kv_heads, r, m]."""
+        heads, repeats = rows.shape[1:3]
+        parts = []
+        for run in self.runs:
+            grouped = run.gather(rows) @ of_prefixes[run.start : run.stop]
+            places = grouped.unflatten(2, (-1, repeats)).transpose(1, 2)
+            parts.append(places.reshape(-1, heads, repeats, grouped.shape[-1]))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, self.places)
+
+
+def _runs(counts: Sequence[int], max_empty: int) -> list[tuple[int, int, int]]:
+    """(first slot, slot behind the last, rows of the fullest) of runs with at most `max_empty` empty places each."""
+    runs = []
+    start = num_rows = 0
+    most = 1
+    for slot, count in enumerate(counts):
+        if slot > start and (slot + 1 - start) * max(most, count) - num_rows - count > max_empty:
+            runs.append((start, slot, most))
+            start, num_rows, most = slot, 0, 1
+        num_rows, most = num_rows + count, max(most, count)
+    return [*runs, (start, len(counts), most)]
 
 
 @dataclass(frozen=True)
@@ -192,13 +227,12 @@ def _attend_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torc
     sharing, width = keys.sharing, keys.prefixes.shape[2]
     # The heads that share a kv head stand side by side: [B, kv_heads, repeats, d].
     query = query.reshape(num_rows, keys.responses.shape[1], -1, head_dim)
-    repeats = query.shape[2]
-    of_prefixes = sharing.scatter(sharing.gather(query) @ keys.prefixes.transpose(-1, -2), repeats)
+    of_prefixes = sharing.product(query, keys.prefixes.transpose(-1, -2))
     of_responses = query @ keys.responses.transpose(-1, -2)
     scores = torch.cat((of_prefixes, of_responses), dim=-1) + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     output = weights[..., width:] @ values.responses
-    output += sharing.scatter(sharing.gather(weights[..., :width]) @ values.prefixes, repeats)
+    output += sharing.product(weights[..., :width], values.prefixes)
     return output.view(num_rows, 1, num_heads, head_dim)
 
 
