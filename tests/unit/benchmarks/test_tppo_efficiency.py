@@ -1,0 +1,121 @@
+"""The simulation of windows against cases worked out by hand, and the comparison of two runs' records."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+STEEP = [(1, 1.0), (2, 2.0), (4, 4.0)]  # a tick costs as much as responses run: no slot is ever wasted
+FLAT = [(1, 1.0), (4, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def benchmark(repository: Path):
+    path = repository / "benchmarks" / "tppo_efficiency.py"
+    specification = importlib.util.spec_from_file_location("tppo_efficiency", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["tppo_efficiency"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def setting(benchmark, curve, **changes):
+    given = {"num_responses": 64, "per_engine": 4, "window": 8192, "prefill_cost": 0.0} | changes
+    return benchmark.Setting(curve, **given)
+
+
+def test_ticks_between_and_beyond_the_points(benchmark) -> None:
+    ticks = benchmark.tick_lengths([(1, 1.0), (3, 2.0), (4, 5.0)], 6)
+    assert ticks.tolist() == pytest.approx([0.0, 1.0, 1.5, 2.0, 5.0, 8.0, 11.0])
+
+
+def test_an_engine_by_hand(benchmark) -> None:
+    new_tokens = torch.tensor([[2, 10, 5]])
+    ticks = torch.tensor([0.0, 1.0, 3.0, 10.0], dtype=torch.float64)
+    seconds, busy = benchmark.engine_times(new_tokens, ticks)
+    # three run for 2 ticks, two for 3 more, one for 5 more
+    assert seconds.tolist() == [2 * 10 + 3 * 3 + 5 * 1]
+    assert busy.tolist() == [3 * 20 + 2 * 9 + 1 * 5]
+    length, idle = benchmark.rollout_cost(
+        new_tokens[0],
+        torch.tensor([0, 6, 0]),
+        setting(benchmark, FLAT, per_engine=3, num_responses=3, prefill_cost=0.5),
+        ticks,
+    )
+    assert length == pytest.approx(34 + 6 * 0.5 * 10 / 3)
+    assert idle == pytest.approx(1 - 83 / (3 * length))
+
+
+def test_equal_lengths_gain_nothing_a_token(benchmark) -> None:
+    tail = benchmark.Tail(24576.0, 0.0)
+    found = benchmark.simulate(setting(benchmark, FLAT, tail=tail))
+    # All at the maximum: a window step is a third of a whole one and makes a third of its tokens.
+    assert found["speedup"] == pytest.approx(3.0)
+    assert found["speedup_tokens"] == pytest.approx(1.0)
+    assert found["idle_share_full"] == pytest.approx(0.0)
+    short = benchmark.simulate(setting(benchmark, FLAT, tail=benchmark.Tail(100.0, 0.0)))
+    assert short["speedup"] == pytest.approx(1.0) == short["speedup_step"]
+
+
+def test_where_slots_cost_nothing_idle_a_tail_costs_nothing(benchmark) -> None:
+    found = benchmark.simulate(setting(benchmark, STEEP, per_engine=512, num_responses=2048))
+    # Nearly: an engine that happens to hold more tokens than the others is waited for.
+    assert found["speedup_tokens"] < 1.2
+    flat = benchmark.simulate(setting(benchmark, FLAT, per_engine=64, num_responses=2048))
+    assert 1.8 < flat["speedup_tokens"] < flat["speedup"] <= 3.0
+
+
+def test_windows_lose_no_token_and_a_window_as_long_as_the_maximum_changes_nothing(benchmark) -> None:
+    base = setting(benchmark, FLAT, num_responses=2048, per_engine=64)
+    whole = benchmark.simulate(replace(base, window=24576))
+    assert whole["speedup"] == pytest.approx(1.0, rel=0.02)
+    steps = benchmark.window_steps(base, torch.Generator().manual_seed(0))
+    assert len(steps) == benchmark.COUNTED_STEPS
+    assert all(step.tokens <= 2048 * 8192 for step in steps)
+
+
+def test_engines_that_responses_do_not_divide_over_are_refused(benchmark) -> None:
+    with pytest.raises(ValueError, match="do not divide"):
+        setting(benchmark, FLAT, num_responses=10, per_engine=4)
+
+
+def test_stored_curves_are_relative_and_name_their_origin(benchmark, repository: Path) -> None:
+    curves = benchmark.stored_curves()
+    assert {"embedded", "roofline", "flat"} <= set(curves)
+    assert all(curve[0][1] == pytest.approx(1.0, abs=0.02) for curve in curves.values())
+    stored = json.loads((repository / "benchmarks/results/tppo_engine_curve.json").read_text(encoding="utf-8"))
+    assert all(entry["origin"] for entry in stored.values())
+
+
+def record(folder: Path, seconds: float, tokens: int, longest: int, accuracies: list[float]) -> Path:
+    folder.mkdir()
+    step = {"time/step": seconds + 3, "time/evaluate": 2.0, "time/checkpoint": 1.0, "time/generate": seconds / 2}
+    step |= {"time/train": seconds / 4, "throughput/generated_tokens": tokens, "actor/trained_tokens": tokens}
+    step |= {"rollout/response_tokens_max": longest}
+    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(step) for _ in accuracies[1:]), encoding="utf-8")
+    lines = [json.dumps({"train_step": i, "eval/avg_at_k": accuracy}) for i, accuracy in enumerate(accuracies)]
+    (folder / "evaluations.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def test_two_runs_compared(benchmark, tmp_path: Path) -> None:
+    full = benchmark.run_report(record(tmp_path / "full", 8.0, 1000, 50, [0.5, 0.7, 0.9]), 40, None)
+    windows = benchmark.run_report(record(tmp_path / "windows", 4.0, 600, 50, [0.5, 0.6, 0.7, 0.8, 0.9]), 40, 20)
+    found = benchmark.compare(full, windows, target=0.8)
+    assert found["measured_speedup"] == pytest.approx(2.0) == pytest.approx(found["measured_speedup_step"])
+    assert found["measured_speedup_tokens"] == pytest.approx(600 / 2 / (1000 / 4))
+    assert found["idle_share"] == {"full": pytest.approx(1 - 1000 / 2000), "windows": pytest.approx(1 - 600 / 800)}
+    assert found["seconds_to_target"] == {"full": pytest.approx(12.0), "windows": pytest.approx(12.0)}
+    assert found["time_to_accuracy_ratio"] == pytest.approx(1.0)
+    assert benchmark.compare(full, windows, target=0.95)["time_to_accuracy_ratio"] is None
+
+
+def test_a_folder_without_a_run_is_named(benchmark, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a run folder"):
+        benchmark.run_report(tmp_path, 40, None)
