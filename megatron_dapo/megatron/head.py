@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_dapo.megatron.model import output_weight
+from megatron_dapo.ops.head.choice import AUTO, Choice, Place, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 from megatron_dapo.types import MicroBatch
 
@@ -22,11 +23,13 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """`vocab_size`: without padding. `chunk_tokens`: tokens whose logits live at a time; None: chosen by size."""
+    """`vocab_size`: without padding. `chunk_tokens`: tokens whose logits live at a time; None: chosen by size.
+    `implementation`: a name of `ops.head.choice.IMPLEMENTATIONS`, or "auto" for the rule stated there."""
 
     vocab_size: int
     temperature: float = 1.0
     chunk_tokens: int | None = None
+    implementation: str = AUTO
 
 
 def token_outputs(
@@ -41,6 +44,13 @@ def token_outputs(
         temperature=settings.temperature,
         vocab_size=settings.vocab_size,
         group=group if group.size() > 1 else None,
+        implementation=settings.implementation,
         chunk_tokens=settings.chunk_tokens,
     )
     return TokenOutputs(logprobs, entropy)
+
+
+def implementation(chunk: GPTModel, settings: HeadSettings) -> Choice:
+    """Which implementation `token_outputs` takes for this last chunk, and why; ValueError where it cannot run here."""
+    weight = output_weight(chunk)
+    return choose(settings.implementation, Place(weight.device, weight.dtype, weight.size(1), weight.size(0)))

@@ -1,0 +1,51 @@
+"""Triton's kernels compile to machine code for the devices they are meant for, which takes no device: they use the
+tensor cores, fit the shared memory, and keep their sums in registers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may use
+PRODUCTS = {(90, "bf16"): "wgmma", (80, "bf16"): "mma.sync"}
+MAX_SPILLED_BYTES = 64
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, str]]:
+    """Every kernel for every device, type and use, by a process without the interpreter."""
+    folder = tmp_path_factory.mktemp("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
+    worker = Path(__file__).with_name("compile_kernels.py")
+    finished = subprocess.run(
+        [sys.executable, str(worker)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    rows = [dict(part.split("=", 1) for part in line.split("\t")) for line in finished.stdout.splitlines()]
+    return {(row["kernel"], row["capability"], row["type"], row["slope"]): row for row in rows}
+
+
+def test_all_kernels_compile(compiled) -> None:
+    kernels = {key[0] for key in compiled}
+    assert kernels == {"partial_sums", "logit_gradients"}
+    assert len(compiled) == 12  # 3 uses x 2 types x 2 devices
+
+
+def test_16_bit_products_are_those_of_the_tensor_cores(compiled) -> None:
+    for (_, capability, kind, _), row in compiled.items():
+        expected = PRODUCTS.get((int(capability), kind))
+        assert expected is None or expected in row["products"].split(","), row
+
+
+def test_shared_memory_is_enough_and_little_is_spilled(compiled) -> None:
+    for (_, capability, _, _), row in compiled.items():
+        assert int(row["shared"]) <= SHARED_MEMORY[int(capability)], row
+        spilled = [int(number) for number in re.findall(r"(\d+) bytes spill stores", row["assembler"])]
+        assert spilled and max(spilled) <= MAX_SPILLED_BYTES, row
