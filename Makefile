@@ -1,5 +1,7 @@
 # make quickstart [LAYOUT=tp1pp2] [ARGS="--set run.seed=1"]   train the shipped example
 # make quickstart-sglang [LAYOUT=...] [ARGS=...]               the same with a stock SGLang server
+# make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
+# make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
 # make test                                                    the whole test suite
 # make test-engine                                             the tests against a real SGLang server alone
 PYTHON ?= python3.11
@@ -12,7 +14,7 @@ SGLANG_PIP := .venv-sglang/bin/python -m pip --disable-pip-version-check install
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang test test-engine clean
+.PHONY: quickstart quickstart-sglang quickstart-vapo quickstart-tppo test test-engine clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -38,6 +40,12 @@ quickstart: .venv
 
 quickstart-sglang: .venv .venv-sglang
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart_sglang.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
+
+# The critic is pretrained on the policy as it is; training starts from it.
+quickstart-vapo quickstart-tppo: .venv
+	$(RUN) .venv/bin/megatron-dapo pretrain-value examples/quickstart/$(subst -,_,$@).toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
+	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/$(subst -,_,$@).toml $(if $(LAYOUT),--layout $(LAYOUT)) \
+		--set critic.path=runs/$@/value_pretraining/critic $(ARGS)
 
 # Unit tests share the cores; tests that start processes of their own run one after the other.
 test: .venv .venv-sglang

@@ -82,7 +82,7 @@ class ResumeProofReport:
     first_difference: str | None
     phases: Mapping[str, int]  # kills by where they hit
     restarts_from_a_checkpoint: int
-    checkpoints_with_carried_groups: int  # of the reference: the buffer was not empty
+    checkpoints_with_carried_groups: int  # of the reference: groups waited in the buffer, or windows to go on
     train_steps: int
     start_up_seconds: float  # of the reference
     run_seconds: float  # of the reference, after start-up
@@ -359,6 +359,6 @@ def resume_and_compare(settings: ResumeProofSettings, reference: Path, folder: P
 
 
 def _num_carrying(checkpoints: Path) -> int:
-    """Checkpoints whose buffer holds groups."""
+    """Checkpoints that hold groups to be trained later, or responses to go on with."""
     states = [json.loads(file.read_text(encoding="utf-8")) for file in checkpoints.glob("step_*/collector.json")]
-    return sum(bool(state["buffer"]["groups"]) for state in states)
+    return sum(bool(state["pool"] if "pool" in state else state["buffer"]["groups"]) for state in states)

@@ -38,6 +38,7 @@ def sample_record(train_step: int, group: Group, index: int, advantage: float) -
         "advantage": advantage,
         "versions": [asdict(part) for part in sample.completion.versions],
         "generation_step": group.generation_step,
+        "window": asdict(sample.window),
     }
 
 

@@ -66,6 +66,56 @@ AIME_50: dict[str, Any] = {
 }
 
 
+# algorithms.md's values of the papers (arXiv 2504.05118, 2506.15050) and of T-PPO's public scripts.
+VAPO: dict[str, Any] = {
+    "algorithm.name": "vapo",
+    "algorithm.clip_ratio_low": 0.2,
+    "algorithm.clip_ratio_high": 0.28,
+    "algorithm.aggregation": "token_mean",
+    "algorithm.positive_example_coefficient": 0.1,
+    "advantage_estimation.gamma": 1.0,
+    "advantage_estimation.lambda_rule": "length_adaptive",
+    "advantage_estimation.lambda_alpha": 0.05,
+    "advantage_estimation.critic_lambda": 1.0,
+    "optimizer.learning_rate": 1e-6,
+    "critic.optimizer.learning_rate": 2e-6,
+    "rollout.prompts_per_step": 512,
+    "rollout.group_size": 16,
+    "rollout.filter_groups": False,
+    "training.mini_batch_prompts": 32,
+    "value_pretraining.max_steps": 50,
+}
+TPPO: dict[str, Any] = {
+    "algorithm.name": "tppo",
+    "algorithm.clip_ratio_low": 0.2,
+    "algorithm.clip_ratio_high": 0.28,
+    "algorithm.dual_clip": 10.0,
+    "algorithm.aggregation": "rollout_token_mean",
+    "algorithm.positive_example_coefficient": 0.1,
+    "advantage_estimation.lambda_rule": "window",
+    "advantage_estimation.lambda_alpha": 0.05,
+    "advantage_estimation.lambda_floor": 0.95,
+    "advantage_estimation.critic_lambda": 1.0,
+    "advantage_estimation.limit": 10.0,
+    "window.tokens": 8192,
+    "window.ignored_tail_tokens": 8,
+    "rollout.max_response_tokens": 24576,
+    "rollout.group_size": 16,
+    "optimizer.learning_rate": 8e-7,
+    "optimizer.warmup_steps": 20,
+    "optimizer.weight_decay": 0.1,
+    "critic.optimizer.learning_rate": 2e-6,
+    "critic.warmup_train_steps": 10,
+    "critic.clip_value_low": 0.5,
+    "critic.clip_value_high": 0.6,
+    "critic.aggregation": "sample_mean",
+    "training.epochs": 1,
+}
+PUBLISHED = [
+    (name, path, expected) for name, table in (("vapo", VAPO), ("tppo", TPPO)) for path, expected in table.items()
+]
+
+
 def value(config: Any, path: str) -> Any:
     for name in path.split("."):
         config = getattr(config, name)
@@ -95,6 +145,20 @@ def test_aime_recipe_fits_its_model_and_machines() -> None:
     optimizer_steps = config.rollout.prompts_per_step // config.training.mini_batch_prompts
     assert optimizer_steps == 16 and config.training.mini_batch_prompts * config.rollout.group_size == 512
     assert config.rollout.prompts_per_step * config.rollout.oversample == 1536
+
+
+@pytest.mark.parametrize(("name", "path", "expected"), PUBLISHED)
+def test_value_of_a_critics_recipe_is_the_published_one_and_stated_in_it(name: str, path: str, expected: Any) -> None:
+    recipe = ROOT / "examples" / "recipes" / f"{name}_qwen2.5_32b.toml"
+    loaded = load_config(recipe)
+    assert value(loaded.config, path) == expected
+    assert loaded.origins[path] == str(recipe), f"{path} rests on a default, or on a recipe below, that may change"
+
+
+@pytest.mark.parametrize("name", ["vapo", "tppo"])
+def test_recipe_with_a_critic_fits_its_model_and_machines(name: str) -> None:
+    config = load_config(ROOT / "examples" / "recipes" / f"{name}_qwen2.5_32b.toml").config
+    assert validate(config, world_size=128, architecture=QWEN_32B) == []
 
 
 def test_quickstart_inputs_stand_beside_the_recipe() -> None:

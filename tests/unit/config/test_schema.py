@@ -35,7 +35,9 @@ def aliases_in(function: ast.AST) -> dict[str, str]:
             aliases[node.arg] = CLASSES[ast.unparse(node.annotation)]
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
-            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts)
+            both = (
+                isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts)
+            )
             pairs = zip(target.elts, value.elts, strict=True) if both else [(target, value)]
             for name, expression in pairs:
                 section = section_of(expression, {})

@@ -33,6 +33,7 @@ def test_record_holds_all_a_reader_asks_for(groups: list[Group]) -> None:
         "advantage": -0.5,
         "versions": [{"start": 0, "end": 1, "version": 3}, {"start": 1, "end": 2, "version": 4}],
         "generation_step": 9,
+        "window": {"start": 0, "is_finished": True},
     }
 
 
