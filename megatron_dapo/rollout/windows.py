@@ -336,10 +336,12 @@ class WindowCollector:
             self._in_flight.update(requests)
             self._engine.submit(list(requests.values()))
         scored = self._collected.scored
-        finished = [self._unscored(place) for place in returned if self._is_finished(place) and place not in scored]
+        finished = {
+            place: self._unscored(place) for place in returned if self._is_finished(place) and place not in scored
+        }
         if finished:
-            samples = self._scorer.score([sample for _, sample in finished])
-            scored.update((place, samples[sample.sample_id]) for place, sample in finished)
+            samples = self._scorer.score(list(finished.values()))
+            scored.update((place, samples[sample.sample_id]) for place, sample in finished.items())
 
     def _limit(self, place: Place) -> int:
         """Response tokens at the end of the window."""
@@ -361,12 +363,12 @@ class WindowCollector:
         seed = sample_seed(self._settings.seed, group_id, index)
         return next_request(self._pool[group_id].responses, index, sampling, seed)
 
-    def _unscored(self, place: Place) -> tuple[Place, UnscoredSample]:
+    def _unscored(self, place: Place) -> UnscoredSample:
         group_id, index = place
         group = self._pool[group_id]
         completion = group.completion(index)
         assert completion is not None, f"response {group_id}/{index} was generated"
-        return place, UnscoredSample(f"{group_id}/{index}", group.responses.prompt, completion)
+        return UnscoredSample(f"{group_id}/{index}", group.responses.prompt, completion)
 
     def _report(self, num_groups: int) -> None:
         if self._on_progress is None:
@@ -415,7 +417,7 @@ class WindowCollector:
         scored = self._collected.scored.get(place)
         if scored is not None:
             return replace(scored, window=Window(start, True))
-        return self._scorer.unfinished(self._unscored(place)[1], start)
+        return self._scorer.unfinished(self._unscored(place), start)
 
     def _groups(self, samples: Mapping[Place, ScoredSample], version: int) -> list[Group]:
         """In order of their start."""

@@ -390,8 +390,9 @@ def test_batches_given_back_come_again_in_their_order() -> None:
     batches = [world.collector.collect(3) for _ in range(3)]
     state = world.collector.state_dict(untrained=batches)
     after = world.collector.accounting()
-    for batch in reversed(batches):
-        world.collector.give_back(batch)
+    for num_left in (2, 1, 0):
+        world.collector.give_back(batches[num_left])
+        assert world.collector.state_dict(untrained=batches[:num_left]) == state
     accounting = world.collector.accounting()
     assert accounting.is_balanced and accounting.given_back == after.trained and accounting.trained == 0
     assert world.collector.state_dict() == state and world.collector.train_step == 0
