@@ -188,7 +188,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor  # [P] float32
     sample_ids: tuple[str, ...]  # N
     staleness: torch.Tensor | None = None  # [P] float32, see TrainSample; None: 0 everywhere
-    values: torch.Tensor | None = None  # [P] float32; None where no sample has any, like the two below
+    values: torch.Tensor | None = None  # [P] float32, like the two below 0 where no critic said anything
     returns: torch.Tensor | None = None  # [P] float32
     positive_weights: torch.Tensor | None = None  # [P] float32
 

@@ -130,12 +130,10 @@ def pack(
     bounds = torch.tensor([0, *padded]).cumsum(0)
     integers = torch.zeros(2, int(bounds[-1]), dtype=torch.int64)
     reals = torch.zeros(5, int(bounds[-1]))
-    estimates = torch.zeros(3, int(bounds[-1])) if any(map(_has_estimates, samples)) else None
+    estimates = torch.zeros(3, int(bounds[-1]))
     for sample, weight, start in zip(samples, loss_weights, bounds.tolist(), strict=False):
         _write(sample, weight, start, integers, reals)
-        if estimates is not None:
-            _write_estimates(sample, start, estimates)
-    critic_fields = dict(zip(_ESTIMATES, estimates, strict=True)) if estimates is not None else {}
+        _write_estimates(sample, start, estimates)
     sizes = bounds[1:] - bounds[:-1]
     return MicroBatch(
         token_ids=integers[0],
@@ -150,16 +148,10 @@ def pack(
         rollout_logprobs=reals[3],
         sample_ids=tuple(sample_ids),
         staleness=reals[4],
-        **critic_fields,
+        values=estimates[0],
+        returns=estimates[1],
+        positive_weights=estimates[2],
     )
-
-
-# Fields of a micro-batch that only algorithms with a critic have.
-_ESTIMATES = ("values", "returns", "positive_weights")
-
-
-def _has_estimates(sample: TrainSample) -> bool:
-    return sample.values is not None or sample.returns is not None or sample.positive_weight > 0
 
 
 def _write_estimates(sample: TrainSample, start: int, estimates: torch.Tensor) -> None:

@@ -152,6 +152,7 @@ def _objective(algorithm: AlgorithmConfig, actor: MegatronActor) -> PolicyObject
         entropy_coefficient=algorithm.entropy_coefficient,
         kl_coefficient=algorithm.kl_loss_coefficient,
         kl_estimator=algorithm.kl_estimator,
+        positive_coefficient=algorithm.positive_example_coefficient,
         reduce_over_sequence_parts=_sum_over_context(actor),
     )
 
@@ -184,7 +185,6 @@ def _learner_settings(config: Config) -> LearnerSettings:
         max_consecutive_skips=training.max_consecutive_skips,
         # A step's windows are of many groups, a few of each.
         samples_per_mini_batch=training.mini_batch_prompts * config.rollout.group_size if windows else 0,
-        positive_example_coefficient=config.algorithm.positive_example_coefficient,
     )
 
 

@@ -79,7 +79,6 @@ class LearnerSettings:
     schedule_counts_optimizer_steps: bool
     max_consecutive_skips: int
     samples_per_mini_batch: int = 0  # above 0 mini-batches are of so many samples, and groups may straddle them
-    positive_example_coefficient: float = 0.0
 
 
 @dataclass
@@ -242,7 +241,7 @@ class Learner:
 
     def _with_positive_weights(self, samples: list[TrainSample]) -> list[TrainSample]:
         """The samples of one optimizer step; correct ones share the coefficient of the language-model loss by tokens."""
-        coefficient = self._settings.positive_example_coefficient
+        coefficient = self._objective.positive_coefficient
         if not coefficient:
             return samples
         trained = _trained_tokens(samples)

@@ -42,6 +42,7 @@ class PolicyObjective:
     entropy_coefficient: float = 0.0
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
+    positive_coefficient: float = 0.0  # of the language-model loss on correct responses; their weights hold it
     # See PolicyLossInputs: an all-reduce over the context-parallel group where sequences are cut.
     reduce_over_sequence_parts: Callable[[torch.Tensor], torch.Tensor] = identity
 
@@ -88,7 +89,7 @@ class PolicyObjective:
             metrics = {**metrics, **kl_metrics}
         loss = (token_loss * micro_batch.loss_weights * micro_batch.loss_mask).sum()
         positive = micro_batch.positive_weights
-        if positive is not None:
+        if self.positive_coefficient and positive is not None:
             negative_logprobs, positive_metrics = positive_example_loss(logprobs, micro_batch.loss_mask, positive > 0)
             loss = loss + (negative_logprobs * positive).sum()
             metrics = {**metrics, **positive_metrics}

@@ -228,4 +228,4 @@ def test_what_a_critic_said_stands_where_the_log_prob_of_its_token_does() -> Non
     assert micro_batch.values.tolist() == [0.0] * 7 + [0.5, 0.25, -1.0, 0.0]
     assert micro_batch.returns.tolist() == [0.0] * 7 + [1.0, 2.0, 3.0, 0.0]
     assert torch.equal(micro_batch.positive_weights[7:10], 0.125 * judged.loss_mask)
-    assert pack([plain], [0.1], ParallelLayout(1)).values is None
+    assert pack([plain], [0.1], ParallelLayout(1)).values.tolist() == [0.0] * 6

@@ -58,7 +58,7 @@ def test_the_gate_holds_while_the_policy_stands_still() -> None:
 
 def test_correct_responses_are_also_learned_by_heart() -> None:
     policy = FakePolicy()
-    metrics = make(policy, FakeCritic(), {"positive_example_coefficient": 0.1}).learn(batch(), 0).metrics
+    metrics = make(policy, FakeCritic(), {"positive_coefficient": 0.1}).learn(batch(), 0).metrics
     without = make(FakePolicy(), FakeCritic()).learn(batch(), 0).metrics
     # Every token has log-prob -1; the weights of correct responses' tokens sum to the coefficient.
     assert metrics["actor/positive_nll"] == pytest.approx(1.0) and without["actor/positive_nll"] == 0.0

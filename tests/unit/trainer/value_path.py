@@ -113,7 +113,7 @@ def make_critic_learner(critic: FakeCritic, loss: str = "squared", aggregation: 
     return CriticLearner(critic, ParallelLayout(1), 0, build_value_loss(loss), settings, schedule)
 
 
-def make_policy_learner(policy: FakePolicy, **changes) -> Learner:
+def make_policy_learner(policy: FakePolicy, positive_coefficient: float = 0.0, **changes) -> Learner:
     settings = LearnerSettings(
         groups_per_mini_batch=64,
         epochs=1,
@@ -129,4 +129,5 @@ def make_policy_learner(policy: FakePolicy, **changes) -> Learner:
     loss = build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, None)
     schedule = LearningRateSchedule(1e-3, 0, 10)
     layout = ParallelLayout(1)
-    return Learner(policy, PolicyObjective(loss), layout, 0, settings, schedule, lambda name: nullcontext())
+    objective = PolicyObjective(loss, positive_coefficient=positive_coefficient)
+    return Learner(policy, objective, layout, 0, settings, schedule, lambda name: nullcontext())
