@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import psutil
 
@@ -38,7 +39,8 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         (policy_version - run.version, run.end - run.start) for sample in samples for run in sample.completion.versions
     ]
     duplicates = sum(
-        len(group.samples) - len({sample.completion.token_ids for sample in group.samples}) for group in groups
+        len(group.samples) - len({sample.completion.token_ids for sample in group.samples})
+        for group in (replace(group, samples=tuple(_finished(group.samples))) for group in groups)
     )
     return {
         "rollout/groups_trained": len(groups),

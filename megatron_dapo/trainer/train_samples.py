@@ -56,7 +56,7 @@ def build_judged_samples(groups: Sequence[Group], *, filter_overlong: bool) -> T
     samples = []
     for index, group in enumerate(groups):
         for sample in group.samples:
-            is_left_out = filter_overlong and sample.completion.is_truncated
+            is_left_out = filter_overlong and sample.window.is_finished and sample.completion.is_truncated
             built = _train_sample(group, sample, index, 0.0, 0.0 if is_left_out else 1.0)
             built.loss_mask[: sample.window.start] = 0.0
             judgement = Judgement(sample.reward, sample.score.accuracy > 0, sample.window)

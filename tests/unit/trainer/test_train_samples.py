@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_dapo.algorithms.advantages import build_advantage_estimator
-from megatron_dapo.trainer.train_samples import build_train_samples, with_staleness
-from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange
+from megatron_dapo.trainer.train_samples import build_judged_samples, build_train_samples, with_staleness
+from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
 
 
 def _sample(name, length, reward, finish="stop"):
@@ -54,3 +54,33 @@ def test_every_token_carries_its_age():
     assert built.samples[0].staleness is None
     aged = with_staleness(built.samples, groups, version=5)
     assert [one.staleness.tolist() for one in aged] == [[2.0, 1.0, 1.0, 0.0], [5.0, 5.0]]
+
+
+def test_judged_samples_train_the_tokens_of_their_window() -> None:
+    group = _group_of_windows()
+    samples = build_judged_samples([group], filter_overlong=True).samples
+    assert [sample.loss_mask.tolist() for sample in samples] == [[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+    assert [sample.judgement.window.is_finished for sample in samples] == [False, True, True]
+    assert [(sample.judgement.reward, sample.judgement.is_correct) for sample in samples] == [
+        (0.0, False),
+        (1.0, True),
+        (-1.0, False),
+    ]
+    assert [sample.loss_mask.sum() for sample in build_judged_samples([group], filter_overlong=False).samples][2] == 3
+
+
+def _group_of_windows() -> Group:
+    """One that goes on behind its first token's window, one correct, one cut at the limit."""
+
+    def make(index: int, reason: str, reward: float, window: Window) -> ScoredSample:
+        completion = Completion(f"g/{index}", (5, 6, 7), (-1.0,) * 3, reason, (VersionRange(0, 3, 0),))
+        score = Score(float(reward > 0), reward, "correct" if reward > 0 else "wrong")
+        return ScoredSample(f"g/{index}", completion, "", score, {"verifier": reward}, window)
+
+    prompt = Prompt("p", (), (1, 2), "4")
+    samples = (
+        make(0, "abort", 0.0, Window(1, False)),
+        make(1, "stop", 1.0, Window()),
+        make(2, "length", -1.0, Window()),
+    )
+    return Group("g", prompt, samples, 0, 0)
