@@ -10,11 +10,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from megatron_dapo.ops.head import chunked, fp8_logits
+from megatron_dapo.ops.head.imports import import_failure
 from megatron_dapo.ops.head.problem import Kernels
 
 AUTO, REFERENCE, CHUNKED, TRITON, TE_FP8 = "auto", "reference", "chunked", "triton", "te_fp8"
@@ -83,7 +83,7 @@ def _nothing(place: Place) -> str | None:
 def _in_the_way_of_triton(place: Place) -> str | None:
     if place.dtype == torch.float64:
         return "its sums are fp32 and the inputs fp64; chunked and reference sum in fp64"
-    failure = _import_failure(_FUSED)
+    failure = import_failure(_FUSED)
     if failure is not None:
         return f"Triton cannot be imported: {failure}"
     if importlib.import_module("megatron_dapo.ops.head.fused_kernels").IS_INTERPRETED:
@@ -106,17 +106,6 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def _in_the_way_of_fp8(place: Place) -> str | None:
     return fp8_logits.obstacle(place.device, place.dtype, place.width, place.rows)
-
-
-@cache
-def _import_failure(module: str) -> str | None:
-    """What importing it says, None where that works. A package that is there and broken fails with more than
-    ImportError."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _load_triton() -> Kernels:

@@ -73,8 +73,14 @@ class TileGradients(Protocol):
 Source = Callable[[Problem], LogitSource]
 
 
-def sums(problem: Problem, source: Source = WideLogits) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Kernels.sums`."""
+TakeTile = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+
+
+def sums(
+    problem: Problem, source: Source = WideLogits, take: TakeTile | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Kernels.sums`. take: what brings a tile into the running numbers, `take_tile` by default."""
+    take = take_tile if take is None else take
     num_tokens, logits_of = problem.hidden.size(0), source(problem)
     dtype = accumulation_dtype(torch.promote_types(problem.hidden.dtype, problem.weight.dtype))
     maxima = problem.hidden.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=dtype)
@@ -82,8 +88,8 @@ def sums(problem: Problem, source: Source = WideLogits) -> tuple[torch.Tensor, t
     for columns in problem.column_tiles() if num_tokens else ():
         logits_of.enter(columns)
         for tokens in problem.token_tiles():
-            logits = scaled(logits_of.logits(tokens), problem.shard.temperature)
-            add_tile(maxima[tokens], totals[:, tokens], logits, column[tokens] - columns.start)
+            products, of_tile = logits_of.logits(tokens), column[tokens] - columns.start
+            take(maxima[tokens], totals[:, tokens], products, of_tile, problem.shard.temperature)
     return maxima, totals
 
 
@@ -91,9 +97,12 @@ def scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def add_tile(maxima: torch.Tensor, totals: torch.Tensor, logits: torch.Tensor, column: torch.Tensor) -> None:
-    """Take one tile into the running maxima [c] and totals [3, c]; overwrites `logits` [c, n]. `column` [c]: the
+def take_tile(
+    maxima: torch.Tensor, totals: torch.Tensor, products: torch.Tensor, column: torch.Tensor, temperature: float
+) -> None:
+    """Take one tile into the running maxima [c] and totals [3, c]; overwrites `products` [c, n]. `column` [c]: the
     target's column counted from the tile's first."""
+    logits = scaled(products, temperature)
     index, owned = _within(column, logits.size(1))
     totals[2] += logits.gather(1, index[:, None])[:, 0].where(owned, 0.0)
     largest = torch.maximum(maxima, logits.amax(dim=1))

@@ -115,6 +115,33 @@ def _splits(num_tokens: int, num_columns: int, blocks: Blocks, device: torch.dev
     return triton.cdiv(num_tiles, tiles_a_split), tiles_a_split * blocks.columns
 
 
+def take_tile(
+    maxima: torch.Tensor, totals: torch.Tensor, products: torch.Tensor, column: torch.Tensor, temperature: float
+) -> None:
+    """`chunked.take_tile`, reading the tile once. fp32 alone."""
+    num_tokens, num_columns = products.shape
+    of_tile, sums_of_tile = torch.empty_like(maxima), maxima.new_empty(3, num_tokens)
+    block_tokens, block_columns = (16, 32) if fused_kernels.IS_INTERPRETED else (4, 1024)
+    with torch.cuda.device_of(products):
+        fused_kernels.sums_of_logits[(triton.cdiv(num_tokens, block_tokens),)](
+            products,
+            column,
+            of_tile,
+            sums_of_tile,
+            num_tokens,
+            num_columns,
+            products.stride(0),
+            1.0 / temperature,
+            BLOCK_TOKENS=block_tokens,
+            BLOCK_COLUMNS=block_columns,
+        )
+    largest = torch.maximum(maxima, of_tile)
+    rebase(totals, maxima - largest)
+    rebase(sums_of_tile, of_tile - largest)
+    totals.add_(sums_of_tile)
+    maxima.copy_(largest)
+
+
 def gradients(problem: Problem, upstream: Upstream) -> Gradients:
     """See `Kernels.gradients`."""
     tiles = problem.tiles if fused_kernels.IS_INTERPRETED else GRADIENT_TILE

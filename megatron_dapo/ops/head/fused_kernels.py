@@ -48,6 +48,29 @@ def _tile(
 
 
 @triton.jit
+def _take(largest, total, weighted, target, logits, columns, num_columns, target_column):
+    """The running numbers of each token after one more tile of its logits."""
+    real = columns[None, :] < num_columns
+    target += tl.sum(tl.where(real & (columns[None, :] == target_column[:, None]), logits, 0.0), axis=1)
+    larger = tl.maximum(largest, tl.max(tl.where(real, logits, LEAST), axis=1))
+    shift = largest - larger
+    factor = tl.exp(shift)
+    relative = logits - larger[:, None]
+    exponentials = tl.where(real, tl.exp(relative), 0.0)
+    weighted = (weighted + total * shift) * factor + tl.sum(tl.where(real, relative * exponentials, 0.0), axis=1)
+    total = total * factor + tl.sum(exponentials, axis=1)
+    return larger, total, weighted, target
+
+
+@triton.jit
+def _store(maxima, sums, place, plane, has_token, largest, total, weighted, target):
+    tl.store(maxima + place, largest, mask=has_token)
+    tl.store(sums + place, total, mask=has_token)
+    tl.store(sums + plane + place, weighted, mask=has_token)
+    tl.store(sums + 2 * plane + place, target, mask=has_token)
+
+
+@triton.jit
 def partial_sums(
     hidden,
     weight,
@@ -79,7 +102,6 @@ def partial_sums(
     first = split * columns_a_split
     for start in range(first, min(first + columns_a_split, num_columns), BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
-        real = columns[None, :] < num_columns
         logits = one_over_temperature * _tile(
             hidden,
             weight,
@@ -96,20 +118,43 @@ def partial_sums(
             PRECISION,
             WIDEN,
         )
-        target += tl.sum(tl.where(real & (columns[None, :] == target_column[:, None]), logits, 0.0), axis=1)
-        larger = tl.maximum(largest, tl.max(tl.where(real, logits, LEAST), axis=1))
-        shift = largest - larger
-        factor = tl.exp(shift)
-        relative = logits - larger[:, None]
-        exponentials = tl.where(real, tl.exp(relative), 0.0)
-        weighted = (weighted + total * shift) * factor + tl.sum(tl.where(real, relative * exponentials, 0.0), axis=1)
-        total = total * factor + tl.sum(exponentials, axis=1)
-        largest = larger
+        largest, total, weighted, target = _take(
+            largest, total, weighted, target, logits, columns, num_columns, target_column
+        )
     place, plane = split.to(tl.int64) * num_tokens + tokens, num_splits.to(tl.int64) * num_tokens
-    tl.store(maxima + place, largest, mask=has_token)
-    tl.store(sums + place, total, mask=has_token)
-    tl.store(sums + plane + place, weighted, mask=has_token)
-    tl.store(sums + 2 * plane + place, target, mask=has_token)
+    _store(maxima, sums, place, plane, has_token, largest, total, weighted, target)
+
+
+@triton.jit
+def sums_of_logits(
+    logits,  # [tokens, columns] fp32, a tile that another product has left in memory
+    target_columns,
+    maxima,  # out [tokens]
+    sums,  # out [3, tokens]
+    num_tokens,
+    num_columns,
+    logits_stride,
+    one_over_temperature,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Program (block of tokens): what `partial_sums` gives, from logits that are read once."""
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    has_token = tokens < num_tokens
+    target_column = tl.load(target_columns + tokens, mask=has_token, other=-1)
+    largest = tl.full((BLOCK_TOKENS,), LEAST, tl.float32)
+    total = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    weighted = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    target = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    for start in range(0, num_columns, BLOCK_COLUMNS):
+        columns = start + tl.arange(0, BLOCK_COLUMNS)
+        place = logits + tokens.to(tl.int64)[:, None] * logits_stride + columns[None, :]
+        there = has_token[:, None] & (columns[None, :] < num_columns)
+        tile = one_over_temperature * tl.load(place, mask=there, other=0.0)
+        largest, total, weighted, target = _take(
+            largest, total, weighted, target, tile, columns, num_columns, target_column
+        )
+    _store(maxima, sums, tokens, num_tokens, has_token, largest, total, weighted, target)
 
 
 @triton.jit

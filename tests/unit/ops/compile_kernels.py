@@ -17,7 +17,7 @@ from megatron_dapo.ops.head import fused, fused_kernels
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 OF_THE_MODEL = ("hidden", "weight", "gradients")
-IN_FP32 = ("maxima", "sums", "one_over_totals", "constants", "slopes", "to_targets")
+IN_FP32 = ("logits", "maxima", "sums", "one_over_totals", "constants", "slopes", "to_targets")
 USES = (
     (fused_kernels.partial_sums, False),
     (fused_kernels.logit_gradients, False),
@@ -29,6 +29,9 @@ def cases() -> Iterator[tuple[Any, bool, fused.Blocks, str, int]]:
     for (size, is_hopper), blocks in fused._BLOCKS.items():
         for kernel, has_slope in USES:
             yield kernel, has_slope, blocks, {2: "bf16", 4: "fp32"}[size], 90 if is_hopper else 80
+    for capability in (80, 90):
+        blocks = fused.Blocks(4, 1024, 0, num_warps=4, num_stages=3)
+        yield fused_kernels.sums_of_logits, False, blocks, "fp32", capability
 
 
 def signature_of(name: str, kind: str, constants: dict[str, Any]) -> str:

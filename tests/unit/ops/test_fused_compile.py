@@ -34,8 +34,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], 
 
 def test_all_kernels_compile(compiled) -> None:
     kernels = {key[0] for key in compiled}
-    assert kernels == {"partial_sums", "logit_gradients"}
-    assert len(compiled) == 12  # 3 uses x 2 types x 2 devices
+    assert kernels == {"partial_sums", "logit_gradients", "sums_of_logits"}
+    assert len(compiled) == 14  # 3 uses x 2 types x 2 devices, and one that takes fp32 alone on both
 
 
 def test_16_bit_products_are_those_of_the_tensor_cores(compiled) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
+from megatron_dapo.ops.head import chunked
 from megatron_dapo.ops.head.choice import Place, choose
-from megatron_dapo.ops.head.problem import Tiles
+from megatron_dapo.ops.head.problem import Problem, Shard, Tiles, combine
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 TILES = {
@@ -194,6 +195,18 @@ def test_the_oracle_of_the_cases_agrees_with_torch() -> None:
     distribution = torch.distributions.Categorical(logits=hidden.double() @ weight.double().T / 0.5)
     torch.testing.assert_close(logprobs, distribution.log_prob(targets))
     torch.testing.assert_close(entropy, distribution.entropy())
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process with the interpreter")
+def test_tiles_of_another_product_are_reduced_by_the_kernel_as_by_torch() -> None:
+    from megatron_dapo.ops.head import fused
+
+    hidden, weight, targets = make(21, vocab_size=75)
+    problem = Problem(hidden, weight, targets, Shard(0, 75, 75, 0.7, None), Tiles(18, 40))
+    by_kernel = combine(*chunked.sums(problem, take=fused.take_tile), problem.shard)
+    by_torch = combine(*chunked.sums(problem), problem.shard)
+    for one, other in zip(by_kernel, by_torch, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is the process with the interpreter")

@@ -9,6 +9,7 @@ import torch
 
 from megatron_dapo.ops.head import choice
 from megatron_dapo.ops.head.choice import Place, choose
+from megatron_dapo.ops.head.imports import import_failure
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 
@@ -21,7 +22,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     def describe(capability: tuple[int, int], failure: str | None = None, is_interpreted: bool = False) -> None:
         kernels = SimpleNamespace(IS_INTERPRETED=is_interpreted)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(choice, "_import_failure", lambda module: failure)
+        monkeypatch.setattr(choice, "import_failure", lambda module: failure)
         monkeypatch.setattr(choice, "importlib", SimpleNamespace(import_module=lambda name: kernels))
 
     return describe
@@ -72,7 +73,7 @@ def test_what_runs_everywhere_runs_where_it_is_asked_for(name) -> None:
 def test_a_package_that_breaks_on_import_is_reported_with_its_error(tmp_path, monkeypatch) -> None:
     (tmp_path / "broken_package_of_this_test.py").write_text("raise OSError('libcuda.so.1: cannot open')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert choice._import_failure("broken_package_of_this_test") == "OSError: libcuda.so.1: cannot open"
+    assert import_failure("broken_package_of_this_test") == "OSError: libcuda.so.1: cannot open"
 
 
 def test_the_function_refuses_before_it_computes() -> None:
