@@ -146,10 +146,11 @@ class PeerGroup:
     def _start(self, operation: str, tensor: torch.Tensor, peer: int, what: str) -> Pending:
         assert tensor.is_contiguous(), f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous"
         assert 0 <= peer < self.size and peer != self.rank, f"member {self.rank} of {self.size} has no peer {peer}"
-        if self._group is None:
+        group = self._group  # another thread may close it
+        if group is None:
             raise PeerError(f"{what}: the group is closed")
         try:
-            work = getattr(self._group, operation)([tensor.detach()], peer, _TAG)
+            work = getattr(group, operation)([tensor.detach()], peer, _TAG)
         except RuntimeError as error:
             raise PeerError(f"{what}: {_first_line(error)}") from error
         pending = Pending(self, work, what, tensor)
@@ -236,11 +237,13 @@ def _wait_nccl(work: Any, seconds: float) -> None:
 
 def _close_gloo(group: Any, rank: int, size: int) -> None:
     """Connections live as long as any message that was started, so that giving up the group does not close them. A wait
-    that times out does: gloo then breaks all connections of this member."""
-    if size > 1:
-        with contextlib.suppress(RuntimeError):
-            never_sent = group.recv([torch.zeros(1, dtype=torch.uint8)], (rank + 1) % size, _CLOSING_TAG)
-            never_sent.wait(timedelta(seconds=_SHORTEST_WAIT_S))
+    that times out does: gloo then breaks all connections of this member. A connection that is broken already fails at
+    once and tells the others nothing, so that one wait would not do."""
+    for peer in range(size):
+        if peer != rank:
+            with contextlib.suppress(RuntimeError):
+                never_sent = group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _CLOSING_TAG)
+                never_sent.wait(timedelta(seconds=_SHORTEST_WAIT_S))
 
 
 def _close_nccl(group: Any, rank: int, size: int) -> None:

@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,37 @@ def test_a_member_that_is_gone_or_late_fails_the_others_in_seconds(scenario: str
         assert "member" in outcomes[rank]["outcome"] and "join" not in outcomes[rank]["outcome"], outcomes
         # Well under the 20 s for which a member would have waited by itself.
         assert outcomes[rank]["seconds"] < 10, outcomes
+
+
+def test_closing_reaches_all_members_also_where_one_is_gone_already() -> None:
+    """Of a ring of closings each leaves the next a broken connection: member 0 hears of the last one at once as well."""
+    place = MeetingPlace()
+    name, size = place.new_name(), 4
+    groups = [None] * size
+
+    def meet(rank: int) -> None:
+        groups[rank] = join(place.address, name, rank, size, timeout_s=20)
+
+    threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    pending = groups[0].receive(torch.zeros(4), 1)
+    # A message that somebody still holds keeps connections from going with their last reference.
+    held = groups[1].receive(torch.zeros(4), 3)
+    start = time.monotonic()
+    groups[2].close()
+    with pytest.raises(PeerError):
+        groups[1].receive(torch.zeros(4), 2).wait(start + 20)  # what tells member 1 to close
+    groups[1].close()
+    with pytest.raises(PeerError, match="member 1"):
+        pending.wait(start + 20)
+    assert time.monotonic() - start < 5
+    with pytest.raises(PeerError):
+        held.wait(start + 20)
+    for group in groups:
+        group.close()
 
 
 def test_a_member_that_never_comes() -> None:
