@@ -139,14 +139,14 @@ class DeliveryPlan:
         """Bytes that an engine rank receives, in its own element type."""
         return sum(bucket.num_bytes for bucket in self.buckets(engine_rank))
 
-    def manifest(self, engine_rank: int, delivery: str, session: str, version: int) -> Manifest:
+    def manifest(self, engine_rank: int, delivery: str, session: str, version: int, number: int = 0) -> Manifest:
         """What `engine_rank` is promised."""
         filled = dict.fromkeys(self.parameter_names(engine_rank), 0)
         for transfer in self.reshard.receives(engine_rank + self.rank_offset):
             filled[transfer.destination_piece.local] += transfer.box.volume
         specs = self.engines.local_specs(engine_rank)
         parameters = {n: FilledParameter(tuple(s.shape), s.dtype, filled[n]) for n, s in specs.items()}
-        return Manifest(delivery, session, version, len(self.buckets(engine_rank)), parameters)
+        return Manifest(delivery, session, version, len(self.buckets(engine_rank)), parameters, number)
 
     def parameter_names(self, engine_rank: int) -> tuple[str, ...]:
         return tuple(self.engines.local_specs(engine_rank))

@@ -15,12 +15,11 @@ the checksum of every parameter, read back from the engine's memory, equals the 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -151,7 +150,6 @@ class EngineUpdate:
         self.versions: dict[int, int | None] = dict.fromkeys(range(plan.num_engines))
         self._session = session or secrets.token_hex(8)
         self._agreed = False
-        self._count = itertools.count()
 
     @property
     def serving(self) -> tuple[int, ...]:
@@ -209,7 +207,7 @@ class EngineUpdate:
         """All bytes, and the engines' own reports."""
         start = time.perf_counter()
         alive = self._in_state(reports, EngineState.TRANSFERRING)
-        order = Order(order.delivery, order.session, order.version, alive)
+        order = replace(order, engines=alive)
         delivered = self.transport.deliver(order, sources, Deadline(self.timeouts.transfer_s))
         for engine, reason in delivered.failures.items():
             self._drop(reports[engine], reason)
@@ -331,7 +329,7 @@ class EngineUpdate:
     def _agree(self, engines: tuple[int, ...], version: int) -> Order:
         """The order of this delivery. ValueError on every rank where ranks ask for different things."""
         plan = "" if self._agreed else self.plan.digest.hex()
-        own = [version, list(engines), plan, self._session, secrets.token_hex(4)]
+        own = [version, list(engines), plan, self._session, time.monotonic_ns()]
         everyone = self.coordinator.exchange(own, "the start of an update", self.timeouts.meet_s)
         for rank, (its_version, its_engines, its_plan, _, _) in enumerate(everyone):
             if its_plan != everyone[0][2]:
@@ -341,10 +339,10 @@ class EngineUpdate:
                     f"engine update: rank 0 delivers version {everyone[0][0]} to engines {everyone[0][1]}, rank {rank} "
                     f"version {its_version} to engines {its_engines}"
                 )
-        self._agreed, self._session = True, everyone[0][3]
+        self._agreed, self._session, number = True, *everyone[0][3:]
         # Unique also where a later life of the trainer takes the name of an earlier one.
-        delivery = f"{self._session}-{next(self._count)}-{everyone[0][4]}"
-        return Order(delivery, self._session, version, engines)
+        delivery = f"{self._session}-{number:x}"
+        return Order(delivery, self._session, version, engines, number)
 
 
 def _begin_session(control: EngineControl) -> None:

@@ -30,6 +30,7 @@ from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.engines.sglang import weight_loader
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec
+from megatron_dapo.parallel.reshard.progress import NUM_SLOTS
 
 NUM_FAULTS = 1000
 NUM_WORLDS = 8
@@ -158,9 +159,11 @@ def corrupted_bytes(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -
     if command["bucket"] is None:
         corrupted_memory(engine, payloads, fault)
         return
-    arena = Arena(ArenaSpec.from_json(command["channel"]["arena"]))
+    arena, channel, index = _arena(engine, rank, command), command["channel"], command["bucket"]["index"]
     name, parts = fault.random.choice(sorted(command["bucket"]["parts"].items()))
-    arena.slots[command["channel"]["slot"]][parts[0][0]] ^= 1 << fault.random.randrange(8)
+    # The message may be here before its bytes.
+    arena.progress.wait_for_bucket(index, channel["number"], channel["writers"], channel["wait_s"])
+    arena.slots[index % NUM_SLOTS][parts[0][0]] ^= 1 << fault.random.randrange(8)
     engine.all_ranks(payloads)
 
 
@@ -183,11 +186,11 @@ def _flip_parameter(engine: FaultyEngine, rank: int, fault: Fault) -> None:
 
 
 def corrupted_command(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    """A digit somewhere in the command becomes another (not of the version: no lower one could follow)."""
+    """A digit somewhere in the command becomes another (not of the version or the delivery's number: no lower one could
+    follow)."""
     rank = _struck(engine, fault)
     ((text, tensor),) = pickle.loads(payloads[rank])
-    version = re.search(r'"version":\d+', text)
-    spared = range(*version.span()) if version else range(0)
+    spared = {i for match in re.finditer(r'"(version|number)":\d+', text) for i in range(*match.span())}
     places = [i for i, c in enumerate(text) if c.isdigit() and i not in spared]
     place = fault.random.choice(places)
     digit = fault.random.choice([d for d in "0123456789" if d != text[place]])
@@ -237,7 +240,7 @@ def stale_report(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> N
     _others(engine, payloads, rank)
     command = _command(payloads[rank])
     report = {"id": command["id"] + "0", "op": command["op"], "ok": True}
-    Arena(ArenaSpec.from_json(command["channel"]["arena"])).write_report(json.dumps(report))
+    _arena(engine, rank, command).write_report(json.dumps(report))
 
 
 def loader_fails(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
@@ -255,6 +258,11 @@ def loader_fails(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> N
         engine.all_ranks(payloads)
     finally:
         receiver.accept, receiver.begin, receiver.finish = original
+
+
+def _arena(engine: FaultyEngine, rank: int, command: dict) -> Arena:
+    """As the engine sees it: its file may be unlinked."""
+    return weight_loader._state_of(engine.models[rank]).arenas.mapped(ArenaSpec.from_json(command["channel"]["arena"]))
 
 
 def _command(payload: bytes) -> dict:
@@ -293,7 +301,7 @@ class FaultyTransport(ColocatedTransport):
 
     fault: Fault | None = None
 
-    def _round(self, state, index, sources, specs) -> None:
+    def _round(self, state, index, sources) -> None:
         fault = self.fault
         if fault is not None and fault.rank % self.nodes.num_ranks == self.rank and index == fault.message % 2:
             if fault.kind == "killed sender":
@@ -303,7 +311,7 @@ class FaultyTransport(ColocatedTransport):
                 buckets = self._buckets(state.engines, index)
                 fault.fired = any(bucket.writes_of(self.rank) for bucket in buckets)
                 sources = {}
-        super()._round(state, index, sources, specs)
+        super()._round(state, index, sources)
 
 
 class Trial:

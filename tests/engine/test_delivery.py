@@ -11,7 +11,6 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from megatron_dapo.engines.sglang.client import SglangClient, Timeouts  # noqa: 
 from megatron_dapo.engines.sglang.keys import read_key  # noqa: E402
 from megatron_dapo.engines.sglang.server import SglangServer  # noqa: E402
 from megatron_dapo.parallel.layout import ParallelLayout  # noqa: E402
-from megatron_dapo.parallel.reshard.arena import PREFIX, Arena  # noqa: E402
+from megatron_dapo.parallel.reshard.arena import PREFIX  # noqa: E402
 
 NUM_RANKS = 4
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 299 - 1, 44, 3]
@@ -127,12 +126,11 @@ def test_an_engine_full_of_random_weights_serves_what_it_is_given(setup):
 class CorruptedTransport(ColocatedTransport):
     """One bit of the second bucket changes between the trainer's write and the engine's read."""
 
-    def _post(self, state, messages: Sequence) -> None:
-        for _, commands in messages:
-            if commands[0].bucket is not None and commands[0].bucket.index == 1:
-                arena: Arena = state.arenas[0]
-                arena.slots[1][commands[0].bucket.parts[0].byte_offset] ^= 1
-        super()._post(state, messages)
+    def _announce(self, state, bucket) -> None:
+        own = bucket.writes_of(self.rank)
+        if (bucket.engine_rank, bucket.index) == (0, 1) and own:
+            state.arenas[0].slots[1][own[0].part.byte_offset] ^= 1
+        super()._announce(state, bucket)
 
 
 def test_a_corrupted_bucket_is_not_served(setup):

@@ -100,6 +100,7 @@ class Order:
     session: str
     version: int
     engines: tuple[int, ...]
+    number: int = 0  # grows from delivery to delivery of a session
 
 
 @dataclass
@@ -241,9 +242,13 @@ class Call(Generic[Result]):
         finally:
             self._done.set()
 
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.wait(seconds)
+
     def result(self, deadline: Deadline, what: str) -> Result:
         """What the call returned or raised; TimeoutError at the deadline."""
-        if not self._done.wait(deadline.left_s):
+        if not self.wait(deadline.left_s):
             raise TimeoutError(f"{what} took longer than {deadline.seconds:.1f} s")
         if self._error is not None:
             raise self._error

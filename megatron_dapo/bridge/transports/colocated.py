@@ -1,23 +1,26 @@
 """Engines on the trainer's machines: every trainer rank writes its parts straight into memory the engine ranks read.
 
-Each engine rank has an arena with two bucket slots. In round k all trainer ranks of the machine write their parts of
-bucket k into slot k % 2, while the engine still loads bucket k - 1 from the other slot; one sum of failure flags over
-the machine's ranks ends the round, and the leader posts bucket k.
+Each engine rank has an arena with two bucket slots. Bucket k lies in slot k % 2: trainer ranks write it there as soon as
+bucket k - 2 is loaded, the engine loads it as soon as all have written. Counters in the arena say how far each is
+(`parallel.reshard.progress`), so that nobody waits for a message between two buckets. The leader of an engine posts the
+messages one after the other, ahead of the bytes.
 
-    ranks    write 0 | write 1        | write 2        | ...
-    engine   begin   | load 0         | load 1         | ...   -> finish (ledger and checksums)
+    ranks    write 0 | write 1 | write 2 | ...
+    engine   begin   | load 0  | load 1  | ...   -> finish (ledger and checksums)
 
 Parts whose source lives on another machine go to a deputy there first, one message a round and pair of ranks.
 
 On a CPU the slots are shared memory of the machine. With a CUDA `device` they are memory of the GPU that the engine
 rank shares with a trainer rank, opened by all others through IPC handles; that form has not run on a GPU yet. Reports
-come back through the arena in both.
+and counters go through the arena in both. An arena is kept from one delivery to the next as long as its engine lives.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,16 +45,30 @@ from megatron_dapo.bridge.transports.base import (
 )
 from megatron_dapo.parallel.nodes import Nodes
 from megatron_dapo.parallel.peer_group import PeerGroup, Pending
-from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec, create_arena, remove_arena, remove_stale
+from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec, create_arena, is_running, remove_arena, remove_stale
 from megatron_dapo.parallel.reshard.cuda_memory import open_shared, share
 from megatron_dapo.parallel.reshard.delivery import PART_ALIGNMENT, Bucket, Command, Report
 from megatron_dapo.parallel.reshard.executors import Buffers
+from megatron_dapo.parallel.reshard.progress import GIVEN_UP, LEFT, MAX_WRITERS, NUM_SLOTS
 
 
 def default_folder() -> Path:
     """A file system in memory where there is one."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+_LOOK_AROUND_S = 1.0  # between two looks whether all trainer processes of the machine are alive
+# (engine rank, source on another machine) -> where its bytes of a bucket go, and their message
+_Incoming = dict[tuple[int, int], tuple[torch.Tensor, Pending]]
+
+
+@dataclass
+class _Answers:
+    """What an engine reported on all messages of a delivery."""
+
+    num_bytes: int = 0
+    last: tuple[Report, ...] = ()
 
 
 @dataclass
@@ -65,9 +82,9 @@ class _Round:
     arenas: dict[int, Arena] = field(default_factory=dict)  # engine rank -> arena
     slots: dict[int, torch.Tensor] = field(default_factory=dict)  # engine rank -> [2, bytes] uint8
     shared: dict[int, dict[str, Any]] = field(default_factory=dict)  # engine rank -> IPC handle of its slots
-    # engine this rank leads -> its last message, and until when it may take
-    posted: dict[int, tuple[Call[tuple[Report, ...]], Deadline]] = field(default_factory=dict)
+    messengers: dict[int, Call[_Answers]] = field(default_factory=dict)  # of engines this rank leads
     sending: list[Pending] = field(default_factory=list)
+    pids: tuple[int, ...] = ()  # of the trainer's processes on this machine
 
 
 class ColocatedTransport:
@@ -99,6 +116,8 @@ class ColocatedTransport:
     ) -> None:
         if nodes.num_nodes > 1 and peers is None:
             raise ValueError(f"colocated transport: {nodes.num_nodes} machines need the group of all ranks as `peers`")
+        if node_group.size > MAX_WRITERS:
+            raise ValueError(f"colocated transport: {node_group.size} ranks on a machine, at most {MAX_WRITERS}")
         self.plan = plan
         self.fleet = fleet
         self.rank = rank
@@ -109,6 +128,8 @@ class ColocatedTransport:
         self.message_timeout_s = message_timeout_s
         self.grace_s = grace_s
         self.device = device or torch.device("cpu")
+        self._kept: dict[int, Arena] = {}  # engine rank -> its arena, unlinked and mapped by all that use it
+        self._kept_for: dict[int, EngineControl] = {}  # engines this rank leads: whose processes have mapped theirs
         remove_stale(self.folder)
 
     def deliver(self, order: Order, sources: Buffers, deadline: Deadline) -> Delivered:
@@ -117,54 +138,108 @@ class ColocatedTransport:
         specs: dict[int, ArenaSpec] = {}
         try:
             self._open(state, specs)
-            self._post(state, [self._begin(state, engine) for engine in self._led(state)])
+            # Behind it all ranks have mapped the arenas: once the engines have too, nothing of them can stay behind.
+            self._agree(state, "the memory")
+            for engine in self._led(state):
+                state.messengers[engine] = Call(lambda e=engine: self._converse(state, e, specs))
             for index in range(self._num_rounds(order)):
-                self._round(state, index, sources, specs)
+                self._round(state, index, sources)
             self._join(state)
-            self._agree(state, "the last bucket")
-            self._finish(state)
+            self._share_reasons(state)
             for message in state.sending:
                 message.wait(deadline.at)
+        except BaseException:
+            self._stop(state, order.engines)
+            self.close()
+            raise
         finally:
             for spec in specs.values():
                 remove_arena(spec)
+        # One that failed may still work on a message that was given up, or has mapped nothing: it gets a new arena.
+        self._forget(set(mine) - set(state.engines))
         return state.outcome
 
     def close(self) -> None:
-        """Nothing is kept between deliveries."""
+        """Give up the arenas that were kept for the next delivery."""
+        self._kept.clear()
+        self._kept_for.clear()
+
+    def _forget(self, engines: Iterable[int]) -> None:
+        for engine in engines:
+            self._kept_for.pop(engine, None)
+            for engine_rank in self.plan.ranks_of(engine):
+                self._kept.pop(engine_rank, None)
 
     # Rounds
 
-    def _round(self, state: _Round, index: int, sources: Buffers, arenas: Mapping[int, ArenaSpec]) -> None:
-        """Writes bucket `index` of every engine rank, waits for the load of the one before, and posts it."""
+    def _round(self, state: _Round, index: int, sources: Buffers) -> None:
+        """Writes this rank's share of bucket `index` of every engine rank, and what came for it from other machines."""
         incoming = self._receive(state, index)
         try:
             self._send(state, index, sources)
             for bucket in self._buckets(state.engines, index):
-                slot = state.slots[bucket.engine_rank][index % 2]
-                specs = self.plan.engines.local_specs(bucket.engine_rank)
-                write_parts(bucket, self.rank, sources, slot, specs, state.outcome.expected)
-            for bucket, source, data in self._arrived(incoming, state.deadline):
-                if bucket.engine_rank in state.slots:
-                    segment = bucket.segments[source]
-                    state.slots[bucket.engine_rank][index % 2][segment.start : segment.stop].copy_(data)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # the engine reads without regard to our streams
+                if self._write(state, bucket, sources, incoming):
+                    self._announce(state, bucket)
+            for _, pending in incoming.values():
+                pending.wait(state.deadline.at)
         except CoordinationError:
             raise
-        # This rank cannot do its share: no engine may serve what it got, and the other ranks must not wait for it.
+        # This rank cannot do its share: no engine may serve what it got, and nobody must wait for this rank.
         except Exception as error:
-            self._fail_all(state, f"trainer rank {self.rank}: {reason_of(error)}")
-        self._join(state)
-        self._agree(state, f"bucket {index}")
-        if index == 0:
-            # All have mapped the arenas: from here on nothing of them can stay behind.
-            for arena in arenas.values():
-                remove_arena(arena)
-        self._post(state, [self._bucket(state, engine, index) for engine in self._led(state)])
+            for engine in state.order.engines:
+                self._leave(state, engine, f"trainer rank {self.rank}: {reason_of(error)}")
+
+    def _write(self, state: _Round, bucket: PlannedBucket, sources: Buffers, incoming: _Incoming) -> bool:
+        """Whether this rank's share of a bucket is in its slot; not where the engine has left the delivery."""
+        keys = [(bucket.engine_rank, source) for source in bucket.segments]
+        arrivals = [key for key in keys if key in incoming]
+        if self.rank not in bucket.segments and not arrivals:
+            return True
+        if self._engine_of(bucket) not in state.engines or not self._has_slot(state, bucket):
+            return False
+        slot = state.slots[bucket.engine_rank][bucket.index % NUM_SLOTS]
+        specs = self.plan.engines.local_specs(bucket.engine_rank)
+        write_parts(bucket, self.rank, sources, slot, specs, state.outcome.expected)
+        for key in arrivals:
+            data, pending = incoming.pop(key)
+            pending.wait(state.deadline.at)
+            segment = bucket.segments[key[1]]
+            slot[segment.start : segment.stop].copy_(data)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the engine reads without regard to our streams
+        return True
+
+    def _has_slot(self, state: _Round, bucket: PlannedBucket) -> bool:
+        """Waits for the slot of a bucket. An engine that does not give it free leaves the delivery."""
+        progress = state.arenas[bucket.engine_rank].progress
+        try:
+            if self._patiently(state, lambda s: progress.wait_for_slot(bucket.index, s), self.message_timeout_s):
+                return True
+            reason = f"it did not load bucket {bucket.index - NUM_SLOTS} in time"
+        except ValueError as error:
+            reason = str(error)
+        self._leave(state, self._engine_of(bucket), reason)
+        return False
+
+    def _patiently(self, state: _Round, wait: Callable[[float], bool], seconds: float) -> bool:
+        """Whether `wait(seconds)` comes true, in pieces; CoordinationError as soon as a trainer process of the machine is
+        found dead."""
+        end = Deadline(min(seconds, state.deadline.left_s))
+        while not wait(min(_LOOK_AROUND_S, end.left_s)):
+            gone = [pid for pid in state.pids if not is_running(pid)]
+            if gone:
+                what = f"delivery {state.order.delivery}: rank {self.node_group.rank} of {self.node_group.size}"
+                raise CoordinationError(f"{what} found the trainer's process {gone[0]} gone")
+            if end.is_over:
+                return False
+        return True
+
+    def _announce(self, state: _Round, bucket: PlannedBucket) -> None:
+        """This rank's share of a bucket is in its slot."""
+        state.arenas[bucket.engine_rank].progress.count_written(self.node_group.rank, bucket.index + 1)
 
     def _agree(self, state: _Round, what: str) -> None:
-        """Ends a round: engines that failed for any rank of the machine leave it."""
+        """Engines that failed for any rank of the machine leave the delivery."""
         if not self._engines_here(state.order):
             return
         engines = self._engines_here(state.order)
@@ -174,67 +249,95 @@ class ColocatedTransport:
         lost = {engine for engine, count in zip(engines, failed.tolist()) if count}
         state.engines = tuple(engine for engine in state.engines if engine not in lost)
 
-    def _fail_all(self, state: _Round, reason: str) -> None:
-        for engine in state.order.engines:
-            state.outcome.fail(engine, reason)
+    def _share_reasons(self, state: _Round) -> None:
+        """Ends the delivery: an engine that left it for any rank of the machine left it for all, with the first cause."""
+        if not self._engines_here(state.order):
+            return
+        own = {str(engine): reason for engine, reason in state.outcome.failures.items()}
+        what = f"delivery {state.order.delivery}, the end"
+        everyone = self.node_group.exchange(own, what, state.deadline.left_s + self.grace_s)
+        for engine in self._engines_here(state.order):
+            reasons = [view[str(engine)] for view in everyone if str(engine) in view]
+            if reasons:
+                state.engines = tuple(other for other in state.engines if other != engine)
+                causes = [reason for reason in reasons if not reason.endswith((LEFT, GIVEN_UP))]
+                state.outcome.failures[engine] = (causes or reasons)[0]
 
-    def _finish(self, state: _Round) -> None:
-        """Has the engines of this rank verify; their reports are the outcome."""
-        engines = self._led(state)
-        self._post(state, [(engine, self._commands(state, engine, "finish")) for engine in engines])
-        for engine, reports in self._join(state).items():
-            state.outcome.reports[engine] = reports
+    def _leave(self, state: _Round, engine: int, reason: str) -> None:
+        """The engine takes no further part."""
+        state.outcome.fail(engine, reason)
+        state.engines = tuple(other for other in state.engines if other != engine)
+        self._stop(state, (engine,))
+
+    def _stop(self, state: _Round, engines: Iterable[int]) -> None:
+        """Nobody waits any longer for these engines, nor they for us."""
+        for engine in engines:
+            for engine_rank in self.plan.ranks_of(engine):
+                if engine_rank in state.arenas:
+                    state.arenas[engine_rank].progress.stop()
 
     # Messages
 
-    def _post(self, state: _Round, messages: Sequence[tuple[int, list[Command]]]) -> None:
-        """Starts a call for each engine of this rank."""
-        for engine, commands in messages:
-            arenas = [state.arenas[rank] for rank in self.plan.ranks_of(engine)]
-            control = self.fleet.controls[engine]
-            # Bound now: the loop goes on before the call starts.
-            call = Call(lambda c=control, m=commands, a=arenas: _deliver_commands(c, m, a))
-            state.posted[engine] = (call, Deadline(min(self.message_timeout_s, state.deadline.left_s)))
+    def _converse(self, state: _Round, engine: int, specs: Mapping[int, ArenaSpec]) -> _Answers:
+        """All messages to one engine, one after the other; runs in a thread. Raises why the engine leaves."""
+        answers = _Answers()
+        arenas = [state.arenas[rank] for rank in self.plan.ranks_of(engine)]
+        control = self.fleet.controls[engine]
+        messages = [("begin", 0), *(("bucket", k) for k in range(self.plan.num_buckets(engine))), ("finish", 0)]
+        try:
+            for op, index in messages:
+                if any(arena.progress.is_stopped for arena in arenas):
+                    raise ValueError(GIVEN_UP)
+                commands = self._commands(state, engine, op, index)
+                seconds = min(self.message_timeout_s, state.deadline.left_s)
+                call = Call(lambda m=commands: _deliver_commands(control, m, arenas))
+                answers.last = call.result(Deadline(seconds), f"an answer of engine {engine}")
+                answers.num_bytes += sum(report.num_bytes for report in answers.last)
+                if op == "begin":
+                    for engine_rank in self.plan.ranks_of(engine):
+                        if engine_rank in specs:
+                            remove_arena(specs[engine_rank])
+        except BaseException:
+            self._stop(state, (engine,))
+            raise
+        return answers
 
-    def _join(self, state: _Round) -> dict[int, tuple[Report, ...]]:
-        """Waits for the calls under way. An engine that fails leaves the delivery, with the reason."""
-        reports = {}
-        for engine, (call, deadline) in state.posted.items():
+    def _join(self, state: _Round) -> None:
+        """Waits for the messengers. An engine that failed leaves the delivery, with the reason."""
+        for engine, messenger in state.messengers.items():
+            self._patiently(state, messenger.wait, math.inf)
             try:
-                reports[engine] = call.result(deadline, f"an answer of engine {engine}")
-                state.outcome.num_bytes[engine] = state.outcome.num_bytes.get(engine, 0) + sum(
-                    report.num_bytes for report in reports[engine]
-                )
+                answers = messenger.result(state.deadline, f"an answer of engine {engine}")
+                state.outcome.num_bytes[engine] = answers.num_bytes
+                state.outcome.reports[engine] = answers.last
             # Whatever an engine's death looks like, it is the engine's failure and not this rank's.
             except Exception as error:
-                state.outcome.fail(engine, reason_of(error))
-        state.posted.clear()
-        state.engines = tuple(engine for engine in state.engines if engine not in state.outcome.failures)
-        return reports
+                # What the messenger heard says more than what this rank saw of it.
+                if state.outcome.failures.get(engine) == LEFT:
+                    del state.outcome.failures[engine]
+                self._leave(state, engine, reason_of(error))
 
-    def _begin(self, state: _Round, engine: int) -> tuple[int, list[Command]]:
-        return engine, self._commands(state, engine, "begin")
-
-    def _bucket(self, state: _Round, engine: int, index: int) -> tuple[int, list[Command]]:
-        return engine, self._commands(state, engine, "bucket", index)
-
-    def _commands(self, state: _Round, engine: int, op: str, index: int = -1) -> list[Command]:
+    def _commands(self, state: _Round, engine: int, op: str, index: int) -> list[Command]:
         """The message to each rank of an engine; "nothing" to one that has no bucket `index` any more."""
         order, commands = state.order, []
         for engine_rank in self.plan.ranks_of(engine):
             header = self._header(engine_rank, index) if op == "bucket" else None
-            manifest = self.plan.manifest(engine_rank, order.delivery, order.session, order.version)
+            manifest = None
+            if op == "begin":
+                manifest = self.plan.manifest(engine_rank, order.delivery, order.session, order.version, order.number)
             commands.append(
                 Command(
                     id=f"{order.delivery}/{engine_rank}/{op}/{index}",
                     op="nothing" if op == "bucket" and header is None else op,
                     delivery=order.delivery,
-                    manifest=manifest if op == "begin" else None,
+                    manifest=manifest,
                     bucket=header,
                     channel={
                         "kind": "cuda" if engine_rank in state.shared else "arena",
                         "arena": state.arenas[engine_rank].spec.to_json(),
-                        "slot": index % 2,
+                        "number": order.number,
+                        "writers": self.node_group.size,
+                        "wait_s": min(self.message_timeout_s, state.deadline.left_s),
                         "shared": state.shared.get(engine_rank),
                     },
                 )
@@ -248,37 +351,50 @@ class ColocatedTransport:
     # Memory
 
     def _open(self, state: _Round, specs: dict[int, ArenaSpec]) -> None:
-        """Creates the arenas of the engines this rank leads, and maps those of all engines of the machine."""
+        """Creates the arenas that engines led by this rank have not got yet, and maps those of all engines of the machine.
+
+        They are kept for the next delivery: pages that are there are written several times as fast as new ones.
+        """
         here = self._engines_here(state.order)
         if not here:
             return
         for engine in self._led(state):
+            if self._kept_for.get(engine) is self.fleet.controls[engine]:
+                for engine_rank in self.plan.ranks_of(engine):
+                    self._kept[engine_rank].progress.start(state.order.number)
+                continue
             try:
                 for engine_rank in self.plan.ranks_of(engine):
                     specs[engine_rank] = self._create(state.order, engine_rank)
+                self._kept_for[engine] = self.fleet.controls[engine]
             except ValueError as error:
                 state.outcome.fail(engine, reason_of(error))
         own = self._own_slots(state) if self.device.type == "cuda" else {}
         created = {
+            "pid": os.getpid(),
             "arenas": {str(rank): spec.to_json() for rank, spec in specs.items()},
             "slots": {str(rank): share(slots) for rank, slots in own.items()},
         }
         what = f"delivery {state.order.delivery}, the arenas"
         everyone = self.node_group.exchange(created, what, state.deadline.left_s + self.grace_s)
+        state.pids = tuple(int(others["pid"]) for others in everyone)
         try:
             for others in everyone:
                 for engine_rank, spec in others["arenas"].items():
-                    arena = state.arenas[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
-                    if self.device.type != "cuda":
-                        state.slots[int(engine_rank)] = arena.slots
+                    self._kept[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
                 for engine_rank, shared in others["slots"].items():
                     state.shared[int(engine_rank)] = shared
+            ranks_here = [rank for engine in here for rank in self.plan.ranks_of(engine) if rank in self._kept]
+            state.arenas.update((rank, self._kept[rank]) for rank in ranks_here)
+            if self.device.type != "cuda":
+                state.slots.update((rank, arena.slots) for rank, arena in state.arenas.items())
             for engine_rank, shared in state.shared.items():
                 slots = own[engine_rank] if engine_rank in own else open_shared(shared)
-                state.slots[engine_rank] = slots.view(2, -1)
+                state.slots[engine_rank] = slots.view(NUM_SLOTS, -1)
         # The other ranks must hear of it instead of waiting for this one.
         except (OSError, RuntimeError, ValueError) as error:
-            self._fail_all(state, f"trainer rank {self.rank}: {reason_of(error)}")
+            for engine in state.order.engines:
+                state.outcome.fail(engine, f"trainer rank {self.rank}: {reason_of(error)}")
         for engine in here:
             ranks = self.plan.ranks_of(engine)
             if any(rank not in state.arenas or rank not in state.slots for rank in ranks):
@@ -290,7 +406,9 @@ class ColocatedTransport:
 
     def _create(self, order: Order, engine_rank: int) -> ArenaSpec:
         slot_bytes = 0 if self.device.type == "cuda" else self._slot_bytes(engine_rank)
-        return create_arena(self.folder, f"{order.delivery}-{engine_rank}", slot_bytes)
+        spec = create_arena(self.folder, f"{order.delivery}-{engine_rank}", slot_bytes)
+        Arena(spec).progress.start(order.number)
+        return spec
 
     def _slot_bytes(self, engine_rank: int) -> int:
         num_bytes = max((bucket.num_bytes for bucket in self.plan.buckets(engine_rank)), default=0)
@@ -306,22 +424,22 @@ class ColocatedTransport:
             for engine_rank in self.plan.ranks_of(engine)
             if ranks[engine_rank % len(ranks)] == self.rank
         ]
-        return {r: torch.empty(2 * self._slot_bytes(r), dtype=torch.uint8, device=self.device) for r in beside}
+        return {r: torch.empty(NUM_SLOTS * self._slot_bytes(r), dtype=torch.uint8, device=self.device) for r in beside}
 
     # Other machines
 
-    def _receive(self, state: _Round, index: int) -> list[tuple[PlannedBucket, int, torch.Tensor, Pending]]:
+    def _receive(self, state: _Round, index: int) -> _Incoming:
         """Starts to receive what other machines send through this rank in round `index`, also for engines that failed:
         their senders do not know of it."""
+        incoming: _Incoming = {}
         if self.peers is None:
-            return []
-        pending = []
+            return incoming
         for bucket, source in self._forwarded(self._engines_here(state.order), index):
             if self._deputy(bucket, source) == self.rank:
                 segment = bucket.segments[source]
                 data = torch.empty(segment.stop - segment.start, dtype=torch.uint8)
-                pending.append((bucket, source, data, self.peers.receive(data, source)))
-        return pending
+                incoming[bucket.engine_rank, source] = (data, self.peers.receive(data, source))
+        return incoming
 
     def _send(self, state: _Round, index: int, sources: Buffers) -> None:
         """Starts to send this rank's parts for engines of other machines; those of the round before have left."""
@@ -340,23 +458,17 @@ class ColocatedTransport:
                 message = data[segment.start : segment.stop].clone()
                 state.sending.append(self.peers.send(message, self._deputy(bucket, source)))
 
-    def _arrived(self, incoming, deadline: Deadline):
-        """Segments as they come in."""
-        for bucket, source, data, pending in incoming:
-            pending.wait(deadline.at)
-            yield bucket, source, data
-
     def _forwarded(self, engines: Sequence[int], index: int) -> list[tuple[PlannedBucket, int]]:
         """(bucket, source) pairs of round `index` whose source is not on the engine's machine, in one order for all."""
         pairs = []
         for bucket in self._buckets(engines, index):
-            node = self._node_of(bucket.engine_rank // self.plan.engines.tensor_parallel)
+            node = self._node_of(self._engine_of(bucket))
             pairs += [(bucket, source) for source in bucket.segments if self.nodes.node_of(source) != node]
         return pairs
 
     def _deputy(self, bucket: PlannedBucket, source: int) -> int:
         """The rank of the engine's machine that takes a source's bytes in; sources are spread over its ranks."""
-        ranks = self.nodes.ranks_of(self._node_of(bucket.engine_rank // self.plan.engines.tensor_parallel))
+        ranks = self.nodes.ranks_of(self._node_of(self._engine_of(bucket)))
         return ranks[(source + bucket.engine_rank) % len(ranks)]
 
     # Who is where
@@ -364,6 +476,9 @@ class ColocatedTransport:
     def _buckets(self, engines: Sequence[int], index: int) -> list[PlannedBucket]:
         ranks = [rank for engine in engines for rank in self.plan.ranks_of(engine)]
         return [self.plan.buckets(rank)[index] for rank in ranks if index < len(self.plan.buckets(rank))]
+
+    def _engine_of(self, bucket: PlannedBucket) -> int:
+        return bucket.engine_rank // self.plan.engines.tensor_parallel
 
     def _node_of(self, engine: int) -> int:
         return self.nodes.node_of(self.fleet.leaders[engine])

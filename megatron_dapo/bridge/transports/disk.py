@@ -114,7 +114,7 @@ class DiskTransport:
             id=f"{order.delivery}/{engine_rank}/adopt",
             op="adopt",
             delivery=order.delivery,
-            manifest=self.plan.manifest(engine_rank, order.delivery, order.session, order.version),
+            manifest=self.plan.manifest(engine_rank, order.delivery, order.session, order.version, order.number),
             channel={"kind": "file", "path": f"{target}.report-{engine_rank}.json"},
         )
 

@@ -361,7 +361,7 @@ class PeerTransport:
             id=f"{order.delivery}/{engine_rank}",
             op=RECEIVE,
             delivery=order.delivery,
-            manifest=self.plan.manifest(engine_rank, order.delivery, order.session, order.version),
+            manifest=self.plan.manifest(engine_rank, order.delivery, order.session, order.version, order.number),
             channel=channel.to_json(),
         )
 

@@ -22,8 +22,9 @@ import torch
 from megatron_dapo.engines.sglang.peer_receiver import PeerReceiver
 from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec
 from megatron_dapo.parallel.reshard.cuda_memory import open_shared
-from megatron_dapo.parallel.reshard.delivery import Bucket, Command, Receiver
+from megatron_dapo.parallel.reshard.delivery import Bucket, Command, Receiver, Report
 from megatron_dapo.parallel.reshard.peer_stream import RECEIVE
+from megatron_dapo.parallel.reshard.progress import NUM_SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -36,43 +37,70 @@ class Channel(Protocol):
     def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
         """The bytes of a bucket: uint8, at least its num_bytes, on the parameters' device."""
 
-    def answer(self, command: Command, report: str) -> None:
+    def answer(self, command: Command, report: Report) -> None:
         """Bring a report back."""
 
     def close(self) -> None: ...
 
 
-class ArenaChannel:
-    """Bytes in a slot of a shared arena, the report in its report area. `channel`: {"arena": spec, "slot": number}."""
+class Arenas:
+    """The arena that is mapped, from one delivery to the next: the trainer unlinks it as soon as all have mapped it, and
+    pages that are there are written several times as fast as new ones."""
 
-    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
-        self._arena = Arena(ArenaSpec.from_json(channel["arena"]))
+    def __init__(self) -> None:
+        self._mapped: Arena | None = None
+
+    def mapped(self, spec: ArenaSpec) -> Arena:
+        if self._mapped is None or self._mapped.spec != spec:
+            # First open, then give up: a late message names memory that is gone, and what is mapped stays.
+            self._mapped = Arena(spec)
+        return self._mapped
+
+
+class ArenaChannel:
+    """Bytes in a slot of a shared arena, the report in its report area.
+
+    `channel`: {"arena": spec, "number": of the delivery, "writers": how many fill a bucket, "wait_s": for them}. A
+    command for a bucket may come before its bytes are there.
+    """
+
+    def __init__(self, channel: Mapping[str, Any], arenas: Arenas) -> None:
+        self._arena = arenas.mapped(ArenaSpec.from_json(channel["arena"]))
 
     def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
-        return self._arena.slots[int(command.channel["slot"])]
+        channel, progress = command.channel, self._arena.progress
+        progress.wait_for_bucket(
+            bucket.index, int(channel["number"]), int(channel["writers"]), float(channel["wait_s"])
+        )
+        return self.slots()[bucket.index % NUM_SLOTS]
 
-    def answer(self, command: Command, report: str) -> None:
-        self._arena.write_report(report)
+    def slots(self) -> torch.Tensor:
+        return self._arena.slots
+
+    def answer(self, command: Command, report: Report) -> None:
+        self._arena.write_report(report.encode())
+        if report.ok and command.bucket is not None:
+            self._arena.progress.count_loaded(command.bucket.index + 1)
 
     def close(self) -> None:
-        """The mapping goes with the last reference."""
+        """The mapping stays: the next delivery names the same arena."""
 
 
 class FileChannel:
     """No bytes, the report in a file that appears complete. `channel`: {"path": of the report}."""
 
-    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, channel: Mapping[str, Any], arenas: Arenas) -> None:
         self._path = Path(channel["path"])
 
     def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
         raise ValueError(f"delivery: bucket {bucket.index} came without its bytes")
 
-    def answer(self, command: Command, report: str) -> None:
+    def answer(self, command: Command, report: Report) -> None:
         # Ranks of an engine have a file each. Exclusive: never through a link that somebody left there.
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(report)
+            file.write(report.encode())
         os.replace(temporary, self._path)
 
     def close(self) -> None: ...
@@ -81,16 +109,16 @@ class FileChannel:
 class CudaChannel(ArenaChannel):
     """Bytes in a slot of GPU memory shared by an IPC handle. `channel`: as of an arena, and {"shared": handle}."""
 
-    def __init__(self, channel: Mapping[str, Any], device: torch.device) -> None:
-        super().__init__(channel, device)
-        self._slots = open_shared(channel["shared"]).view(2, -1)
+    def __init__(self, channel: Mapping[str, Any], arenas: Arenas) -> None:
+        super().__init__(channel, arenas)
+        self._slots = open_shared(channel["shared"]).view(NUM_SLOTS, -1)
 
-    def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
-        return self._slots[int(command.channel["slot"])]
+    def slots(self) -> torch.Tensor:
+        return self._slots
 
 
-# kind -> (channel of a command, device of the parameters) -> Channel
-CHANNELS: dict[str, Callable[[Mapping[str, Any], torch.device], Channel]] = {
+# kind -> (channel of a command, what is mapped) -> Channel
+CHANNELS: dict[str, Callable[[Mapping[str, Any], Arenas], Channel]] = {
     "arena": ArenaChannel,
     "cuda": CudaChannel,
     "file": FileChannel,
@@ -105,6 +133,7 @@ class _State:
         self.receiver = Receiver(dict(model.named_parameters()))
         self.device = next(model.parameters()).device
         self.peer = PeerReceiver(self.receiver)
+        self.arenas = Arenas()
         self._channel: tuple[str, Channel] | None = None  # delivery it belongs to
 
     def channel(self, command: Command) -> Channel:
@@ -113,8 +142,8 @@ class _State:
             kind = command.channel.get("kind")
             if kind not in CHANNELS:
                 raise ValueError(f"delivery: no channel {kind!r}; there are {', '.join(sorted(CHANNELS))}")
-            # First open, then close: a late message names memory that is gone, and what is mapped stays.
-            channel = CHANNELS[kind](command.channel, self.device)
+            # First open, then close: a late message may name what is gone, and what is open stays.
+            channel = CHANNELS[kind](command.channel, self.arenas)
             self.close_channel()
             self._channel = (command.delivery, channel)
         return self._channel[1]
@@ -148,12 +177,12 @@ def _serve(model: torch.nn.Module, text: str) -> None:
         report = state.receiver.handle(command, lambda bucket: channel.data(command, bucket))
         if state.device.type == "cuda":
             torch.cuda.synchronize(state.device)
-    channel.answer(command, report.encode())
+    channel.answer(command, report)
     if command.op in _LAST_COMMANDS:
         state.close_channel()
 
 
-# Nothing of the same delivery comes behind these: memory and connections are given back.
+# Nothing of the same delivery comes behind these: handles of GPU memory are given back.
 _LAST_COMMANDS = frozenset({"finish", "adopt"})
 
 

@@ -1,4 +1,5 @@
-"""Memory that trainer and engine processes of one host share: a report area and bucket slots, one arena an engine rank.
+"""Memory that trainer and engine processes of one host share, one arena an engine rank: a report area, counters of the
+delivery's progress, and bucket slots.
 
 A file in a memory file system, readable by its owner alone. The trainer creates it and unlinks it as soon as all have
 mapped it; what a killed process left behind is removed by the next `remove_stale` (the name carries the creator's pid).
@@ -17,8 +18,11 @@ from zlib import crc32
 
 import torch
 
+from megatron_dapo.parallel.reshard.progress import NUM_SLOTS, NUM_WORDS, Progress
+
 PREFIX = "megatron_dapo-arena-"
 REPORT_BYTES = 1 << 20
+_SLOTS_BEGIN = REPORT_BYTES + 8 * NUM_WORDS
 _HEADER_BYTES = 16  # length and check sum of the report, 8 bytes each, little-endian
 
 
@@ -28,11 +32,11 @@ class ArenaSpec:
 
     path: str
     slot_bytes: int
-    num_slots: int = 2
+    num_slots: int = NUM_SLOTS
 
     @property
     def num_bytes(self) -> int:
-        return REPORT_BYTES + self.slot_bytes * self.num_slots
+        return _SLOTS_BEGIN + self.slot_bytes * self.num_slots
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,7 +60,8 @@ class Arena:
         finally:
             os.close(descriptor)
         self.report = memory[:REPORT_BYTES]
-        self.slots = memory[REPORT_BYTES:].view(spec.num_slots, spec.slot_bytes)
+        self.progress = Progress(memory[REPORT_BYTES:_SLOTS_BEGIN].view(torch.int64))
+        self.slots = memory[_SLOTS_BEGIN:].view(spec.num_slots, spec.slot_bytes)
 
     def write_report(self, text: str) -> None:
         write_report(self.report, text)
@@ -69,7 +74,7 @@ class Arena:
         self.report[:_HEADER_BYTES].zero_()
 
 
-def create_arena(folder: Path, name: str, slot_bytes: int, num_slots: int = 2) -> ArenaSpec:
+def create_arena(folder: Path, name: str, slot_bytes: int, num_slots: int = NUM_SLOTS) -> ArenaSpec:
     """A new file in `folder`, its memory reserved. ValueError where there is not enough: without the reservation, the
     first write beyond it would kill the process."""
     path = folder / f"{PREFIX}{os.getpid()}-{name}"
@@ -101,7 +106,7 @@ def remove_stale(folder: Path) -> list[Path]:
     for path in folder.glob(PREFIX + "*"):
         match = re.match(re.escape(PREFIX) + r"(\d+)-", path.name)
         with contextlib.suppress(FileNotFoundError):
-            if match and path.stat().st_uid == os.getuid() and not _is_alive(int(match[1])):
+            if match and path.stat().st_uid == os.getuid() and not is_running(int(match[1])):
                 path.unlink()
                 removed.append(path)
     return removed
@@ -138,11 +143,14 @@ def _check_owner(spec: ArenaSpec, status: os.stat_result) -> None:
         raise ValueError(f"arena {spec.path}: {status.st_size} bytes, {spec.num_bytes} expected")
 
 
-def _is_alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine lives; one that has ended and waits for its parent does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1] not in "ZX"
     return True

@@ -22,7 +22,7 @@ import torch
 from megatron_dapo.parallel.reshard.boxes import Box, Coordinates, intersect, uncovered, whole
 from megatron_dapo.parallel.reshard.word_checksum import parameter_checksum
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 PART_ALIGNMENT = 64  # byte offsets of parts are multiples of it
 
 
@@ -39,6 +39,7 @@ class Manifest:
     """What one delivery will bring to one engine rank.
 
     Versions must not go backwards within a `session` (one life of the trainer); the same one may be delivered again.
+    Deliveries are numbered upwards within it: one that is begun late, after its successor, is refused.
     """
 
     delivery: str  # unique
@@ -46,6 +47,7 @@ class Manifest:
     version: int
     num_buckets: int
     parameters: Mapping[str, FilledParameter]  # every parameter of the engine rank
+    number: int = 0
 
     def to_json(self) -> dict[str, Any]:
         parameters = {n: [list(p.shape), _dtype_name(p.dtype), p.num_filled] for n, p in self.parameters.items()}
@@ -57,9 +59,8 @@ class Manifest:
             name: FilledParameter(tuple(shape), _dtype(dtype), num_filled)
             for name, (shape, dtype, num_filled) in value["parameters"].items()
         }
-        return Manifest(
-            value["delivery"], value["session"], int(value["version"]), int(value["num_buckets"]), parameters
-        )
+        version, num_buckets, number = (int(value[key]) for key in ("version", "num_buckets", "number"))
+        return Manifest(value["delivery"], value["session"], version, num_buckets, parameters, number)
 
 
 class Part(NamedTuple):
@@ -238,7 +239,7 @@ class Receiver:
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.parameters = {name: tensor.detach() for name, tensor in parameters.items()}
         self.version: int | None = None  # of what the parameters hold; None while that is unknown or a mixture
-        self._newest: tuple[str, int] | None = None  # session and the highest version begun in it
+        self._newest: Manifest | None = None  # of the delivery begun last
         self._current: _Delivery | None = None
 
     def handle(self, command: Command, data: Callable[[Bucket], torch.Tensor]) -> Report:
@@ -269,7 +270,7 @@ class Receiver:
         """Opens a delivery; one that is still open is given up. The parameters' version is unknown from here on."""
         self._check_version(manifest)
         self._check_parameters(manifest)
-        self._newest = (manifest.session, manifest.version)
+        self._newest = manifest
         self._current = _Delivery(manifest, Ledger(manifest.parameters))
         self.version = None
 
@@ -329,7 +330,7 @@ class Receiver:
         tell the sender whether they do."""
         self._check_version(manifest)
         self._check_parameters(manifest)
-        self._current, self._newest = None, (manifest.session, manifest.version)
+        self._current, self._newest = None, manifest
         self.version = manifest.version
         return self.checksums()
 
@@ -353,12 +354,17 @@ class Receiver:
         return self._current
 
     def _check_version(self, manifest: Manifest) -> None:
-        if self._newest is None or self._newest[0] != manifest.session:
+        newest = self._newest
+        if newest is None or newest.session != manifest.session:
             return
-        if manifest.version < self._newest[1]:
+        if manifest.version < newest.version:
             raise ValueError(
-                f"delivery: version {manifest.version} is older than version {self._newest[1]}, which this engine has "
+                f"delivery: version {manifest.version} is older than version {newest.version}, which this engine has "
                 "already begun to receive; versions must not go backwards"
+            )
+        if manifest.number < newest.number:
+            raise ValueError(
+                f"delivery: {manifest.delivery!r} comes late, behind {newest.delivery!r}, which was ordered after it"
             )
 
     def _check_parameters(self, manifest: Manifest) -> None:

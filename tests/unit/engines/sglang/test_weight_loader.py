@@ -49,8 +49,10 @@ PARTS = (Part("embed_tokens.weight", Box((0, 0), (6, 4)), 0),)
 
 
 def _send(model: TiedModel, arena: Arena, command: Command) -> Report:
-    channel = {"kind": "arena", "arena": arena.spec.to_json(), "slot": 0}
+    channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": 0, "writers": 1, "wait_s": 0.1}
     arena.clear_report()
+    if command.bucket is not None:
+        arena.progress.count_written(0, command.bucket.index + 1)
     weight_loader.load(model, [(Command(**{**vars(command), "channel": channel}).encode(), torch.empty(0))])
     return Report.decode(arena.read_report())
 
@@ -68,7 +70,7 @@ def test_a_delivery_through_an_arena(model, arena):
     assert _send(model, arena, Command("3", "begin", "e", manifest=manifest)).ok
     remove_arena(arena.spec)  # mapped: the file is no longer needed
     assert _send(model, arena, Command("4", "bucket", "e", bucket=Bucket(0, 96, PARTS))).num_bytes == 96
-    arena.slots[0][:16] = torch.full((4,), 2.5).view(torch.uint8)
+    arena.slots[1][:16] = torch.full((4,), 2.5).view(torch.uint8)
     norm = (Part("norm.weight", Box((0, 0), (1, 4)), 0),)
     assert _send(model, arena, Command("5", "bucket", "e", bucket=Bucket(1, 16, norm))).ok
     end = _send(model, arena, Command("6", "finish", "e"))
@@ -78,10 +80,48 @@ def test_a_delivery_through_an_arena(model, arena):
     assert model.embed_tokens.weight.data_ptr() == address and model.embed_tokens.weight.requires_grad
 
 
+def test_bytes_that_never_come_are_waited_for_in_vain_and_not_taken(model, arena):
+    """A command may come before its bytes. Neither silence, nor a trainer that gave up, nor a slot that belongs to
+    another delivery already may be taken for them."""
+    assert _send(model, arena, Command("1", "begin", "d", manifest=MANIFEST)).ok
+    channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": 0, "writers": 2, "wait_s": 0.1}
+    command = Command("2", "bucket", "d", bucket=Bucket(0, 96, PARTS), channel=channel)
+    before = model.embed_tokens.weight.clone()
+    arena.progress.count_written(0, 1)  # one of two
+
+    def message() -> str:
+        weight_loader.load(model, [(command.encode(), torch.empty(0))])
+        report = Report.decode(arena.read_report())
+        assert not report.ok and report.num_bytes == 0
+        return report.message
+
+    assert "longer than 0.1 s" in message()
+    arena.progress.stop()
+    assert "given the delivery up" in message()
+    arena.progress.start(7)
+    arena.progress.count_written(0, 1)
+    arena.progress.count_written(1, 1)
+    assert "given the delivery up" in message()
+    assert torch.equal(model.embed_tokens.weight, before)
+
+
+def test_an_arena_is_mapped_until_another_one_is_named(model, arena, tmp_path, caplog):
+    assert _send(model, arena, Command("1", "checksums", "d")).ok
+    remove_arena(arena.spec)
+    assert _send(model, arena, Command("2", "checksums", "e")).ok  # the next delivery, by the same memory
+    late = arena
+    successor = Arena(create_arena(tmp_path, "y", 128))
+    assert _send(model, successor, Command("3", "checksums", "f")).ok
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="no report"):
+        _send(model, late, Command("4", "checksums", "d"))
+    remove_arena(successor.spec)
+    assert _send(model, successor, Command("5", "checksums", "g")).ok
+
+
 def test_noise_and_checksums(model, arena):
-    before = _send(model, arena, Command("1", "checksums")).checksums
+    before = _send(model, arena, Command("1", "checksums", "d")).checksums
     assert _send(model, arena, Command("2", "randomise", seed=1)).ok
-    after = _send(model, arena, Command("3", "checksums")).checksums
+    after = _send(model, arena, Command("3", "checksums", "f")).checksums
     assert set(before) == {"embed_tokens.weight", "norm.weight"} and all(before[n] != after[n] for n in before)
 
 

@@ -72,6 +72,15 @@ def test_a_delivery_fills_everything_in_place(receiver):
     assert (receiver.version, receiver.parameters["a"].data_ptr()) == (1, before)
 
 
+def test_a_delivery_that_is_begun_behind_its_successor_is_refused(receiver):
+    """A message that was given up long ago and arrives now."""
+    receiver.begin(replace(_manifest(5, "new"), number=8))
+    with pytest.raises(ValueError, match="'old' comes late, behind 'new'"):
+        receiver.begin(replace(_manifest(5, "old"), number=7))
+    receiver.begin(replace(_manifest(5, "again"), number=9))
+    receiver.begin(replace(_manifest(1, "another", session="life 2"), number=1))
+
+
 def test_versions_grow_within_a_session(receiver):
     _deliver(receiver, _manifest(5))
     with pytest.raises(ValueError, match="version 4 is older than version 5"):
@@ -214,7 +223,7 @@ def test_messages_survive_the_wire():
     assert Report.decode(report.encode()) == report
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"protocol": 1}', json.dumps({"protocol": 99})])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"protocol": 2}', json.dumps({"protocol": 99})])
 def test_what_is_no_command_says_so(text):
     with pytest.raises(ValueError, match="protocol 99|no command"):
         Command.decode(text)
