@@ -54,7 +54,7 @@ def vocab_parallel_logprobs(
     here and, on a CPU, targets outside the vocabulary; on an accelerator, where the check would stall the stream, such
     a token's log-prob is NaN instead.
     """
-    shard = _check(hidden, weight, targets, temperature, vocab_size, group)
+    shard = shard_of(hidden, weight, targets, temperature, vocab_size, group)
     tiles = choose_tiles(hidden.size(0), shard.num_columns, hidden.device, chunk_tokens, chunk_columns)
     problem = Problem(hidden, weight, targets, shard, tiles)
     name = choose(implementation, Place.of(hidden, weight)).name
@@ -64,7 +64,7 @@ def vocab_parallel_logprobs(
     return _Head.apply(hidden, weight, problem, kernels_of(name))
 
 
-def _check(
+def shard_of(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -72,6 +72,7 @@ def _check(
     vocab_size: int,
     group: dist.ProcessGroup | None,
 ) -> Shard:
+    """This rank's part of the vocabulary; ValueError where the arguments of a head do not fit each other."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.size(1) != weight.size(1) or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} "
