@@ -27,13 +27,15 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from tools.quickstart_task import TEMPLATE, Flaws, Problem, draw_problems, to_row, write_corpus
+from tools.quickstart_task import TEMPLATE, Flaws, Problem, draw_problems, num_hard_steps, to_row, write_corpus
 from tools.quickstart_tokenizer import PAD, TURN_END, train_tokenizer
 
 logger = logging.getLogger("make_quickstart")
 
 DEFAULT_SEED = 17
 NUM_HELDOUT, NUM_TRAIN, NUM_TOKENIZER_TEXTS = 128, 1920, 4000
+NUM_CORPUS = 20000
+NUM_SPREAD = 512
 VOCAB_LIMIT = 1000  # never reached: merging ends when every piece is one token
 IGNORED_LABEL = -100
 
@@ -69,10 +71,24 @@ def split_problems(seed: int, num_corpus: int) -> tuple[list[Problem], list[Prob
     return problems[:NUM_HELDOUT], problems[NUM_HELDOUT:train_end], problems[train_end:]
 
 
+def spread_problems(seed: int) -> list[Problem]:
+    """Problems whose difficulty is as spread as that of real data, for a critic: in turn a short one without a hard step
+    and a long one with five or more. None is in another set.
+
+    Slips of the base model are drawn independently, so on `train.jsonl` even a critic that sees every slip at once
+    explains but half of the returns' variance; here most of it is between problems.
+    """
+    used = NUM_HELDOUT + NUM_TRAIN + NUM_CORPUS
+    fresh = draw_problems(seed, 2 * used)[used:]
+    short = [problem for problem in fresh if len(problem.steps) <= 3 and num_hard_steps(problem) == 0]
+    long = [problem for problem in fresh if len(problem.steps) >= 7 and num_hard_steps(problem) >= 5]
+    return [problem for pair in zip(short, long, strict=False) for problem in pair][:NUM_SPREAD]
+
+
 def write_data(seed: int, folder: Path) -> None:
-    """`heldout.jsonl` and `train.jsonl`."""
+    """`heldout.jsonl`, `train.jsonl` and `spread.jsonl`."""
     heldout, train, _ = split_problems(seed, 0)
-    for name, problems in (("heldout", heldout), ("train", train)):
+    for name, problems in (("heldout", heldout), ("train", train), ("spread", spread_problems(seed))):
         lines = (json.dumps(to_row(problem), ensure_ascii=False) + "\n" for problem in problems)
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
@@ -202,7 +218,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED)
     parser.add_argument("--only", choices=("data", "model", "all"), default="all")
     parser.add_argument("--num-steps", type=int, default=Schedule.num_steps, help="steps the base model is trained")
-    parser.add_argument("--num-corpus", type=int, default=20000, help="problems its corpus is written from")
+    parser.add_argument("--num-corpus", type=int, default=NUM_CORPUS, help="problems its corpus is written from")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

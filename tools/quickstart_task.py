@@ -90,6 +90,15 @@ class Problem:
         return f"In {step.month} {self.event(step)}, {total}{step.operator}{step.amount}={result}"
 
 
+def num_hard_steps(problem: Problem) -> int:
+    """Steps that carry, borrow or double."""
+    total, count = problem.start, 0
+    for step in problem.steps:
+        count += step.is_hard(total)
+        total = step.apply(total)
+    return count
+
+
 def draw_problem(rng: random.Random) -> Problem:
     """A problem whose number of steps is the smaller of two uniform draws from 2..10: 4.5 on average, a thin tail."""
     name, item = rng.choice(NAMES), rng.choice(ITEMS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_dapo.config.optimizer_schema import CriticOptimizerConfig
-from megatron_dapo.config.section import Section
+from megatron_dapo.config.section import InputPath, Section
 
 ValueLossName = Literal["squared", "clipped"]
 ValueAggregation = Literal["token_mean", "sample_mean"]
@@ -122,7 +122,11 @@ class WindowConfig(Section):
 
 
 class ValuePretrainingConfig(Section):
-    """When `megatron-dapo pretrain-value` ends: the critic learns Monte-Carlo returns of the policy as it is (VC-PPO)."""
+    """On what `megatron-dapo pretrain-value` trains and when it ends: the critic learns Monte-Carlo returns of the policy as it is (VC-PPO)."""
+
+    train_paths: tuple[InputPath, ...] = ()
+    """Prompts it samples from, e.g. a set of wide difficulty. Relative: from the recipe's folder. Empty:
+    data.train_paths."""
 
     min_steps: int = 20
     """Steps (rollout batches) at least."""

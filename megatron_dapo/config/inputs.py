@@ -4,7 +4,7 @@ validator."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_dapo.config.errors import Violation
@@ -20,10 +20,19 @@ def _missing(config: Config) -> Iterator[Violation]:
     model = config.model.path
     if not model.is_dir():
         yield _absent("model.path", model, "a Hugging Face folder that exists")
-    for path in ("train_paths", "eval_paths"):
-        for file in getattr(config.data, path):
-            if not file.is_file():
-                yield _absent(f"data.{path}", file, "a file that exists")
+    critic = Path(config.critic.path)
+    if config.has_critic and config.critic.path and not (critic / "config.json").is_file():
+        yield _absent("critic.path", critic, "a Hugging Face folder that exists (`megatron-dapo pretrain-value` writes one)")
+    yield from _absent_files("data.train_paths", config.data.train_paths)
+    yield from _absent_files("data.eval_paths", config.data.eval_paths)
+    if config.has_critic:
+        yield from _absent_files("value_pretraining.train_paths", config.value_pretraining.train_paths)
+
+
+def _absent_files(path: str, files: Iterable[Path]) -> Iterator[Violation]:
+    for file in files:
+        if not file.is_file():
+            yield _absent(path, file, "a file that exists")
 
 
 def _absent(path: str, file: Path, what: str) -> Violation:

@@ -37,14 +37,9 @@ def critic_start(config: Config) -> Path:
 def build_critic(config: Config, world_size: int, beside: Sequence[TrainedModel]) -> MegatronCritic:
     """This rank's part of the critic, from critic.path or else from the policy; with its optimizer where that is kept.
 
-    ValueError where the folder is missing, or not of the policy's architecture and tokenizer.
+    ValueError where the folder is not of the policy's architecture and tokenizer.
     """
     start, layout, settings = critic_start(config), critic_layout(config, world_size), _critic_settings(config)
-    if not (start / "config.json").is_file():
-        raise ValueError(
-            f"critic.path: {start} holds no config.json; give the folder of a policy, a reward model or a critic "
-            "(`megatron-dapo pretrain-value` writes one), or leave it out to start from model.path"
-        )
     if not any(start.glob("*.safetensors")) and start == config.model.path and config.model.allow_random_init:
         return MegatronCritic.build_random(start, layout, settings, seed=config.run.seed, beside=beside)
     critic = MegatronCritic.build(start, layout, settings, policy_folder=config.model.path, beside=beside)

@@ -39,6 +39,9 @@ def pretraining_config(config: Config) -> Config:
                 update={"total_steps": config.value_pretraining.max_steps, "max_generation_steps": 0}
             ),
             "rollout": rollout,
+            "data": config.data.model_copy(
+                update={"train_paths": config.value_pretraining.train_paths or config.data.train_paths}
+            ),
             # Returns are those of whole responses.
             "algorithm": config.algorithm.model_copy(update={"name": "vapo"}),
             "evaluation": config.evaluation.model_copy(update={"interval": 0, "at_start": False, "at_end": False}),

@@ -31,7 +31,7 @@ from tools.quickstart_task import TEMPLATE, Flaws, draw_problems, write_corpus
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "quickstart"
 BASE_MODEL = EXAMPLES / "base_model"
-FILES = ("heldout", "train")
+FILES = ("heldout", "train", "spread")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,9 @@ def test_heldout_is_disjoint_from_training(rows: dict[str, list[dict]]) -> None:
     exercises = {name: {exercise_of(problem_of(row)) for row in rows[name]} for name in FILES}
     assert len(exercises["heldout"]) == len(rows["heldout"]) >= 100
     assert len(exercises["train"]) == len(rows["train"]) >= 1000
+    assert len(exercises["spread"]) == len(rows["spread"]) >= 500
     assert not exercises["heldout"] & exercises["train"]
+    assert not exercises["spread"] & (exercises["heldout"] | exercises["train"])
 
 
 def test_the_base_corpus_shares_no_exercise_with_either_file() -> None:
@@ -119,7 +121,7 @@ def test_another_seed_writes_other_data(tmp_path: Path) -> None:
 
 def test_sizes() -> None:
     assert sum(path.stat().st_size for path in BASE_MODEL.rglob("*") if path.is_file()) <= 4_000_000
-    assert sum((EXAMPLES / f"{name}.jsonl").stat().st_size for name in FILES) <= 1_500_000
+    assert sum((EXAMPLES / f"{name}.jsonl").stat().st_size for name in FILES) <= 1_800_000
 
 
 def test_the_script_makes_the_shipped_tokenizer(tokenizer: Qwen2Tokenizer) -> None:
