@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_dapo.engines.sglang.router import is_installed
 from tools.prove_resume import write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +128,16 @@ def check_samples(run: Run) -> None:
         assert all(sample["train_step"] - 2 <= part["version"] < sample["train_step"] for part in ranges)
 
 
+def check_nothing_is_left(run: Run) -> None:
+    """No process outlives the run."""
+    left = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(run.folder) in " ".join(process.info["cmdline"] or [])
+    ]
+    assert not left, f"left behind: {left}"
+
+
 def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Run]) -> None:
     """kill -9 once in the middle of a rollout, once in the middle of a weight update."""
     run = train("rollout.max_staleness=0")
@@ -146,12 +157,24 @@ def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Ru
     check_samples(run)
     for row in run.rows("metrics.jsonl"):
         assert row["mismatch/abs_logprob_diff_mean"] < 1e-4
-    left = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(run.folder) in " ".join(process.info["cmdline"] or [])
-    ]
-    assert not left, f"left behind: {left}"
+    check_nothing_is_left(run)
+
+
+def test_a_run_behind_the_router(train: Callable[..., Run], engine_python: Path) -> None:
+    """Generation goes to the router's address alone and reaches both servers; both get every version."""
+    if not is_installed(engine_python):
+        pytest.skip(f"sglang_router is not installed for {engine_python} (make test-engine does that)")
+    run = train("sglang.router=true", "sglang.servers_per_node=2", "rollout.max_staleness=0")
+    summary = run.finish()
+    assert summary["stopped"] == "finished" and summary["train_steps"] == NUM_STEPS
+    check_samples(run)
+    for row in run.rows("metrics.jsonl"):
+        assert row["mismatch/abs_logprob_diff_mean"] < 1e-4
+    assert (run.engines / "router.log").is_file()
+    for log in ("engine_0.log", "engine_1.log"):
+        assert run.said(log, "POST /generate") > NUM_STEPS
+        assert run.said(log, "POST /update_weight_version") >= NUM_STEPS
+    check_nothing_is_left(run)
 
 
 def test_generation_beside_training_stays_within_the_bound(train: Callable[..., Run]) -> None:
