@@ -29,9 +29,11 @@ which the paper counts steps. A window step has fewer tokens, so `speedup_tokens
 per second: the one for equal work. `idle_share`: of all slots over the rollout's time, those without a response.
 `most_responses_an_engine`: how many responses an engine may have at most for `speedup` to reach 2.0 and 2.5.
 
-(a) METHOD. The two recipes train one after the other, the same model, task, algorithm and number of steps; they differ in
-windows alone. The clock is that of training: without evaluation and checkpoints. `idle_share` is 1 - new tokens /
-(responses x the longest one's new tokens), as every response has a slot.
+(a) METHOD. The two recipes train one after the other from one pretrained critic: the same model, task and number of
+responses a step, the embedded engine, VAPO on whole responses and T-PPO on windows. The clock is that of training, without
+pretraining, evaluation and checkpoints; the first step, which warms up, is left out of speeds. `idle_share` is 1 - new
+tokens / (responses x the longest one's new tokens), as every response has a slot. `time_to_accuracy_ratio` is seconds to
+the target, whole responses / windows.
 """
 
 from __future__ import annotations
@@ -361,29 +363,40 @@ ENGINES = {"embedded": _embedded, "sglang": _sglang}
 # ---- trained here
 
 
-def train(recipe: Path, folder: Path, overrides: Sequence[str]) -> Path:
-    """Value pretraining and training of a recipe by the command line; the run folder."""
+def run_command(command: str, recipe: Path, run_folder: Path, overrides: Sequence[str]) -> Path:
+    """`megatron-dapo COMMAND` of a recipe; the run folder. RuntimeError with the end of its output where it fails."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run_folder = folder / recipe.stem
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(recipe)]
-    command += ["--run-folder", str(run_folder), *(part for each in overrides for part in ("--set", each))]
-    log = folder / f"{recipe.stem}.log"
+    run_folder.parent.mkdir(parents=True, exist_ok=True)
+    arguments = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", command, str(recipe)]
+    arguments += ["--run-folder", str(run_folder), *(part for each in overrides for part in ("--set", each))]
+    log = run_folder.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as stream:
-        code = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            arguments, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if code:
-        raise RuntimeError(f"{recipe.name} ended with code {code}; see {log}:\n{log.read_text('utf-8')[-1500:]}")
+        raise RuntimeError(
+            f"{command} {recipe.name} ended with code {code}; {log} ends:\n{log.read_text('utf-8')[-1500:]}"
+        )
     return run_folder
+
+
+def train(recipes: Sequence[Path], folder: Path, overrides: Sequence[str]) -> list[Path]:
+    """Run folders of the recipes, trained one after the other from one pretrained critic."""
+    pretrained = run_command("pretrain-value", recipes[0], folder / "value_pretraining", overrides)
+    start = [*overrides, f"critic.path={pretrained / 'critic'}"]
+    return [run_command("train", recipe, folder / recipe.stem, start) for recipe in recipes]
 
 
 def run_report(folder: Path, responses_a_step: int, window: int | None) -> dict[str, Any]:
     """A run's speeds and curve of accuracy from its metrics; `window` is None where responses come whole."""
     steps, evaluations = (_read_lines(folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
-    if not steps:
-        raise ValueError(f"{folder} holds no metrics.jsonl with a step in it: not a run folder, or nothing was trained")
+    if len(steps) < 2:
+        raise ValueError(f"{folder}: metrics.jsonl has {len(steps)} steps, two are needed: is it the folder of a run?")
     ends, generating, training, tokens, trained, idle = [0.0], 0.0, 0.0, 0.0, 0.0, []
     for step in steps:
         ends.append(ends[-1] + step["time/step"] - step["time/evaluate"] - step["time/checkpoint"])
+    for step in steps[1:]:
         generating += step["time/generate"]
         training += step["time/train"]
         tokens += step["throughput/generated_tokens"]
@@ -391,14 +404,15 @@ def run_report(folder: Path, responses_a_step: int, window: int | None) -> dict[
         longest = step["rollout/response_tokens_max"]
         longest = longest if window is None else min(longest, window)
         idle.append(1 - step["throughput/generated_tokens"] / (responses_a_step * longest))
+    seconds = ends[-1] - ends[1]
     return {
         "train_steps": len(steps),
         "seconds": ends[-1],
         "generated_tokens_per_s": tokens / generating,
-        "trained_tokens_per_s": trained / ends[-1],
-        "seconds_a_step": ends[-1] / len(steps),
-        "seconds_a_rollout": generating / len(steps),
-        "training_share": training / ends[-1],
+        "trained_tokens_per_s": trained / seconds,
+        "seconds_a_step": seconds / (len(steps) - 1),
+        "seconds_a_rollout": generating / (len(steps) - 1),
+        "training_share": training / seconds,
         "idle_share": sum(idle) / len(idle),
         "evaluations": [
             {"train_seconds": ends[min(int(one["train_step"]), len(steps))], "accuracy": one["eval/avg_at_k"]}
@@ -480,7 +494,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = arguments.output or Path(temporary)
             recipes = (arguments.full_recipe, arguments.windows_recipe)
-            folders = arguments.runs or [train(recipe, folder, arguments.overrides) for recipe in recipes]
+            folders = arguments.runs or train(recipes, folder, arguments.overrides)
             result = compare_runs(folders, arguments)
         print(json.dumps({"benchmark": "tppo_efficiency", **result}, indent=2))
         return

@@ -117,5 +117,5 @@ def test_two_runs_compared(benchmark, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_named(benchmark, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a run folder"):
+    with pytest.raises(ValueError, match="two are needed"):
         benchmark.run_report(tmp_path, 40, None)

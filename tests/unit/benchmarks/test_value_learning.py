@@ -1,0 +1,120 @@
+"""The language of the learning check: its dynamic programme against brute force, and that learning moves towards it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dapo.algorithms.gae import estimate_values
+
+
+@pytest.fixture(scope="module")
+def benchmark(repository: Path):
+    path = repository / "benchmarks" / "value_learning.py"
+    specification = importlib.util.spec_from_file_location("value_learning", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["value_learning"] = module
+    specification.loader.exec_module(module)
+    for name, size in {"NUM_LETTERS": 2, "END": 2, "NUM_STAGES": 2, "MAX_TOKENS": 5, "NUM_PROMPTS": 3}.items():
+        setattr(module, name, size)
+    return module
+
+
+@pytest.fixture(scope="module")
+def policy(benchmark) -> torch.Tensor:
+    logits = torch.randn(3, 3, 3, generator=torch.Generator().manual_seed(0))
+    return logits.softmax(-1)
+
+
+def brute_force(benchmark, locks, policy: torch.Tensor, prompt: int, stage: int, time: int) -> tuple[float, int]:
+    """(value, continuations) by following every one of them."""
+    if time == benchmark.MAX_TOKENS:
+        return benchmark.WRONG, 1
+    value, count = 0.0, 0
+    for token in range(benchmark.END + 1):
+        if token == benchmark.END:
+            found, paths = (benchmark.CORRECT if stage == benchmark.NUM_STAGES else benchmark.WRONG), 1
+        else:
+            opened = int(stage < benchmark.NUM_STAGES and token == int(locks.keys[prompt, stage]))
+            found, paths = brute_force(benchmark, locks, policy, prompt, stage + opened, time + 1)
+        value += float(policy[prompt, stage, token]) * found
+        count += paths
+    return value, count
+
+
+def test_values_are_those_of_every_continuation(benchmark, policy: torch.Tensor) -> None:
+    locks = benchmark.Locks(0)
+    values, action_values = locks.solve(policy)
+    assert values.shape == (3, 3, 5) and action_values.shape == (3, 3, 5, 3)
+    for prompt in range(3):
+        for stage, time in ((0, 0), (1, 1), (2, 3), (1, 4)):
+            expected, _ = brute_force(benchmark, locks, policy, prompt, stage, time)
+            assert float(values[prompt, stage, time]) == pytest.approx(expected, abs=1e-6)
+    torch.testing.assert_close((policy.double()[:, :, None] * action_values).sum(-1), values)
+
+
+def test_samples_agree_with_the_exact_accuracy_and_visits(benchmark, policy: torch.Tensor) -> None:
+    locks = benchmark.Locks(1)
+    responses = benchmark.sample_many(locks, policy, 20_000, torch.Generator().manual_seed(0))
+    assert float((responses.outcomes > 0).double().mean()) == pytest.approx(locks.accuracy(policy), abs=0.015)
+    counts = torch.zeros(3, 3, 5, dtype=torch.float64)
+    places = (responses.state_prompt, responses.state_stage, responses.state_time)
+    counts.index_put_(places, torch.ones(len(responses.tokens), dtype=torch.float64), accumulate=True)
+    torch.testing.assert_close(counts / 20_000, locks.visits(policy), atol=0.015, rtol=0)
+    assert int(responses.lengths.sum()) == len(responses.tokens)
+
+
+def test_the_best_policy_is_always_right_and_exact_values_give_exact_advantages(benchmark, policy) -> None:
+    locks = benchmark.Locks(2)
+    best = torch.zeros(3, 3, 3)
+    best[:, benchmark.NUM_STAGES, benchmark.END] = 1.0
+    best[:, : benchmark.NUM_STAGES].scatter_(2, locks.keys[:, : benchmark.NUM_STAGES, None], 1.0)
+    assert locks.accuracy(best) == pytest.approx(1.0)
+    values, action_values = locks.solve(policy)
+    responses = benchmark.sample_many(locks, policy, 200, torch.Generator().manual_seed(3))
+    found = estimate_values(responses.inputs(responses.of(values)), 1.0, 0.0).advantages
+    true = responses.of(action_values).gather(1, responses.tokens[:, None])[:, 0] - responses.of(values)
+    torch.testing.assert_close(found, true)
+
+
+def test_values_move_towards_the_exact_ones(benchmark, policy: torch.Tensor, monkeypatch) -> None:
+    monkeypatch.setattr(benchmark, "BATCH", 300)
+    monkeypatch.setattr(benchmark, "HELD_OUT", 6000)
+    run = benchmark.learn_values(benchmark.Locks(0), policy, "squared", 0, num_steps=100)
+    errors = [error["mean_error"] for error in run["errors_by_step"].values()]
+    assert errors[-1] < 0.1 and errors[-1] < errors[0] / 4
+    assert run["explained_variance"]["all"] == pytest.approx(run["explained_variance_of_exact_values"]["all"], abs=0.03)
+    exact = run["advantages"]["lambda_1.0"]["from_exact_values"]
+    assert 0.5 < exact["in_standard_errors"] < 2.0
+
+
+def test_every_recipe_learns_and_switches_one_part(benchmark) -> None:
+    small = {
+        "num_responses": 32,
+        "num_mini_batches": 2,
+        "pretraining_steps": 3,
+        "reward_model_steps": 5,
+        "policy_rate": 0.03,
+    }
+    for name, (recipe, _) in benchmark.ABLATIONS.items():
+        # Sizes are those of the whole recipe: a part is one switch, decoupling is both lambdas.
+        changed = [key for key, value in vars(recipe).items() if value != vars(benchmark.FULL)[key]]
+        assert len(changed) == {"VAPO": 0, "without decoupled GAE": 2}.get(name, 1), name
+        sizes = {key: value for key, value in small.items() if key not in changed}
+        run = benchmark.learn_policy(replace(recipe, **sizes), seed=0, num_steps=8)
+        assert run["accuracies"][-1] > run["accuracies"][0] + 0.3, name
+
+
+def test_a_part_is_shown_where_every_seed_learns_less_without_it(benchmark) -> None:
+    def run(learning: float) -> dict:
+        return {"learning": learning, "final": 1.0, "value_error_at_the_start": 0.1, "accuracies": []}
+
+    whole = [run(0.8), run(0.9)]
+    assert benchmark.ablation_row([run(0.7), run(0.8)], whole, 45)["shown"]
+    row = benchmark.ablation_row([run(0.7), run(0.95)], whole, 45)
+    assert not row["shown"] and row["changes"] == [pytest.approx(-0.1), pytest.approx(0.05)]
