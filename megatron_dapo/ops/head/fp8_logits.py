@@ -107,7 +107,7 @@ class TransformerEngine:
 
 def _padded(hidden: torch.Tensor) -> torch.Tensor:
     """With rows of zeros up to a multiple of 128, which the products' rows have to be."""
-    return torch.nn.functional.pad(hidden, (0, 0, 0, -hidden.size(0) % BLOCK))
+    return torch.nn.functional.pad(hidden, (0, 0, 0, -hidden.size(0) % BLOCK)).contiguous()
 
 
 _MULTIPLIERS: dict[str, Callable[[], Multiplier]] = {

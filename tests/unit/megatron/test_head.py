@@ -1,0 +1,42 @@
+"""The head's settings reach the log-prob function, and it says what it will use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_dapo.megatron import head
+from megatron_dapo.megatron.head import HeadSettings, implementation, token_outputs
+
+
+@pytest.fixture
+def chunk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """As much of a last chunk as the head looks at: an output matrix of 128 rows and a tensor-parallel group of one."""
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(head, "output_weight", lambda chunk: weight)
+    return SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
+
+
+def outputs(chunk: SimpleNamespace, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = torch.randn(1, 9, 128, generator=torch.Generator().manual_seed(1)) * 0.1
+    micro_batch = SimpleNamespace(targets=torch.arange(9))
+    found = token_outputs(chunk, hidden, micro_batch, HeadSettings(100, 0.8, 4, name))
+    return found.logprobs, found.entropy
+
+
+def test_the_implementation_that_is_asked_for_computes(chunk) -> None:
+    exact = outputs(chunk, "reference")
+    for one, other in zip(outputs(chunk, "auto"), exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    in_fp8 = (outputs(chunk, "te_fp8")[0] - exact[0]).abs().max()
+    assert 1e-4 < in_fp8 < 0.5
+
+
+def test_it_is_named_with_its_reason_before_anything_runs(chunk) -> None:
+    assert implementation(chunk, HeadSettings(100)).name == "chunked"
+    assert "cpu" in implementation(chunk, HeadSettings(100)).reason
+    assert implementation(chunk, HeadSettings(100, implementation="te_fp8")).reason.endswith("emulated in fp32")
+    with pytest.raises(ValueError, match="no implementation 'fp8'"):
+        implementation(chunk, HeadSettings(100, implementation="fp8"))
