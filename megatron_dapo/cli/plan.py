@@ -95,11 +95,24 @@ def describe(plan: Plan) -> list[str]:
         f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
         f"{_overlong(config)}",
         f"loss: {algorithm.policy_loss}, ratio in [{1 - algorithm.clip_ratio_low:g}, "
-        f"{1 + algorithm.clip_ratio_high:g}], {algorithm.aggregation}; advantage {algorithm.advantage}",
+        f"{1 + algorithm.clip_ratio_high:g}], {algorithm.aggregation}; advantage {_advantage(config)}",
         f"learning rate: {optimizer.learning_rate:g} {optimizer.schedule} after {optimizer.warmup_steps} "
         f"{optimizer.warmup_unit}s",
         f"output: {config.run.folder}",
     ]
+
+
+def _advantage(config: Config) -> str:
+    """The estimator; with a critic also where it starts, how it is cut and its windows."""
+    if not config.has_critic:
+        return config.algorithm.advantage
+    section, layout = config.advantage_estimation, config.critic_parallel
+    lambdas = f"{section.policy_lambda:g}" if section.lambda_rule == "fixed" else section.lambda_rule
+    window = f", windows of {config.window.tokens} tokens" if config.algorithm.name == "tppo" else ""
+    return (
+        f"of a critic from {config.critic.path or config.model.path} (TP{layout.tensor} PP{layout.pipeline} "
+        f"CP{layout.context}), gamma {section.gamma:g}, lambda {lambdas} / {section.critic_lambda:g}{window}"
+    )
 
 
 def _overlong(config: Config) -> str:
