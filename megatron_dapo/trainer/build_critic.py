@@ -15,9 +15,9 @@ from megatron_dapo.bridge.critic import HeadStart
 from megatron_dapo.config.schema import Config
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.trainer.actor_critic import ActorCriticSettings
+from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
 from megatron_dapo.trainer.critic_advantages import AdvantageSettings
 from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
 from megatron_dapo.trainer.critic_state import load_training_state, save_training_state
@@ -49,17 +49,9 @@ def build_critic(config: Config, world_size: int, beside: Sequence[TrainedModel]
 
 
 def _critic_settings(config: Config) -> CriticSettings:
-    optimizer = config.critic.optimizer
     return CriticSettings(
         model=ModelSettings(config.model.dtype, config.model.recompute),
-        optimizer=OptimizerSettings(
-            adam_beta1=optimizer.betas[0],
-            adam_beta2=optimizer.betas[1],
-            adam_eps=optimizer.epsilon,
-            weight_decay=optimizer.weight_decay,
-            clip_grad=optimizer.clip_grad,
-            distributed=config.parallel.distributed_optimizer,
-        ),
+        optimizer=optimizer_settings(config.critic.optimizer, config.parallel.distributed_optimizer),
         seed=config.run.seed,
         collective_timeout_s=config.run.wait_timeout_seconds,
         head=HeadStart(seed=config.run.seed, scale=config.critic.head_scale),
@@ -89,13 +81,7 @@ def _schedule(config: Config) -> LearningRateSchedule:
     if optimizer.warmup_unit == "optimizer_step":
         mini = config.critic.mini_batch_prompts or config.training.mini_batch_prompts
         total *= math.ceil(rollout.prompts_per_step / mini) * config.critic.epochs
-    return LearningRateSchedule(
-        peak=optimizer.learning_rate,
-        warmup_steps=optimizer.warmup_steps,
-        total_steps=total,
-        shape=optimizer.schedule,
-        minimum=optimizer.min_learning_rate,
-    )
+    return learning_rate_schedule(optimizer, total)
 
 
 def training_settings(config: Config) -> ActorCriticSettings:

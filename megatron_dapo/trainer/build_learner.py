@@ -19,7 +19,6 @@ from megatron_dapo.config.schema import AlgorithmConfig, Config
 from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
 from megatron_dapo.trainer.build_critic import (
@@ -28,8 +27,8 @@ from megatron_dapo.trainer.build_critic import (
     pretraining_settings,
     training_settings,
 )
+from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
 from megatron_dapo.trainer.learner import Learner, LearnerSettings
-from megatron_dapo.trainer.learning_rate import LearningRateSchedule
 from megatron_dapo.trainer.objective import PolicyObjective
 
 logger = logging.getLogger(__name__)
@@ -50,17 +49,9 @@ def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
             )
         logger.info("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, config.model.path)
 
-    optimizer = config.optimizer
     settings = ActorSettings(
         model=ModelSettings(config.model.dtype, config.model.recompute),
-        optimizer=OptimizerSettings(
-            adam_beta1=optimizer.betas[0],
-            adam_beta2=optimizer.betas[1],
-            adam_eps=optimizer.epsilon,
-            weight_decay=optimizer.weight_decay,
-            clip_grad=optimizer.clip_grad,
-            distributed=config.parallel.distributed_optimizer,
-        ),
+        optimizer=optimizer_settings(config.optimizer, config.parallel.distributed_optimizer),
         chunk_tokens=config.model.logprob_chunk_tokens,
         seed=config.run.seed,
         collective_timeout_s=config.run.wait_timeout_seconds,
@@ -87,7 +78,16 @@ def _policy_learner(
     reference: MegatronActor | None,
 ) -> Learner:
     objective = _objective(config.algorithm, actor)
-    return Learner(actor, objective, layout, rank, _learner_settings(config), _schedule(config), phase, reference)
+    return Learner(
+        actor,
+        objective,
+        layout,
+        rank,
+        _learner_settings(config),
+        learning_rate_schedule(config.optimizer, schedule_steps(config)),
+        phase,
+        reference,
+    )
 
 
 def _reference(config: Config, layout: ParallelLayout, is_needed: bool) -> MegatronActor | None:
@@ -185,17 +185,6 @@ def _learner_settings(config: Config) -> LearnerSettings:
         max_consecutive_skips=training.max_consecutive_skips,
         # A step's windows are of many groups, a few of each.
         samples_per_mini_batch=training.mini_batch_prompts * config.rollout.group_size if windows else 0,
-    )
-
-
-def _schedule(config: Config) -> LearningRateSchedule:
-    optimizer = config.optimizer
-    return LearningRateSchedule(
-        peak=optimizer.learning_rate,
-        warmup_steps=optimizer.warmup_steps,
-        total_steps=schedule_steps(config),
-        shape=optimizer.schedule,
-        minimum=optimizer.min_learning_rate,
     )
 
 
