@@ -2,6 +2,7 @@
 
     python benchmarks/tppo_efficiency.py [--json]                                 the simulation (b)
     python benchmarks/tppo_efficiency.py --measure-curve embedded|sglang          engine curve, to be stored
+    python benchmarks/tppo_efficiency.py --measure-rollout embedded|sglang        rollouts alone on an engine (a)
     python benchmarks/tppo_efficiency.py --train [--output FOLDER] [--json]       both recipes trained here (a)
     python benchmarks/tppo_efficiency.py --runs FULL WINDOWS [--target 0.7]       the same from run folders that are there
 
@@ -29,7 +30,11 @@ which the paper counts steps. A window step has fewer tokens, so `speedup_tokens
 per second: the one for equal work. `idle_share`: of all slots over the rollout's time, those without a response.
 `most_responses_an_engine`: how many responses an engine may have at most for `speedup` to reach 2.0 and 2.5.
 
-(a) METHOD. The two recipes train one after the other from one pretrained critic: the same model, task and number of
+(a) METHOD, rollouts. One engine generates the simulation's lengths divided by 32, 256 responses of which every one has a
+slot: whole, and in windows, each in turn; contexts of windows are prefilled again by the engine. The embedded engine is
+timed in CPU seconds, which other programs on the machine do not lengthen.
+
+(a) METHOD, training. The two recipes train one after the other from one pretrained critic: the same model, task and number of
 responses a step, the embedded engine, VAPO on whole responses and T-PPO on windows. The clock is that of training, without
 pretraining, evaluation and checkpoints; the first step, which warms up, is left out of speeds. `idle_share` is 1 - new
 tokens / (responses x the longest one's new tokens), as every response has a slot. `time_to_accuracy_ratio` is seconds to
@@ -57,7 +62,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.types import GenerationRequest, SamplingParams
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 CURVES = ROOT / "benchmarks" / "results" / "tppo_engine_curve.json"
@@ -69,8 +74,6 @@ WARMUP_STEPS, COUNTED_STEPS = 6, 20
 TRAINING_SHARE = 0.25  # of a full-synchronous step
 FORWARD, TRAIN = 1.0, 3.0  # cost of a token in one model
 
-# (generate(responses, tokens of each), the clock it is timed by, what it is)
-MeasuredEngine = tuple[Callable[[int, int], None], Callable[[], float], str]
 Curve = Sequence[tuple[float, float]]  # (responses running, seconds or relative length of a tick), ascending
 
 
@@ -298,43 +301,58 @@ def simulation(curve_name: str, prefill_cost: float) -> dict[str, Any]:
 def measure_curve(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a tick at 1, 2, 4, ... responses that all run together, the least of the repeats."""
     with ExitStack() as stack:
-        generate, clock, origin = ENGINES[kind](arguments, stack)
-        generate(4, 16)
+        measured = ENGINES[kind](arguments, arguments.ticks + 16, stack)
+        measured.seconds(_equal_requests(4, 16))
         points = []
         for power in range(int(math.log2(arguments.most_running)) + 1):
-            seconds = min(_seconds(generate, clock, 2**power, arguments.ticks) for _ in range(arguments.repeats))
-            tick = seconds / arguments.ticks
+            requests = _equal_requests(2**power, arguments.ticks)
+            tick = min(measured.seconds(requests)[0] for _ in range(arguments.repeats)) / arguments.ticks
             points.append({"running": 2**power, "seconds_a_tick": tick, "tokens_per_second": 2**power / tick})
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
-    return {"origin": origin, "machine": machine, "ticks": arguments.ticks, "points": points}
+    return {"origin": measured.origin, "machine": _machine(), "ticks": arguments.ticks, "points": points}
 
 
-def _seconds(generate: Callable[[int, int], None], clock: Callable[[], float], running: int, ticks: int) -> float:
-    start = clock()
-    generate(running, ticks)
-    return clock() - start
+def _machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
 
 
-def _requests(running: int, ticks: int) -> list[GenerationRequest]:
-    sampling = SamplingParams(max_new_tokens=ticks)  # no stop token: all run to the end
-    return [GenerationRequest(f"{i}", (5, 6, 7, 8 + i % 256), sampling, seed=i) for i in range(running)]
+@dataclass(frozen=True)
+class MeasuredEngine:
+    """An engine, the clock it is timed by, and what it is."""
+
+    engine: Any
+    clock: Callable[[], float]
+    origin: str
+
+    def seconds(self, requests: Sequence[GenerationRequest]) -> tuple[float, list[Completion]]:
+        """Generate everything."""
+        start = self.clock()
+        self.engine.submit(requests)
+        completions: list[Completion] = []
+        while self.engine.num_unfinished:
+            completions += self.engine.poll()
+        seconds = self.clock() - start
+        limits = {request.request_id: request.sampling.max_new_tokens for request in requests}
+        assert all(len(done.token_ids) == limits[done.request_id] for done in completions), "a response ended early"
+        return seconds, completions
 
 
-def _drain(engine: Any, running: int, ticks: int) -> None:
-    engine.submit(_requests(running, ticks))
-    num_tokens = 0
-    while engine.num_unfinished:
-        num_tokens += sum(len(done.token_ids) for done in engine.poll())
-    assert num_tokens == running * ticks, f"{num_tokens} tokens instead of {running * ticks}"
+def request_of(name: str, num_tokens: int, prefix: Completion | None = None) -> GenerationRequest:
+    """A response of exactly `num_tokens`: there is no stop token."""
+    seed = int(name)
+    return GenerationRequest(name, (5, 6, 7, 8 + seed % 256), SamplingParams(max_new_tokens=num_tokens), seed, prefix)
 
 
-def _embedded(arguments: argparse.Namespace, stack: ExitStack) -> MeasuredEngine:
+def _equal_requests(running: int, ticks: int) -> list[GenerationRequest]:
+    return [request_of(str(index), ticks) for index in range(running)]
+
+
+def _embedded(arguments: argparse.Namespace, max_length: int, stack: ExitStack) -> MeasuredEngine:
     from transformers import AutoModelForCausalLM
 
     from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 
     torch.set_num_threads(1)
-    settings = EmbeddedEngineSettings(max_slots=arguments.most_running, max_length=arguments.ticks + 16)
+    settings = EmbeddedEngineSettings(max_slots=arguments.most_running, max_length=max_length)
     engine = EmbeddedEngine.from_folder(arguments.model, settings)
     source = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).state_dict()
     for name, tensor in engine.parameters_by_name().items():
@@ -343,21 +361,113 @@ def _embedded(arguments: argparse.Namespace, stack: ExitStack) -> MeasuredEngine
     origin = (
         f"embedded engine, {arguments.model.name} of {arguments.model.parent.name}, fp32, one CPU thread, CPU seconds"
     )
-    return lambda running, ticks: _drain(engine, running, ticks), time.process_time, origin
+    return MeasuredEngine(engine, time.process_time, origin)
 
 
-def _sglang(arguments: argparse.Namespace, stack: ExitStack) -> MeasuredEngine:
+def _sglang(arguments: argparse.Namespace, max_length: int, stack: ExitStack) -> MeasuredEngine:
     from rollout_throughput import Traffic, start_servers
 
     vocab_size = json.loads((arguments.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    length, most = arguments.ticks + 16, arguments.most_running
-    traffic = Traffic(arguments.model, vocab_size, length, most, most, ())
+    most = arguments.most_running
+    traffic = Traffic(arguments.model, vocab_size, max_length, most, most, ())
     engine = start_servers(traffic, arguments.engine_python, 1, stack)
     origin = f"one SGLang server, {arguments.model.name} of {arguments.model.parent.name}, wall seconds"
-    return lambda running, ticks: _drain(engine, running, ticks), time.perf_counter, origin
+    return MeasuredEngine(engine, time.perf_counter, origin)
 
 
 ENGINES = {"embedded": _embedded, "sglang": _sglang}
+
+
+# ---- the rollout alone, on an engine
+
+SCALE = 32  # lengths are those of the simulation divided by this
+ROLLOUT_BATCHES, ROLLOUT_WARMUP, ROLLOUT_STEPS = 2, 2, 4
+
+
+def measure_rollout(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Whole responses and windows of one engine's lengths, in turns, and what the simulation says of them."""
+    tail, window, count = Tail(4000.0 / SCALE, 1.0, MAX_TOKENS // SCALE), WINDOW // SCALE, arguments.most_running
+    generator = torch.Generator().manual_seed(0)
+    with ExitStack() as stack:
+        measured = ENGINES[kind](arguments, tail.longest + 16, stack)
+        measured.seconds(_equal_requests(4, 16))
+        pool = EnginePool(measured, tail, window, count, generator)
+        for _ in range(ROLLOUT_WARMUP):
+            pool.step()
+        whole, windows = [], []
+        for number in range(ROLLOUT_STEPS):
+            windows.append(pool.step())
+            if number < ROLLOUT_BATCHES:
+                lengths = tail.draw(count, generator)
+                seconds, _ = measured.seconds([request_of(str(i), int(n)) for i, n in enumerate(lengths)])
+                whole.append((seconds, int(lengths.sum()), int(lengths.max())))
+    return {
+        "engine": measured.origin,
+        "machine": _machine(),
+        "responses": count,
+        "window": window,
+        "longest": tail.longest,
+        "lengths": f"those of the simulation / {SCALE}",
+        **compare_rollouts(whole, windows, count),
+        "simulated": _predicted(kind, tail, window, count),
+    }
+
+
+class EnginePool:
+    """Unfinished responses of an engine that gets a window of each at a step."""
+
+    def __init__(
+        self, measured: MeasuredEngine, tail: Tail, window: int, count: int, generator: torch.Generator
+    ) -> None:
+        self._measured, self._tail, self._window, self._count = measured, tail, window, count
+        self._generator = generator
+        self._waiting: list[tuple[str, int, Completion | None]] = []  # name, length, what there is of it
+        self._num_drawn = 0
+
+    def step(self) -> tuple[float, int, int]:
+        """(seconds, new tokens, the longest one's) of one step."""
+        fresh = self._tail.draw(self._count - len(self._waiting), self._generator).tolist()
+        names = range(self._num_drawn, self._num_drawn + len(fresh))
+        self._num_drawn += len(fresh)
+        items = [*self._waiting, *((str(name), length, None) for name, length in zip(names, fresh, strict=True))]
+        requests, new_tokens = [], []
+        for name, length, held in items:
+            start = len(held.token_ids) if held else 0
+            new_tokens.append(min(length - start, self._window))
+            requests.append(request_of(name, start + new_tokens[-1], held))
+        seconds, completions = self._measured.seconds(requests)
+        lengths = {name: length for name, length, _ in items}
+        partial = [done for done in completions if len(done.token_ids) < lengths[done.request_id]]
+        self._waiting = [
+            (done.request_id, lengths[done.request_id], replace(done, finish_reason="abort")) for done in partial
+        ]
+        return seconds, sum(new_tokens), max(new_tokens)
+
+
+def compare_rollouts(
+    whole: Sequence[tuple[float, int, int]], windows: Sequence[tuple[float, int, int]], count: int
+) -> dict[str, Any]:
+    """From (seconds, tokens, longest) of every batch of either mode."""
+    per_step, speed, idle = {}, {}, {}
+    for name, batches in (("full", whole), ("windows", windows)):
+        seconds, tokens, ticks = (sum(column) for column in zip(*batches, strict=True))
+        per_step[name], speed[name] = seconds / len(batches), tokens / seconds
+        idle[name] = 1 - tokens / (count * ticks)
+    return {
+        "measured_speedup": per_step["full"] / per_step["windows"],
+        "measured_speedup_tokens": speed["windows"] / speed["full"],
+        "seconds_a_step": per_step,
+        "tokens_per_second": speed,
+        "idle_share_of_ticks": idle,
+    }
+
+
+def _predicted(kind: str, tail: Tail, window: int, count: int) -> dict[str, float]:
+    curves = stored_curves()
+    if kind not in curves:
+        return {}
+    setting = Setting(curves[kind], tail=tail, window=window, num_responses=count, per_engine=count)
+    return {name: figure for name, figure in simulate(setting).items() if name in ("speedup", "speedup_tokens")}
 
 
 # ---- trained here
@@ -467,6 +577,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--curve", default="embedded", help="engine curve of the headline")
     parser.add_argument("--prefill-cost", type=float, default=0.1)
     parser.add_argument("--measure-curve", choices=list(ENGINES))
+    parser.add_argument("--measure-rollout", choices=list(ENGINES))
     parser.add_argument("--model", type=Path, default=QUICKSTART / "base_model", help="of the curve")
     parser.add_argument("--engine-python", type=Path, default=ROOT / ".venv-sglang/bin/python")
     parser.add_argument("--most-running", type=int, default=256)
@@ -489,6 +600,10 @@ def main() -> None:
     if arguments.measure_curve:
         curve = measure_curve(arguments.measure_curve, arguments)
         print(json.dumps({arguments.measure_curve: curve}, indent=2))
+        return
+    if arguments.measure_rollout:
+        rollout = measure_rollout(arguments.measure_rollout, arguments)
+        print(json.dumps({"benchmark": "tppo_efficiency", **rollout}, indent=2))
         return
     if arguments.runs or arguments.train:
         with tempfile.TemporaryDirectory() as temporary:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dapo.types import Completion, VersionRange
+
 STEEP = [(1, 1.0), (2, 2.0), (4, 4.0)]  # a tick costs as much as responses run: no slot is ever wasted
 FLAT = [(1, 1.0), (4, 1.0)]
 
@@ -119,3 +121,42 @@ def test_two_runs_compared(benchmark, tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_named(benchmark, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two are needed"):
         benchmark.run_report(tmp_path, 40, None)
+
+
+class CountingEngine:
+    """Gives back every response at its limit at once, with its prefix; a token a tick and a second a tick."""
+
+    def __init__(self) -> None:
+        self.seconds, self._done = 0.0, []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._done)
+
+    def submit(self, requests) -> None:
+        held = [len(request.prefix.token_ids) if request.prefix else 0 for request in requests]
+        new = [request.sampling.max_new_tokens - start for request, start in zip(requests, held, strict=True)]
+        self.seconds += max(new)
+        for request in requests:
+            count = request.sampling.max_new_tokens
+            versions = (VersionRange(0, count, 0),)
+            self._done.append(Completion(request.request_id, (1,) * count, (0.0,) * count, "length", versions))
+
+    def poll(self):
+        done, self._done = self._done, []
+        return done
+
+
+def test_the_rollout_of_an_engine_in_windows(benchmark) -> None:
+    engine = CountingEngine()
+    measured = benchmark.MeasuredEngine(engine, lambda: engine.seconds, "counts")
+    tail = benchmark.Tail(20.0, 0.0)  # all responses have 20 tokens: windows of 8, 8 and 4
+    pool = benchmark.EnginePool(measured, tail, window=8, count=3, generator=torch.Generator().manual_seed(0))
+    assert [pool.step() for _ in range(4)] == [(8.0, 24, 8), (8.0, 24, 8), (4.0, 12, 4), (8.0, 24, 8)]
+
+
+def test_rollouts_compared(benchmark) -> None:
+    found = benchmark.compare_rollouts([(10.0, 300, 50), (14.0, 300, 70)], [(5.0, 200, 25)], count=10)
+    assert found["measured_speedup"] == pytest.approx(12 / 5)
+    assert found["measured_speedup_tokens"] == pytest.approx(40 / 25)
+    assert found["idle_share_of_ticks"] == {"full": pytest.approx(0.5), "windows": pytest.approx(0.2)}
