@@ -18,7 +18,7 @@ correct response come out of dynamic programming, without sampling.
    `learning` is its mean over all steps, `final` that of the last fifth. A part counts as shown where without it
    learning is lower with every seed. All losses, weights and estimators are the project's own functions.
 
-Where the small task differs from the paper (arXiv 2504.05118): responses have 20 tokens and not thousands, so alpha of the
+Where the small task differs from the paper (arXiv 2504.05118): responses have 8 to 36 tokens and not thousands, so alpha of the
 length-adaptive lambda is 0.5 and not 0.05 (at 40 tokens it gives the 0.95 that the paper's gives at 400), and everything
 that long responses do to PPO is weak here. Without pretraining, the critic starts where a reward model does that has
 learned the ends of responses alone.
