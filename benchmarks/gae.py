@@ -4,18 +4,19 @@
 
 METHOD. Lengths are log-normal, median 5,000 and sigma 0.8 of the logarithm, cut at 20,480 tokens (the hard maximum of
 DAPO), the shape that long reasoning has: few short ones, a heavy tail, 4 % at the limit. Values are random, the
-reward is on the last token, lambda is VAPO's, of each response's length; float32, one thread. `gae` gives advantages and
-returns of finished responses, `egae` of windows of which half go on, `decoupled` advantages of one lambda and returns of
-another (two recurrences), `gaps` is `gae` with a tenth of the tokens masked.
+reward is on the last token, lambda is VAPO's, of each response's length; float32, one thread. `gae` gives advantages
+and returns of finished responses, `egae` of windows of which half go on, `decoupled` advantages of one lambda and
+returns of another (two recurrences), `gaps` is `gae` with a tenth of the tokens masked.
 
-The pass reads what they read (values, rewards, mask) and writes what they write (advantages, returns), two plain torch
-operations into memory fresh from the system, as every call's results are; `warm_pass` writes where memory is there
-already and `vs_warm_pass` is against that. The sides take turns; figures are the least of the repeats, for other
-programs on the machine only add to them. `vs_pass` is the larger one of gae and egae.
+The pass reads what they read (values, rewards, mask) and writes what they write (advantages, returns), two plain
+torch operations into memory fresh from the system, as every call's results are; `warm_pass` writes where memory is
+there already and `vs_warm_pass` is against that. The sides take turns; figures are the least of the repeats, for
+other programs on the machine only add to them. `vs_pass` is the larger one of gae and egae.
 
-`loop` is one over the tokens of each response on Python numbers, of a sample of the responses and scaled by its tokens;
-`column_loop` one over the columns of the padded batch [responses, 20480], a vector operation a time step, as trainers
-on padded batches have it: on its last 1,024 columns, and scaled to all. Both give the advantages of `gae`, which is checked.
+`loop` is one over the tokens of each response on Python numbers, of a sample of the responses and scaled by its
+tokens; `column_loop` one over the columns of the padded batch [responses, 20480], a vector operation a time step, as
+trainers on padded batches have it: on its last 1,024 columns, and scaled to all. Both give the advantages of `gae`,
+which is checked.
 """
 
 from __future__ import annotations
@@ -213,7 +214,8 @@ def main() -> None:
     for name, ratio in result["vs_pass_of"].items():
         print(f"{name:10s} {result['seconds'][name]:6.2f} s  {ratio:5.2f} passes")
     print(
-        f"vs_pass {result['vs_pass']:.2f}  vs_loop {result['vs_loop']:.0f}  vs_column_loop {result['vs_column_loop']:.0f}"
+        f"vs_pass {result['vs_pass']:.2f}  vs_loop {result['vs_loop']:.0f}  "
+        f"vs_column_loop {result['vs_column_loop']:.0f}"
     )
 
 

@@ -4,41 +4,41 @@
     python benchmarks/tppo_efficiency.py --measure-curve embedded|sglang          engine curve, to be stored
     python benchmarks/tppo_efficiency.py --measure-rollout embedded|sglang        rollouts alone on an engine (a)
     python benchmarks/tppo_efficiency.py --train [--output FOLDER] [--json]       both recipes trained here (a)
-    python benchmarks/tppo_efficiency.py --runs FULL WINDOWS [--target 0.7]       the same from run folders that are there
+    python benchmarks/tppo_efficiency.py --runs FULL WINDOWS [--target 0.7]       the same from folders that are there
 
-(b) METHOD. A step generates 512 x 16 responses of up to 24,576 tokens, spread evenly over engines. A decode tick gives
-every running response of an engine a token and lasts tau(number running), the engine curve; an engine's step lasts until
-its last response is done, the step as long as its slowest engine. Full-synchronous: every response to its end. Windows:
-8,192 responses of which each gets at most 8,192 new tokens, unfinished ones first, fresh ones for those that ended; the
-figures are of the steady state (6 steps to get there, 20 counted).
+(b) METHOD. A step generates 512 x 16 responses of up to 24,576 tokens, spread evenly over engines. A decode tick
+gives every running response of an engine a token and lasts tau(number running), the engine curve; an engine's step
+lasts until its last response is done, the step as long as its slowest engine. Full-synchronous: every response to its
+end. Windows: 8,192 responses of which each gets at most 8,192 new tokens, unfinished ones first, fresh ones for those
+that ended; the figures are of the steady state (6 steps to get there, 20 counted).
 
 ASSUMPTIONS. (1) Every response has a slot at once. (2) A tick's length depends on the number running, not on their
 lengths; reading keys and values of long contexts costs both sides the same for each token and brings the ratio closer
 to 1. (3) tau is the measured curve of `results/tppo_engine_curve.json` in units of tau(1), linear between its points
-and beyond them. `roofline` is computed, not measured: a 32B model in bf16 on 8 GPUs of 3.35 TB/s, 5 ms a tick for weights,
-all-reduces and launches, 0.06 ms more a response for its 6K tokens of keys and values; `flat` is the limit of engines
-that a response more costs nothing. (4) Where a response goes on, its context is prefilled again at a tenth of the
-decoding cost per token of a full engine (`--prefill-cost`; 0: its keys and values are still there). (5) The length of
-a response does not depend on the mode: log-normal, cut at the maximum. DAPO's lengths are of this kind: a mean of
-some thousands, a long tail, some percent cut. (6) Training takes a quarter of a full-synchronous step and its cost is
-that of the tokens that go through the models: forward 1, forward and backward 3, for policy and critic. With windows
-the context of a window goes through policy and critic again; the critic trains on finished responses, all their tokens.
-(7) Weight synchronisation, verification and dynamic sampling are left out of both.
+and beyond them. `roofline` is computed, not measured: a 32B model in bf16 on 8 GPUs of 3.35 TB/s, 5 ms a tick for
+weights, all-reduces and launches, 0.06 ms more a response for its 6K tokens of keys and values; `flat` is the limit
+of engines that a response more costs nothing. (4) Where a response goes on, its context is prefilled again at a tenth
+of the decoding cost per token of a full engine (`--prefill-cost`; 0: its keys and values are still there). (5) The
+length of a response does not depend on the mode: log-normal, cut at the maximum. DAPO's lengths are of this kind: a
+mean of some thousands, a long tail, some percent cut. (6) Training takes a quarter of a full-synchronous step and its
+cost is that of the tokens that go through the models: forward 1, forward and backward 3, for policy and critic. With
+windows the context of a window goes through policy and critic again; the critic trains on finished responses, all
+their tokens. (7) Weight synchronisation, verification and dynamic sampling are left out of both.
 
-KEYS. `speedup` compares seconds a step: full-synchronous / windows, both of 8,192 responses; this is the comparison in
-which the paper counts steps. A window step has fewer tokens, so `speedup_tokens` compares tokens generated (trained on)
-per second: the one for equal work. `idle_share`: of all slots over the rollout's time, those without a response.
+KEYS. `speedup` compares seconds a step: full-synchronous / windows, both of 8,192 responses. A window step has fewer tokens, so `speedup_tokens` compares tokens generated
+(trained on) per second: the one for equal work. `idle_share`: of all slots over the rollout's time, those without a
+response.
 `most_responses_an_engine`: how many responses an engine may have at most for `speedup` to reach 2.0 and 2.5.
 
-(a) METHOD, rollouts. One engine generates the simulation's lengths divided by 32, 256 responses of which every one has a
-slot: whole, and in windows, each in turn; contexts of windows are prefilled again by the engine. The embedded engine is
-timed in CPU seconds, which other programs on the machine do not lengthen.
+(a) METHOD, rollouts. One engine generates the simulation's lengths divided by 32, `--most-running` responses
+of which every one has a slot: whole, and in windows, each in turn; contexts of windows are prefilled again by the engine. The embedded
+engine is timed in CPU seconds, which other programs on the machine do not lengthen.
 
-(a) METHOD, training. The two recipes train one after the other from one pretrained critic: the same model, task and number of
-responses a step, the embedded engine, VAPO on whole responses and T-PPO on windows. The clock is that of training, without
-pretraining, evaluation and checkpoints; the first step, which warms up, is left out of speeds. `idle_share` is 1 - new
-tokens / (responses x the longest one's new tokens), as every response has a slot. `time_to_accuracy_ratio` is seconds to
-the target, whole responses / windows.
+(a) METHOD, training. The two recipes train one after the other from one pretrained critic: the same model, task and
+number of responses a step, the embedded engine, VAPO on whole responses and T-PPO on windows. The clock is that of
+training, without pretraining, evaluation and checkpoints; the first step, which warms up, is left out of speeds.
+`idle_share` is 1 - new tokens / (responses x the longest one's new tokens), as every response has a slot.
+`time_to_accuracy_ratio` is seconds to the target, whole responses / windows.
 """
 
 from __future__ import annotations

@@ -2,26 +2,26 @@
 
     python benchmarks/value_learning.py [--json] [--part values|megatron|ablation] [--seeds 3] [--steps 40]
 
-THE LANGUAGE. A prompt is a lock with a secret key of 6 letters out of 6. A response is letters and an end token, 64 tokens
-at most. The next letter of the key opens one stage, another letter does nothing, the end token ends. It is correct (+1) if all
-stages are open at its end, else wrong (-1), also if it is cut. The best policy is always right. The state behind a
-prefix is (prompt, stages open, tokens), so under any policy the values V, the action values Q and the probability of a
-correct response come out of dynamic programming, without sampling.
+THE LANGUAGE. A prompt is a lock with a secret key of 6 letters out of 6. A response is letters and an end token, 64
+tokens at most. The next letter of the key opens one stage, another letter does nothing, the end token ends. It is
+correct (+1) if all stages are open at its end, else wrong (-1), also if it is cut. The best policy is always right.
+The state behind a prefix is (prompt, stages open, tokens), so under any policy the values V, the action values Q and
+the probability of a correct response come out of dynamic programming, without sampling.
 
-1. VALUES. A fixed policy; a small network learns from sampled Monte-Carlo returns with the project's value loss. Against
-   V of the dynamic programme: the mean error over visits, and the largest one over the states that at least one
-   response in a hundred to their prompt visits. Advantages by the project's estimators from the learned values against
-   Q - V: at lambda 0 token by token, where no chance is left in them; at others their mean over tokens that are alike,
-   in units of its standard error (1: only chance is left), from the learned and from the exact values.
+1. VALUES. A fixed policy; a small network learns from sampled Monte-Carlo returns with the project's value loss.
+   Against V of the dynamic programme: the mean error over visits, and the largest one over the states that at least
+   one response in a hundred to their prompt visits. Advantages by the project's estimators from the learned values
+   against Q - V: at lambda 0 token by token, where no chance is left in them; at others their mean over tokens that
+   are alike, in units of its standard error (1: only chance is left), from the learned and from the exact values.
 2. MEGATRON. The same values from `MegatronCritic`, two layers that read the tokens themselves (TP1, fp32).
-3. ABLATION. PPO with every part of VAPO, and with one part removed, from the same start; accuracy is exact, not sampled.
-   `learning` is its mean over all steps, `final` that of the last fifth. A part counts as shown where without it
-   learning is lower with every seed. All losses, weights and estimators are the project's own functions.
+3. ABLATION. PPO with every part of VAPO, and with one part removed, from the same start; accuracy is exact, not
+   sampled. `learning` is its mean over all steps, `final` that of the last fifth. A part counts as shown where
+   without it learning is lower with every seed. All losses, weights and estimators are the project's own functions.
 
-Where the small task differs from the paper (arXiv 2504.05118): responses have 8 to 36 tokens and not thousands, so alpha of the
-length-adaptive lambda is 0.5 and not 0.05 (at 40 tokens it gives the 0.95 that the paper's gives at 400), and everything
-that long responses do to PPO is weak here. Without pretraining, the critic starts where a reward model does that has
-learned the ends of responses alone.
+Where the small task differs from the paper (arXiv 2504.05118): responses have 8 to 36 tokens and not thousands, so
+alpha of the length-adaptive lambda is 0.5 and not 0.05 (at 40 tokens it gives the 0.95 that the paper's gives at
+400), and everything that long responses do to PPO is weak here. Without pretraining, the critic starts where a reward
+model does that has learned the ends of responses alone.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def deviation(
 
 
 def kinds(locks: Locks, responses: Responses) -> torch.Tensor:
-    """[M] which tokens are alike: the stage; the letter that opens it, another one, or the end; an eighth of the time."""
+    """[M] which tokens are alike: the stage; the letter that opens it, another one, or the end; the time's eighth."""
     opens = responses.tokens == locks.keys[responses.state_prompt, responses.state_stage]
     token = torch.where(responses.tokens == END, 2, opens.long())
     return (responses.state_stage * 3 + token) * 8 + responses.state_time * 8 // MAX_TOKENS
@@ -323,7 +323,7 @@ def sample_many(locks: Locks, policy: torch.Tensor, count: int, generator: torch
 
 
 def fixed_policy(locks: Locks) -> torch.Tensor:
-    """A half-trained policy, unlike on every prompt: it ends early often and late seldom, right nearly half the time."""
+    """A half-trained policy, unlike on every prompt: it often ends early, and is right nearly half the time."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(NUM_PROMPTS, NUM_STAGES + 1, NUM_LETTERS + 1, generator=generator) * 0.5
     opens = nn.functional.one_hot(locks.keys[:, :NUM_STAGES], NUM_LETTERS + 1).bool()
