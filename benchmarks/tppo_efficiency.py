@@ -61,7 +61,6 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.config.loader import load_config
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -558,13 +557,12 @@ def seconds_to(target: float, evaluations: Sequence[Mapping[str, float]]) -> flo
     return None
 
 
-def compare_runs(folders: Sequence[Path], arguments: argparse.Namespace) -> dict[str, Any]:
-    config = load_config(arguments.windows_recipe, arguments.overrides).config
-    responses = config.rollout.prompts_per_step * config.rollout.group_size
-    full, windows = folders
-    return compare(
-        run_report(full, responses, None), run_report(windows, responses, config.window.tokens), arguments.target
-    )
+def compare_runs(full: Path, windows: Path, target: float) -> dict[str, Any]:
+    """Of two run folders, each with the configuration it ran under."""
+    configs = [json.loads((folder / "config.json").read_text(encoding="utf-8")) for folder in (full, windows)]
+    sizes = [config["rollout"]["prompts_per_step"] * config["rollout"]["group_size"] for config in configs]
+    window = configs[1]["window"]["tokens"]
+    return compare(run_report(full, sizes[0], None), run_report(windows, sizes[1], window), target)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -610,7 +608,7 @@ def main() -> None:
             folder = arguments.output or Path(temporary)
             recipes = (arguments.full_recipe, arguments.windows_recipe)
             folders = arguments.runs or train(recipes, folder, arguments.overrides)
-            result = compare_runs(folders, arguments)
+            result = compare_runs(*folders, arguments.target)
         print(json.dumps({"benchmark": "tppo_efficiency", **result}, indent=2))
         return
     result = {"benchmark": "tppo_efficiency", **simulation(arguments.curve, arguments.prefill_cost)}

@@ -118,6 +118,15 @@ def test_two_runs_compared(benchmark, tmp_path: Path) -> None:
     assert benchmark.compare(full, windows, target=0.95)["time_to_accuracy_ratio"] is None
 
 
+def test_runs_are_read_with_the_sizes_they_had(benchmark, tmp_path: Path) -> None:
+    folders = [record(tmp_path / name, 8.0, 1000, 50, [0.5, 0.7, 0.9]) for name in ("full", "windows")]
+    for folder in folders:
+        config = {"rollout": {"prompts_per_step": 10, "group_size": 4}, "window": {"tokens": 30}}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = benchmark.compare_runs(*folders, target=0.8)
+    assert found["idle_share"] == {"full": pytest.approx(0.5), "windows": pytest.approx(1 - 1000 / 1200)}
+
+
 def test_a_folder_without_a_run_is_named(benchmark, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two are needed"):
         benchmark.run_report(tmp_path, 40, None)
