@@ -3,18 +3,21 @@
 # make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
 # make test                                                    the whole test suite
+# make test-gpu                                                numerics and speed on a GPU, in the environment of PYTHON
 # make test-engine                                             the tests against a real SGLang server alone
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := requirements/cpu-py311.txt
 SGLANG_LOCK := requirements/sglang-cpu-py311.txt
+TRITON_LOCK := requirements/triton-cpu-py311.txt
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := .venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet
+TRITON_TESTS := tests/unit/ops/test_head.py tests/unit/ops/test_fused_compile.py
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang quickstart-vapo quickstart-tppo test test-engine clean
+.PHONY: quickstart quickstart-sglang quickstart-vapo quickstart-tppo test test-engine test-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -35,6 +38,13 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .venv-sglang: .venv-sglang/.installed
 
+# Triton's interpreter, for its kernels' tests alone: beside the trainer's environment, not in it.
+.venv-triton/.installed: $(TRITON_LOCK) .venv/.installed
+	$(PIP) --no-deps --target .venv-triton -r $(TRITON_LOCK)
+	touch $@
+
+.venv-triton: .venv-triton/.installed
+
 quickstart: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
 
@@ -48,15 +58,21 @@ quickstart-vapo quickstart-tppo: .venv
 		--set critic.path=runs/$@/value_pretraining/critic $(ARGS)
 
 # Unit tests share the cores; tests that start processes of their own run one after the other.
-test: .venv .venv-sglang
+test: .venv .venv-sglang .venv-triton
 	@status=0; \
 	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 || status=1; \
+	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q $(TRITON_TESTS) || status=1; \
 	$(RUN) .venv/bin/python -m pytest -q tests --ignore=tests/unit --ignore=tests/engine || status=1; \
 	$(RUN) .venv/bin/python -m pytest -q tests/engine || status=1; \
 	exit $$status
+
+# On a machine with a GPU and the packages of requirements/: what it cannot run it says.
+test-gpu:
+	$(PYTHON) -m pytest -q tests/gpu -rs
+	$(PYTHON) benchmarks/gpu/head.py --save
 
 test-engine: .venv .venv-sglang
 	$(RUN) .venv/bin/python -m pytest -q tests/engine
 
 clean:
-	rm -rf .venv .venv-sglang build dist runs *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-triton build dist runs *.egg-info .pytest_cache .hypothesis

@@ -26,6 +26,7 @@ from megatron_dapo.config.optimizer_schema import OptimizerConfig
 from megatron_dapo.config.section import InputPath, Section
 
 Dtype = Literal["float32", "bfloat16"]
+LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "te_fp8"]
 Recompute = Literal["none", "selective", "full"]
 Template = Literal["chat", "plain"]
 Engine = Literal["embedded", "sglang"]
@@ -89,6 +90,11 @@ class ModelConfig(Section):
 
     allow_random_init: bool = False
     """Start from random parameters where the folder holds no weights. Otherwise missing weights are an error."""
+
+    logprob_implementation: LogprobImplementation = "auto"
+    """What computes log-probs and entropy. auto: triton for a 16-bit model on compute capability 8.0 or more, else
+    chunked. reference: full logits. chunked: tiles of tokens and vocabulary by torch. triton: own kernels. te_fp8: FP8
+    products, an approximation."""
 
     logprob_chunk_tokens: int = 1024
     """Tokens whose vocabulary scores are in memory at a time in the log-prob kernel. Lower it when the vocabulary is

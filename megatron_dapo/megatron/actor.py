@@ -8,6 +8,7 @@ Both run the same chunks by the same schedule with the same head, so log-probs o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,14 @@ import torch.distributed as dist
 from megatron_dapo.bridge.architecture import LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.bridge.load import load_from_huggingface
 from megatron_dapo.bridge.megatron_layout import MegatronLayout
-from megatron_dapo.megatron.head import HeadSettings, TokenOutputs, token_outputs
+from megatron_dapo.megatron.head import HeadSettings, TokenOutputs, implementation, token_outputs
+from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.types import MicroBatch
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["ActorSettings", "LossFunction", "MegatronActor", "StepResult", "TokenOutputs"]
 
@@ -33,9 +37,11 @@ LossFunction = Loss[TokenOutputs]
 
 @dataclass(frozen=True)
 class ActorSettings(TrainingSettings):
-    """`chunk_tokens`: tokens whose logits live at a time (None: chosen by size)."""
+    """`chunk_tokens`: tokens whose logits live at a time (None: chosen by size). `head_implementation`: of the log-prob
+    head, see `ops.head.choice`."""
 
     chunk_tokens: int | None = None
+    head_implementation: str = "auto"
 
 
 class MegatronActor(TrainedModel):
@@ -54,6 +60,11 @@ class MegatronActor(TrainedModel):
         """See `TrainedModel`."""
         assert architecture.head == LANGUAGE_MODEL, f"a policy has a language-model head, not {architecture.head}"
         super().__init__(architecture, layout, settings, load, beside)
+        if layout.coordinates(self.rank).pipeline == layout.pipeline - 1:
+            chosen = implementation(
+                unwrap(self.chunks[-1]), self._head(temperature=1.0)
+            )  # refuses what cannot run here
+            logger.info("log-prob head: %s (%s)", chosen.name, chosen.reason)
 
     @classmethod
     def build(
@@ -88,5 +99,8 @@ class MegatronActor(TrainedModel):
         return self._accumulate(micro_batches, self._outputs(temperature), loss_fn, reduce_fully=True)
 
     def _outputs(self, temperature: float) -> ReadOutput[TokenOutputs]:
-        settings = HeadSettings(self.architecture.vocab_size, temperature, self.settings.chunk_tokens)
-        return partial(token_outputs, settings=settings)
+        return partial(token_outputs, settings=self._head(temperature))
+
+    def _head(self, temperature: float) -> HeadSettings:
+        chunk_tokens, asked = self.settings.chunk_tokens, self.settings.head_implementation
+        return HeadSettings(self.architecture.vocab_size, temperature, chunk_tokens, asked)

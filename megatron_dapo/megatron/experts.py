@@ -55,9 +55,7 @@ def experts_spec() -> ModuleSpec:
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=MoELayer,
-        submodules=MoESubmodules(
-            experts=ModuleSpec(module=SequentialMLP, submodules=mlp), router=SoftmaxFirstRouter
-        ),
+        submodules=MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=mlp), router=SoftmaxFirstRouter),
     )
 
 

@@ -15,8 +15,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.megatron import head
 from megatron_dapo.megatron.layer_spec import block_spec, uses_transformer_engine
+from megatron_dapo.ops.head.choice import AUTO, Place, choose
+
+VOCABULARY_MULTIPLE = 128  # rows of a rank's part of the vocabulary are a multiple of it
 
 # First part of a module's name -> whose it is.
 _OWNERS = {
@@ -55,8 +57,15 @@ def implementations(config: TransformerConfig) -> tuple[Implementation, ...]:
         Implementation("rms norm", _names(final_norm, attention.linear_qkv, attention.q_layernorm), why),
         Implementation("optimizer", _names(megatron_optimizer.Adam), fused),
         Implementation("gradient norm", _names(clip_grads.l2_norm_impl), fused),
-        Implementation("log-prob head", _names(head.vocab_parallel_logprobs), "the one implementation there is"),
+        _log_prob_head(config),
     )
+
+
+def _log_prob_head(config: TransformerConfig) -> Implementation:
+    """What the rule takes; a model may ask for another one by name."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = choose(AUTO, Place(device, config.params_dtype, config.hidden_size, VOCABULARY_MULTIPLE))
+    return Implementation("log-prob head", f"own {chosen.name}", chosen.reason)
 
 
 def _why_layers() -> str:

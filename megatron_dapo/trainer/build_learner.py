@@ -53,6 +53,7 @@ def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
         model=ModelSettings(config.model.dtype, config.model.recompute),
         optimizer=optimizer_settings(config.optimizer, config.parallel.distributed_optimizer),
         chunk_tokens=config.model.logprob_chunk_tokens,
+        head_implementation=config.model.logprob_implementation,
         seed=config.run.seed,
         collective_timeout_s=config.run.wait_timeout_seconds,
     )

@@ -13,6 +13,7 @@ from megatron_dapo.algorithms.registry import algorithm_names
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES
 from megatron_dapo.config import critic_schema, schema
 from megatron_dapo.config.validator import VERIFIER_PRESETS
+from megatron_dapo.ops.head.choice import AUTO, IMPLEMENTATIONS
 from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.trainer.learner import OVER_ROLLOUT
 
@@ -36,6 +37,10 @@ def test_names_of_the_value_path_agree() -> None:
     assert set(get_args(critic_schema.ValueLossName)) == set(VALUE_LOSSES)
     assert set(get_args(critic_schema.ValueAggregation)) < set(AGGREGATIONS)
     assert set(get_args(schema.RewardKlEstimator)) == set(KL_ESTIMATORS)
+
+
+def test_names_of_the_log_prob_head_agree() -> None:
+    assert set(get_args(schema.LogprobImplementation)) == {AUTO, *IMPLEMENTATIONS}
 
 
 def test_verifier_presets_agree() -> None:

@@ -19,7 +19,8 @@ def test_pieces_are_those_of_the_zigzag() -> None:
 def test_the_ranks_hold_every_token_once_with_its_fields(context_size: int) -> None:
     layout = ParallelLayout(world_size=context_size, context=context_size)
     micro_batch = make_micro_batch(sequences((5, 17, 1, 30), 3), layout, 49, seed=1)
-    micro_batch = replace(micro_batch, staleness=torch.rand(micro_batch.num_tokens))
+    optional = ("staleness", "values", "returns", "positive_weights")
+    micro_batch = replace(micro_batch, **{name: torch.rand(micro_batch.num_tokens) for name in optional})
     slices = [slice_for_context(micro_batch, rank, context_size) for rank in range(context_size)]
     for name in PER_TOKEN_FIELDS:
         whole = getattr(micro_batch, name)
