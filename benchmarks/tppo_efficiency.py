@@ -559,7 +559,7 @@ def seconds_to(target: float, evaluations: Sequence[Mapping[str, float]]) -> flo
 
 def compare_runs(full: Path, windows: Path, target: float) -> dict[str, Any]:
     """Of two run folders, each with the configuration it ran under."""
-    configs = [json.loads((folder / "config.json").read_text(encoding="utf-8")) for folder in (full, windows)]
+    configs = [json.loads((folder / "config.json").read_text("utf-8"))["config"] for folder in (full, windows)]
     sizes = [config["rollout"]["prompts_per_step"] * config["rollout"]["group_size"] for config in configs]
     window = configs[1]["window"]["tokens"]
     return compare(run_report(full, sizes[0], None), run_report(windows, sizes[1], window), target)

@@ -122,7 +122,7 @@ def test_runs_are_read_with_the_sizes_they_had(benchmark, tmp_path: Path) -> Non
     folders = [record(tmp_path / name, 8.0, 1000, 50, [0.5, 0.7, 0.9]) for name in ("full", "windows")]
     for folder in folders:
         config = {"rollout": {"prompts_per_step": 10, "group_size": 4}, "window": {"tokens": 30}}
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps({"config": config}), encoding="utf-8")
     found = benchmark.compare_runs(*folders, target=0.8)
     assert found["idle_share"] == {"full": pytest.approx(0.5), "windows": pytest.approx(1 - 1000 / 1200)}
 
