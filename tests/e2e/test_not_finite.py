@@ -8,6 +8,9 @@ import pytest
 from launcher import run_distributed, target_in
 from whole_runs import NO_EVALUATION
 
+from tools.prove_resume import write_recipe
+
+CRITIC_WORKER = target_in(str(Path(__file__).with_name("critic_not_finite_worker.py")), "run")
 WORKER = target_in(str(Path(__file__).with_name("not_finite_worker.py")), "run")
 
 
@@ -22,3 +25,13 @@ def test_one_rank_s_nan_holds_every_rank_back(recipe: Path) -> None:
         assert "3 optimizer steps in a row" in seen["error"], rank
         assert seen["at_the_end"] == {"optimizer_steps": 2, "skipped_steps": 5, "consecutive_skips": 3}, rank
         assert seen["changed_at_the_end"] == 0, rank
+
+
+@pytest.mark.timeout(150)
+def test_nan_in_the_critic_stops_the_critic_s_step_alone(tmp_path: Path) -> None:
+    arguments = {"recipe": str(write_recipe(tmp_path, "vapo")), "overrides": list(NO_EVALUATION)}
+    for rank, seen in enumerate(run_distributed(CRITIC_WORKER, 2, arguments, timeout_s=120)):
+        assert all(seen["changed"]["policy"]), f"rank {rank}: the policy trains in every step"
+        clean, nan_on_1, nan_on_0, clean_again = seen["changed"]["critic"]
+        assert clean > 0 and clean_again > 0 and nan_on_1 == nan_on_0 == 0, rank
+        assert seen["critic"] == [2, 2] and seen["policy"] == [4, 0], rank
