@@ -42,8 +42,9 @@ def pretraining_config(config: Config) -> Config:
             "data": config.data.model_copy(
                 update={"train_paths": config.value_pretraining.train_paths or config.data.train_paths}
             ),
-            # Returns are those of whole responses.
+            # Returns are those of whole responses, and there are no advantages.
             "algorithm": config.algorithm.model_copy(update={"name": "vapo"}),
+            "advantage_estimation": config.advantage_estimation.model_copy(update={"lambda_rule": "fixed"}),
             "evaluation": config.evaluation.model_copy(update={"interval": 0, "at_start": False, "at_end": False}),
         }
     )
