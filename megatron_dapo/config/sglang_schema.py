@@ -1,0 +1,83 @@
+"""SGLang servers: where they run, how weights reach them, and how long anything of theirs may take."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_dapo.config.section import Section
+
+Placement = Literal["colocated", "disaggregated"]
+WeightTransport = Literal["memory", "peer", "disk"]
+
+
+class SglangConfig(Section):
+    """SGLang servers, where rollout.engine = "sglang": started on every node, or given by their URLs."""
+
+    python: str = ""
+    """Interpreter of the environment SGLang is installed in; "": the trainer's own. Relative: from the current
+    directory."""
+
+    tensor: int = 1
+    """Tensor-parallel size of a server."""
+
+    expert: int = 1
+    """Ranks a server's experts are dealt out over, within its tensor ranks. For mixture-of-experts models."""
+
+    servers_per_node: int = 1
+    """Servers started on every node of the trainer."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that run already (other nodes of the same job), instead of starting any. Needs key_file."""
+
+    key_file: str = ""
+    """File with the API key of the servers in urls, readable by its owner alone. "": servers started here get a fresh
+    key in the run's folder."""
+
+    host: str = "127.0.0.1"
+    """Interface the started servers listen on. Anything but loopback lets other machines try the key."""
+
+    placement: Placement = "colocated"
+    """colocated: servers share the trainer's devices, generation and training alternate. disaggregated: servers have
+    devices of their own; with rollout.max_staleness above 0 the next batch is generated while this one is trained."""
+
+    transport: WeightTransport = "memory"
+    """How weights reach the servers. memory: every engine rank's own shard through shared memory (CUDA IPC) of the node.
+    peer: from all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face folder."""
+
+    bucket_mb: int = 64
+    """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""
+
+    router: bool = False
+    """Send generation through SGLang's router instead of balancing it here. Needs sglang_router beside SGLang, and at
+    least two servers."""
+
+    max_running_requests: int = 128
+    """Responses a server generates at a time."""
+
+    max_total_tokens: int = 0
+    """Tokens a server's KV cache holds. 0: as many as memory_fraction of its memory allows; on a CPU the most that
+    max_running_requests responses of full length need."""
+
+    memory_fraction: float = 0.6
+    """Share of a device's memory for a server's weights and KV cache. Lower it when the trainer on the same device runs
+    out of memory."""
+
+    seeded: bool = True
+    """Give every response its own seed (SGLang's deterministic mode, somewhat slower). Off: rollouts cannot be
+    repeated."""
+
+    start_timeout_seconds: float = 600.0
+    """Seconds a server may take to come up."""
+
+    request_timeout_seconds: float = 1800.0
+    """Seconds one response may take, its time in the queue included."""
+
+    update_timeout_seconds: float = 600.0
+    """Seconds each state of a weight update (pause, flush, transfer, verify) may take."""
+
+    restart_budget: int = 3
+    """Times a dead server is started again in one run; after that the run ends with a checkpoint."""
+
+    parity_interval: int = 10
+    """Train steps between comparisons of fixed prompts' log-probs, trainer against engine. The first update is always
+    compared. 0: only that one."""
