@@ -11,8 +11,9 @@ import pytest
 import torch
 from head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
+from megatron_dapo.ops.fp8 import quantise_hidden, quantise_weight
 from megatron_dapo.ops.head.choice import Place, choose
-from megatron_dapo.ops.head.fp8 import logprob_error_bound, quantise_hidden, quantise_weight
+from megatron_dapo.ops.head.fp8_error import logprob_error_bound
 from megatron_dapo.ops.head.problem import Tiles
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_dapo.ops.fp8 import BLOCK, Quantised, quantise_hidden, quantise_weight
 from megatron_dapo.ops.head import chunked
-from megatron_dapo.ops.head.fp8 import BLOCK, Quantised, quantise_hidden, quantise_weight
 from megatron_dapo.ops.head.imports import import_failure
 from megatron_dapo.ops.head.problem import Gradients, Problem, Tiles, Upstream
 
