@@ -31,10 +31,16 @@ class WindowSummary:
     num_finished: int = 0  # those that came to their end
     windows_per_finished: float = 0.0  # mean, at the window length of the run
     num_waiting: int = 0  # responses in the pool afterwards: unfinished, or not yet started of begun groups
+    num_continued: int = 0  # responses worked on that had earlier windows
+    num_prefix_tokens: int = 0  # response tokens of those earlier windows: context that the engine was sent again
 
     @property
     def finished_share(self) -> float:
         return self.num_finished / max(1, self.num_windows)
+
+    @property
+    def continued_share(self) -> float:
+        return self.num_continued / max(1, self.num_windows)
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers for the log."""
@@ -44,6 +50,8 @@ class WindowSummary:
             "windows_finished_share": self.finished_share,
             "windows_per_finished": self.windows_per_finished,
             "windows_waiting": float(self.num_waiting),
+            "windows_continued_share": self.continued_share,
+            "windows_prefix_tokens": float(self.num_prefix_tokens),
         }
 
 

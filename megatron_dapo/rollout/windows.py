@@ -461,15 +461,18 @@ class WindowCollector:
         num_tokens = sum(len(sample.completion.token_ids) - sample.window.start for sample in samples)
         finished = [len(sample.completion.token_ids) for sample in samples if sample.window.is_finished]
         num_windows = [math.ceil(length / self._settings.window_tokens) for length in finished]
+        num_continued = sum(sample.window.start > 0 for sample in samples)
         return StatisticsBuilder(
             num_started=sum(bool(samples) and group.responses.generation_step == step for group in self._pool.groups),
-            num_continued=sum(sample.window.start > 0 for sample in samples),
+            num_continued=num_continued,
             num_tokens=num_tokens,
             windows=WindowSummary(
                 num_windows=len(samples),
                 num_finished=len(finished),
                 windows_per_finished=sum(num_windows) / max(1, len(finished)),
                 num_waiting=self._pool.num_waiting,
+                num_continued=num_continued,
+                num_prefix_tokens=sum(sample.window.start for sample in samples),
             ),
         )
 

@@ -90,6 +90,15 @@ _STEP = [
         ("repetition", "fraction", "1 - distinct 20-grams / 20-grams, mean over the trained responses"),
     ),
     *_section(
+        "window",
+        ("responses", "responses", "worked on, each for one window (0 without windows, like all of this section)"),
+        ("finished_share", "fraction", "share of them that came to their end"),
+        ("continued_share", "fraction", "share of them that went on behind earlier windows"),
+        ("per_finished", "windows", "windows that the finished ones took, mean"),
+        ("waiting", "responses", "in the pool afterwards: unfinished, or not yet started of groups that were begun"),
+        ("prefix_tokens", "tokens", "response tokens of earlier windows that were sent to the engine again as context"),
+    ),
+    *_section(
         "reward",
         ("mean", "reward", "mean total reward of the trained responses"),
         ("std", "reward", "its standard deviation (divisor n)"),

@@ -41,6 +41,7 @@ from megatron_dapo.trainer.step_metrics import (
     rollout_metrics,
     throughput_metrics,
     training_seconds,
+    window_metrics,
 )
 from megatron_dapo.types import TrainSample
 
@@ -210,6 +211,7 @@ class TrainingLoop:
             "progress/policy_version": self._progress.train_step,
             "progress/epoch": self._parts.epoch(),
             **rollout_metrics(batch.rollout, self._progress.train_step - 1, self._settings.groups_per_round),
+            **window_metrics(batch.rollout),
             **reward_metrics(batch.rollout.groups, self._parts.disagreement_share()),
             **advantage_metrics(batch.advantage_metrics),
             **critic_metrics(result.metrics),

@@ -11,6 +11,7 @@ import psutil
 from megatron_dapo.algorithms.repetition import ngram_repetition
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.collector import RolloutBatch
+from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.metrics import STEP_METRICS
 from megatron_dapo.types import Group, ScoredSample
 
@@ -70,6 +71,19 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/repetition": mean(
             [ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM) for sample in samples]
         ),
+    }
+
+
+def window_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """The "window/" section; 0 where responses come whole."""
+    windows = batch.statistics.windows or WindowSummary()
+    return {
+        "window/responses": windows.num_windows,
+        "window/finished_share": windows.finished_share,
+        "window/continued_share": windows.continued_share,
+        "window/per_finished": windows.windows_per_finished,
+        "window/waiting": windows.num_waiting,
+        "window/prefix_tokens": windows.num_prefix_tokens,
     }
 
 

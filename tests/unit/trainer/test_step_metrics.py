@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dapo.rollout.collector import keep_every_group
 from megatron_dapo.telemetry.metrics import STEP_METRICS
-from megatron_dapo.trainer.step_metrics import rollout_metrics, throughput_metrics
+from megatron_dapo.trainer.step_metrics import rollout_metrics, throughput_metrics, window_metrics
 
 
 def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None:
@@ -17,6 +17,34 @@ def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None
     for name in ("token_staleness_mean", "token_staleness_max", "partial_share", "responses_continued"):
         assert metrics[f"rollout/{name}"] == 0
     assert metrics["rollout/tokens_discarded"] == metrics["rollout/groups_unfinished"] == 0
+
+
+def test_the_window_section_by_counting_windows() -> None:
+    import window_world
+
+    world = window_world.make_window_world([0.5] * 60)
+    num_waiting = 0
+    for _ in range(5):
+        batch = world.collector.collect(5)
+        metrics = window_metrics(batch)
+        assert list(metrics) == [name for name in STEP_METRICS if name.startswith("window/")]
+        samples = [sample for group in batch.groups for sample in group.samples]
+        finished = [len(sample.completion.token_ids) for sample in samples if sample.window.is_finished]
+        assert metrics["window/responses"] == len(samples) == 20
+        assert metrics["window/finished_share"] == pytest.approx(len(finished) / 20)
+        assert metrics["window/continued_share"] == pytest.approx(num_waiting / 20)
+        assert metrics["window/per_finished"] == pytest.approx(sum(-(-n // 8) for n in finished) / len(finished))
+        assert metrics["window/prefix_tokens"] == sum(sample.window.start for sample in samples)
+        assert metrics["window/prefix_tokens"] == 8 * sum(sample.window.start // 8 for sample in samples)
+        num_waiting = 20 - len(finished)
+        accounting = world.collector.accounting()
+        assert metrics["window/waiting"] == accounting.unfinished + accounting.not_started
+    assert num_waiting > 0
+
+
+def test_the_window_section_is_zero_where_responses_come_whole(make_world: Callable) -> None:
+    metrics = window_metrics(make_world([0.5] * 40).collector.collect(4))
+    assert set(metrics.values()) == {0} and {f"window/{name}" for name in ("responses", "waiting")} <= set(metrics)
 
 
 def test_age_and_partial_responses_by_counting_tokens(make_world: Callable) -> None:
