@@ -44,19 +44,19 @@ class Quantised:
 def quantise_hidden(hidden: torch.Tensor) -> Quantised:
     """[rows, width] of any float type; a scale for 128 values of a row. `width` must be a multiple of 128."""
     blocks = hidden.float().unflatten(1, (-1, BLOCK))
-    multiplier = _multiplier(blocks.abs().amax(dim=2))
+    multiplier = block_multiplier(blocks.abs().amax(dim=2))
     return Quantised((blocks * multiplier[..., None]).to(E4M3).flatten(1), multiplier.reciprocal())
 
 
 def quantise_weight(weight: torch.Tensor) -> Quantised:
     """[rows, width]; a scale for 128 x 128. Both must be multiples of 128."""
     blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    multiplier = _multiplier(blocks.abs().amax(dim=(1, 3)))
+    multiplier = block_multiplier(blocks.abs().amax(dim=(1, 3)))
     values = (blocks * multiplier[:, None, :, None]).to(E4M3)
     return Quantised(values.flatten(2, 3).flatten(0, 1), multiplier.reciprocal())
 
 
-def _multiplier(amax: torch.Tensor) -> torch.Tensor:
+def block_multiplier(amax: torch.Tensor) -> torch.Tensor:
     """The largest power of two of at most 448 / amax; 1 where there is nothing to scale, or nothing finite."""
     fits = LARGEST / amax
     power = torch.ldexp(torch.ones_like(fits), torch.frexp(fits.clamp(max=2.0**126)).exponent - 1)
