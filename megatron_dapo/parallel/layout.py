@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
+
+from megatron_dapo.precision import micro_batch_multiple, sequence_multiple
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class ParallelLayout:
     fastest.
 
     Experts are laid out over the same ranks of a pipeline stage in another way: each is cut over `expert_tensor` ranks
-    (None: as many as `tensor`), and they are dealt out over `expert` ranks; what is left holds replicas. Raises
+    (None: as many as `tensor`), and they are dealt out over `expert` ranks; what is left holds replicas.
+    `token_multiple`: what a rank's own tokens of a micro-batch are a multiple of, which products in FP8 ask for. Raises
     ValueError where the sizes do not fit the world.
     """
 
@@ -43,9 +45,10 @@ class ParallelLayout:
     expert: int = 1
     sequence_parallel: bool = False
     expert_tensor: int | None = None
+    token_multiple: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert"):
+        for name in ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert", "token_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel layout: {name} = {getattr(self, name)}, must be at least 1")
         if self.world_size % self.model_size:
@@ -140,16 +143,13 @@ class ParallelLayout:
 
     @property
     def sequence_alignment(self) -> int:
-        """Multiple every packed sequence is padded to: context parallelism cuts each sequence into two pieces a
-        rank."""
-        return 2 * self.context if self.context > 1 else 1
+        """Multiple every packed sequence is padded to."""
+        return sequence_multiple(self.context)
 
     @property
     def micro_batch_alignment(self) -> int:
-        """Multiple the tokens of a packed micro-batch are padded to: under sequence parallelism each tensor rank holds
-        an equal part."""
-        tensor = self.tensor if self.sequence_parallel else 1
-        return lcm(self.sequence_alignment, tensor * self.context)
+        """Multiple the tokens of a packed micro-batch are padded to."""
+        return micro_batch_multiple(self.tensor, self.context, self.sequence_parallel, self.token_multiple)
 
     def describe(self) -> str:
         """Short label for logs and tables, e.g. "TP2 PP2 VPP2 CP1 DP1 SP"."""

@@ -14,7 +14,7 @@ import megatron_dapo
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("types", "config"), 0),
+    **dict.fromkeys(("types", "precision", "config"), 0),
     **dict.fromkeys(("algorithms", "rewards", "data"), 1),
     **dict.fromkeys(("parallel", "ops"), 2),
     **dict.fromkeys(("megatron", "engines", "bridge"), 3),
