@@ -350,7 +350,8 @@ class EmbeddedEngine:
         self._prefix_span = max(prefix.length for prefix in self._prefixes)
         self._past_prefix = self._columns[: self._prefix_span] >= state[_PREFIX][:, None]
         prefix_of_row = [row.prefix.index for row in self._rows]
-        self._sharing = Sharing.of(prefix_of_row, len(self._prefixes), self.settings.device)
+        lengths = [prefix.length for prefix in self._prefixes]
+        self._sharing = Sharing.of(prefix_of_row, lengths, self.settings.device)
         self._sampling = RowSampling.of(
             self._floats[_TEMPERATURE, :num_rows], self._floats[_TOP_P, :num_rows], state[_TOP_K]
         )

@@ -19,11 +19,13 @@ from transformers import AttentionInterface, Cache
 
 ATTENTION_NAME = "slot_rows"
 WIDTH_STEP = 64  # columns the prefix slots grow by
+FEW_COLUMNS = 512  # over all slots of a run: reading them in vain costs less than another product
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive prefix slots [start, stop), each with places for as many rows: R, the most that any of them has.
+    """Consecutive prefix slots [start, stop), each with places for as many rows: R, the most that any of them has. Of
+    their columns the first `width` are in use.
 
     Places without a row point at row 0 and are never read back.
     """
@@ -31,68 +33,93 @@ class Run:
     start: int
     stop: int
     members: torch.Tensor  # [(stop - start) * R] int64: row at each place
+    width: int
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, kv_heads, r, n] -> [stop - start, kv_heads, R * r, n]."""
-        _, heads, repeats, width = rows.shape
-        slots = self.stop - self.start
-        places = rows.index_select(0, self.members).view(slots, -1, heads, repeats, width)
-        return places.transpose(1, 2).reshape(slots, heads, -1, width)
+        places = rows.index_select(0, self.members).unflatten(0, (self.stop - self.start, -1))
+        return places.transpose(1, 2).flatten(2, 3)
+
+    def spread(self, grouped: torch.Tensor, repeats: int) -> torch.Tensor:
+        """[stop - start, kv_heads, R * r, n] -> [(stop - start) * R, kv_heads, r, n]."""
+        return grouped.unflatten(2, (-1, repeats)).transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which rows share which prefix. Rows that go on behind their own tokens share with nobody, those of a fresh group
-    all share one prompt: runs of slots keep the one from being padded to the other.
+    """Which rows share which prefix. Rows that go on behind their own tokens share with nobody and have long prefixes,
+    those of a fresh group all share one short prompt: runs of slots keep the one from being padded to the other, in
+    rows and in columns.
     """
 
     runs: tuple[Run, ...]  # cover the prefix slots in order
     places: torch.Tensor  # [B] int64: place of each row, counted over all runs
 
     @classmethod
-    def of(cls, prefix_of_row: Sequence[int], num_prefixes: int, device: str) -> Sharing:
-        """From the prefix slot of every row."""
-        members: list[list[int]] = [[] for _ in range(num_prefixes)]
+    def of(cls, prefix_of_row: Sequence[int], lengths: Sequence[int], device: str) -> Sharing:
+        """From the prefix slot of every row and the columns in use of every slot."""
+        members: list[list[int]] = [[] for _ in lengths]
         for row, prefix in enumerate(prefix_of_row):
             members[prefix].append(row)
         places, runs, num_places = [0] * len(prefix_of_row), [], 0
-        # Half as many empty places as there are rows cost less than another product.
-        for start, stop, most in _runs([len(rows) for rows in members], max_empty=len(prefix_of_row) // 2):
+        for start, stop, most, width in _runs([len(rows) for rows in members], lengths):
             padded = []
             for rows in members[start:stop]:
                 for turn, row in enumerate(rows):
                     places[row] = num_places + len(padded) + turn
                 padded += rows + [0] * (most - len(rows))
             num_places += len(padded)
-            runs.append(Run(start, stop, torch.tensor(padded, device=device)))
+            runs.append(Run(start, stop, torch.tensor(padded, device=device), width))
         return cls(tuple(runs), torch.tensor(places, device=device))
 
     @property
     def num_prefixes(self) -> int:
         return self.runs[-1].stop
 
-    def product(self, rows: torch.Tensor, of_prefixes: torch.Tensor) -> torch.Tensor:
-        """Each row [B, kv_heads, r, n] times what its prefix holds [num_prefixes, kv_heads, n, m] -> [B, kv_heads, r, m]."""
-        heads, repeats = rows.shape[1:3]
-        parts = []
+    def scores(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Each row [B, kv_heads, r, d] times the keys of its prefix [num_prefixes, kv_heads, P, d] ->
+        [B, kv_heads, r, P], 0 in columns that none of its run uses.
+        """
+        heads, repeats, columns = *queries.shape[1:3], keys.shape[2]
+        found = queries.new_zeros(sum(run.members.numel() for run in self.runs), heads, repeats, columns)
+        first = 0
         for run in self.runs:
-            grouped = run.gather(rows) @ of_prefixes[run.start : run.stop]
-            places = grouped.unflatten(2, (-1, repeats)).transpose(1, 2)
-            parts.append(places.reshape(-1, heads, repeats, grouped.shape[-1]))
+            read = keys[run.start : run.stop, :, : run.width]
+            grouped = run.gather(queries) @ read.transpose(-1, -2)
+            found[first : first + run.members.numel(), ..., : run.width] = run.spread(grouped, repeats)
+            first += run.members.numel()
+        return found.index_select(0, self.places)
+
+    def sums(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Each row [B, kv_heads, r, P] times the values of its prefix [num_prefixes, kv_heads, P, d] ->
+        [B, kv_heads, r, d].
+        """
+        parts = [
+            run.spread(run.gather(weights[..., : run.width]) @ values[run.start : run.stop, :, : run.width], repeats)
+            for repeats in (weights.shape[2],)
+            for run in self.runs
+        ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, self.places)
 
 
-def _runs(counts: Sequence[int], max_empty: int) -> list[tuple[int, int, int]]:
-    """(first slot, slot behind the last, rows of the fullest) of runs with at most `max_empty` empty places each."""
-    runs = []
-    start = num_rows = 0
-    most = 1
-    for slot, count in enumerate(counts):
-        if slot > start and (slot + 1 - start) * max(most, count) - num_rows - count > max_empty:
-            runs.append((start, slot, most))
-            start, num_rows, most = slot, 0, 1
-        num_rows, most = num_rows + count, max(most, count)
-    return [*runs, (start, len(counts), most)]
+def _runs(counts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """(first slot, slot behind the last, rows of the fullest, columns of the longest) of runs of slots with `counts`
+    rows and `lengths` columns. What little is empty in each costs less than another product: half as many places as
+    there are rows, and a quarter of its columns or a few.
+    """
+    max_places = sum(counts) // 2
+    runs: list[tuple[int, int, int, int]] = []
+    start, most, width, num_rows, num_columns = 0, 1, 0, 0, 0
+    for slot, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        size = slot + 1 - start
+        places = size * max(most, count) - num_rows - count
+        columns = size * max(width, length) - num_columns - length
+        if size > 1 and (places > max_places or columns > max(FEW_COLUMNS, num_columns // 4)):
+            runs.append((start, slot, most, width))
+            start, most, width, num_rows, num_columns = slot, 1, 0, 0, 0
+        most, width = max(most, count), max(width, length)
+        num_rows, num_columns = num_rows + count, num_columns + length
+    return [*runs, (start, len(counts), most, width)]
 
 
 @dataclass(frozen=True)
@@ -227,12 +254,12 @@ def _attend_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torc
     sharing, width = keys.sharing, keys.prefixes.shape[2]
     # The heads that share a kv head stand side by side: [B, kv_heads, repeats, d].
     query = query.reshape(num_rows, keys.responses.shape[1], -1, head_dim)
-    of_prefixes = sharing.product(query, keys.prefixes.transpose(-1, -2))
+    of_prefixes = sharing.scores(query, keys.prefixes)
     of_responses = query @ keys.responses.transpose(-1, -2)
     scores = torch.cat((of_prefixes, of_responses), dim=-1) + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     output = weights[..., width:] @ values.responses
-    output += sharing.product(weights[..., :width], values.prefixes)
+    output += sharing.sums(weights[..., :width], values.prefixes)
     return output.view(num_rows, 1, num_heads, head_dim)
 
 
