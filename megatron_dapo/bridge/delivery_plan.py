@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -34,6 +34,14 @@ class EngineLayout(Layout, Protocol):
 
     def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
         """Shape and element type of every parameter of an engine rank, in model order."""
+
+
+@runtime_checkable
+class PartSource(Protocol):
+    """`Buffers` that are not in memory as they are delivered, and are better read part by part than whole."""
+
+    def part(self, piece: Piece, box: Box) -> torch.Tensor:
+        """Global box `box`, which lies in `piece`."""
 
 
 class Write(NamedTuple):
@@ -223,7 +231,13 @@ def cast_parts(
     """What `source` contributes to a bucket: each part with its values in the engine's type, in the shape of its
     global box; views of the buffers where no cast is needed."""
     for part, _, piece, box in bucket.writes_of(source):
-        yield part, piece_view(sources[piece.local], piece, box).to(specs[part.name].dtype)
+        yield part, _read(sources, piece, box).to(specs[part.name].dtype)
+
+
+def _read(sources: Buffers, piece: Piece, box: Box) -> torch.Tensor:
+    if isinstance(sources, PartSource):
+        return sources.part(piece, box)
+    return piece_view(sources[piece.local], piece, box)
 
 
 def write_parts(

@@ -1,0 +1,268 @@
+"""Layouts of a delivery into engines that serve FP8: e4m3 values, and a scale for every block of 128 x 128 of them.
+
+    which = read_parameters(engines, described)      # asked of a server (`served_parameters`), or `expected_parameters`
+    source = Fp8SourceLayout(actor.tensors, Fp8EngineLayout(engines, which))
+
+Both sides agree on global tensors: a quantised tensor X keeps its name and shape and is e4m3 here, X_scale_inv float32
+holds one number a block (what its values are multiplied with to get the originals back). Where they lie follows from
+where X lies. `fp8_weights` computes both out of the trainer's parameters while buckets are filled.
+
+Which tensors are quantised is nowhere listed: those are whose engine parameter is e4m3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from megatron_dapo.bridge.architecture import EMBEDDING, LM_HEAD, ROUTER
+from megatron_dapo.bridge.sglang_layout import SglangLayout
+from megatron_dapo.ops.fp8 import BLOCK, E4M3
+from megatron_dapo.parallel.reshard.boxes import Box
+from megatron_dapo.parallel.reshard.layout import Layout, Piece, TensorSpec
+
+SCALES = (
+    "_scale_inv"  # behind the name of a tensor or parameter: its blocks' scales, as checkpoints and SGLang call them
+)
+# SGLang's attention has two numbers of its own under FP8, for caches in FP8. Caches are in the model's type here, so
+# that nothing reads them; they are 1 as in a checkpoint without them.
+KV_SCALES = (".attn.k_scale", ".attn.v_scale")
+KV_SCALE_VALUE = 1.0
+
+_SCALE_DTYPE = torch.float32
+_DIMS = ("row", "column")
+
+
+@dataclass(frozen=True)
+class Fp8Parameters:
+    """What is special about the parameters of an engine in FP8; the same on all its ranks."""
+
+    quantised: frozenset[str]  # parameters that are e4m3
+    constants: frozenset[str]  # scalars that are always KV_SCALE_VALUE
+
+
+def expected_parameters(engines: SglangLayout) -> Fp8Parameters:
+    """What a server would answer, for plans without one: SGLang quantises the layers it calls linear, experts included,
+    and leaves embedding, head and router alone."""
+    specs = engines.local_specs(0)
+    left = (EMBEDDING, LM_HEAD)
+    matrices = (name for name, spec in specs.items() if len(spec.shape) > 1 and name not in left)
+    layers = (f"model.layers.{layer}.self_attn" for layer in range(engines.architecture.num_layers))
+    return Fp8Parameters(
+        frozenset(name for name in matrices if not name.endswith(ROUTER)),
+        frozenset(layer + scale for layer in layers for scale in KV_SCALES),
+    )
+
+
+def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, TensorSpec]]) -> Fp8Parameters:
+    """From shape and type of every parameter of each rank of one engine.
+
+    ValueError where a parameter is none that this bridge can fill, or none is in FP8. Shapes are compared later, by the
+    engine itself when a delivery begins.
+    """
+    if len(described) != engines.tensor_parallel:
+        raise ValueError(f"an engine of {engines.tensor_parallel} ranks described {len(described)}")
+    found = {_classify(engines.local_specs(rank), specs) for rank, specs in enumerate(described)}
+    if len(found) > 1:
+        raise ValueError("the ranks of one engine quantise different parameters; they must serve one model")
+    (parameters,) = found
+    if not parameters.quantised:
+        raise ValueError(
+            "the server holds no parameter in FP8: start it with a quantization_config of fp8 in blocks of "
+            f'[{BLOCK}, {BLOCK}], or set sglang.quantization = "none"'
+        )
+    return parameters
+
+
+def _classify(own: Mapping[str, TensorSpec], described: Mapping[str, TensorSpec]) -> Fp8Parameters:
+    quantised = {name for name, spec in described.items() if name in own and spec.dtype == E4M3}
+    constants = {name for name, spec in described.items() if name.endswith(KV_SCALES) and not spec.shape}
+    scales = {name + SCALES for name in quantised}
+    for name, spec in described.items():
+        known = name in quantised or name in constants
+        if name in scales and spec.dtype == _SCALE_DTYPE or name in own and spec.dtype == own[name].dtype:
+            known = True
+        if not known:
+            raise ValueError(
+                f"the engine has {name!r} {tuple(spec.shape)} {_name(spec.dtype)}, which is no FP8 in blocks of {BLOCK} "
+                f"with {_name(_SCALE_DTYPE)} scales: SGLang repacks weights for some products (GPUs without FP8; "
+                "DeepGEMM on Blackwell); start the server with --fp8-gemm-backend triton or without quantisation"
+            )
+    if missing := scales - described.keys():
+        raise ValueError(f"the engine has no {min(missing)!r}, its FP8 is not in blocks; set weight_block_size")
+    return Fp8Parameters(frozenset(quantised), frozenset(constants))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def blocks_of(size: int) -> int:
+    """Blocks that `size` rows or columns reach into."""
+    return -(-size // BLOCK)
+
+
+def block_box(offset: Sequence[int], shape: Sequence[int]) -> Box:
+    """The blocks that a box of a matrix reaches into."""
+    start = tuple(o // BLOCK for o in offset)
+    return Box(start, tuple(blocks_of(o + n) - s for o, n, s in zip(offset, shape, start)))
+
+
+def _global_tensors(
+    tensors: Mapping[str, TensorSpec], quantised: frozenset[str], constants: frozenset[str]
+) -> dict[str, TensorSpec]:
+    """The tensors of a delivery: a quantised one is e4m3 and has its scales behind it."""
+    found: dict[str, TensorSpec] = {}
+    for name, spec in tensors.items():
+        found[name] = TensorSpec(spec.shape, E4M3) if name in quantised else spec
+        if name in quantised:
+            found[name + SCALES] = TensorSpec(tuple(blocks_of(size) for size in spec.shape), _SCALE_DTYPE)
+    return found | {name: TensorSpec((), _SCALE_DTYPE) for name in sorted(constants)}
+
+
+def _constant(name: str) -> Piece:
+    return Piece(name, (), (), name, ())
+
+
+class Fp8EngineLayout:
+    """`EngineLayout` of engines that serve FP8: as `engines`, but for what `parameters` says."""
+
+    def __init__(self, engines: SglangLayout, parameters: Fp8Parameters) -> None:
+        self.engines = engines
+        self.parameters = parameters
+        self.tensor_parallel = engines.tensor_parallel
+        # One rank tells for all: fused parts are quantised together, and every rank holds a part of every matrix but
+        # experts under expert parallelism.
+        self.quantised = frozenset(
+            piece.tensor
+            for rank in range(engines.tensor_parallel)
+            for piece in engines.pieces(rank)
+            if piece.local in parameters.quantised
+        )
+        self.tensors = _global_tensors(engines.tensors, self.quantised, parameters.constants)
+        self._cache: dict[int, tuple[tuple[Piece, ...], dict[str, TensorSpec]]] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self.engines.num_ranks
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        return self._rank(rank)[0]
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return frozenset(self.local_specs(rank))
+
+    def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
+        """See `EngineLayout`."""
+        return self._rank(rank)[1]
+
+    def _rank(self, rank: int) -> tuple[tuple[Piece, ...], dict[str, TensorSpec]]:
+        assert 0 <= rank < self.num_ranks, f"rank {rank} outside {self.num_ranks}"
+        tensor = rank % self.tensor_parallel
+        if tensor not in self._cache:
+            self._cache[tensor] = (tuple(self._pieces(tensor)), dict(self._specs(tensor)))
+        return self._cache[tensor]
+
+    def _pieces(self, rank: int) -> Iterator[Piece]:
+        for piece in self.engines.pieces(rank):
+            yield piece
+            if piece.local in self.parameters.quantised:
+                yield self._scales_of(piece, rank)
+        yield from map(_constant, sorted(self.parameters.constants))
+
+    def _specs(self, rank: int) -> Iterator[tuple[str, TensorSpec]]:
+        for name, spec in self.engines.local_specs(rank).items():
+            if name not in self.parameters.quantised:
+                yield name, spec
+                continue
+            *stack, rows, columns = spec.shape
+            yield name, TensorSpec(spec.shape, E4M3)
+            yield name + SCALES, TensorSpec((*stack, blocks_of(rows), blocks_of(columns)), _SCALE_DTYPE)
+        for name in sorted(self.parameters.constants):
+            yield name, TensorSpec((), _SCALE_DTYPE)
+
+    def _scales_of(self, piece: Piece, rank: int) -> Piece:
+        """ValueError where the piece begins inside a block: SGLang refuses to load that."""
+        *stack, row, column = piece.local_offset
+        for dim, (start, place) in enumerate(zip(piece.global_offset, (row, column))):
+            if start % BLOCK or place % BLOCK:
+                shape = self.engines.tensors[piece.tensor].shape
+                raise ValueError(
+                    f"FP8 in blocks of {BLOCK}: rank {rank} of an engine with tensor parallel size "
+                    f"{self.tensor_parallel} holds {_DIMS[dim]}s [{start}, {start + piece.shape[dim]}) of {piece.tensor} "
+                    f"{tuple(shape)} from {_DIMS[dim]} {place} of {piece.local} on; both must begin at a multiple of "
+                    f"{BLOCK}: choose a smaller sglang.tensor, or serve this model without quantisation"
+                )
+        blocks = block_box(piece.global_offset, piece.shape)
+        place = (*stack, row // BLOCK, column // BLOCK)
+        return Piece(piece.tensor + SCALES, blocks.offset, blocks.shape, piece.local + SCALES, place)
+
+
+class Fp8SourceLayout:
+    """The trainer's side: pieces of quantised tensors where `master` has them, under the same local names.
+
+    The scales that a rank's part of a tensor X touches are one local buffer, "X_scale_inv". Blocks that the trainer's
+    own tensor parallelism cuts have their scale on every rank that holds a part (`shared`).
+    """
+
+    def __init__(self, master: Layout, engines: Fp8EngineLayout) -> None:
+        self.master = master
+        self.quantised = engines.quantised
+        self.constants = engines.parameters.constants
+        self.tensors = _global_tensors(master.tensors, self.quantised, self.constants)
+        # Keyed by the identity of the master's tuple, which the entry keeps alive: replicas share one tuple.
+        self._cache: dict[int, tuple[tuple[Piece, ...], tuple[Piece, ...], dict[str, Box]]] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self.master.num_ranks
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        return self._rank(rank)[1]
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        extra = (name + SCALES for name in self.touched(rank))
+        return self.master.buffer_names(rank) | frozenset(extra) | self.constants
+
+    def touched(self, rank: int) -> Mapping[str, Box]:
+        """Quantised tensor -> the blocks that a rank's part of it reaches into."""
+        return self._rank(rank)[2]
+
+    @cached_property
+    def shared(self) -> tuple[str, ...]:
+        """Quantised tensors of which some block is cut between ranks: their largest magnitudes must be exchanged."""
+        cut: set[str] = set()
+        for pieces in {id(p): p for p in map(self.master.pieces, range(self.num_ranks))}.values():
+            for name, box in self._held(pieces).items():
+                ends = (start + size for start, size in zip(*box))
+                shape = self.tensors[name].shape
+                if any(o % BLOCK for o in box.offset) or any(e % BLOCK and e != n for e, n in zip(ends, shape)):
+                    cut.add(name)
+        return tuple(name for name in self.tensors if name in cut)
+
+    def _rank(self, rank: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...], dict[str, Box]]:
+        own = self.master.pieces(rank)
+        if id(own) not in self._cache:
+            touched = {name: block_box(*box) for name, box in self._held(own).items()}
+            scales = (Piece(name + SCALES, *box, name + SCALES, (0, 0)) for name, box in touched.items())
+            self._cache[id(own)] = (own, (*own, *scales, *map(_constant, sorted(self.constants))), touched)
+        return self._cache[id(own)]
+
+    def _held(self, pieces: Sequence[Piece]) -> dict[str, Box]:
+        """The box that the pieces of each quantised tensor form together."""
+        boxes: dict[str, list[Box]] = {}
+        for piece in pieces:
+            if piece.tensor in self.quantised:
+                boxes.setdefault(piece.tensor, []).append(piece.box)
+        return {name: _union(name, found) for name, found in boxes.items()}
+
+
+def _union(name: str, boxes: Sequence[Box]) -> Box:
+    starts = tuple(min(box.offset[dim] for box in boxes) for dim in range(2))
+    stops = tuple(max(box.offset[dim] + box.shape[dim] for box in boxes) for dim in range(2))
+    union = Box(starts, tuple(stop - start for start, stop in zip(starts, stops)))
+    assert union.volume == sum(box.volume for box in boxes), f"the parts of {name} on one rank are no box: {boxes[:4]}"
+    return union

@@ -1,0 +1,173 @@
+"""The trainer's parameters as an FP8 engine holds them, quantised part by part while buckets are filled.
+
+The rounding is that of `ops.fp8`, the trainer's own: the same multiplier of a block, the same values, whichever rank
+holds which part of it. Scales are computed when an `Fp8Weights` is made (4 bytes for 16,384 values); values when a part
+of a bucket is asked for, in pieces of a few MiB. Nothing the size of the model is ever held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from megatron_dapo.bridge.fp8_layout import KV_SCALE_VALUE, SCALES, Fp8SourceLayout, block_box
+from megatron_dapo.ops.fp8 import BLOCK, E4M3, block_multiplier
+from megatron_dapo.parallel.reshard.boxes import Box
+from megatron_dapo.parallel.reshard.executors import Buffers
+from megatron_dapo.parallel.reshard.layout import Piece, piece_view
+
+# The largest of every element over all trainer ranks, in place.
+LargestOverRanks = Callable[[torch.Tensor], None]
+_CHUNK_ELEMENTS = 1 << 20
+
+
+def single_rank(magnitudes: torch.Tensor) -> None:
+    """`LargestOverRanks` of one process."""
+
+
+class Fp8Weights(Mapping[str, torch.Tensor]):
+    """`Buffers` of the pieces of an `Fp8SourceLayout` on one rank, at the weights of this moment.
+
+    Collective where blocks are cut between ranks: every rank makes one at the same time. `part` gives a part without
+    the whole buffer around it; buckets are filled that way.
+    """
+
+    def __init__(
+        self, layout: Fp8SourceLayout, rank: int, parameters: Buffers, largest: LargestOverRanks = single_rank
+    ) -> None:
+        self.layout = layout
+        self._rank = rank
+        self._parameters = parameters
+        self._touched = layout.touched(rank)
+        self._pieces: dict[str, list[Piece]] = {}  # quantised buffer -> its pieces
+        for piece in layout.master.pieces(rank):
+            if piece.tensor in layout.quantised:
+                self._pieces.setdefault(piece.local, []).append(piece)
+        self._multipliers = {n: block_multiplier(m) for n, m in self._magnitudes(largest).items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._pieces:
+            values = torch.zeros_like(self._parameters[name], dtype=E4M3)
+            for piece in self._pieces[name]:
+                piece_view(values, piece).copy_(self.part(piece, piece.box))
+            return values
+        if name in self._parameters:
+            return self._parameters[name]
+        if name in self.layout.constants:
+            return torch.full((), KV_SCALE_VALUE)
+        if name.endswith(SCALES) and name.removesuffix(SCALES) in self._multipliers:
+            return self._multipliers[name.removesuffix(SCALES)].reciprocal()
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self.layout.buffer_names(self._rank)))
+
+    def __len__(self) -> int:
+        return len(self.layout.buffer_names(self._rank))
+
+    def part(self, piece: Piece, box: Box) -> torch.Tensor:
+        """Global box `box`, which lies in `piece` of this rank, as it is delivered."""
+        if piece.local not in self._pieces:
+            return piece_view(self[piece.local], piece, box)
+        values = piece_view(self._parameters[piece.local], piece, box)
+        quantised = torch.empty(values.shape, dtype=E4M3, device=values.device)
+        for rows, factors in self._factors(piece.tensor, box, values.device):
+            _times(values[rows], factors, box.offset[1], quantised[rows])
+        return quantised
+
+    def widened_part(self, piece: Piece, box: Box) -> torch.Tensor:
+        """What the engine multiplies by in place of `box`: values times scales, float32."""
+        quantised = self.part(piece, box)
+        widened = torch.empty(quantised.shape, dtype=torch.float32, device=quantised.device)
+        for rows, factors in self._factors(piece.tensor, box, quantised.device):
+            _times(quantised[rows], factors.reciprocal(), box.offset[1], widened[rows])
+        return widened
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The trainer's own parameters hold the engine's values inside, and their own again behind it, bit by bit.
+
+        Needs the machine's memory for one copy of this rank's quantised parameters.
+        """
+        own = {name: self._parameters[name].detach().to("cpu", copy=True) for name in self._pieces}
+        try:
+            with torch.no_grad():
+                for name, pieces in self._pieces.items():
+                    for piece in pieces:
+                        widened = self.widened_part(piece, piece.box)
+                        piece_view(self._parameters[name], piece).copy_(widened)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, values in own.items():
+                    self._parameters[name].detach().copy_(values)
+
+    def _factors(self, tensor: str, box: Box, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Runs of rows of a box, counted from its first, and the multipliers of each row's blocks [rows, blocks]."""
+        table, touched, wanted = self._multipliers[tensor], self._touched[tensor], block_box(*box)
+        first = wanted.offset[1] - touched.offset[1]
+        table = table[:, first : first + wanted.shape[1]].to(device)
+        step = max(1, _CHUNK_ELEMENTS // max(1, box.shape[1]))
+        for start in range(0, box.shape[0], step):
+            stop = min(start + step, box.shape[0])
+            numbers = torch.arange(box.offset[0] + start, box.offset[0] + stop, device=device) // BLOCK
+            yield slice(start, stop), table[numbers - touched.offset[0]]
+
+    def _magnitudes(self, largest: LargestOverRanks) -> dict[str, torch.Tensor]:
+        """Largest magnitude of every block that this rank holds a part of, whoever holds the rest."""
+        found: dict[str, torch.Tensor] = {}
+        for local, pieces in self._pieces.items():
+            for piece in pieces:
+                table = torch.zeros(self._touched[piece.tensor].shape, device=self._parameters[local].device)
+                self._add_magnitudes(piece, found.setdefault(piece.tensor, table))
+        if self.layout.shared:
+            self._exchange(found, largest)
+        return found
+
+    def _add_magnitudes(self, piece: Piece, table: torch.Tensor) -> None:
+        values = piece_view(self._parameters[piece.local], piece)
+        row, column = piece.global_offset
+        touched = self._touched[piece.tensor]
+        first = column // BLOCK - touched.offset[1]
+        step = max(1, _CHUNK_ELEMENTS // max(1, piece.shape[1]))
+        for start in range(0, piece.shape[0], step):
+            largest = _blocks(values[start : start + step].abs(), column).amax(dim=2).float()
+            numbers = torch.arange(row + start, row + start + largest.shape[0], device=values.device) // BLOCK
+            columns = table[:, first : first + largest.shape[1]]
+            index = (numbers - touched.offset[0])[:, None].expand_as(largest)
+            columns.scatter_reduce_(0, index, largest, "amax")
+
+    def _exchange(self, found: dict[str, torch.Tensor], largest: LargestOverRanks) -> None:
+        """The same on every rank for blocks that several hold parts of."""
+        whole = {name: torch.zeros(self.layout.tensors[name + SCALES].shape) for name in self.layout.shared}
+        mine = {name: found[name] for name in whole if name in found}
+        for name, magnitudes in mine.items():
+            _inside(whole[name], self._touched[name]).copy_(magnitudes)
+        vector = torch.cat([table.flatten() for table in whole.values()])
+        largest(vector)
+        for (name, table), values in zip(whole.items(), vector.split([table.numel() for table in whole.values()])):
+            if name in mine:
+                mine[name].copy_(_inside(values.view(table.shape), self._touched[name]))
+
+
+def _inside(table: torch.Tensor, box: Box) -> torch.Tensor:
+    (row, column), (rows, columns) = box
+    return table[row : row + rows, column : column + columns]
+
+
+def _blocks(values: torch.Tensor, column: int) -> torch.Tensor:
+    """[rows, blocks, 128] of rows whose first element is `column` of the tensor; what is beyond them is zero."""
+    before = column % BLOCK
+    behind = -(before + values.shape[1]) % BLOCK
+    if before or behind:
+        values = torch.nn.functional.pad(values, (before, behind))
+    return values.unflatten(1, (-1, BLOCK))
+
+
+def _times(values: torch.Tensor, factors: torch.Tensor, column: int, out: torch.Tensor) -> None:
+    """`out` = each value times the factor of its block, in float32, rounded to the type of `out`."""
+    before = column % BLOCK
+    product = (_blocks(values.float(), column) * factors[..., None]).flatten(1)
+    out.copy_(product[:, before : before + values.shape[1]])

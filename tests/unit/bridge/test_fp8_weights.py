@@ -1,0 +1,368 @@
+"""FP8 deliveries between random pairs of layouts: every byte against quantising whole tensors.
+
+The oracle quantises each Hugging Face tensor as a whole, by a formula of its own, and cuts it as the engine's loader
+would; it knows nothing of pieces, ranks or blocks that are cut.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from megatron_dapo.bridge.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
+from megatron_dapo.bridge.delivery_plan import DeliveryPlan, write_parts
+from megatron_dapo.bridge.fp8_layout import (
+    SCALES,
+    Fp8EngineLayout,
+    Fp8SourceLayout,
+    expected_parameters,
+    read_parameters,
+)
+from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.bridge.megatron_layout import megatron_layout
+from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.ops.fp8 import quantise_weight
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.reshard.delivery import Receiver
+from megatron_dapo.parallel.reshard.layout import TensorSpec, check_layout, piece_view
+from megatron_dapo.parallel.reshard.planner import plan
+
+E4M3 = torch.float8_e4m3fn
+
+
+def architecture(family: str = "qwen3", *, heads: int = 4, kv_heads: int = 4, head_dim: int = 64, **changes):
+    experts = MixtureOfExperts(4, 2, 256, True, frozenset(range(2))) if family == "qwen3_moe" else None
+    fields = {
+        "model_type": family,
+        "num_layers": 2,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": 301,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "qkv_bias": family == "qwen2",
+        "qk_norm": family.startswith("qwen3"),
+        "dtype": torch.float32,
+        "experts": experts,
+    }
+    return ModelArchitecture(**{**fields, **changes})
+
+
+def weights_of(model: ModelArchitecture, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows and columns of very different magnitude, so that blocks differ; one block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in model.shapes().items():
+        tensor = torch.randn(shape, generator=generator)
+        for dim, size in enumerate(shape):
+            factors = torch.exp2(torch.randint(-12, 6, (size,), generator=generator).float())
+            tensor *= factors.view([-1 if other == dim else 1 for other in range(len(shape))])
+        weights[name] = tensor
+    weights["model.layers.0.self_attn.o_proj.weight"][:128, :128] = 0
+    return weights
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 values and scales of a whole matrix, block after block, exponent by exponent."""
+    rows, columns = weight.shape
+    values, scales = torch.empty(weight.shape, dtype=E4M3), torch.empty(-(-rows // 128), -(-columns // 128))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            box = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            largest = float(weight[box].abs().max())
+            exponent = math.floor(math.log2(448 / largest)) if largest else 0
+            assert not largest or largest * 2.0**exponent <= 448 < largest * 2.0 ** (exponent + 1)
+            values[box] = (weight[box].double() * 2.0**exponent).to(E4M3)
+            scales[i, j] = 2.0**-exponent
+    return values, scales
+
+
+def chunk(tensor: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
+    return tensor.chunk(count, dim)[index]
+
+
+def engine_shard(model: ModelArchitecture, weights, rank: int, tp: int) -> dict[str, torch.Tensor]:
+    """The FP8 parameters of rank `rank`, from whole tensors."""
+    kv_chunks, kv_index = (tp, rank) if model.num_key_value_heads >= tp else (
+        model.num_key_value_heads, rank // (tp // model.num_key_value_heads)
+    )  # fmt: skip
+    shard = {}
+    for layer in range(model.num_layers):
+        prefix = f"model.layers.{layer}."
+        for kind in (0, 1):
+            suffix = ("", SCALES)[kind]
+            whole = {
+                n.removeprefix(prefix): quantised(w)[kind]
+                for n, w in weights.items()
+                if n.startswith(prefix) and w.dim() == 2 and not n.endswith("mlp.gate.weight")
+            }
+            parts = [chunk(whole["self_attn.q_proj.weight"], 0, rank, tp)]
+            parts += [chunk(whole[f"self_attn.{n}_proj.weight"], 0, kv_index, kv_chunks) for n in "kv"]
+            local = {"self_attn.qkv_proj.weight": torch.cat(parts)}
+            local["self_attn.o_proj.weight"] = chunk(whole["self_attn.o_proj.weight"], 1, rank, tp)
+            if model.experts is None:
+                parts = [chunk(whole[f"mlp.{n}_proj.weight"], 0, rank, tp) for n in ("gate", "up")]
+                local["mlp.gate_up_proj.weight"] = torch.cat(parts)
+                local["mlp.down_proj.weight"] = chunk(whole["mlp.down_proj.weight"], 1, rank, tp)
+            else:
+                into = [
+                    torch.cat([chunk(whole[f"mlp.experts.{e}.{n}_proj.weight"], 0, rank, tp) for n in ("gate", "up")])
+                    for e in range(model.experts.num_experts)
+                ]
+                down = [
+                    chunk(whole[f"mlp.experts.{e}.down_proj.weight"], 1, rank, tp)
+                    for e in range(model.experts.num_experts)
+                ]
+                local["mlp.experts.w13_weight"], local["mlp.experts.w2_weight"] = torch.stack(into), torch.stack(down)
+            shard.update({prefix + n + suffix: tensor for n, tensor in local.items()})
+    return shard
+
+
+def trainer_buffers(source, weights, rank: int) -> dict[str, torch.Tensor]:
+    """What a trainer rank holds; padding is noise that must not reach an engine nor a scale."""
+    buffers = {name: torch.full(shape, -1e6) for name, shape in source.local_shapes(rank).items()}
+    for piece in source.pieces(rank):
+        box = tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape))
+        piece_view(buffers[piece.local], piece).copy_(weights[piece.tensor][box])
+    return buffers
+
+
+class Exchange:
+    """The largest over ranks that are made one after the other: a first round collects, a second one answers."""
+
+    def __init__(self) -> None:
+        self.largest: torch.Tensor | None = None
+
+    def __call__(self, vector: torch.Tensor) -> None:
+        self.largest = vector.clone() if self.largest is None else torch.maximum(self.largest, vector)
+        vector.copy_(self.largest)
+
+
+def sources_of(layout: Fp8SourceLayout, buffers) -> list[Fp8Weights]:
+    exchange = Exchange()
+    for _ in range(2):
+        made = [Fp8Weights(layout, rank, own, exchange) for rank, own in enumerate(buffers)]
+    return made
+
+
+def deliver(model, parallel: ParallelLayout, tp: int, engines: int = 1, bucket_bytes: int = 40_000):
+    """(engine layout, source layout, one Receiver an engine rank) after a whole delivery of `weights_of(model)`."""
+    master = megatron_layout(model, parallel, torch.float32)
+    plain = sglang_layout(model, tp, torch.bfloat16, engines)
+    engine = Fp8EngineLayout(plain, expected_parameters(plain))
+    layout = Fp8SourceLayout(master, engine)
+    check_layout(layout)
+    check_layout(engine)
+    weights = weights_of(model)
+    sources = sources_of(layout, [trainer_buffers(master, weights, rank) for rank in range(master.num_ranks)])
+    delivery = DeliveryPlan(plan(layout, engine), engine, bucket_bytes)
+    receivers = []
+    for rank in range(engine.num_ranks):
+        specs = engine.local_specs(rank)
+        receiver = Receiver({name: torch.ones(spec.shape).to(spec.dtype) for name, spec in specs.items()})
+        receiver.begin(delivery.manifest(rank, "d", "s", 1))
+        for bucket in delivery.buckets(rank):
+            data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+            for source in range(master.num_ranks):
+                write_parts(bucket, source, sources[source], data, specs)
+            receiver.accept("d", bucket.header, data)
+        receiver.finish("d")
+        receivers.append(receiver)
+    return weights, engine, layout, receivers, delivery
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check_pair(model, parallel: ParallelLayout, tp: int, engines: int = 1) -> None:
+    weights, engine, _, receivers, _ = deliver(model, parallel, tp, engines)
+    for rank, receiver in enumerate(receivers):
+        expected = engine_shard(model, weights, rank % tp, tp)
+        assert expected.keys() == {
+            n for n in receiver.parameters if n in expected or receiver.parameters[n].dtype == E4M3
+        }
+        for name, tensor in expected.items():
+            assert same_bytes(receiver.parameters[name], tensor), (rank, name)
+        assert all(bool(receiver.parameters[name] == 1) for name in engine.parameters.constants)
+        norm = "model.layers.1.input_layernorm.weight"
+        assert torch.equal(receiver.parameters[norm], weights[norm].to(torch.bfloat16))
+
+
+# trainer (tensor, pipeline, virtual), engine TP. Of the trainer's TP 4 every block of a projection is cut.
+@pytest.mark.parametrize("trainer", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 1), (4, 2, 1)])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_byte_is_that_of_the_whole_tensor(trainer, tp):
+    tensor, pipeline, virtual = trainer
+    check_pair(architecture(), ParallelLayout(tensor * pipeline, tensor, pipeline, virtual), tp)
+
+
+def test_random_pairs():
+    choose = random.Random(1).choice
+    done = 0
+    while done < 12:
+        family = choose(["llama", "qwen2", "qwen3", "qwen3_moe"])
+        heads, kv_heads, head_dim = choose([(4, 4, 64), (4, 2, 128), (8, 2, 128), (2, 2, 128), (4, 1, 128), (4, 2, 64)])
+        model = architecture(
+            family, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            hidden_size=choose([128, 256, 384]), tie_word_embeddings=choose([True, False]),
+        )  # fmt: skip
+        tensor, pipeline, data, tp = choose([1, 2, 4]), choose([1, 2]), choose([1, 2]), choose([1, 2, 4])
+        expert = choose([1, 2]) if family == "qwen3_moe" else 1
+        try:
+            parallel = ParallelLayout(tensor * pipeline * data, tensor, pipeline, expert=expert)
+            megatron_layout(model, parallel, torch.float32)
+            plain = sglang_layout(model, tp, torch.bfloat16)
+            Fp8EngineLayout(plain, expected_parameters(plain)).pieces(0)
+        except ValueError:
+            continue
+        check_pair(model, parallel, tp, choose([1, 2]))
+        done += 1
+
+
+def test_the_rounding_is_the_trainers():
+    weight = weights_of(architecture())["model.layers.0.mlp.gate_proj.weight"]
+    values, scales = quantised(weight)
+    own = quantise_weight(weight)
+    assert same_bytes(own.values, values) and torch.equal(own.scales, scales)
+
+
+def test_only_blocks_that_ranks_share_are_exchanged():
+    model = architecture()
+    plain = sglang_layout(model, 1, torch.bfloat16)
+    engine = Fp8EngineLayout(plain, expected_parameters(plain))
+    for tensor, expected in ((1, 0), (2, 0), (4, 8)):  # TP 4: 64 rows or columns of the projections; the MLP has 128
+        layout = Fp8SourceLayout(megatron_layout(model, ParallelLayout(tensor, tensor), torch.float32), engine)
+        assert len(layout.shared) == expected, layout.shared
+
+
+def test_a_cut_block_without_the_exchange_would_be_wrong():
+    """The test of the test: with magnitudes of its own part alone a rank rounds otherwise."""
+    model = architecture()
+    master = megatron_layout(model, ParallelLayout(4, 4), torch.float32)
+    plain = sglang_layout(model, 1, torch.bfloat16)
+    layout = Fp8SourceLayout(master, Fp8EngineLayout(plain, expected_parameters(plain)))
+    weights = weights_of(model)
+    buffers = [trainer_buffers(master, weights, rank) for rank in range(4)]
+    alone, together = Fp8Weights(layout, 0, buffers[0]), sources_of(layout, buffers)[0]
+    names = [name + SCALES for name in layout.shared]
+    assert names and not all(torch.equal(alone[name], together[name]) for name in names)
+
+
+def test_half_the_bytes_and_the_same_ledger():
+    _, engine, _, receivers, _ = deliver(architecture(), ParallelLayout(2, 2), 2)
+    plain = sum(spec.num_bytes for spec in engine.engines.local_specs(0).values())
+    quantised_bytes = sum(spec.num_bytes for n, spec in engine.local_specs(0).items() if spec.dtype == E4M3)
+    fp8 = sum(spec.num_bytes for spec in engine.local_specs(0).values())
+    assert 0 < fp8 - (plain - quantised_bytes) < quantised_bytes / 1000  # the scales
+    assert receivers[0].version == 1
+
+
+def test_the_trainers_own_forward_at_the_engines_values():
+    """`in_place` puts values times scales into the parameters and gives their own bits back, also after an error."""
+    model = architecture()
+    master = megatron_layout(model, ParallelLayout(2, 2), torch.float32)
+    plain = sglang_layout(model, 1, torch.bfloat16)
+    layout = Fp8SourceLayout(master, Fp8EngineLayout(plain, expected_parameters(plain)))
+    weights = weights_of(model)
+    rounded = {
+        name: quantise_weight(tensor).widened() if name in layout.quantised else tensor
+        for name, tensor in weights.items()
+    }
+    own = trainer_buffers(master, weights, 1)
+    before = {name: tensor.clone() for name, tensor in own.items()}
+    expected = trainer_buffers(master, rounded, 1)
+    fp8 = Fp8Weights(layout, 1, own)
+    with pytest.raises(KeyboardInterrupt), fp8.in_place():
+        assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
+        again = Fp8Weights(layout, 1, own)
+        piece = next(p for p in layout.pieces(1) if p.tensor in layout.quantised)
+        # Rounding what is rounded changes no value.
+        assert torch.equal(again.widened_part(piece, piece.box), piece_view(expected[piece.local], piece))
+        raise KeyboardInterrupt
+    assert all(torch.equal(own[name], tensor) for name, tensor in before.items())
+
+
+def test_a_part_is_cut_out_of_the_middle_of_blocks():
+    model = architecture()
+    master = megatron_layout(model, ParallelLayout(1), torch.float32)
+    plain = sglang_layout(model, 1, torch.bfloat16)
+    layout = Fp8SourceLayout(master, Fp8EngineLayout(plain, expected_parameters(plain)))
+    weights = weights_of(model)
+    source = Fp8Weights(layout, 0, trainer_buffers(master, weights, 0))
+    name = "model.layers.0.mlp.down_proj.weight"
+    (piece,) = [p for p in layout.pieces(0) if p.tensor == name]
+    values, _ = quantised(weights[name])
+    box = type(piece.box)((37, 100), (150, 301))
+    assert same_bytes(source.part(piece, box), values[37:187, 100:401])
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "words"),
+    [
+        ({"kv_heads": 2}, 2, "rows [0, 64) of model.layers.0.self_attn.v_proj.weight (128, 256) from row 192"),
+        ({"intermediate_size": 640}, 2, "gate_up_proj"),
+        ({"head_dim": 32, "kv_heads": 2}, 1, "v_proj.weight"),
+    ],
+)
+def test_an_engine_that_cuts_a_block_is_refused(changes, tp, words):
+    plain = sglang_layout(architecture(**changes), tp, torch.bfloat16)
+    with pytest.raises(ValueError, match="blocks of 128.* must begin at a multiple of 128") as error:
+        engine = Fp8EngineLayout(plain, expected_parameters(plain))
+        for rank in range(tp):
+            engine.pieces(rank)
+    assert words in str(error.value)
+
+
+def described(plain, **changes) -> list[dict[str, TensorSpec]]:
+    engine = Fp8EngineLayout(plain, expected_parameters(plain))
+    return [{**engine.local_specs(rank), **changes} for rank in range(plain.tensor_parallel)]
+
+
+def test_what_is_quantised_is_read_from_the_engine():
+    plain = sglang_layout(architecture(), 2, torch.bfloat16)
+    assert read_parameters(plain, described(plain)) == expected_parameters(plain)
+    # A server whose checkpoint leaves the last layer alone, and has no scales of a cache.
+    some = [
+        {
+            name: TensorSpec(spec.shape, torch.bfloat16) if "layers.1." in name and spec.dtype == E4M3 else spec
+            for name, spec in specs.items()
+            if not ("layers.1." in name and name.endswith(SCALES)) and not name.endswith("_scale")
+        }
+        for specs in described(plain)
+    ]
+    found = read_parameters(plain, some)
+    assert found.quantised == {n for n in expected_parameters(plain).quantised if "layers.0." in n}
+    assert not found.constants
+    tensors = Fp8EngineLayout(plain, found).tensors
+    assert "model.layers.0.self_attn.k_proj.weight_scale_inv" in tensors and LM_HEAD + SCALES not in tensors
+    assert "model.layers.1.self_attn.k_proj.weight_scale_inv" not in tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "words"),
+    [
+        ("model.layers.0.mlp.down_proj.weight_scale_inv", TensorSpec((256, 1), torch.int32), "repacks"),
+        ("model.layers.0.mlp.down_proj.weight", TensorSpec((16, 1024), torch.int32), "repacks"),
+        ("model.layers.0.mlp.down_proj.input_scale", TensorSpec((1,), torch.float32), "input_scale"),
+    ],
+)
+def test_parameters_that_are_no_fp8_in_blocks_are_refused_by_name(name, spec, words):
+    plain = sglang_layout(architecture(), 1, torch.bfloat16)
+    with pytest.raises(ValueError, match=words):
+        read_parameters(plain, described(plain, **{name: spec}))
+
+
+def test_a_server_without_fp8_is_refused():
+    plain = sglang_layout(architecture(), 1, torch.bfloat16)
+    with pytest.raises(ValueError, match="no parameter in FP8"):
+        read_parameters(plain, [dict(plain.local_specs(0))])
