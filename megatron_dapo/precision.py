@@ -91,58 +91,46 @@ def padded_tokens(num_tokens: int, tensor: int, context: int, sequence_parallel:
 
 @dataclass(frozen=True)
 class LinearSizes:
-    """Sizes of a decoder's linear layers. `moe_intermediate_size`: of one expert, 0 without experts."""
+    """Sizes of a dense decoder's linear layers."""
 
     hidden_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    moe_intermediate_size: int = 0
-    has_dense_layers: bool = True
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """`what`, of `size`, is no multiple of `multiple`."""
+    """`what`, of `size` on a rank, is no multiple of `multiple`."""
 
     what: str
     size: int
     multiple: int
 
     def __str__(self) -> str:
-        return f"{self.what} is {self.size}, which is no multiple of {self.multiple}"
+        return f"{self.what} = {self.size} is no multiple of {self.multiple}"
 
 
-def misfits(recipe: str, sizes: LinearSizes, tensor: int, expert_tensor: int) -> list[Misfit]:
-    """Sizes of weights on a tensor rank that the recipe cannot multiply. The cuts themselves must be even."""
+def misfits(recipe: str, sizes: LinearSizes, tensor: int) -> list[Misfit]:
+    """Sizes of weights on a tensor rank that the recipe cannot multiply, where the cuts themselves are even."""
     multiple = RECIPES[recipe].size_multiple
-    return [Misfit(what, size, multiple) for what, size in _rank_sizes(sizes, tensor, expert_tensor) if size % multiple]
+    return [Misfit(what, size, multiple) for what, size in _rank_sizes(sizes, tensor) if size % multiple]
 
 
-def _rank_sizes(sizes: LinearSizes, tensor: int, expert_tensor: int) -> Iterator[tuple[str, int]]:
-    heads, groups = sizes.num_attention_heads, sizes.num_key_value_heads
-    cut = "" if tensor == 1 else f" / parallel.tensor {tensor}"
+def _rank_sizes(sizes: LinearSizes, tensor: int) -> Iterator[tuple[str, int]]:
+    heads, groups, dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
+    cut = "" if tensor == 1 else f" / parallel.tensor ({tensor})"
     yield "hidden_size", sizes.hidden_size
     yield (
-        f"QKV rows, (num_attention_heads {heads} + 2 x num_key_value_heads {groups}) x head_dim {sizes.head_dim}{cut}",
-        (heads + 2 * groups) * sizes.head_dim // tensor,
+        f"QKV rows, (num_attention_heads {heads} + 2 num_key_value_heads {groups}) x head_dim {dim}{cut}",
+        (heads + 2 * groups) * dim // tensor,
     )
-    yield (
-        f"attention outputs, num_attention_heads {heads} x head_dim {sizes.head_dim}{cut}",
-        heads * sizes.head_dim // tensor,
-    )
-    if sizes.has_dense_layers:
-        yield f"intermediate_size {sizes.intermediate_size}{cut}", sizes.intermediate_size // tensor
-    if sizes.moe_intermediate_size:
-        words = "" if expert_tensor == 1 else f" / parallel.expert_tensor {expert_tensor}"
-        yield (
-            f"moe_intermediate_size {sizes.moe_intermediate_size}{words}",
-            sizes.moe_intermediate_size // expert_tensor,
-        )
+    yield f"attention outputs, num_attention_heads {heads} x head_dim {dim}{cut}", heads * dim // tensor
+    yield f"intermediate_size{cut}", sizes.intermediate_size // tensor
 
 
-def has_served_blocks(sizes: LinearSizes) -> bool:
+def has_served_blocks(head_dim: int) -> bool:
     """Whether the 128 x 128 blocks of a fused QKV weight are those of separate q, k and v matrices: every head is whole
-    blocks. Else values of FP8 in trainer and server are rounded under other scales, though by the same rule."""
-    return sizes.head_dim % RECIPES[FP8_BLOCKWISE].size_multiple == 0
+    blocks. Else trainer and server round q, k and v by the same rule, but in other blocks."""
+    return head_dim % RECIPES[FP8_BLOCKWISE].size_multiple == 0

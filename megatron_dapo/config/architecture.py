@@ -20,6 +20,11 @@ class ArchitectureFacts:
     num_experts: int = 0  # 0: dense
     moe_intermediate_size: int = 0  # of one expert
     has_dense_layers: bool = True
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 _KEYS = {
@@ -53,4 +58,5 @@ def read_architecture(folder: str | Path) -> ArchitectureFacts:
         num_experts=experts,
         moe_intermediate_size=document.get("moe_intermediate_size") or 0,
         has_dense_layers=not experts or sparse_step > 1 or bool(document.get("mlp_only_layers")),
+        head_dim=document.get("head_dim") or 0,
     )

@@ -23,6 +23,7 @@ from megatron_dapo.config.critic_schema import (
     WindowConfig,
 )
 from megatron_dapo.config.optimizer_schema import OptimizerConfig
+from megatron_dapo.config.precision_schema import PrecisionConfig
 from megatron_dapo.config.section import InputPath, Section
 from megatron_dapo.config.sglang_schema import SglangConfig
 
@@ -78,7 +79,8 @@ class ModelConfig(Section):
     folder."""
 
     dtype: Dtype = "float32"
-    """Precision of parameters and activations; masters and moments are float32 either way. bfloat16 on accelerators."""
+    """Type of parameters and activations; masters and moments are float32 either way. bfloat16 on accelerators. How
+    linear layers multiply is precision.recipe's, which may be FP8."""
 
     recompute: Recompute = "none"
     """Activations recomputed in the backward pass: none, selective (attention only) or full (whole layers). Raise it
@@ -476,6 +478,9 @@ class Config(Section):
 
     model: ModelConfig
     """The policy that is trained."""
+
+    precision: PrecisionConfig = PrecisionConfig()
+    """How linear layers multiply."""
 
     parallel: ParallelConfig = ParallelConfig()
     """How model and batch are cut over processes."""

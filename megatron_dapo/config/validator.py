@@ -14,8 +14,10 @@ from megatron_dapo.config.architecture import ArchitectureFacts
 from megatron_dapo.config.critic_rules import CRITIC_RULES, critic_layout_rules
 from megatron_dapo.config.errors import ConfigError, Violation
 from megatron_dapo.config.layout_rules import ARCHITECTURE_RULES, LAYOUT_RULES, world_rules
+from megatron_dapo.config.precision_rules import PRECISION_ARCHITECTURE_RULES, PRECISION_RULES
 from megatron_dapo.config.rule import nearest_divisor, value_of, violation
 from megatron_dapo.config.schema import Config
+from megatron_dapo.precision import micro_batch_multiple, token_multiple
 
 VERIFIER_PRESETS = ("dapo", "lenient")
 
@@ -32,7 +34,8 @@ def validate(
     found = [one for rule in _RULES for one in rule(config)]
     found += world_rules(config, processes)
     if architecture is not None:
-        found += [one for rule in ARCHITECTURE_RULES for one in rule(config, architecture)]
+        rules = (*ARCHITECTURE_RULES, *PRECISION_ARCHITECTURE_RULES)
+        found += [one for rule in rules for one in rule(config, architecture)]
     found += critic_layout_rules(config, processes, architecture)
     return found
 
@@ -61,6 +64,8 @@ _RANGES: dict[str, _Range] = {
     "run.max_generation_steps": _NOT_NEGATIVE,
     "run.wait_timeout_seconds": _POSITIVE,
     "model.logprob_chunk_tokens": _AT_LEAST_ONE,
+    "precision.bf16_first_layers": _NOT_NEGATIVE,
+    "precision.bf16_last_layers": _NOT_NEGATIVE,
     "parallel.tensor": _AT_LEAST_ONE,
     "parallel.pipeline": _AT_LEAST_ONE,
     "parallel.virtual_pipeline": _AT_LEAST_ONE,
@@ -206,8 +211,8 @@ def _batch(config: Config) -> Iterator[Violation]:
 def _sequence_alignment(config: Config) -> int:
     """What a micro-batch's tokens are a multiple of: two pieces a context rank, an equal part a tensor rank."""
     p = config.parallel
-    context, tensor = max(p.context, 1), max(p.tensor, 1)
-    return math.lcm(2 * context if context > 1 else 1, tensor * context if p.sequence_parallel else 1)
+    own_tokens = token_multiple(config.precision.recipe)
+    return micro_batch_multiple(max(p.tensor, 1), max(p.context, 1), p.sequence_parallel, own_tokens)
 
 
 def _groups(config: Config) -> Iterator[Violation]:
@@ -507,3 +512,4 @@ _RULES = (
     *LAYOUT_RULES,
     *CRITIC_RULES,
 )
+    *PRECISION_RULES,

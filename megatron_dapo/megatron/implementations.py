@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.megatron.layer_spec import block_spec, uses_transformer_engine
+from megatron_dapo.megatron.model_config import DTYPES, ModelConfig
+from megatron_dapo.megatron.precision import multiplier, why_multiplied
 from megatron_dapo.ops.head.choice import AUTO, Place, choose
 
 VOCABULARY_MULTIPLE = 128  # rows of a rank's part of the vocabulary are a multiple of it
@@ -41,7 +42,7 @@ class Implementation:
     reason: str
 
 
-def implementations(config: TransformerConfig) -> tuple[Implementation, ...]:
+def implementations(config: ModelConfig) -> tuple[Implementation, ...]:
     """The table for a model of this configuration. Needs no process group; builds no module."""
     spec = block_spec(config, range(config.num_layers))
     is_block = isinstance(spec, TransformerBlockSubmodules)
@@ -52,6 +53,7 @@ def implementations(config: TransformerConfig) -> tuple[Implementation, ...]:
     fused = "megatron-core takes Transformer Engine's, else apex's, else torch's: the first that can be imported"
     return (
         Implementation("layers", _names(layer.module, attention.linear_qkv, attention.linear_proj), why),
+        *_precision(config),
         Implementation("mlp", _names(*_mlp_modules(layer)), why),
         Implementation("attention", _names(layer.submodules.self_attention, attention.core_attention), why),
         Implementation("rms norm", _names(final_norm, attention.linear_qkv, attention.q_layernorm), why),
@@ -61,7 +63,20 @@ def implementations(config: TransformerConfig) -> tuple[Implementation, ...]:
     )
 
 
-def _log_prob_head(config: TransformerConfig) -> Implementation:
+def _precision(config: ModelConfig) -> Iterator[Implementation]:
+    """By which recipe linear layers multiply, what multiplies, and which layers keep out of it."""
+    dtype = next(name for name, value in DTYPES.items() if value == config.params_dtype)
+    chosen, precision, count = multiplier(config.precision, dtype), config.precision, config.num_layers
+    yield Implementation("precision", chosen.recipe, chosen.reason)
+    in_fp8 = sum(precision.has_fp8(layer, count) for layer in range(count))
+    kept = f"; {count - in_fp8} of {count} layers in {dtype} (bf16_first_layers, bf16_last_layers)"
+    yield Implementation("linear products", chosen.name, why_multiplied(chosen) + (kept if 0 < in_fp8 < count else ""))
+    if precision.is_fp8:
+        held = "FP8, beside fp32 masters" if precision.fp8_parameters else f"{dtype}, rounded to FP8 for each product"
+        yield Implementation("fp8 weights", held, "fp8_parameters" if precision.fp8_parameters else "no fp8_parameters")
+
+
+def _log_prob_head(config: ModelConfig) -> Implementation:
     """What the rule takes; a model may ask for another one by name."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = choose(AUTO, Place(device, config.params_dtype, config.hidden_size, VOCABULARY_MULTIPLE))

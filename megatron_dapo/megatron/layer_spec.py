@@ -9,58 +9,37 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_dapo.megatron.attention import PackedAttention, PackedSelfAttention
 from megatron_dapo.megatron.experts import experts_spec, route_softmax_first
+from megatron_dapo.megatron.fp8_layers import Fp8NormColumnParallelLinear, Fp8RowParallelLinear
+from megatron_dapo.megatron.model_config import ModelConfig
+from megatron_dapo.megatron.norms import NormColumnParallelLinear, RMSNorm
 
 logger = logging.getLogger(__name__)
 
 
-class RMSNorm(torch.nn.Module):
-    """Root mean square norm (arXiv:1910.07467, eq. 4); the weight is marked for sequence parallelism."""
+class LinearKinds(NamedTuple):
+    """The classes of a layer's linear layers: those with a norm, cut by rows, and those cut by columns."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = _norm_weight(config, hidden_size)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] -> the same shape."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+    column: type[NormColumnParallelLinear]
+    row: type[RowParallelLinear]
 
 
-class NormColumnParallelLinear(ColumnParallelLinear):
-    """A column-parallel linear layer with the RMSNorm of its input inside, as Transformer Engine has it."""
-
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **settings)
-        self.layer_norm_weight = _norm_weight(config, input_size)
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[tokens, 1, input_size] -> [tokens, 1, this rank's outputs] and the bias left to the caller, if any."""
-        # Before the gather of sequence parallelism: each rank norms its own tokens.
-        normed = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.config.layernorm_epsilon)
-        return super().forward(normed, *args, **kwargs)
-
-
-def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-    weight.sequence_parallel = config.sequence_parallel
-    return weight
+IN_MODEL_TYPE = LinearKinds(NormColumnParallelLinear, RowParallelLinear)
+IN_FP8 = LinearKinds(Fp8NormColumnParallelLinear, Fp8RowParallelLinear)
 
 
 def uses_transformer_engine() -> bool:
@@ -68,22 +47,27 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
+def block_spec(config: ModelConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
     """The given layers of the model, of Transformer Engine's modules where it can be used, else of the own ones."""
     if uses_transformer_engine():
         return _transformer_engine_block_spec(config, layers)
     logger.info("layers: own specification (Transformer Engine with CUDA is not available)")
-    specs = [own_layer_spec(config, has_experts(config, layer)) for layer in layers]
+    specs = [own_layer_spec(config, has_experts(config, layer), linear_kinds(config, layer)) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def has_experts(config: TransformerConfig, layer: int) -> bool:
+def has_experts(config: ModelConfig, layer: int) -> bool:
     """Whether a layer of the model holds a mixture of experts."""
     return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
 
 
+def linear_kinds(config: ModelConfig, layer: int) -> LinearKinds:
+    """Of one own layer, by the precision that is asked for."""
+    return IN_FP8 if config.precision.has_fp8(layer, config.num_layers) else IN_MODEL_TYPE
+
+
 def _transformer_engine_block_spec(
-    config: TransformerConfig, layers: Sequence[int]
+    config: ModelConfig, layers: Sequence[int]
 ) -> TransformerBlockSubmodules | ModuleSpec:
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -101,19 +85,17 @@ def _transformer_engine_block_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
-def own_layer_spec(config: TransformerConfig, experts: bool) -> ModuleSpec:
+def own_layer_spec(config: ModelConfig, experts: bool, linear: LinearKinds = IN_MODEL_TYPE) -> ModuleSpec:
     """One layer: norm + QKV, packed attention, output projection, and norm + gated MLP, or a norm and experts."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
-        linear_qkv=NormColumnParallelLinear,
+        linear_qkv=linear.column,
         core_attention=PackedAttention,
-        linear_proj=RowParallelLinear,
+        linear_proj=linear.row,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    dense = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear.column, linear_fc2=linear.row))
     submodules = TransformerLayerSubmodules(
         self_attention=ModuleSpec(
             module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.megatron.experts import layer_pattern
+from megatron_dapo.megatron.precision import Precision, multiplier, precision_fields
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.precision import RECIPES, LinearSizes, misfits, recipe_name
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 
@@ -29,24 +31,40 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """`dtype` of weights and activations; `recompute` of activations: "none", "selective" or "full"."""
+    """`dtype` of weights and activations; `recompute` of activations: "none", "selective" or "full"; `precision` of the
+    products in linear layers."""
 
     dtype: str = "float32"
     recompute: str = "none"
+    precision: Precision = field(default_factory=Precision)
 
     def __post_init__(self) -> None:
         for name, value, table in (("dtype", self.dtype, DTYPES), ("recompute", self.recompute, RECOMPUTE)):
             if value not in table:
                 raise ValueError(f"model settings: {name} {value!r} is unknown; choose one of {', '.join(table)}")
+        recipe_name(self.precision.recipe, self.dtype)
 
 
-def transformer_config(
-    architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings
-) -> TransformerConfig:
-    """The configuration of the model on this layout, which must fit the architecture (`megatron_layout` checks)."""
+@dataclass
+class ModelConfig(TransformerConfig):
+    """megatron-core's configuration, and the precision that was asked for: on a CPU the layers follow it, with CUDA
+    megatron-core's own fields do."""
+
+    precision: Precision = field(default_factory=Precision)
+
+
+def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings) -> ModelConfig:
+    """The configuration of the model on this layout, which must fit the architecture (`megatron_layout` checks).
+
+    ValueError where the precision cannot be computed here, or not on these shapes.
+    """
     dtype = DTYPES[settings.dtype]
     cuda = torch.cuda.is_available()
-    return TransformerConfig(
+    multiplier(settings.precision, settings.dtype)
+    _check_shapes(architecture, layout, settings.precision)
+    return ModelConfig(
+        precision=settings.precision,
+        **(precision_fields(settings.precision) if cuda else {}),
         **_architecture_fields(architecture),
         **_expert_fields(architecture, layout),
         **_layout_fields(layout),
@@ -72,6 +90,30 @@ def transformer_config(
         persist_layer_norm=False,
         apply_rope_fusion=False,
     )
+
+
+def _check_shapes(architecture: ModelArchitecture, layout: ParallelLayout, precision: Precision) -> None:
+    """ValueError where weights or tokens of a rank are not of the multiples that FP8 products need."""
+    if not precision.is_fp8:
+        return
+    recipe = RECIPES[precision.recipe]
+    if architecture.experts is not None:
+        raise ValueError(f"precision: {precision.recipe} is for dense models; experts multiply in the model's type")
+    sizes = LinearSizes(
+        architecture.hidden_size,
+        architecture.num_attention_heads,
+        architecture.num_key_value_heads,
+        architecture.head_dim,
+        architecture.intermediate_size,
+    )
+    found = misfits(precision.recipe, sizes, layout.tensor)
+    if found:
+        raise ValueError(f"precision: {precision.recipe} cannot multiply: {'; '.join(map(str, found))}")
+    if layout.token_multiple % recipe.token_multiple:
+        raise ValueError(
+            f"precision: {precision.recipe} wants {recipe.token_multiple} to divide a rank's tokens, but the layout pads "
+            f"them to a multiple of {layout.token_multiple}; set token_multiple = {recipe.token_multiple}"
+        )
 
 
 def _architecture_fields(architecture: ModelArchitecture) -> dict[str, Any]:

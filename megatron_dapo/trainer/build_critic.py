@@ -14,7 +14,7 @@ from megatron_dapo.algorithms.value_loss import build_value_loss
 from megatron_dapo.bridge.critic import HeadStart
 from megatron_dapo.config.schema import Config
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
-from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.trainer.build_model import model_settings
 from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.trainer.actor_critic import ActorCriticSettings
 from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
@@ -50,7 +50,7 @@ def build_critic(config: Config, world_size: int, beside: Sequence[TrainedModel]
 
 def _critic_settings(config: Config) -> CriticSettings:
     return CriticSettings(
-        model=ModelSettings(config.model.dtype, config.model.recompute),
+        model=model_settings(config),
         optimizer=optimizer_settings(config.critic.optimizer, config.parallel.distributed_optimizer),
         seed=config.run.seed,
         collective_timeout_s=config.run.wait_timeout_seconds,

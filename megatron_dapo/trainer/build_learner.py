@@ -18,8 +18,7 @@ from megatron_dapo.bridge.random_weights import initialise_randomly
 from megatron_dapo.config.schema import AlgorithmConfig, Config
 from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
-from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.megatron.parallel_state import stand_aside
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
 from megatron_dapo.trainer.build_critic import (
     build_critic,
@@ -27,6 +26,7 @@ from megatron_dapo.trainer.build_critic import (
     pretraining_settings,
     training_settings,
 )
+from megatron_dapo.trainer.build_model import model_settings
 from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
 from megatron_dapo.trainer.learner import Learner, LearnerSettings
 from megatron_dapo.trainer.objective import PolicyObjective
@@ -50,7 +50,7 @@ def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
         logger.info("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, config.model.path)
 
     settings = ActorSettings(
-        model=ModelSettings(config.model.dtype, config.model.recompute),
+        model=model_settings(config),
         optimizer=optimizer_settings(config.optimizer, config.parallel.distributed_optimizer),
         chunk_tokens=config.model.logprob_chunk_tokens,
         head_implementation=config.model.logprob_implementation,

@@ -1,0 +1,140 @@
+"""Rules of precision: one type of the model, and shapes that a recipe can multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_dapo.config.architecture import ArchitectureFacts
+from megatron_dapo.config.errors import Violation
+from megatron_dapo.config.rule import violation
+from megatron_dapo.config.schema import Config
+from megatron_dapo.precision import FP8_DELAYED, RECIPES, LinearSizes, Recipe, misfits
+
+_LAYER_FIELDS = ("precision.bf16_first_layers", "precision.bf16_last_layers")
+
+
+def _recipe(config: Config) -> Recipe:
+    return RECIPES.get(config.precision.recipe, Recipe())
+
+
+def _type(config: Config) -> Iterator[Violation]:
+    wanted = _recipe(config).dtype
+    if wanted and wanted != config.model.dtype:
+        yield violation(
+            config,
+            "precision.recipe",
+            f'model.dtype == "{wanted}" where precision.recipe == "{config.precision.recipe}"',
+            f'set precision.recipe = "", or model.dtype = "{wanted}"',
+            "model.dtype",
+        )
+
+
+def _only_with_fp8(config: Config) -> Iterator[Violation]:
+    asked = config.precision
+    fields = [path for path in _LAYER_FIELDS if getattr(asked, path.rpartition(".")[2]) > 0]
+    fields += ["precision.fp8_parameters"] * asked.fp8_parameters
+    for path in () if _recipe(config).is_fp8 else fields:
+        off = "false" if path.endswith("parameters") else "0"
+        yield violation(
+            config,
+            path,
+            f"{path} == {off} without an FP8 recipe",
+            f'set {path} = {off}, or precision.recipe = "fp8_blockwise"',
+            "precision.recipe",
+        )
+
+
+def _layers_in_bf16(config: Config) -> Iterator[Violation]:
+    asked = config.precision
+    if asked.recipe == FP8_DELAYED and max(asked.bf16_first_layers, asked.bf16_last_layers) > 0:
+        yield violation(
+            config,
+            "precision.recipe",
+            "bf16_first_layers == bf16_last_layers == 0 for fp8_delayed (its maxima are reduced over all layers at once)",
+            'set both to 0, or precision.recipe = "fp8_blockwise"',
+            *_LAYER_FIELDS,
+        )
+
+
+def _parameters(config: Config) -> Iterator[Violation]:
+    if not config.precision.fp8_parameters or not _recipe(config).is_fp8:
+        return
+    if not config.parallel.distributed_optimizer:
+        yield violation(
+            config,
+            "precision.fp8_parameters",
+            "parallel.distributed_optimizer where precision.fp8_parameters (it makes FP8 weights of the masters)",
+            "set parallel.distributed_optimizer = true, or precision.fp8_parameters = false",
+            "parallel.distributed_optimizer",
+        )
+    if config.model.dtype != "bfloat16":
+        yield violation(
+            config,
+            "precision.fp8_parameters",
+            'model.dtype == "bfloat16" where precision.fp8_parameters (a float32 weight is its own master)',
+            'set model.dtype = "bfloat16", or precision.fp8_parameters = false',
+            "model.dtype",
+        )
+
+
+def _shapes(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
+    recipe, tensor = config.precision.recipe, config.parallel.tensor
+    if not _recipe(config).is_fp8 or tensor < 1:
+        return
+    if architecture.num_experts:
+        yield violation(
+            config,
+            "precision.recipe",
+            "a dense model for FP8 (experts get numbers of tokens that no padding of a micro-batch aligns)",
+            'set precision.recipe = ""',
+            num_experts=architecture.num_experts,
+        )
+        return
+    sizes = LinearSizes(
+        architecture.hidden_size,
+        architecture.num_attention_heads,
+        architecture.num_key_value_heads,
+        architecture.head_size,
+        architecture.intermediate_size,
+    )
+    whole = {one.what for one in misfits(recipe, sizes, 1)}
+    for one in misfits(recipe, sizes, tensor):
+        yield violation(
+            config,
+            "precision.recipe" if tensor == 1 or whole else "parallel.tensor",
+            f"{one.what} % {one.multiple} == 0 for precision.recipe = {recipe}",
+            'set precision.recipe = ""' + ("" if whole else ", or a smaller parallel.tensor"),
+            *(() if tensor == 1 or whole else ("precision.recipe",)),
+            size=one.size,
+            multiple=one.multiple,
+        )
+
+
+def _num_layers(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
+    asked, stages = config.precision, config.parallel.pipeline
+    if not _recipe(config).is_fp8 or stages < 1:
+        return
+    a_stage = architecture.num_layers // stages
+    for path in _LAYER_FIELDS:
+        if getattr(asked, path.rpartition(".")[2]) > a_stage:
+            yield violation(
+                config,
+                path,
+                f"{path} <= num_layers / parallel.pipeline (Megatron-core keeps them in one stage)",
+                f"set {path} = {a_stage} or less",
+                "parallel.pipeline",
+                num_layers=architecture.num_layers,
+            )
+    if asked.bf16_first_layers + asked.bf16_last_layers >= architecture.num_layers:
+        yield violation(
+            config,
+            "precision.bf16_first_layers",
+            "bf16_first_layers + bf16_last_layers < num_layers (else nothing is multiplied in FP8)",
+            'lower them, or set precision.recipe = ""',
+            "precision.bf16_last_layers",
+            num_layers=architecture.num_layers,
+        )
+
+
+PRECISION_RULES = (_type, _only_with_fp8, _layers_in_bf16, _parameters)
+PRECISION_ARCHITECTURE_RULES = (_shapes, _num_layers)

@@ -1,0 +1,28 @@
+"""How the model's linear layers multiply: of the policy, of the reference and of the critic."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_dapo.config.section import Section
+
+RecipeName = Literal["", "fp32", "bf16", "fp8_blockwise", "fp8_current", "fp8_delayed"]
+
+
+class PrecisionConfig(Section):
+    """How linear layers multiply. What is not multiplied in FP8 has model.dtype; masters and moments are float32."""
+
+    recipe: RecipeName = ""
+    """"": as model.dtype says. fp32, bf16: the same by name; must agree with model.dtype. fp8_blockwise: e4m3 with a
+    scale for 128 values and 128 x 128 of a weight, which SGLang serves (compute capability 9.0 and CUDA 12.9; emulated
+    on a CPU). fp8_current, fp8_delayed: one scale a tensor, of the tensor or of earlier steps."""
+
+    bf16_first_layers: int = 0
+    """First layers of the model that stay in model.dtype under an FP8 recipe. Raise it when FP8 costs learning."""
+
+    bf16_last_layers: int = 0
+    """Last layers of the model that stay in model.dtype under an FP8 recipe."""
+
+    fp8_parameters: bool = False
+    """Hold the weights of FP8 layers as FP8 alone, beside their float32 masters. Saves memory; Transformer Engine only,
+    needs parallel.distributed_optimizer."""

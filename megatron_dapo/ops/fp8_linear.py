@@ -1,0 +1,47 @@
+"""A linear layer in FP8 with scales of blocks, emulated: products in fp32 of the values that FP8 would multiply.
+
+The three products of Transformer Engine's blockwise recipe, with [.]r rounded under a scale for 128 values of a row,
+[.]t under one for 128 tokens of a column, [.]b under one for 128 x 128:
+
+    y      = [x]r [W]b^T             forward
+    grad x = [g]r [W]b               g = grad y; as if rounding had the derivative 1
+    grad W = [g]t^T [x]t             x is rounded again, in the direction in which it is summed
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_dapo.ops.fp8 import BLOCK, quantise_hidden, quantise_weight
+
+
+def blockwise_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[P, in] and [out, in] -> [P, out] in hidden's type. P, in and out must be multiples of 128, else ValueError."""
+    for what, size in (("tokens", hidden.size(0)), ("inputs", weight.size(1)), ("outputs", weight.size(0))):
+        if size % BLOCK:
+            raise ValueError(f"FP8 in blocks: {size} {what} on this rank are no multiple of {BLOCK}")
+    return _BlockwiseLinear.apply(hidden, weight)
+
+
+def rounded_along_tokens(values: torch.Tensor) -> torch.Tensor:
+    """[P, width] fp32, rounded under a scale for 128 tokens of a column."""
+    return quantise_hidden(values.t()).widened().t()
+
+
+class _BlockwiseLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return (quantise_hidden(hidden).widened() @ quantise_weight(weight).widened().t()).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        to_hidden = to_weight = None
+        if ctx.needs_input_grad[0]:
+            to_hidden = (quantise_hidden(gradient).widened() @ quantise_weight(weight).widened()).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            to_weight = (rounded_along_tokens(gradient).t() @ rounded_along_tokens(hidden)).to(weight.dtype)
+        return to_hidden, to_weight
