@@ -209,7 +209,7 @@ def _batch(config: Config) -> Iterator[Violation]:
 
 
 def _sequence_alignment(config: Config) -> int:
-    """What a micro-batch's tokens are a multiple of: two pieces a context rank, an equal part a tensor rank."""
+    """What a micro-batch's tokens are a multiple of."""
     p = config.parallel
     own_tokens = token_multiple(config.precision.recipe)
     return micro_batch_multiple(max(p.tensor, 1), max(p.context, 1), p.sequence_parallel, own_tokens)

@@ -18,7 +18,7 @@ from megatron_dapo.bridge.random_weights import initialise_randomly
 from megatron_dapo.config.schema import AlgorithmConfig, Config
 from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
-from megatron_dapo.megatron.parallel_state import stand_aside
+from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
 from megatron_dapo.trainer.build_critic import (
     build_critic,
