@@ -127,7 +127,7 @@ def _start_workers(recipe: Path, plan: Plan, folder: Path, arguments: tuple[str,
 
     clear_failures(folder)
     overrides = [part for override in plan.overrides for part in ("--set", override)]
-    code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.layout.world_size, folder)
+    code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.num_processes, folder)
     failure = read_failure(folder)
     if failure is not None:
         typer.echo(last_line(failure), err=True)

@@ -20,7 +20,7 @@ from megatron_dapo.config import (
     validate,
 )
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.trainer.parallel_layout import parallel_layout
+from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Plan:
 
     loaded: LoadedConfig
     overrides: tuple[str, ...]  # all of them, for the processes that load the recipe again
-    layout: ParallelLayout
+    layout: ParallelLayout  # of the policy
+    num_processes: int  # of the whole run
 
 
 def make_plan(
@@ -60,6 +61,7 @@ def make_plan(
         loaded=loaded,
         overrides=tuple(merged),
         layout=parallel_layout(config, processes),
+        num_processes=processes,
     )
 
 
@@ -89,7 +91,8 @@ def describe(plan: Plan) -> list[str]:
     rollout, training, optimizer, algorithm = config.rollout, config.training, config.optimizer, config.algorithm
     mini_batches = rollout.prompts_per_step // training.mini_batch_prompts * training.epochs
     return [
-        f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes, {config.model.dtype}",
+        f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes{_critic_processes(plan)}, "
+        f"{config.model.dtype}",
         f"a train step: {rollout.prompts_per_step} prompts x {rollout.group_size} responses, {mini_batches} optimizer "
         f"steps of {training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
         f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
@@ -100,6 +103,13 @@ def describe(plan: Plan) -> list[str]:
         f"{optimizer.warmup_unit}s",
         f"output: {config.run.folder}",
     ]
+
+
+def _critic_processes(plan: Plan) -> str:
+    own = plan.loaded.config.num_critic_processes
+    if not own:
+        return ""
+    return f", the critic {critic_layout(plan.loaded.config, plan.num_processes).describe()} on {own} more"
 
 
 def _advantage(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -148,11 +149,26 @@ def _pretraining(config: Config) -> Iterator[Violation]:
 
 
 def critic_layout_rules(config: Config, world_size: int, architecture: ArchitectureFacts | None) -> Iterator[Violation]:
-    """The rules of the policy's layout for the critic's, where it is another one."""
-    if not config.has_critic or config.critic_parallel == config.parallel:
+    """The rules of the policy's layout for the critic's, where it is another one or on processes of its own."""
+    own = config.num_critic_processes
+    if own >= world_size >= 1:
+        yield violation(
+            config,
+            "critic.parallel.num_processes",
+            "critic.parallel.num_processes < processes (the others hold the policy)",
+            f"start {own + config.parallel.tensor * config.parallel.pipeline * config.parallel.context} processes or more, "
+            "or set critic.parallel.num_processes = 0",
+            processes=world_size,
+        )
         return
-    as_policy = config.model_copy(update={"parallel": config.critic_parallel})
-    found = [*world_rules(as_policy, world_size)]
+    if not config.has_critic or (config.critic_parallel == config.parallel and not own):
+        return
+    # As if it were a policy, on its processes.
+    nobody_else = config.critic.model_copy(
+        update={"parallel": config.critic.parallel.model_copy(update={"num_processes": 0})}
+    )
+    as_policy = config.model_copy(update={"parallel": config.critic_parallel, "critic": nobody_else})
+    found = [*world_rules(as_policy, own or world_size)]
     if architecture is not None:
         found += [one for rule in ARCHITECTURE_RULES for one in rule(as_policy, architecture)]
     for one in found:
@@ -161,16 +177,27 @@ def critic_layout_rules(config: Config, world_size: int, architecture: Architect
                 one,
                 path=f"critic.{one.path}",
                 formula=_of_critic(one.formula),
-                suggestion=_of_critic(one.suggestion),
+                suggestion=_of_critic(_more_processes(one.suggestion) if own else one.suggestion),
                 values={_of_critic(name): value for name, value in one.values.items()},
             )
 
 
-_CRITIC_FIELDS = ("parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline", "parallel.context")
+_CRITIC_FIELDS = (
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.virtual_pipeline",
+    "parallel.context",
+    "parallel.expert",
+)
 
 
 def _of_critic(text: str) -> str:
-    return text.replace("parallel.", "critic.parallel.")
+    return re.sub(r"(?<!critic\.)parallel\.", "critic.parallel.", text)
+
+
+def _more_processes(text: str) -> str:
+    """The critic's own processes are a setting."""
+    return re.sub(r"start (\d+) processes", r"set critic.parallel.num_processes = \1", text)
 
 
 CRITIC_RULES = (_only_with_critic, _critic_batches, _lambda_rules, _windows, _pretraining)

@@ -13,7 +13,12 @@ LambdaRuleName = Literal["fixed", "length_adaptive", "window"]
 
 
 class CriticParallelConfig(Section):
-    """How the critic is cut over the processes; its data-parallel size follows. It need not be cut as the policy is."""
+    """Which processes hold the critic and how it is cut over them; its data-parallel size follows. It need not be cut as
+    the policy is."""
+
+    num_processes: int = 0
+    """Processes that hold the critic alone, started besides the policy's; the last ranks of the run. Critic and policy
+    then update at the same time. 0: it lives in the policy's processes, and they update in turn."""
 
     tensor: int = 0
     """Ranks every weight matrix is cut over. 0: parallel.tensor."""
@@ -26,6 +31,9 @@ class CriticParallelConfig(Section):
 
     context: int = 0
     """Ranks every sequence is cut over. 0: parallel.context."""
+
+    expert: int = 0
+    """Ranks experts are cut over. 0: parallel.expert."""
 
 
 class CriticConfig(Section):

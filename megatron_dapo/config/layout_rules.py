@@ -55,7 +55,7 @@ def _expert_tensor(config: Config) -> Iterator[Violation]:
 
 
 def world_rules(config: Config, world_size: int) -> Iterator[Violation]:
-    """Rules of the number of processes."""
+    """Rules of the number of processes that hold the policy; those of the critic alone are not among them."""
     p = config.parallel
     if min(p.tensor, p.pipeline, p.context, p.expert) < 1 or world_size < 1:
         return
@@ -66,7 +66,8 @@ def world_rules(config: Config, world_size: int) -> Iterator[Violation]:
             config,
             "parallel.num_processes",
             "parallel.num_processes == the processes there are",
-            f"start {p.num_processes} processes, or set parallel.num_processes = {world_size} or 0",
+            f"start {p.num_processes + config.num_critic_processes} processes, or set parallel.num_processes = "
+            f"{world_size} or 0",
             processes=world_size,
         )
     if world_size % model_size:
@@ -75,7 +76,7 @@ def world_rules(config: Config, world_size: int) -> Iterator[Violation]:
             config,
             "parallel.tensor",
             "processes % (tensor * pipeline * context) == 0",
-            f"start {needed} processes, or choose sizes whose product divides {world_size}",
+            f"start {needed + config.num_critic_processes} processes, or choose sizes whose product divides {world_size}",
             *axes,
             processes=world_size,
             model_size=model_size,

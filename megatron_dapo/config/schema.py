@@ -132,8 +132,8 @@ class ParallelConfig(Section):
     """Cut optimizer state over the data-parallel ranks."""
 
     num_processes: int = 0
-    """Processes to start on this machine, or expected of an outside launcher. 0: tensor * pipeline * context, or what
-    the launcher gives."""
+    """Processes of the policy to start on this machine, or expected of an outside launcher; critic.parallel.num_processes
+    come on top. 0: tensor * pipeline * context, or what the launcher gives."""
 
 
 class DataConfig(Section):
@@ -546,6 +546,7 @@ class Config(Section):
                 "pipeline": pipeline,
                 "virtual_pipeline": asked.virtual_pipeline or (policy.virtual_pipeline if same_stages else 1),
                 "context": asked.context or policy.context,
+                "expert": asked.expert or policy.expert,
                 "sequence_parallel": policy.sequence_parallel and tensor > 1,
             }
         )
@@ -571,7 +572,12 @@ class Config(Section):
     def num_processes(self) -> int:
         """Processes this run asks for when no outside launcher decides."""
         p = self.parallel
-        return p.num_processes or p.tensor * p.pipeline * p.context
+        return (p.num_processes or p.tensor * p.pipeline * p.context) + self.num_critic_processes
+
+    @property
+    def num_critic_processes(self) -> int:
+        """Processes that hold nothing but the critic: the last ranks of the run."""
+        return self.critic.parallel.num_processes if self.has_critic else 0
 
 
 def _sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseModel]]]:

@@ -32,7 +32,7 @@ def validate(
     """
     processes = config.num_processes if world_size is None else world_size
     found = [one for rule in _RULES for one in rule(config)]
-    found += world_rules(config, processes)
+    found += world_rules(config, processes - config.num_critic_processes)
     if architecture is not None:
         rules = (*ARCHITECTURE_RULES, *PRECISION_ARCHITECTURE_RULES)
         found += [one for rule in rules for one in rule(config, architecture)]
@@ -129,6 +129,8 @@ _RANGES: dict[str, _Range] = {
     "algorithm.kl_reward_coefficient": _NOT_NEGATIVE,
     "algorithm.positive_example_coefficient": _NOT_NEGATIVE,
     "critic.head_scale": _NOT_NEGATIVE,
+    "critic.parallel.num_processes": _NOT_NEGATIVE,
+    "critic.parallel.expert": _NOT_NEGATIVE,
     "critic.parallel.tensor": _NOT_NEGATIVE,
     "critic.parallel.pipeline": _NOT_NEGATIVE,
     "critic.parallel.virtual_pipeline": _NOT_NEGATIVE,
@@ -510,6 +512,6 @@ _RULES = (
     _steps,
     _evaluation,
     *LAYOUT_RULES,
+    *PRECISION_RULES,
     *CRITIC_RULES,
 )
-    *PRECISION_RULES,

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.bridge.architecture import LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.bridge.load import load_from_huggingface
@@ -25,6 +24,7 @@ from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.world_part import WorldPart, whole_world
 from megatron_dapo.types import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,11 @@ class MegatronActor(TrainedModel):
         settings: ActorSettings,
         load: Loader,
         beside: Sequence[TrainedModel] = (),
+        part: WorldPart | None = None,
     ) -> None:
         """See `TrainedModel`."""
         assert architecture.head == LANGUAGE_MODEL, f"a policy has a language-model head, not {architecture.head}"
-        super().__init__(architecture, layout, settings, load, beside)
+        super().__init__(architecture, layout, settings, load, beside, part)
         if layout.coordinates(self.rank).pipeline == layout.pipeline - 1:
             chosen = implementation(
                 unwrap(self.chunks[-1]), self._head(temperature=1.0)
@@ -73,13 +74,16 @@ class MegatronActor(TrainedModel):
         layout: ParallelLayout,
         settings: ActorSettings,
         beside: Sequence[TrainedModel] = (),
+        part: WorldPart | None = None,
     ) -> MegatronActor:
         """The actor with the architecture and weights of a Hugging Face folder."""
 
-        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-            load_from_huggingface(model_folder, tensors, dist.get_rank(), parameters)
+        ranks = part or whole_world()
 
-        return cls(ModelArchitecture.from_folder(model_folder), layout, settings, load, beside)
+        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
+            load_from_huggingface(model_folder, tensors, ranks.rank, parameters)
+
+        return cls(ModelArchitecture.from_folder(model_folder), layout, settings, load, beside, part)
 
     def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[TokenOutputs | None]:
         """Log-probs and entropies of the targets of each micro-batch, [P_local] in this context rank's order of tokens

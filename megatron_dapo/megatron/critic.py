@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_dapo.bridge.architecture import TOKEN_VALUE, ModelArchitecture
@@ -30,6 +29,7 @@ from megatron_dapo.bridge.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.schedule import Loss
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.world_part import WorldPart, whole_world
 from megatron_dapo.types import MicroBatch
 
 __all__ = ["CriticSettings", "MegatronCritic", "StepResult", "ValueLossFunction"]
@@ -57,10 +57,11 @@ class MegatronCritic(TrainedModel):
         settings: CriticSettings,
         load: Loader,
         beside: Sequence[TrainedModel] = (),
+        part: WorldPart | None = None,
     ) -> None:
         """See `TrainedModel`; an actor on another layout that goes on training has to be in `beside`."""
         assert architecture.head == TOKEN_VALUE, f"a critic has a value head, not {architecture.head}"
-        super().__init__(architecture, layout, settings, load, beside)
+        super().__init__(architecture, layout, settings, load, beside, part)
 
     @classmethod
     def build(
@@ -71,16 +72,19 @@ class MegatronCritic(TrainedModel):
         *,
         policy_folder: str | Path | None = None,
         beside: Sequence[TrainedModel] = (),
+        part: WorldPart | None = None,
     ) -> MegatronCritic:
         """The critic that starts from a policy, a reward model or a critic (see `bridge.critic`).
 
         ValueError where `folder` is none of these, or not of the architecture and tokenizer of `policy_folder`.
         """
 
-        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-            load_critic(folder, tensors, dist.get_rank(), parameters, settings.head)
+        ranks = part or whole_world()
 
-        return cls(critic_architecture(folder, policy_folder), layout, settings, load, beside)
+        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
+            load_critic(folder, tensors, ranks.rank, parameters, settings.head)
+
+        return cls(critic_architecture(folder, policy_folder), layout, settings, load, beside, part)
 
     @classmethod
     def build_random(
@@ -91,13 +95,16 @@ class MegatronCritic(TrainedModel):
         *,
         seed: int,
         beside: Sequence[TrainedModel] = (),
+        part: WorldPart | None = None,
     ) -> MegatronCritic:
         """The critic of a policy that has no weights and starts from the random ones of `seed`: the same layers."""
 
-        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-            initialise_critic_randomly(seed, tensors, dist.get_rank(), parameters, settings.head)
+        ranks = part or whole_world()
 
-        return cls(ModelArchitecture.from_folder(policy_folder).with_value_head(), layout, settings, load, beside)
+        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
+            initialise_critic_randomly(seed, tensors, ranks.rank, parameters, settings.head)
+
+        return cls(ModelArchitecture.from_folder(policy_folder).with_value_head(), layout, settings, load, beside, part)
 
     def forward_values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """Values of each micro-batch, fp32 [P_local] in this context rank's order of tokens (`slice_for_context`); None
@@ -116,9 +123,8 @@ class MegatronCritic(TrainedModel):
 
     def export(self, target: str | Path, source_folder: str | Path, dtype: torch.dtype | None = None) -> ExportReport:
         """Write a Hugging Face folder, a *ForTokenClassification of one label; `source_folder` is where it started."""
-        group = dist.group.WORLD if dist.get_world_size() > 1 else None
         parameters = {name: parameter.detach() for name, parameter in self.named_local_parameters().items()}
-        return export_critic(target, source_folder, self.tensors, parameters, group, dtype=dtype)
+        return export_critic(target, source_folder, self.tensors, parameters, self.part.collective_group, dtype=dtype)
 
 
 def _read_values(chunk: GPTModel, output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:

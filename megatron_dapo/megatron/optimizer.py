@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dapo.megatron.parallel_state import world_is
+from megatron_dapo.parallel.world_part import WorldPart
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,12 @@ def wrap_data_parallel(
 
 
 def build_optimizer(
-    chunks: Sequence[DistributedDataParallel], config: TransformerConfig, settings: OptimizerSettings
+    chunks: Sequence[DistributedDataParallel], config: TransformerConfig, settings: OptimizerSettings, part: WorldPart
 ) -> Any:
-    """megatron-core's AdamW over the wrapped chunks; fp32 masters are copied from the weights as they are now."""
+    """megatron-core's AdamW over the wrapped chunks; fp32 masters are copied from the weights as they are now.
+
+    Collective among the ranks of `part`.
+    """
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=0.0,  # set at every step by the caller
@@ -57,18 +64,23 @@ def build_optimizer(
         params_dtype=config.params_dtype,
         use_distributed_optimizer=settings.distributed,
     )
-    return get_megatron_optimizer(optimizer_config, list(chunks), use_gloo_process_groups=False)
+    # It gathers the kinds of parameters from the whole world.
+    with world_is(part, core_optimizer):
+        return get_megatron_optimizer(optimizer_config, list(chunks), use_gloo_process_groups=False)
 
 
 @torch.no_grad()
-def guarded_step(optimizer: Any, learning_rate: float, settings: OptimizerSettings) -> tuple[float, bool]:
-    """Clip and step if the gradient norm is finite on every rank of the world; else change nothing anywhere.
+def guarded_step(
+    optimizer: Any, learning_rate: float, settings: OptimizerSettings, group: dist.ProcessGroup | None = None
+) -> tuple[float, bool]:
+    """Clip and step if the gradient norm is finite on every rank of `group`, all that hold the model; else change
+    nothing anywhere.
 
     Returns the norm before clipping (over the whole model) and whether the step was made.
     """
     found_inf = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if not _all_ranks(math.isfinite(norm) and not found_inf):
+    if not _all_ranks(math.isfinite(norm) and not found_inf, group):
         return norm, False
     for group in optimizer.param_groups:
         # megatron-core leaves these multipliers (no decay for norms and biases) to its scheduler, unused here.
@@ -83,7 +95,7 @@ def guarded_step(optimizer: Any, learning_rate: float, settings: OptimizerSettin
     return norm, True
 
 
-def _all_ranks(condition: bool) -> bool:
+def _all_ranks(condition: bool, group: dist.ProcessGroup | None) -> bool:
     flag = torch.tensor([int(condition)], dtype=torch.int32, device=torch.cuda.current_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag.item())

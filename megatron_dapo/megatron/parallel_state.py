@@ -3,14 +3,20 @@
 megatron-core 0.16 takes a model's groups as an argument in many places, but its schedules, its optimizers and
 finalize_model_grads still ask its module `parallel_state` for sizes, ranks and groups. So a model keeps the variables
 of that module which belong to its layout, and puts them back before it runs. One model runs at a time in a process.
+
+A model may also live on a part of the world's processes. megatron-core numbers ranks from 0 and takes all of them, so
+while it makes such groups it is shown a world of that size, and its ranks are shifted; every process of the world has to
+name every group, also those it is no member of (`stand_aside`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,8 +24,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_dapo.megatron.platform import install_cpu_platform
+from megatron_dapo.megatron.platform import Overlay, install_cpu_platform
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.world_part import WorldPart, whole_world
 
 
 @dataclass(frozen=True)
@@ -35,9 +42,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """The process groups of one layout, and megatron-core's variables that name them."""
+    """The process groups of one layout on a part of the world, and megatron-core's variables that name them."""
 
     layout: ParallelLayout
+    part: WorldPart
     groups: Groups
     variables: Mapping[str, Any]
 
@@ -69,31 +77,81 @@ def initialize_process_group(timeout_s: float) -> None:
 
 
 def initialize_parallel_state(
-    layout: ParallelLayout, seed: int = 0, timeout_s: float = 1800.0, keep: Sequence[ParallelState] = ()
+    layout: ParallelLayout,
+    seed: int = 0,
+    timeout_s: float = 1800.0,
+    keep: Sequence[ParallelState] = (),
+    part: WorldPart | None = None,
 ) -> ParallelState:
-    """Make the process groups of `layout` and seed the random-number tracker. Collective, with equal `keep`.
+    """Make the process groups of `layout` on `part` (None: the whole world) and seed the random-number tracker.
 
-    The default process group must exist. Groups of the same layout are used again, so that several models can share
-    them. Those of another layout stay if they are in `keep`; else they are destroyed, and models built on them can no
-    longer run. Raises ValueError where the layout is for another number of processes.
+    Collective among the part's ranks, with equal `keep`; the other processes of the world `stand_aside` where groups
+    are made. The default process group must exist. Groups of the same layout are used again, so that several models can
+    share them. Those of another layout stay if they are in `keep`; else they are destroyed, and models built on them
+    can no longer run. Raises ValueError where the layout is for another number of processes.
     """
     install_cpu_platform()
-    num_processes = dist.get_world_size()
-    if num_processes != layout.world_size:
+    part = part or whole_world()
+    if part.num_ranks != layout.world_size:
         raise ValueError(
             f"parallel layout {layout.describe()} is for {layout.world_size} processes, "
-            f"but {num_processes} were started"
+            f"but {part.num_ranks} were started"
         )
-    same = [state for state in keep if state.is_alive and _axes(state.layout) == _axes(layout)]
+    same = [state for state in keep if state.is_alive and _places(state.layout, state.part) == _places(layout, part)]
     if same:
         same[0].activate()
-    elif not _is_current(layout):
-        _leave_groups(keep)
-        _create_groups(layout, timeout_s)
+    elif not _is_current(layout, part):
+        _leave_groups(keep, part)
+        _create_groups(layout, part, timeout_s)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     groups = current_groups()
-    _check_order(layout, groups)
-    return ParallelState(layout, groups, _variables())
+    _check_order(layout, groups, part.rank)
+    return ParallelState(layout, part, groups, _variables())
+
+
+def stand_aside(layout: ParallelLayout, part: WorldPart, timeout_s: float = 1800.0) -> None:
+    """Name the groups of a model that others hold: what a process that is not of `part` does while they make them."""
+    assert not part.is_member, f"rank {part.world_rank} is one of {part.ranks} and has to build the model"
+    install_cpu_platform()
+    own = _variables()
+    mpu.destroy_model_parallel()  # which only forgets the own model's
+    _create_groups(layout, part, timeout_s)
+    mpu.destroy_model_parallel()
+    vars(mpu).update(own)
+
+
+@contextmanager
+def world_is(part: WorldPart, module: ModuleType) -> Iterator[None]:
+    """Inside, `module` of megatron-core takes the part's ranks for the whole world wherever it names no group."""
+    original = vars(module)["torch"]
+
+    def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+        return part.num_ranks if group is None else dist.get_world_size(group)
+
+    def all_gather_object(found: list[Any], mine: Any, group: dist.ProcessGroup | None = None) -> None:
+        dist.all_gather_object(found, mine, group=part.group if group is None else group)
+
+    replaced = {"get_world_size": get_world_size, "all_gather_object": all_gather_object}
+    setattr(module, "torch", Overlay(original, {"distributed": Overlay(dist, replaced)}))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(module, "torch", original)  # noqa: B010
+
+
+@contextmanager
+def _shifted_ranks(first_rank: int) -> Iterator[None]:
+    """Inside, megatron-core's rank 0 is that rank of the world."""
+    original = mpu.RankGenerator
+
+    def generator(**sizes: Any) -> Any:
+        return original(**{**sizes, "rank_offset": first_rank})
+
+    setattr(mpu, "RankGenerator", generator)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(mpu, "RankGenerator", original)  # noqa: B010
 
 
 def _variables() -> dict[str, Any]:
@@ -102,12 +160,17 @@ def _variables() -> dict[str, Any]:
     return {name: value for name, value in vars(mpu).items() if name.isupper() or name == "_global_process_group_list"}
 
 
-def _leave_groups(keep: Sequence[ParallelState]) -> None:
+def _leave_groups(keep: Sequence[ParallelState], part: WorldPart) -> None:
     """Make megatron-core forget the layout it sees; its groups are destroyed unless they are to be kept."""
     if any(state.is_current() for state in keep):
         mpu.destroy_model_parallel()  # which only forgets them
     else:
-        _destroy_groups()
+        _destroy_groups(part)
+
+
+def _places(layout: ParallelLayout, part: WorldPart) -> tuple[Any, ...]:
+    """What decides which ranks are in which group."""
+    return (_axes(layout), part.ranks)
 
 
 def _axes(layout: ParallelLayout) -> tuple[int | None, ...]:
@@ -122,25 +185,27 @@ def _axes(layout: ParallelLayout) -> tuple[int | None, ...]:
     )
 
 
-def _create_groups(layout: ParallelLayout, timeout_s: float) -> None:
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=_virtual(layout),
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor_size,
-        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
-        create_gloo_process_groups=False,
-    )
+def _create_groups(layout: ParallelLayout, part: WorldPart, timeout_s: float) -> None:
+    """Every process of the world calls it."""
+    with world_is(part, mpu), _shifted_ranks(part.first_rank):
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=_virtual(layout),
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor_size,
+            distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
 
 
 def _virtual(layout: ParallelLayout) -> int | None:
     return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
 
 
-def _is_current(layout: ParallelLayout) -> bool:
-    """Whether the groups that exist are those of `layout`, in the default group that exists now."""
+def _is_current(layout: ParallelLayout, part: WorldPart) -> bool:
+    """Whether the groups that exist are those of `layout` on `part`, in the default group that exists now."""
     if not mpu.model_parallel_is_initialized() or mpu.get_tensor_model_parallel_group() not in _living_groups():
         return False
     current = (
@@ -151,18 +216,20 @@ def _is_current(layout: ParallelLayout) -> bool:
         mpu.get_expert_model_parallel_world_size(),
         mpu.get_expert_tensor_parallel_world_size(),
     )
-    return current == _axes(layout)
+    # This group is of all ranks that hold a part of the model or a replica.
+    everyone = dist.get_process_group_ranks(mpu._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP)
+    return current == _axes(layout) and everyone == list(part.ranks)
 
 
 def _living_groups() -> Collection[dist.ProcessGroup]:
     return dist.distributed_c10d._world.pg_map.keys()
 
 
-def _destroy_groups() -> None:
+def _destroy_groups(part: WorldPart) -> None:
     """Destroy megatron-core's groups: each holds threads and sockets, and megatron-core itself only forgets them."""
     groups = [group for group in mpu._global_process_group_list or () if group in _living_groups()]
     if groups:
-        dist.barrier()  # nobody may still be talking in them
+        dist.barrier(part.group)  # nobody may still be talking in them
     for group in groups:
         dist.destroy_process_group(group)
     mpu.destroy_model_parallel()
@@ -179,14 +246,14 @@ def current_groups() -> Groups:
     )
 
 
-def _check_order(layout: ParallelLayout, groups: Groups) -> None:
+def _check_order(layout: ParallelLayout, groups: Groups, rank: int) -> None:
     """The layout's arithmetic and megatron-core's numbering of ranks must be the same."""
-    here = layout.coordinates(dist.get_rank())
+    here = layout.coordinates(rank)
     theirs = (groups.tensor.rank(), groups.context.rank(), groups.data.rank(), groups.pipeline.rank())
     assert (here.tensor, here.context, here.data, here.pipeline) == theirs, (
         f"rank order: layout says {here}, megatron-core {theirs}"
     )
-    experts = layout.expert_coordinates(dist.get_rank())
+    experts = layout.expert_coordinates(rank)
     theirs = (
         mpu.get_expert_tensor_parallel_rank(),
         mpu.get_expert_model_parallel_rank(),

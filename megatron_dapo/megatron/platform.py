@@ -33,7 +33,7 @@ class Replacement:
     value: Any
 
 
-class _Overlay:
+class Overlay:
     """Stands for a module or namespace: the given attributes are replaced, all others are the original's."""
 
     def __init__(self, original: Any, replaced: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ def literal_devices() -> tuple[Replacement, ...]:
     pipeline_parallel/schedules.py:596, :983, :2138; optimizer/clip_grads.py:103, :115, :174;
     optimizer/optimizer.py:481, :485, :907; utils.py:1207 (the norm of gradients without Transformer Engine and apex).
     """
-    overlay = _Overlay(torch, {name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    overlay = Overlay(torch, {name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
     names = ("pipeline_parallel.schedules", "optimizer.clip_grads", "optimizer.optimizer", "utils")
     return tuple(Replacement(importlib.import_module(f"megatron.core.{name}"), "torch", overlay) for name in names)
 
@@ -125,11 +125,11 @@ def random_states() -> tuple[Replacement, ...]:
     tensor_parallel/random.py:55, :113 (get and set the state: recompute, `fork`), :235-240, :422 (`add`, seeding).
     """
     module = importlib.import_module("megatron.core.tensor_parallel.random")
-    cuda = _Overlay(torch.cuda, {"get_rng_state": _get_state, "manual_seed": torch.manual_seed})
+    cuda = Overlay(torch.cuda, {"get_rng_state": _get_state, "manual_seed": torch.manual_seed})
     return (
         Replacement(module, "_get_cuda_rng_state", _get_state),
         Replacement(module, "_set_cuda_rng_state", _set_state),
-        Replacement(module, "torch", _Overlay(torch, {"cuda": cuda})),
+        Replacement(module, "torch", Overlay(torch, {"cuda": cuda})),
     )
 
 
@@ -147,7 +147,7 @@ def quiet_fork() -> tuple[Replacement, ...]:
     tensor_parallel/random.py:262 logs the warning at every dropout and recompute.
     """
     module = importlib.import_module("megatron.core.tensor_parallel.random")
-    return (Replacement(module, "logging", _Overlay(module.logging, {"getLogger": lambda name: _Silent()})),)
+    return (Replacement(module, "logging", Overlay(module.logging, {"getLogger": lambda name: _Silent()})),)
 
 
 class _Silent:
@@ -175,11 +175,11 @@ def dispatcher_streams() -> tuple[Replacement, ...]:
     """
     module = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     stream = _Stream()
-    cuda = _Overlay(
+    cuda = Overlay(
         torch.cuda,
         {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda s: contextlib.nullcontext()},
     )
-    return (Replacement(module, "torch", _Overlay(torch, {"cuda": cuda})),)
+    return (Replacement(module, "torch", Overlay(torch, {"cuda": cuda})),)
 
 
 def dispatcher_counts() -> tuple[Replacement, ...]:
@@ -205,7 +205,7 @@ def uneven_collectives() -> tuple[Replacement, ...]:
     """
     module = importlib.import_module("megatron.core.tensor_parallel.mappings")
     replaced = {"all_gather": _gather_uneven, "reduce_scatter": _reduce_scatter_uneven}
-    return (Replacement(module, "torch", _Overlay(torch, {"distributed": _Overlay(dist, replaced)})),)
+    return (Replacement(module, "torch", Overlay(torch, {"distributed": Overlay(dist, replaced)})),)
 
 
 def _gather_uneven(parts: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
@@ -23,6 +22,7 @@ from megatron_dapo.megatron.optimizer import OptimizerSettings, build_optimizer,
 from megatron_dapo.megatron.parallel_state import Groups, initialize_parallel_state
 from megatron_dapo.megatron.schedule import ReadOutput
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.world_part import WorldPart, whole_world
 from megatron_dapo.types import MicroBatch
 
 Loader = Callable[[Mapping[str, torch.Tensor], MegatronLayout], None]
@@ -52,7 +52,10 @@ class StepResult:
 
 
 class TrainedModel:
-    """One rank's part of a model. Methods are collective: all ranks call them, with equally many micro-batches."""
+    """One rank's part of a model. Methods are collective: all its ranks call them, with equally many micro-batches.
+
+    `rank` numbers the ranks of the model, which are those of the layout and may be a part of the world.
+    """
 
     def __init__(
         self,
@@ -61,8 +64,9 @@ class TrainedModel:
         settings: TrainingSettings,
         load: Loader,
         beside: Sequence[TrainedModel] = (),
+        part: WorldPart | None = None,
     ) -> None:
-        """Build on the default process group. `load` fills the named local parameters, NaN until then.
+        """Build on the ranks of `part` (None: all processes). `load` fills the named local parameters, NaN until then.
 
         Models of one layout share their process groups. `beside` are models on other layouts that will run again: their
         groups stay; those of other models on another layout are destroyed (`initialize_parallel_state`).
@@ -70,10 +74,15 @@ class TrainedModel:
         self.architecture = architecture
         self.layout = layout
         self.settings = settings
-        self.rank = dist.get_rank()
+        self.part = part or whole_world()
+        self.rank = self.part.rank
         self.tensors = megatron_layout(architecture, layout, DTYPES[settings.model.dtype])
         self.parallel_state = initialize_parallel_state(
-            layout, settings.seed, settings.collective_timeout_s, keep=[model.parallel_state for model in beside]
+            layout,
+            settings.seed,
+            settings.collective_timeout_s,
+            keep=[model.parallel_state for model in beside],
+            part=self.part,
         )
         self.config = transformer_config(architecture, layout, settings.model)
         schedule.sum_gradients(self.config)
@@ -81,7 +90,7 @@ class TrainedModel:
         self._check_parameters(named_local_parameters(chunks))
         load({name: parameter.data for name, parameter in named_local_parameters(chunks).items()}, self.tensors)
         self.chunks = wrap_data_parallel(chunks, self.config, settings.optimizer)
-        self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer)
+        self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, self.part)
 
     def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -144,5 +153,5 @@ class TrainedModel:
     ) -> StepResult:
         """`_accumulate` and one guarded optimizer step."""
         metrics = self._accumulate(micro_batches, read, loss_fn)
-        grad_norm, applied = guarded_step(self.optimizer, learning_rate, self.settings.optimizer)
+        grad_norm, applied = guarded_step(self.optimizer, learning_rate, self.settings.optimizer, self.part.group)
         return StepResult(metrics, grad_norm, applied)

@@ -47,6 +47,6 @@ def nodes_from_names(names: Sequence[str]) -> Nodes:
     return Nodes(len(names), per_node)
 
 
-def find_nodes() -> Nodes:
-    """The nodes of the default group's ranks. Collective."""
-    return nodes_from_names(all_gather_json(socket.gethostname(), dist.group.WORLD))
+def machine_names() -> list[str]:
+    """The machine of every rank of the default group. Collective."""
+    return all_gather_json(socket.gethostname(), dist.group.WORLD)

@@ -4,9 +4,10 @@
             -> the policy's learner: mini-batches, exact denominators, guarded steps
             -> the critic's learner: finished responses towards their returns
 
-The values are those of the critic before this batch, so the order of the two updates does not matter. In the first
-`policy_starts_at` train steps the policy stands still and the critic alone learns; value pretraining is a run of
-nothing else.
+The values are those of the critic before this batch, so the order of the two updates does not matter: they are made in
+turn by the ranks that hold both models, or at the same time by ranks of their own (`update_order`). What is between is
+computed by every rank. In the first `policy_starts_at` train steps the policy stands still and the critic alone learns;
+value pretraining is a run of nothing else.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from megatron_dapo.algorithms.kl import KL_ESTIMATORS
 from megatron_dapo.trainer.critic_advantages import AdvantageSettings, EstimatedBatch, estimate_advantages
-from megatron_dapo.trainer.critic_learner import CriticLearner
-from megatron_dapo.trainer.learner import Learner, LearnerCounters, LearnResult
+from megatron_dapo.trainer.critic_learner import CriticCounters
+from megatron_dapo.trainer.learner import LearnerCounters, LearnResult
+from megatron_dapo.trainer.update_order import InTurn, UpdateOrder
 from megatron_dapo.types import TrainSample
 
 logger = logging.getLogger(__name__)
@@ -40,20 +43,53 @@ class ActorCriticSettings:
     has_converged: Callable[[Sequence[Sequence[float]]], bool] = lambda history: False  # see StopRule
 
 
+class PolicySide(Protocol):
+    """The policy's learner, or its place on ranks that hold nothing of it."""
+
+    counters: LearnerCounters
+
+    def learn(
+        self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
+    ) -> LearnResult: ...
+
+    def observe(
+        self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
+    ) -> LearnResult: ...
+
+    def response_logprobs(self, samples: Sequence[TrainSample]) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+
+    def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]: ...
+
+
+class CriticSide(Protocol):
+    """The critic's learner, or its place on ranks that hold nothing of it."""
+
+    counters: CriticCounters
+
+    def values(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]: ...
+
+    def learn(
+        self, samples: Sequence[TrainSample], train_step: int, fillers: Sequence[TrainSample] = ()
+    ) -> dict[str, float]: ...
+
+
 class ActorCriticLearner:
     """Trains policy and critic on rollout batches. All ranks call `learn` with the same samples."""
 
     def __init__(
         self,
-        policy: Learner,
-        critic: CriticLearner,
+        policy: PolicySide,
+        critic: CriticSide,
         settings: ActorCriticSettings,
         phase: Callable[[str], AbstractContextManager[object]],
+        order: UpdateOrder | None = None,
     ) -> None:
+        """`order`: of the two updates (None: in turn)."""
         self.policy = policy
         self.critic = critic
         self._settings = settings
         self._phase = phase
+        self._order = order or InTurn(phase)
 
     @property
     def counters(self) -> LearnerCounters:
@@ -67,9 +103,10 @@ class ActorCriticLearner:
         penalties = self._penalties(samples)
         with self._phase("advantages"):
             batch = estimate_advantages(samples, values, self._settings.advantages, penalties)
-        result = self._learn_policy(batch, train_step, mismatch_gate)
-        with self._phase("train_critic"):
-            critic_metrics = self.critic.learn(batch.critic_samples, train_step, fillers=samples)
+        result, critic_metrics = self._order.run(
+            lambda: self._learn_policy(batch, train_step, mismatch_gate),
+            lambda: self.critic.learn(batch.critic_samples, train_step, fillers=samples),
+        )
         self._watch(batch, critic_metrics["critic/loss"], train_step)
         return replace(result, metrics={**result.metrics, **batch.metrics, **critic_metrics})
 
@@ -102,7 +139,7 @@ class ActorCriticLearner:
             logger.info("train step %d: no response is finished, the critic learns nothing", train_step + 1)
             return
         explained = batch.metrics["critic/explained_variance"]
-        self.critic.remember(explained, loss, self._settings.history_length)
+        self.critic.counters.remember(explained, loss, self._settings.history_length)
         if explained < self._settings.explained_variance_alarm:
             logger.warning(
                 "train step %d: the critic explains %.3f of the returns' variance, below critic.explained_variance_alarm "

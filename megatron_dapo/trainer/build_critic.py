@@ -7,24 +7,22 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule, build_lambda_rule
 from megatron_dapo.algorithms.value_loss import build_value_loss
 from megatron_dapo.bridge.critic import HeadStart
 from megatron_dapo.config.schema import Config
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
-from megatron_dapo.trainer.build_model import model_settings
 from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.trainer.actor_critic import ActorCriticSettings
+from megatron_dapo.trainer.build_model import model_settings
 from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
 from megatron_dapo.trainer.critic_advantages import AdvantageSettings
 from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
 from megatron_dapo.trainer.critic_state import load_training_state, save_training_state
 from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
-from megatron_dapo.trainer.parallel_layout import critic_layout
 from megatron_dapo.trainer.pretraining import StopRule
+from megatron_dapo.trainer.run_world import RunWorld
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +32,21 @@ def critic_start(config: Config) -> Path:
     return Path(config.critic.path) if config.critic.path else config.model.path
 
 
-def build_critic(config: Config, world_size: int, beside: Sequence[TrainedModel]) -> MegatronCritic:
+def build_critic(config: Config, world: RunWorld, beside: Sequence[TrainedModel]) -> MegatronCritic:
     """This rank's part of the critic, from critic.path or else from the policy; with its optimizer where that is kept.
+    `beside`: the models of this process.
 
     ValueError where the folder is not of the policy's architecture and tokenizer.
     """
-    start, layout, settings = critic_start(config), critic_layout(config, world_size), _critic_settings(config)
+    start, layout, settings = critic_start(config), world.critic_layout, _critic_settings(config)
     if not any(start.glob("*.safetensors")) and start == config.model.path and config.model.allow_random_init:
-        return MegatronCritic.build_random(start, layout, settings, seed=config.run.seed, beside=beside)
-    critic = MegatronCritic.build(start, layout, settings, policy_folder=config.model.path, beside=beside)
-    if load_training_state(start, critic, layout, dist.get_rank()):
+        return MegatronCritic.build_random(
+            start, layout, settings, seed=config.run.seed, beside=beside, part=world.critic
+        )
+    critic = MegatronCritic.build(
+        start, layout, settings, policy_folder=config.model.path, beside=beside, part=world.critic
+    )
+    if load_training_state(start, critic, layout, critic.rank):
         logger.info("the critic goes on with the optimizer state of %s", start)
     return critic
 
@@ -58,7 +61,7 @@ def _critic_settings(config: Config) -> CriticSettings:
     )
 
 
-def build_critic_learner(config: Config, critic: MegatronCritic, rank: int) -> CriticLearner:
+def build_critic_learner(config: Config, critic: MegatronCritic) -> CriticLearner:
     """What trains the critic."""
     section, training = config.critic, config.training
     bounds = {"clip_value_low": section.clip_value_low, "clip_value_high": section.clip_value_high}
@@ -72,7 +75,7 @@ def build_critic_learner(config: Config, critic: MegatronCritic, rank: int) -> C
         schedule_counts_optimizer_steps=section.optimizer.warmup_unit == "optimizer_step",
     )
     value_loss = build_value_loss(section.loss, bounds if section.loss == "clipped" else {})
-    return CriticLearner(critic, critic.layout, rank, value_loss, settings, _schedule(config))
+    return CriticLearner(critic, critic.layout, critic.rank, value_loss, settings, _schedule(config))
 
 
 def _schedule(config: Config) -> LearningRateSchedule:
@@ -132,10 +135,12 @@ def _lambda_rule(config: Config) -> LambdaRule:
 
 
 def export_critic_folder(config: Config, critic: MegatronCritic, target: Path) -> Path:
-    """The critic as a Hugging Face folder with its optimizer state beside; an earlier one is replaced once it is whole."""
+    """The critic as a Hugging Face folder with its optimizer state beside; an earlier one is replaced once it is whole.
+    All ranks of the critic call it.
+    """
 
     def write(folder: Path) -> None:
         critic.export(folder, critic_start(config))
-        save_training_state(folder, critic, critic.layout, dist.get_rank())
+        save_training_state(folder, critic, critic.layout, critic.rank)
 
-    return replace_folder(target, write)
+    return replace_folder(target, write, critic.part.group)

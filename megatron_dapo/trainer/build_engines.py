@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Optional
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.bridge.weight_sync import replica_sync
 from megatron_dapo.config.schema import Config
@@ -15,31 +15,36 @@ from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.parallel.world_part import WorldPart
 from megatron_dapo.trainer.build_sglang import start_sglang
 from megatron_dapo.trainer.driven_engine import Engines
+from megatron_dapo.trainer.elsewhere import without_engines
 from megatron_dapo.trainer.publisher import EmbeddedPublisher
 
-Connect = Callable[[MegatronActor], Engines]
+Connect = Callable[[Optional[MegatronActor]], Engines]
 
 
-def start_engines(config: Config, stack: ExitStack) -> Connect:
+def start_engines(config: Config, part: WorldPart, stack: ExitStack) -> Connect:
     """Begin to start this rank's engines and return what connects them to the actor; `stack` ends them. Collective.
 
-    Servers come up while the actor is built. Engines have no weights before the first `publish`.
+    The ranks of `part`, which hold the policy, have engines; others have none and no actor. Servers come up while the
+    actor is built. Engines have no weights before the first `publish`.
     """
-    return _STARTERS[config.rollout.engine](config, stack)
+    return _STARTERS[config.rollout.engine](config, part, stack)
 
 
-def _start_embedded(config: Config, stack: ExitStack) -> Connect:
-    def connect(actor: MegatronActor) -> Engines:
-        engine = DistributedEmbeddedEngine(build_local_engine(config, config.model.path), dist.group.WORLD)
-        sync = replica_sync(actor.tensors, DTYPES[config.model.dtype], dist.group.WORLD)
+def _start_embedded(config: Config, part: WorldPart, stack: ExitStack) -> Connect:
+    def connect(actor: MegatronActor | None) -> Engines:
+        if actor is None:
+            return without_engines()
+        engine = DistributedEmbeddedEngine(build_local_engine(config, config.model.path), part.group)
+        sync = replica_sync(actor.tensors, DTYPES[config.model.dtype], part.group)
         return Engines(engine, EmbeddedPublisher(sync, actor.named_local_parameters, engine))
 
     return connect
 
 
-_STARTERS: dict[str, Callable[[Config, ExitStack], Connect]] = {
+_STARTERS: dict[str, Callable[[Config, WorldPart, ExitStack], Connect]] = {
     "embedded": _start_embedded,
     "sglang": start_sglang,
 }

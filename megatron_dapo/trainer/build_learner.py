@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_dapo.bridge.random_weights import initialise_randomly
 from megatron_dapo.config.schema import AlgorithmConfig, Config
 from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
-from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.megatron.parallel_state import stand_aside
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
 from megatron_dapo.trainer.build_critic import (
     build_critic,
@@ -28,22 +28,33 @@ from megatron_dapo.trainer.build_critic import (
 )
 from megatron_dapo.trainer.build_model import model_settings
 from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
+from megatron_dapo.trainer.critic_learner import CriticLearner
+from megatron_dapo.trainer.elsewhere import CriticElsewhere, PolicyElsewhere
 from megatron_dapo.trainer.learner import Learner, LearnerSettings
 from megatron_dapo.trainer.objective import PolicyObjective
+from megatron_dapo.trainer.run_world import RunWorld
+from megatron_dapo.trainer.update_order import AtOnce, InTurn
 
 logger = logging.getLogger(__name__)
 
 
-def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
-    """This rank's part of the policy with the weights of model.path."""
+def build_actor(config: Config, world: RunWorld) -> MegatronActor | None:
+    """This rank's part of the policy with the weights of model.path; None on ranks of the critic alone. Collective."""
+    if not world.policy.is_member:
+        stand_aside(world.policy_layout, world.policy, config.run.wait_timeout_seconds)
+        return None
+    return _load_policy(config, world)
+
+
+def _load_policy(config: Config, world: RunWorld) -> MegatronActor:
     architecture = ModelArchitecture.from_folder(config.model.path)
     has_weights = any(config.model.path.glob("*.safetensors")) or not config.model.allow_random_init
 
     def load(parameters: Any, tensors: Any) -> None:
         if has_weights:
-            report = load_from_huggingface(config.model.path, tensors, dist.get_rank(), parameters)
+            report = load_from_huggingface(config.model.path, tensors, world.policy.rank, parameters)
         else:
-            report = initialise_randomly(config.run.seed, tensors, dist.get_rank(), parameters)
+            report = initialise_randomly(config.run.seed, tensors, world.policy.rank, parameters)
             logger.warning(
                 "%s holds no weights: the policy starts from random ones (model.allow_random_init)", config.model.path
             )
@@ -57,80 +68,83 @@ def build_actor(config: Config, layout: ParallelLayout) -> MegatronActor:
         seed=config.run.seed,
         collective_timeout_s=config.run.wait_timeout_seconds,
     )
-    return MegatronActor(architecture, layout, settings, load)
+    return MegatronActor(architecture, world.policy_layout, settings, load, part=world.policy)
 
 
 Phase = Callable[[str], AbstractContextManager[object]]
 
 
 def build_learner(
-    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Phase
+    config: Config, actor: MegatronActor | None, world: RunWorld, phase: Phase
 ) -> Learner | ActorCriticLearner:
-    """The learner of the actor by algorithm.name."""
-    return _LEARNERS[config.algorithm.name](config, actor, layout, rank, phase)
+    """The learner of the actor by algorithm.name; `actor` is None on ranks of the critic alone."""
+    return _LEARNERS[config.algorithm.name](config, actor, world, phase)
 
 
 def _policy_learner(
-    config: Config,
-    actor: MegatronActor,
-    layout: ParallelLayout,
-    rank: int,
-    phase: Phase,
-    reference: MegatronActor | None,
+    config: Config, actor: MegatronActor, world: RunWorld, phase: Phase, reference: MegatronActor | None
 ) -> Learner:
     objective = _objective(config.algorithm, actor)
     return Learner(
         actor,
         objective,
-        layout,
-        rank,
+        world.policy_layout,
+        world.policy.rank,
         _learner_settings(config),
         learning_rate_schedule(config.optimizer, schedule_steps(config)),
         phase,
         reference,
+        world.policy.group,
     )
 
 
-def _reference(config: Config, layout: ParallelLayout, is_needed: bool) -> MegatronActor | None:
+def _reference(config: Config, world: RunWorld, is_needed: bool) -> MegatronActor | None:
     """The policy as it was; it is never trained, so its optimizer state stays unmade."""
-    return build_actor(config, layout) if is_needed else None
+    return _load_policy(config, world) if is_needed and world.policy.is_member else None
 
 
-def _dapo_learner(config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Phase) -> Learner:
+def _dapo_learner(config: Config, actor: MegatronActor, world: RunWorld, phase: Phase) -> Learner:
     """Group advantages and a clipped policy loss; a reference policy where the loss has a KL term."""
-    reference = _reference(config, layout, config.algorithm.kl_loss_coefficient > 0)
-    return _policy_learner(config, actor, layout, rank, phase, reference)
+    reference = _reference(config, world, config.algorithm.kl_loss_coefficient > 0)
+    return _policy_learner(config, actor, world, phase, reference)
 
 
 def _actor_critic_learner(
-    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Phase
+    config: Config, actor: MegatronActor | None, world: RunWorld, phase: Phase
 ) -> ActorCriticLearner:
     """A critic's advantages; a reference policy where loss or reward have a KL term."""
     algorithm = config.algorithm
     with_reference = max(algorithm.kl_loss_coefficient, algorithm.kl_reward_coefficient) > 0
-    return _with_critic(config, actor, layout, rank, phase, training_settings(config), with_reference)
+    return _with_critic(config, actor, world, phase, training_settings(config), with_reference)
 
 
 def build_value_pretrainer(
-    config: Config, actor: MegatronActor, layout: ParallelLayout, rank: int, phase: Phase
+    config: Config, actor: MegatronActor | None, world: RunWorld, phase: Phase
 ) -> ActorCriticLearner:
     """The critic learns, the policy stands still."""
-    return _with_critic(config, actor, layout, rank, phase, pretraining_settings(config), with_reference=False)
+    return _with_critic(config, actor, world, phase, pretraining_settings(config), with_reference=False)
 
 
 def _with_critic(
     config: Config,
-    actor: MegatronActor,
-    layout: ParallelLayout,
-    rank: int,
+    actor: MegatronActor | None,
+    world: RunWorld,
     phase: Phase,
     settings: ActorCriticSettings,
     with_reference: bool,
 ) -> ActorCriticLearner:
-    reference = _reference(config, layout, with_reference)
-    policy = _policy_learner(config, actor, layout, rank, phase, reference)
-    critic = build_critic(config, layout.world_size, [model for model in (actor, reference) if model is not None])
-    return ActorCriticLearner(policy, build_critic_learner(config, critic, rank), settings, phase)
+    reference = _reference(config, world, with_reference)
+    policy = _policy_learner(config, actor, world, phase, reference) if actor else PolicyElsewhere()
+    critic = _critic_side(config, world, [model for model in (actor, reference) if model is not None])
+    order = InTurn(phase) if world.is_shared else AtOnce(world, policy.counters, critic.counters, phase)
+    return ActorCriticLearner(policy, critic, settings, phase, order)
+
+
+def _critic_side(config: Config, world: RunWorld, beside: Sequence[MegatronActor]) -> CriticLearner | CriticElsewhere:
+    if world.critic.is_member:
+        return build_critic_learner(config, build_critic(config, world, beside))
+    stand_aside(world.critic_layout, world.critic, config.run.wait_timeout_seconds)
+    return CriticElsewhere()
 
 
 def _objective(algorithm: AlgorithmConfig, actor: MegatronActor) -> PolicyObjective:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,14 @@ from megatron_dapo.launch.environment import rendezvous_host
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.parallel.collectives import broadcast_json
-from megatron_dapo.parallel.nodes import Nodes, find_nodes
+from megatron_dapo.parallel.nodes import Nodes, machine_names, nodes_from_names
 from megatron_dapo.parallel.peer_group import LOOPBACK, Address, MeetingPlace, PeerGroup, join
 from megatron_dapo.parallel.reshard.executors import Buffers
 from megatron_dapo.parallel.reshard.layout import ShiftedLayout
 from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.parallel.world_part import WorldPart
 from megatron_dapo.trainer.driven_engine import Engines
+from megatron_dapo.trainer.elsewhere import without_engines
 from megatron_dapo.trainer.sglang_engines import DeviceMemory, SglangEngines
 from megatron_dapo.trainer.sglang_front import DirectFront, Front, RoutedFront
 from megatron_dapo.trainer.sglang_servers import GivenServers, ReadyServer, Servers, StartedServers
@@ -49,27 +52,39 @@ SPARE_POSITIONS = 16
 
 @dataclass(frozen=True)
 class _Site:
-    """Where this process stands, and the groups deliveries are agreed on in."""
+    """Where this process stands among those that hold the policy, and the groups deliveries are agreed on in."""
 
     config: Config
-    rank: int
+    part: WorldPart
     nodes: Nodes
+    processes_here: int  # on this machine, those of the critic included
     everyone: dist.ProcessGroup  # gloo: its waits have deadlines
     node: dist.ProcessGroup
     key_file: Path
+
+    @property
+    def rank(self) -> int:
+        return self.part.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.part.num_ranks
 
     @property
     def device(self) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def start_sglang(config: Config, stack: ExitStack) -> Callable[[MegatronActor], Engines]:
+def start_sglang(config: Config, part: WorldPart, stack: ExitStack) -> Callable[[Optional[MegatronActor]], Engines]:
     """Spawn this machine's servers, or find those given by URL; see `build_engines.start_engines`. Collective."""
-    site = _site(config)
+    site = _site(config, part)
+    if site is None:
+        return lambda actor: without_engines()
     servers = _servers(site)
     stack.callback(servers.close)
 
-    def connect(actor: MegatronActor) -> Engines:
+    def connect(actor: MegatronActor | None) -> Engines:
+        assert actor is not None, "ranks with servers hold the policy"
         engines = SglangEngines(
             servers,
             site.rank,
@@ -77,6 +92,7 @@ def start_sglang(config: Config, stack: ExitStack) -> Callable[[MegatronActor], 
             partial(_update, site, servers, actor),
             partial(_front, site, actor.architecture.vocab_size) if site.rank == 0 else None,
             actor.named_local_parameters,
+            part.group,
         )
         stack.callback(engines.close)
         memory = _shared_memory(site, actor)
@@ -85,18 +101,23 @@ def start_sglang(config: Config, stack: ExitStack) -> Callable[[MegatronActor], 
     return connect
 
 
-def _site(config: Config) -> _Site:
-    rank, nodes = dist.get_rank(), find_nodes()
+def _site(config: Config, part: WorldPart) -> _Site | None:
+    """None on ranks that are not of `part`. Every process of the world makes all groups."""
+    names = machine_names()
+    nodes = nodes_from_names(names[: part.num_ranks])
     timeout = timedelta(seconds=config.run.wait_timeout_seconds)
-    everyone = dist.new_group(backend="gloo", timeout=timeout)
+    everyone = dist.new_group(list(part.ranks), backend="gloo", timeout=timeout)
     groups = [
         dist.new_group(list(nodes.ranks_of(node)), backend="gloo", timeout=timeout) for node in range(nodes.num_nodes)
     ]
     key_file = Path(config.sglang.key_file) if config.sglang.key_file else config.run.folder / "engine.key"
-    if rank == 0 and not config.sglang.key_file:
+    if part.world_rank == 0 and not config.sglang.key_file:
         create_key(config.run.folder)
     dist.barrier()
-    return _Site(config, rank, nodes, everyone, groups[nodes.node_of(rank)], key_file)
+    if not part.is_member:
+        return None
+    processes_here = names.count(names[part.rank])
+    return _Site(config, part, nodes, processes_here, everyone, groups[nodes.node_of(part.rank)], key_file)
 
 
 # ---- servers
@@ -107,8 +128,9 @@ def _servers(site: _Site) -> Servers:
     if sglang.urls:
         expectation = Expectation.of(_settings(site, place=0))
         attach = partial(_attach, site, expectation)
-        return GivenServers(attach, len(sglang.urls), site.rank)
-    return StartedServers(partial(_spawn, site), site.nodes, site.rank, sglang.servers_per_node, sglang.restart_budget)
+        return GivenServers(attach, len(sglang.urls), site.rank, site.part.group)
+    budget, group = sglang.restart_budget, site.part.group
+    return StartedServers(partial(_spawn, site), site.nodes, site.rank, sglang.servers_per_node, budget, group)
 
 
 def _attach(site: _Site, expectation: Expectation, index: int) -> EngineServer:
@@ -124,7 +146,7 @@ def _settings(site: _Site, place: int) -> ServerSettings:
     """Settings of the `place`-th server of a machine."""
     config, sglang = site.config, site.config.sglang
     cuda = site.device == "cuda"
-    first = place * sglang.tensor + (site.nodes.ranks_per_node if sglang.placement == "disaggregated" else 0)
+    first = place * sglang.tensor + (site.processes_here if sglang.placement == "disaggregated" else 0)
     # A server on a CPU would take a fixed number whatever it needs.
     on_cpu = None if cuda else sglang.max_running_requests * (config.longest_sequence + SPARE_POSITIONS)
     return ServerSettings(
@@ -267,9 +289,9 @@ def _all_ranks(site: _Site) -> PeerGroup:
     """All trainer ranks, for parts whose machine is another than the engine's."""
     place = MeetingPlace(_own_address(site)) if site.rank == 0 else None
     facts = [place.address.host, place.address.port, place.new_name()] if place else None
-    host, port, name = broadcast_json(facts)
+    host, port, name = broadcast_json(facts, group=site.part.group)
     timeout = site.config.sglang.start_timeout_seconds
-    return join(Address(host, port), name, site.rank, dist.get_world_size(), timeout_s=timeout)
+    return join(Address(host, port), name, site.rank, site.num_ranks, timeout_s=timeout)
 
 
 def _own_address(site: _Site) -> str:
@@ -280,7 +302,7 @@ def _own_address(site: _Site) -> str:
 
 
 def _by_peers(site: _Site, fleet: Fleet, actor: MegatronActor, engines: SglangLayout) -> tuple[DeliveryPlan, Transport]:
-    offset = dist.get_world_size()
+    offset = site.num_ranks
     reshard = plan(actor.tensors, ShiftedLayout(engines, offset), ranks_per_node=site.nodes.ranks_per_node)
     delivery = DeliveryPlan(reshard, engines, _bucket_bytes(site), rank_offset=offset)
     settings = PeerSettings(host=_own_address(site), backend="nccl" if site.device == "cuda" else "gloo")
@@ -294,7 +316,7 @@ def _by_disk(site: _Site, fleet: Fleet, actor: MegatronActor, engines: SglangLay
     )
 
     def export(folder: Path, sources: Buffers) -> None:
-        export_to_huggingface(folder, config.model.path, actor.tensors, sources, dist.group.WORLD)
+        export_to_huggingface(folder, config.model.path, actor.tensors, sources, site.part.group)
 
     folder = config.run.folder / "weights"
     return delivery, DiskTransport(delivery, fleet, folder, export, GroupCoordinator(site.everyone))

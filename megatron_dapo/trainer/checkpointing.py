@@ -1,7 +1,7 @@
 """What a checkpoint of a run holds, so that the run goes on bit for bit as if it had never stopped.
 
 rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 masters, moments, steps and random states
-critic_rank_00000.*                       the same of the critic, where there is one
+critic_rank_00000.*                       the same of the critic, where there is one, by its own ranks' numbers
 run.json                                  counters, and what was measured so far
 collector.json                            prompt stream and replay buffer
 """
@@ -56,23 +56,25 @@ class RunProgress:
 
 @dataclass
 class CriticState:
-    """What is saved of a critic."""
+    """What is saved of a critic. `model` is None on ranks that hold nothing of it."""
 
-    model: Stateful
+    model: Stateful | None
     counters: Any  # a dataclass
     layout: ParallelLayout
+    rank: int  # among the critic's
 
 
 @dataclass
 class RunState:
-    """Everything that is saved. `collector` exists on rank 0 only."""
+    """Everything that is saved. `collector` exists on rank 0 only, `actor` on the ranks that hold the policy."""
 
-    actor: Stateful
+    actor: Stateful | None
     progress: RunProgress
     learner_counters: Any  # a dataclass
     collector: JsonStateful | None
     layout: ParallelLayout
-    rank: int
+    rank: int  # in the world, and among the policy's
+    num_ranks: int  # of the world
     critic: CriticState | None = None
 
     def layouts(self) -> dict[str, Any]:
@@ -81,8 +83,11 @@ class RunState:
         return {"layout": asdict(self.layout), **critic}
 
     def models(self) -> dict[str, Stateful]:
-        """By the prefix of their files."""
-        return {"": self.actor, **({"critic_": self.critic.model} if self.critic else {})}
+        """What this rank holds, by the names of its files."""
+        found = {f"rank_{self.rank:05d}": self.actor}
+        if self.critic is not None:
+            found[f"critic_rank_{self.critic.rank:05d}"] = self.critic.model
+        return {name: model for name, model in found.items() if model is not None}
 
     def counters(self) -> dict[str, Any]:
         """Dataclasses by their names in run.json."""
@@ -107,16 +112,16 @@ class Checkpoints:
             self._write,
             metadata={"train_step": state.progress.train_step, **state.layouts()},
             rank=state.rank,
-            num_ranks=state.layout.world_size,
+            num_ranks=state.num_ranks,
             agree=self._agree,
         )
 
     def _write(self, writer: CheckpointWriter) -> None:
         state = self._state
-        for prefix, model in state.models().items():
+        for name, model in state.models().items():
             tensors, description = model.state_shards()
-            writer.save_tensors(_tensor_file(prefix, state.rank), tensors)
-            writer.save_json(_description_file(prefix, state.rank), description)
+            writer.save_tensors(f"{name}.safetensors", tensors)
+            writer.save_json(f"{name}.json", description)
         if state.collector is not None:
             writer.save_json("run.json", {name: asdict(counters) for name, counters in state.counters().items()})
             writer.save_json("collector.json", state.collector.state_dict())
@@ -132,10 +137,9 @@ class Checkpoints:
         state = self._state
         for name, current in state.layouts().items():
             _check_layout(checkpoint, name, current)
-        for prefix, model in state.models().items():
+        for name, model in state.models().items():
             model.load_state_shards(
-                checkpoint.load_tensors(_tensor_file(prefix, state.rank)),
-                checkpoint.load_json(_description_file(prefix, state.rank)),
+                checkpoint.load_tensors(f"{name}.safetensors"), checkpoint.load_json(f"{name}.json")
             )
         document = checkpoint.load_json("run.json")
         for name, counters in state.counters().items():
@@ -156,14 +160,6 @@ def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any])
             f"checkpoint {checkpoint.folder} was written under another {name} (saved, asked for): {different}; "
             "resume with the layout it was written under, or start a new run from its Hugging Face export"
         )
-
-
-def _tensor_file(prefix: str, rank: int) -> str:
-    return f"{prefix}rank_{rank:05d}.safetensors"
-
-
-def _description_file(prefix: str, rank: int) -> str:
-    return f"{prefix}rank_{rank:05d}.json"
 
 
 def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:

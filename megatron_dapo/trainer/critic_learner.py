@@ -70,9 +70,13 @@ class CriticCounters:
     skipped_steps: int = 0
     history: list[list[float]] = field(default_factory=list)
 
+    def remember(self, explained_variance: float, loss: float, length: int) -> None:
+        """Add a train step to the history, which keeps the newest `length`."""
+        self.history = [*self.history, [explained_variance, loss]][-length:]
+
 
 class CriticLearner:
-    """Values and training of the critic. All ranks call with the same samples."""
+    """Values and training of the critic. All its ranks call with the same samples; `rank` is the number among them."""
 
     def __init__(
         self,
@@ -115,10 +119,6 @@ class CriticLearner:
                 for name, value in steps[-1].metrics.items():
                     totals[name] = totals.get(name, 0.0) + float(value)
         return _metrics(totals, steps, self._learning_rate(train_step), self.counters)
-
-    def remember(self, explained_variance: float, loss: float, length: int) -> None:
-        """Add a train step to the history, which keeps the newest `length`."""
-        self.counters.history = [*self.counters.history, [explained_variance, loss]][-length:]
 
     def _split(self, samples: Sequence[TrainSample], train_step: int, epoch: int) -> list[list[int]]:
         seed = self._settings.shuffle_seed

@@ -129,10 +129,13 @@ class Learner:
         schedule: LearningRateSchedule,
         phase: Callable[[str], AbstractContextManager[object]],
         reference: Actor | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        """`rank` and `group`: of the ranks that hold the policy (None: all there are)."""
         self.counters = LearnerCounters()
         self._actor = actor
         self._reference = reference
+        self._group = group
         self._objective = objective
         self._layout = layout
         self._coordinates = layout.coordinates(rank)
@@ -277,7 +280,7 @@ class Learner:
 
     def _normalised(self, terms: list[BehaviourTerms | None], sums: Mapping[str, float]) -> list[BehaviourTerms | None]:
         mine = {name: sums.get(name, 0.0) if self._speaks else 0.0 for name in ("is_weight_sum", "num_tokens")}
-        total = sum_over(mine)
+        total = sum_over(mine, self._group)
         weight_sum, num_tokens = float(total["is_weight_sum"]), float(total["num_tokens"])
         return [
             term
@@ -376,7 +379,11 @@ class Learner:
         for mini_batch in mini_batches if self._speaks else ():
             for name in names:
                 sums[name] += mini_batch.correction_sums.get(name, 0.0)
-        total = {name: float(value) for name, value in sum_over(sums).items()} if dist.is_initialized() else sums
+        total = (
+            {name: float(value) for name, value in sum_over(sums, self._group).items()}
+            if dist.is_initialized()
+            else sums
+        )
         if not total["num_tokens"]:
             return {"mismatch/weight_mean": 1.0, "mismatch/bounded_share": 0.0, "mismatch/masked_share": 0.0}
         return {
@@ -392,7 +399,7 @@ class Learner:
         for part in parts if self._speaks else ():
             total = total.combine(part)
         if dist.is_initialized():
-            total = MismatchSums(sum_over(total.sums), max_over(total.maxima))
+            total = MismatchSums(sum_over(total.sums, self._group), max_over(total.maxima, self._group))
         return mismatch_metrics(total)
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from megatron_dapo.config.schema import Config, ParallelConfig
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.precision import token_multiple
 
 
 def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
-    """The policy's layout in a world of that size."""
-    return _layout(config.parallel, world_size)
+    """The policy's layout in a run of that many processes, of which the critic may have some to itself."""
+    return _layout(config, config.parallel, world_size - config.num_critic_processes)
 
 
 def critic_layout(config: Config, world_size: int) -> ParallelLayout:
-    """The critic's."""
-    return _layout(config.critic_parallel, world_size)
+    """The critic's: over processes of its own, or over the policy's."""
+    return _layout(config, config.critic_parallel, config.num_critic_processes or world_size)
 
 
-def _layout(p: ParallelConfig, world_size: int) -> ParallelLayout:
+def _layout(config: Config, p: ParallelConfig, world_size: int) -> ParallelLayout:
     return ParallelLayout(
         world_size,
         tensor=p.tensor,
@@ -26,4 +27,5 @@ def _layout(p: ParallelConfig, world_size: int) -> ParallelLayout:
         expert=p.expert,
         sequence_parallel=p.sequence_parallel,
         expert_tensor=p.expert_tensor or None,
+        token_multiple=token_multiple(config.precision.recipe),
     )

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.trainer.driven_engine import ServedModels
@@ -30,8 +31,15 @@ class ParityError(RuntimeError):
 class ParityProbe:
     """Compares a server with the trainer on fixed token sequences of at least two tokens each. Collective."""
 
-    def __init__(self, sequences: Sequence[Sequence[int]], compare: Compare, gate: float) -> None:
-        """`gate`: largest mean |difference| in nats. There must be a sequence for every data-parallel rank."""
+    def __init__(
+        self,
+        sequences: Sequence[Sequence[int]],
+        compare: Compare,
+        gate: float,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`gate`: largest mean |difference| in nats. There must be a sequence for every data-parallel rank. `group`: the
+        ranks that hold the policy (None: all there are)."""
         short = [index for index, tokens in enumerate(sequences) if len(tokens) < 2]
         if short or not sequences:
             raise ValueError(
@@ -40,6 +48,7 @@ class ParityProbe:
         self._sequences = [list(tokens) for tokens in sequences]
         self._compare = compare
         self._gate = gate
+        self._group = group
 
     def check(self, server: str, prompt_logprobs: PromptLogprobs | None) -> dict[str, float]:
         """The mismatch with one server; `prompt_logprobs` asks it, on rank 0 (None elsewhere).
@@ -47,7 +56,7 @@ class ParityProbe:
         Raises ParityError on every rank where the mean |difference| is above the gate or not a number.
         """
         asked = None if prompt_logprobs is None else [list(prompt_logprobs(tokens)) for tokens in self._sequences]
-        served = broadcast_json(asked)
+        served = broadcast_json(asked, group=self._group)
         metrics = self._compare([_sample(*pair) for pair in enumerate(zip(self._sequences, served, strict=True))])
         gap, worst = metrics["mismatch/abs_logprob_diff_mean"], metrics["mismatch/abs_logprob_diff_max"]
         logger.info("parity with %s on %d prompts: mean |d log-prob| %.3g, max %.3g", server, len(served), gap, worst)
@@ -98,11 +107,13 @@ def _sample(index: int, pair: tuple[list[int], list[float]]) -> TrainSample:
     )
 
 
-def sequences_to_probe(prompts: Sequence[Sequence[int]] | None, count: int) -> list[list[int]]:
+def sequences_to_probe(
+    prompts: Sequence[Sequence[int]] | None, count: int, group: dist.ProcessGroup | None = None
+) -> list[list[int]]:
     """`count` token sequences of at least two tokens from rank 0's prompts, repeated where there are fewer, on every
-    rank."""
+    rank of the group."""
     chosen: list[list[int]] = []
     if prompts is not None:
         usable = [list(prompt) for prompt in prompts if len(prompt) > 1][:count]
         chosen = [usable[index % len(usable)] for index in range(count)] if usable else []
-    return broadcast_json(chosen if prompts is not None else None)
+    return broadcast_json(chosen if prompts is not None else None, group=group)

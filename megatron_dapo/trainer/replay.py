@@ -16,15 +16,14 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.parallel_state import initialize_process_group
-from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import CheckpointStore
 from megatron_dapo.telemetry.batch_dump import load_batch
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
-from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState
+from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.learner import Learner
-from megatron_dapo.trainer.parallel_layout import parallel_layout
-from megatron_dapo.trainer.run import critic_state
+from megatron_dapo.trainer.run import run_state
+from megatron_dapo.trainer.run_world import RunWorld, run_world
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +37,13 @@ def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -
     config = loaded.config
     require_valid(config, world_size, read_architecture(config.model.path))
     initialize_process_group(config.run.wait_timeout_seconds)
-    layout = parallel_layout(config, world_size)
+    world = run_world(config)
     batch = load_batch(folder)
     step = int(batch.metadata["train_step"]) - 1
-    actor = build_actor(config, layout)
-    learner = build_learner(config, actor, layout, rank, lambda name: nullcontext())
+    actor = build_actor(config, world)
+    learner = build_learner(config, actor, world, lambda name: nullcontext())
     if step > 0:
-        _restore(config, actor, learner, layout, rank, step)
+        _restore(config, actor, learner, world, step)
     gate = config.mismatch.step0_max_mean_abs if step == 0 else None
     result = learner.learn(batch.samples, step, gate)
     if rank == 0:
@@ -58,10 +57,9 @@ def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -
 
 def _restore(
     config: Config,
-    actor: MegatronActor,
+    actor: MegatronActor | None,
     learner: Learner | ActorCriticLearner,
-    layout: ParallelLayout,
-    rank: int,
+    world: RunWorld,
     step: int,
 ) -> None:
     store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)
@@ -70,6 +68,6 @@ def _restore(
             f"the batch of train step {step + 1} needs the checkpoint of step {step}, but {config.checkpoint_folder} holds {store.steps()}; "
             "dump with checkpoint.interval = 1 and a larger checkpoint.keep, or replay another batch"
         )
-    state = RunState(actor, RunProgress(), learner.counters, None, layout, rank, critic_state(learner))
+    state = run_state(world, actor, learner, RunProgress(), None)
     Checkpoints(store, state, lambda ok: ok).restore_policy(store.open(step))
     logger.info("state before train step %d restored: %s", step + 1, asdict(learner.counters))

@@ -33,7 +33,8 @@ def gather_response_tokens(
     layout: ParallelLayout,
     rank: int,
 ) -> list[torch.Tensor]:
-    """[R] float32 on the CPU for each of `samples`, the same on every rank. Collective over the world.
+    """[R] float32 on the CPU for each of `samples`, the same on every rank. Collective over the world: ranks that hold
+    nothing of the model call `receive_response_tokens`.
 
     outputs: of this rank's `micro_batches`, [P_local] in its context rank's order of tokens; None off the last pipeline
     stage. samples: those of all ranks, in the same order everywhere.
@@ -50,11 +51,21 @@ def gather_response_tokens(
             prompts = [prompt_lengths[name] for name in micro_batch.sample_ids if name != PADDING_ID]
             for name, part in unpack_responses(whole, micro_batch, prompts).items():
                 flat[starts[name] : starts[name] + part.numel()] += part
+    return _summed(flat, lengths)
+
+
+def receive_response_tokens(samples: Sequence[TrainSample]) -> list[torch.Tensor]:
+    """What `gather_response_tokens` gives, on a rank that holds nothing of the model. Collective over the world."""
+    lengths = [sample.num_response_tokens for sample in samples]
+    return _summed(torch.zeros(sum(lengths)), lengths)
+
+
+def _summed(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     if dist.is_initialized():
         travelling = flat.to(communication_device())
         dist.all_reduce(travelling)
         flat = travelling.cpu()
-    return list(flat.split(lengths))
+    return list(flat.split(list(lengths)))
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

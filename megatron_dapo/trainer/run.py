@@ -17,6 +17,7 @@ from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
 from megatron_dapo.megatron.actor import MegatronActor
+from megatron_dapo.megatron.critic import MegatronCritic
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -33,18 +34,19 @@ from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
 from megatron_dapo.trainer.checkpointing import Checkpoints, CriticState, RunProgress, RunState
+from megatron_dapo.trainer.critic_learner import CriticLearner
 from megatron_dapo.trainer.driven_engine import DrivenEngine, Engines
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
 from megatron_dapo.trainer.overlap import OverlappedRollout
-from megatron_dapo.trainer.parallel_layout import parallel_layout
 from megatron_dapo.trainer.parity_probe import Parity, ParityProbe, sequences_to_probe
 from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.publisher import PausingPublisher
 from megatron_dapo.trainer.recorder import Recorder, RunPaths
 from megatron_dapo.trainer.rollout_phase import RolloutPhase
+from megatron_dapo.trainer.run_world import RunWorld, run_world
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +62,22 @@ def run_training(loaded: LoadedConfig, rank: int, world_size: int) -> None:
     start = time.perf_counter()
     with prepared_run(loaded, rank, world_size, build_learner) as run:
         reason = run.loop.run()
-        export = _export(loaded.config, run.actor, reason)
+        export = _export(loaded.config, run.actor, run.world, reason)
         run.summarise(reason, {"huggingface": export} if export else {}, time.perf_counter() - start)
 
 
 @dataclass
 class Run:
-    """A run ready to go. `recorder` exists on rank 0."""
+    """A run ready to go. `recorder` exists on rank 0, `actor` on the ranks that hold the policy."""
 
     config: Config
     rank: int
     loop: TrainingLoop
-    actor: MegatronActor
+    actor: MegatronActor | None
     progress: RunProgress
     learner: Learner | ActorCriticLearner
     recorder: Recorder | None
-    layout: ParallelLayout
+    world: RunWorld
 
     def summarise(
         self, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object] | None = None
@@ -95,17 +97,16 @@ def prepared_run(loaded: LoadedConfig, rank: int, world_size: int, build: BuildL
         write_resolved(loaded, config.run.folder / "config.json")
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        yield _build(config, rank, parallel_layout(config, world_size), build, stop, stack)
+        yield _build(config, run_world(config), build, stop, stack)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _build(
-    config: Config, rank: int, layout: ParallelLayout, build: BuildLearner, stop: StopRequest, stack: ExitStack
-) -> Run:
+def _build(config: Config, world: RunWorld, build: BuildLearner, stop: StopRequest, stack: ExitStack) -> Run:
+    rank = world.rank
     phases = Phases(PhaseTimer(list(PHASES)), _watch(config, rank))
-    connect = start_engines(config, stack)
-    actor = build_actor(config, layout)
+    connect = start_engines(config, world.policy, stack)
+    actor = build_actor(config, world)
     engines = connect(actor)
     engine = engines.engine
 
@@ -114,21 +115,21 @@ def _build(
 
     driver = build_driver(config, engine, show, stack) if rank == 0 else None
     dist.barrier()  # reading the data takes rank 0 as long as it takes
-    learner = build(config, actor, layout, rank, phases.phase)
+    learner = build(config, actor, world, phases.phase)
     progress = RunProgress()
     rollout = _rollout(config, driver, engines, stack) if driver else None
-    state = RunState(actor, progress, learner.counters, rollout, layout, rank, critic_state(learner))
+    state = run_state(world, actor, learner, progress, rollout)
     store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)
     checkpoints = Checkpoints(store, state, _agree)
-    found = _restore(config, store, checkpoints, rank, layout)
+    found = _restore(config, store, checkpoints, world)
     recorder = _recorder(config, rank, progress, stack)
     phases.view = recorder.phase if recorder else None
     parts = Parts(
         rollout=RolloutPhase(engine, rollout, sample_builder(config), engines.rest),
         learner=learner,
         publisher=PausingPublisher(engines.publisher, rollout),
-        parity=_parity(config, engines, driver, learner, layout),
-        evaluator=_evaluator(config, engine, driver, layout, rollout),
+        parity=_parity(config, engines, driver, learner, world),
+        evaluator=_evaluator(config, engine, driver, world.policy_layout, rollout),
         checkpoints=checkpoints,
         recorder=recorder,
         disagreement_share=driver.disagreement_share if driver else lambda: 0.0,
@@ -137,14 +138,33 @@ def _build(
     )
     loop = TrainingLoop(parts, _loop_settings(config), progress, phases, lambda: stop.requested)
     loop.saved_step = found.step if found else -1
-    return Run(config, rank, loop, actor, progress, learner, recorder, layout)
+    return Run(config, rank, loop, actor, progress, learner, recorder, world)
 
 
-def critic_state(learner: Learner | ActorCriticLearner) -> CriticState | None:
-    """What a checkpoint holds of the learner's critic, if it has one."""
-    if not isinstance(learner, ActorCriticLearner):
-        return None
-    return CriticState(learner.critic.critic, learner.critic.counters, learner.critic.layout)
+def run_state(
+    world: RunWorld,
+    actor: MegatronActor | None,
+    learner: Learner | ActorCriticLearner,
+    progress: RunProgress,
+    collector: OverlappedRollout | None,
+) -> RunState:
+    """What a checkpoint holds, on this rank."""
+    critic = _critic_state(world, learner) if isinstance(learner, ActorCriticLearner) else None
+    layout = world.policy_layout
+    return RunState(actor, progress, learner.counters, collector, layout, world.rank, world.size, critic)
+
+
+def _critic_state(world: RunWorld, learner: ActorCriticLearner) -> CriticState:
+    model = local_critic(learner)
+    rank = world.critic.rank if world.critic.is_member else 0
+    return CriticState(model, learner.critic.counters, world.critic_layout, rank)
+
+
+def local_critic(learner: ActorCriticLearner) -> MegatronCritic | None:
+    """This rank's part of the critic, on ranks that hold one."""
+    critic = learner.critic.critic if isinstance(learner.critic, CriticLearner) else None
+    assert critic is None or isinstance(critic, MegatronCritic), "a run's critic is Megatron's"
+    return critic
 
 
 def _rollout(config: Config, driver: Driver, engines: Engines, stack: ExitStack) -> OverlappedRollout:
@@ -161,25 +181,24 @@ def _parity(
     engines: Engines,
     driver: Driver | None,
     learner: Learner | ActorCriticLearner,
-    layout: ParallelLayout,
+    world: RunWorld,
 ) -> Parity | None:
-    """The comparison of servers with the trainer, where there are servers. Collective."""
+    """The comparison of servers with the trainer, where there are servers. Collective among the policy's ranks."""
     if engines.served is None:
         return None
     prompts = [prompt.token_ids for prompt in driver.prompts] if driver else None
     # Every data-parallel rank needs one.
-    sequences = sequences_to_probe(prompts, max(NUM_PARITY_PROMPTS, layout.data))
+    group = world.policy.group
+    sequences = sequences_to_probe(prompts, max(NUM_PARITY_PROMPTS, world.policy_layout.data), group)
     probe = ParityProbe(
-        sequences, lambda samples: learner.compare(samples, temperature=1.0), config.mismatch.step0_max_mean_abs
+        sequences, lambda samples: learner.compare(samples, temperature=1.0), config.mismatch.step0_max_mean_abs, group
     )
     return Parity(probe, engines.served, config.sglang.parity_interval)
 
 
-def _restore(
-    config: Config, store: CheckpointStore, checkpoints: Checkpoints, rank: int, layout: ParallelLayout
-) -> Checkpoint | None:
+def _restore(config: Config, store: CheckpointStore, checkpoints: Checkpoints, world: RunWorld) -> Checkpoint | None:
     """Continue from the checkpoint that checkpoint.resume asks for, if any."""
-    found = find_resume(config.checkpoint.resume, store, rank=rank, num_ranks=layout.world_size, agree=_agree)
+    found = find_resume(config.checkpoint.resume, store, rank=world.rank, num_ranks=world.size, agree=_agree)
     if found is not None:
         checkpoints.restore(found)
         logger.info("continuing from %s", found.folder)
@@ -237,15 +256,19 @@ def _loop_settings(config: Config) -> LoopSettings:
     )
 
 
-def _export(config: Config, actor: MegatronActor, reason: str) -> Path | None:
-    """The trained policy as a Hugging Face folder, where the run came to its end; an earlier one is replaced once the new one is whole."""
+def _export(config: Config, actor: MegatronActor | None, world: RunWorld, reason: str) -> Path | None:
+    """The trained policy as a Hugging Face folder, where the run came to its end; an earlier one is replaced once the
+    new one is whole. None on ranks that hold nothing of it.
+    """
     has_source = any(config.model.path.glob("*.safetensors"))  # a random policy has no folder whose form it could take
-    if not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL or not has_source:
+    if actor is None or not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL or not has_source:
         return None
+    tensors, group = actor.tensors, world.policy.group
     parameters = {name: tensor.detach() for name, tensor in actor.named_local_parameters().items()}
     return replace_folder(
         RunPaths(config.run.folder).huggingface,
-        lambda folder: export_to_huggingface(folder, config.model.path, actor.tensors, parameters, dist.group.WORLD),
+        lambda folder: export_to_huggingface(folder, config.model.path, tensors, parameters, group),
+        group,
     )
 
 
@@ -260,7 +283,7 @@ def _summarise(
     folders = {"tensorboard": str(paths.tensorboard), "samples": str(paths.samples), "metrics": str(paths.metrics)}
     summary = RunSummary(
         name=config.run.name,
-        layout=run.layout.describe(),
+        layout=run.world.policy_layout.describe(),
         stopped=reason,
         train_steps=progress.train_step,
         optimizer_steps=run.learner.counters.optimizer_steps,

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.bridge.engine_update import EngineUpdate
+from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import AllEnginesGone, SglangEngine
 from megatron_dapo.engines.sglang.resting import RestingClient, wait_for_memory
@@ -51,6 +52,7 @@ class SglangEngines:
         build_update: the update machinery, given the clients of the servers this rank leads.
         build_front: rank 0's way to generate with all servers, given their clients; None elsewhere.
         parameters: this rank's live parameters.
+        group: of the ranks that hold the policy (None: all there are).
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class SglangEngines:
         build_update: Callable[[dict[int, SglangClient]], EngineUpdate],
         build_front: Callable[[Mapping[int, SglangClient]], Front] | None,
         parameters: Callable[[], Mapping[str, torch.Tensor]],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._servers = servers
         self._rank = rank
@@ -68,7 +71,8 @@ class SglangEngines:
         self._build_update = build_update
         self._build_front = build_front
         self._parameters = parameters
-        self._lead = Lead({_REVIVE: lambda command: self._bring_back()})
+        self._group = group
+        self._lead = Lead({_REVIVE: lambda command: self._bring_back()}, group)
         self._controls: dict[int, SglangClient] = {}  # of the servers this rank leads
         self._clients: dict[int, SglangClient] = {}  # rank 0: of all servers
         self._update: EngineUpdate | None = None
@@ -86,6 +90,10 @@ class SglangEngines:
     @property
     def num_unfinished(self) -> int:
         return self._rollout.num_unfinished
+
+    @property
+    def prefix_reuse(self) -> PrefixReuse:
+        return self._rollout.prefix_reuse
 
     def drive(self, body: Callable[[], Result]) -> Result | None:
         """See `DrivenEngine`."""
@@ -148,7 +156,7 @@ class SglangEngines:
         for control in self._controls.values():
             assert isinstance(control, RestingClient), "servers that rest are spoken to by a RestingClient"
             control.rest()
-        dist.barrier()  # the server on this device may be another rank's to speak to
+        dist.barrier(self._group)  # the server on this device may be another rank's to speak to
         if memory.expected_bytes:
             wait_for_memory(memory.free_bytes, before, memory.expected_bytes, memory.timeout_s)
 

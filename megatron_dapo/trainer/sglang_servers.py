@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from megatron_dapo.engines.sglang.server import EngineServer
 from megatron_dapo.engines.sglang.versions import Dialect
 from megatron_dapo.parallel.collectives import all_gather_json
@@ -55,8 +57,9 @@ class Servers(Protocol):
 class _Roster:
     """This rank's servers, and how all ranks learn of everybody's."""
 
-    def __init__(self, leaders: Sequence[int]) -> None:
+    def __init__(self, leaders: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self.leaders = leaders
+        self._group = group
         self._own: dict[int, EngineServer] = {}
         self._dialects: dict[int, Dialect] = {}
 
@@ -69,12 +72,12 @@ class _Roster:
                 entries.append({"index": index, "url": server.url})
             except Exception as error:  # told to every rank instead of leaving them to wait
                 problems.append(f"server {index}: {error}")
-        gathered = _together(entries, problems)
+        gathered = _together(entries, problems, self._group)
         return [ReadyServer(leader=self.leaders[entry["index"]], **entry) for entry in gathered]
 
     def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
         own = [[index, server.last_words()] for index, server in self._own.items() if not server.is_alive()]
-        return _merge(own, suspected)
+        return _merge(own, suspected, self._group)
 
     def dialect(self, index: int) -> Dialect | None:
         return self._dialects.get(index)
@@ -84,10 +87,17 @@ class StartedServers(_Roster):
     """Servers this run starts: `per_node` on every machine."""
 
     def __init__(
-        self, start: Callable[[int, int], EngineServer], nodes: Nodes, rank: int, per_node: int, restart_budget: int
+        self,
+        start: Callable[[int, int], EngineServer],
+        nodes: Nodes,
+        rank: int,
+        per_node: int,
+        restart_budget: int,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`start(index, place)` spawns server `index`, the `place`-th of its machine, and does not wait for it."""
-        super().__init__([nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)])
+        """`start(index, place)` spawns server `index`, the `place`-th of its machine, and does not wait for it. `group`:
+        of the ranks that have servers (None: all there are)."""
+        super().__init__([nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)], group)
         self._start = start
         self._per_node = per_node
         self._budget = restart_budget
@@ -119,8 +129,14 @@ class StartedServers(_Roster):
 class GivenServers(_Roster):
     """Servers that run already; rank 0 speaks to all of them. They are never replaced and never ended."""
 
-    def __init__(self, attach: Callable[[int], EngineServer], num_servers: int, rank: int) -> None:
-        super().__init__([0] * num_servers)
+    def __init__(
+        self,
+        attach: Callable[[int], EngineServer],
+        num_servers: int,
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__([0] * num_servers, group)
         if rank == 0:
             self._own = {index: attach(index) for index in range(num_servers)}
 
@@ -132,18 +148,20 @@ class GivenServers(_Roster):
         """They belong to somebody else."""
 
 
-def _together(entries: list[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
+def _together(
+    entries: list[dict[str, Any]], problems: list[str], group: dist.ProcessGroup | None
+) -> list[dict[str, Any]]:
     """All ranks' entries by index; ServersFailed on every rank where one has a problem."""
-    everyone = all_gather_json({"entries": entries, "problems": problems})
+    everyone = all_gather_json({"entries": entries, "problems": problems}, group)
     failures = [problem for rank in everyone for problem in rank["problems"]]
     if failures:
         raise ServersFailed("; ".join(failures[1:] + failures[:1]))  # the first one is read last
     return sorted((entry for rank in everyone for entry in rank["entries"]), key=lambda entry: entry["index"])
 
 
-def _merge(own: list[list[Any]], suspected: Mapping[int, str]) -> dict[int, str]:
+def _merge(own: list[list[Any]], suspected: Mapping[int, str], group: dist.ProcessGroup | None) -> dict[int, str]:
     """What every rank knows to be lost; what a server said itself counts more than a suspicion."""
-    everyone = all_gather_json({"own": own, "suspected": [list(entry) for entry in suspected.items()]})
+    everyone = all_gather_json({"own": own, "suspected": [list(entry) for entry in suspected.items()]}, group)
     lost = {index: reason for rank in everyone for index, reason in rank["suspected"]}
     lost.update({index: reason for rank in everyone for index, reason in rank["own"]})
     return dict(sorted(lost.items()))

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
@@ -22,7 +23,7 @@ from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner
 from megatron_dapo.trainer.build_critic import export_critic_folder
 from megatron_dapo.trainer.build_learner import build_value_pretrainer
-from megatron_dapo.trainer.run import STOPPED_BY_SIGNAL, prepared_run
+from megatron_dapo.trainer.run import STOPPED_BY_SIGNAL, local_critic, prepared_run
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +58,19 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> N
     with prepared_run(loaded, rank, world_size, build_value_pretrainer) as run:
         learner = run.learner
         assert isinstance(learner, ActorCriticLearner)
-        before = weights_digest(run.actor.named_local_parameters())
+        weights = run.actor.named_local_parameters() if run.actor else {}
+        before = weights_digest(weights)
         reason = run.loop.run()
-        _require_unchanged(before, weights_digest(run.actor.named_local_parameters()))
+        _require_unchanged(before, weights_digest(weights))
         history = learner.critic.counters.history
         newest = [explained for explained, _ in history[-NUM_AVERAGED:]]
         explained = sum(newest) / max(1, len(newest))
         exports = {}
         if reason != STOPPED_BY_SIGNAL:
-            critic = learner.critic.critic
-            exports[CRITIC] = export_critic_folder(loaded.config, critic, loaded.config.run.folder / CRITIC)
+            critic, exports[CRITIC] = local_critic(learner), loaded.config.run.folder / CRITIC
+            if critic is not None:
+                export_critic_folder(loaded.config, critic, exports[CRITIC])
+            dist.barrier()  # ranks without the critic wait until it is whole
         run.summarise(reason, exports, time.perf_counter() - start, {EXPLAINED: explained})
         logger.info(
             "value pretraining: %s after %d steps; explained variance %.3f (mean of the last %d steps, each on responses "

@@ -15,7 +15,7 @@ from megatron_dapo.parallel.collectives import all_gather_json
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
-from megatron_dapo.trainer.parallel_layout import parallel_layout
+from megatron_dapo.trainer.run_world import run_world
 from megatron_dapo.types import Judgement, Window
 
 
@@ -23,9 +23,9 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank saw, in rank order."""
     overrides = [*arguments["overrides"], "parallel.num_processes=2", "critic.epochs=1"]
     config = load_config(Path(arguments["recipe"]), overrides).config
-    layout = parallel_layout(config, dist.get_world_size())
-    actor = build_actor(config, layout)
-    learner = build_learner(config, actor, layout, dist.get_rank(), PhaseTimer(list(PHASES)).phase)
+    world = run_world(config)
+    actor = build_actor(config, world)
+    learner = build_learner(config, actor, world, PhaseTimer(list(PHASES)).phase)
     judged = [
         replace(sample, judgement=Judgement((-1.0) ** index, index % 2 == 0, Window()))
         for index, sample in enumerate(samples(2, 40))

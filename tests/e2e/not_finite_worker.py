@@ -14,8 +14,8 @@ from megatron_dapo.parallel.collectives import all_gather_json
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
-from megatron_dapo.trainer.parallel_layout import parallel_layout
 from megatron_dapo.trainer.learner import TooManySkips
+from megatron_dapo.trainer.run_world import run_world
 from megatron_dapo.types import TrainSample
 
 
@@ -49,9 +49,9 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank saw, in rank order."""
     overrides = [*arguments["overrides"], "parallel.num_processes=2", "training.max_consecutive_skips=3"]
     config = load_config(Path(arguments["recipe"]), overrides).config
-    layout = parallel_layout(config, dist.get_world_size())
-    actor = build_actor(config, layout)
-    learner = build_learner(config, actor, layout, dist.get_rank(), PhaseTimer(list(PHASES)).phase)
+    world = run_world(config)
+    actor = build_actor(config, world)
+    learner = build_learner(config, actor, world, PhaseTimer(list(PHASES)).phase)
     clean = samples(2, 40)  # one mini-batch of two groups
 
     def state() -> dict[str, torch.Tensor]:

@@ -17,12 +17,16 @@ from tools.prove_resume import write_recipe
 
 pytestmark = pytest.mark.timeout(500)
 
-# Layout of the policy -> layout of the critic in the same processes.
+# Layout of the policy, and that of the critic: in the same processes, or in some of its own.
 LAYOUTS = {
-    "dp2": {"tensor": 2},
-    "tp2sp": {"pipeline": 2, "tensor": 1},
-    "cp2": {"tensor": 2, "context": 1},
-    "tp2pp2": {"tensor": 2, "pipeline": 1, "context": 2},
+    "dp2": ("dp2", {"tensor": 2}),
+    "tp2sp": ("tp2sp", {"pipeline": 2, "tensor": 1}),
+    "cp2": ("cp2", {"tensor": 2, "context": 1}),
+    "tp2pp2": ("tp2pp2", {"tensor": 2, "pipeline": 1, "context": 2}),
+    "tp2 and one process": ("tp2", {"num_processes": 1, "tensor": 1}),
+    "tp2 and two processes": ("tp2", {"num_processes": 2, "tensor": 2}),
+    "dp2 and two stages": ("dp2", {"num_processes": 2, "tensor": 1, "pipeline": 2}),
+    "pp2 and two parts of a sequence": ("pp2", {"num_processes": 2, "pipeline": 1, "context": 2}),
 }
 # What a step of one optimizer step each comes to; norms are over all parameters of all ranks.
 COMPARED = (
@@ -62,13 +66,13 @@ def dumped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_every_pair_of_layouts_makes_the_same_step(dumped: tuple[Path, Path], tmp_path: Path) -> None:
     recipe, batch = dumped
     steps = {"tp1": replayed(recipe, batch, "tp1", {}, tmp_path)}
-    steps |= {layout: replayed(recipe, batch, layout, critic, tmp_path) for layout, critic in LAYOUTS.items()}
+    steps |= {name: replayed(recipe, batch, *pair, tmp_path / name) for name, pair in LAYOUTS.items()}
     reference = steps["tp1"]
     assert reference["actor/grad_norm"] > 0 and reference["critic/grad_norm"] > 0
-    for layout, step in steps.items():
+    for pair, step in steps.items():
         for name in COMPARED:
             # A mean near 0 of numbers near 1 is compared on their scale.
-            assert step[name] == pytest.approx(reference[name], rel=RELATIVE, abs=1e-6), f"{layout}: {name}"
+            assert step[name] == pytest.approx(reference[name], rel=RELATIVE, abs=1e-6), f"{pair}: {name}"
 
 
 def replayed(recipe: Path, batch: Path, layout: str, critic: dict[str, int], folder: Path) -> dict[str, float]:

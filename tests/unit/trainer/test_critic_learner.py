@@ -79,5 +79,5 @@ def test_every_data_rank_takes_part_where_fewer_are_finished() -> None:
 def test_history_keeps_the_newest() -> None:
     learner = make_critic_learner(FakeCritic())
     for step in range(5):
-        learner.remember(step / 10, 1.0, length=3)
+        learner.counters.remember(step / 10, 1.0, length=3)
     assert learner.counters.history == [[0.2, 1.0], [0.3, 1.0], [0.4, 1.0]]

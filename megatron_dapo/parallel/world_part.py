@@ -1,0 +1,61 @@
+"""Which processes of the world hold a model: neighbouring ranks, numbered from 0 among themselves, and their group.
+
+A layout is arithmetic over its own ranks; where these stand in the world is said here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class WorldPart:
+    """Ranks [first_rank, first_rank + num_ranks) of the world, as the process of rank `world_rank` sees them."""
+
+    first_rank: int
+    num_ranks: int
+    world_rank: int
+    group: dist.ProcessGroup | None  # of these ranks; None in a process that is none of them
+
+    @property
+    def ranks(self) -> range:
+        """Ranks of the world."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process is one of them."""
+        return self.world_rank in self.ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+        assert self.is_member, f"rank {self.world_rank} of the world is none of {self.ranks}"
+        return self.world_rank - self.first_rank
+
+    @property
+    def collective_group(self) -> dist.ProcessGroup | None:
+        """The group for collectives among more than one rank; None where there is nobody to speak to."""
+        return self.group if self.num_ranks > 1 else None
+
+
+def whole_world() -> WorldPart:
+    """All processes, in the default group."""
+    return WorldPart(0, dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+
+
+def split_world(num_last: int) -> tuple[WorldPart, WorldPart]:
+    """The world without its last `num_last` ranks, and those. Collective: every process makes both groups.
+
+    ValueError where one of the two would be empty.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if not 0 < num_last < world_size:
+        raise ValueError(f"{num_last} of {world_size} processes cannot be a part of their own: both parts need some")
+    parts = []
+    for first, count in ((0, world_size - num_last), (world_size - num_last, num_last)):
+        group = dist.new_group(list(range(first, first + count)))
+        parts.append(WorldPart(first, count, rank, group if rank in range(first, first + count) else None))
+    return parts[0], parts[1]
