@@ -2,8 +2,9 @@
 
 SGLang has a CPU mode of plain torch layers ("native"), taken when the CPU build of its kernel package is missing. Some
 modules nevertheless import names of that package, and of a torchvision built for CUDA, when they are imported. The
-stand-ins here let those imports pass and raise when called; none of them does arithmetic. Sampling by a seed per
-request is the exception: SGLang computes its random numbers with a Triton kernel, so the same hash is given in torch.
+stand-ins here let those imports pass and raise when called; none of them does arithmetic. There are two exceptions:
+sampling by a seed per request, whose random numbers SGLang computes with a Triton kernel, so that the same hash is
+given in torch; and layers in FP8 (`cpu_fp8`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import types
 from collections.abc import Callable
 
 import torch
+
+from megatron_dapo.engines.sglang import cpu_fp8
 
 # Name in sgl_kernel -> the sglang module whose import needs it. All belong to speculative decoding, which is never on.
 KERNEL_STAND_INS = {
@@ -46,7 +49,7 @@ def prepare_imports() -> None:
 
 
 def apply_to_sglang() -> None:
-    """Let a seed per request count on a CPU (imports sglang). Call in every process of the engine.
+    """Let a seed per request count on a CPU, and FP8 run (imports sglang). Call in every process of the engine.
 
     SGLang listens to seeds only in its deterministic mode, which accepts no CPU attention backend and swaps matrix
     products for Triton kernels. torch's products on a CPU differ by rounding alone between batch sizes, so they stay.
@@ -58,6 +61,7 @@ def apply_to_sglang() -> None:
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = _keep_torch_products
+    cpu_fp8.apply_to_sglang()
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:

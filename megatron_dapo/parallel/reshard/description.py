@@ -1,0 +1,63 @@
+"""What an engine rank's parameters are, told to the trainer on request: name, shape and element type of each.
+
+The request comes as a `Command` of op "describe" whose `channel` says where to leave the answer and under which key;
+the key is made for one request and known to nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_dapo.parallel.peer_group import Address, Notice
+from megatron_dapo.parallel.reshard.layout import TensorSpec
+
+DESCRIBE = "describe"
+
+
+@dataclass(frozen=True)
+class DescriptionChannel:
+    """Where a description goes."""
+
+    address: Address  # of the trainer's meeting place
+    key: str
+    seconds: float  # an engine rank may take to reach it
+
+    def to_json(self) -> dict[str, Any]:
+        return {"host": self.address.host, "port": self.address.port, "key": self.key, "seconds": self.seconds}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> DescriptionChannel:
+        address = Address(str(value["host"]), int(value["port"]))
+        return DescriptionChannel(address, str(value["key"]), float(value["seconds"]))
+
+
+def leave_description(channel: DescriptionChannel, parameters: Mapping[str, torch.Tensor]) -> None:
+    """The engine rank's side. PeerError where the trainer cannot be reached."""
+    facts = {name: [list(tensor.shape), _dtype_name(tensor.dtype)] for name, tensor in parameters.items()}
+    Notice(channel.address, channel.seconds).leave(channel.key, json.dumps(facts, separators=(",", ":")))
+
+
+def read_description(channel: DescriptionChannel, timeout_s: float) -> dict[str, TensorSpec]:
+    """The trainer's side: waits for it. PeerError after `timeout_s`, ValueError where it is no description."""
+    text = Notice(channel.address, channel.seconds).read(channel.key, timeout_s)
+    try:
+        facts = json.loads(text)
+        return {str(name): TensorSpec(tuple(map(int, shape)), _dtype(dtype)) for name, (shape, dtype) in facts.items()}
+    except (TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"an engine's description of its parameters cannot be read: {error}") from error
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"an engine's description of its parameters has an element type {name!r}, which torch lacks")
+    return dtype
