@@ -15,6 +15,7 @@ import torch
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.megatron import schedule, state
+from megatron_dapo.megatron.masters import load_exactly, set_masters
 from megatron_dapo.megatron.metrics import sum_metrics
 from megatron_dapo.megatron.model import build_chunks, named_local_parameters
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
@@ -66,7 +67,8 @@ class TrainedModel:
         beside: Sequence[TrainedModel] = (),
         part: WorldPart | None = None,
     ) -> None:
-        """Build on the ranks of `part` (None: all processes). `load` fills the named local parameters, NaN until then.
+        """Build on the ranks of `part` (None: all processes). `load` fills fp32 buffers of the named local parameters, all
+        NaN until then; masters are what it gives, parameters that rounded to the model's type.
 
         Models of one layout share their process groups. `beside` are models on other layouts that will run again: their
         groups stay; those of other models on another layout are destroyed (`initialize_parallel_state`).
@@ -88,9 +90,10 @@ class TrainedModel:
         schedule.sum_gradients(self.config)
         chunks = build_chunks(architecture, layout, self.config, self.rank)
         self._check_parameters(named_local_parameters(chunks))
-        load({name: parameter.data for name, parameter in named_local_parameters(chunks).items()}, self.tensors)
+        exact = load_exactly(named_local_parameters(chunks), lambda buffers: load(buffers, self.tensors))
         self.chunks = wrap_data_parallel(chunks, self.config, settings.optimizer)
         self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, self.part)
+        set_masters(self.named_local_parameters(), self.optimizer, exact)
 
     def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
