@@ -11,9 +11,11 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := requirements/cpu-py311.txt
 SGLANG_LOCK := requirements/sglang-cpu-py311.txt
 TRITON_LOCK := requirements/triton-cpu-py311.txt
+MODELOPT_LOCK := requirements/modelopt-cpu-py311.txt
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := .venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet
 TRITON_TESTS := tests/unit/ops/test_head.py tests/unit/ops/test_fused_compile.py
+MODELOPT_TESTS := tests/unit/quantisation tests/unit/tools/test_quantize.py
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
@@ -45,6 +47,13 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .venv-triton: .venv-triton/.installed
 
+# NVIDIA ModelOpt, for the checkpoints of tools.quantize: beside the trainer's environment as well.
+.venv-modelopt/.installed: $(MODELOPT_LOCK) .venv/.installed
+	$(PIP) --no-deps --target .venv-modelopt -r $(MODELOPT_LOCK)
+	touch $@
+
+.venv-modelopt: .venv-modelopt/.installed
+
 quickstart: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
 
@@ -58,10 +67,11 @@ quickstart-vapo quickstart-tppo: .venv
 		--set critic.path=runs/$@/value_pretraining/critic $(ARGS)
 
 # Unit tests share the cores; tests that start processes of their own run one after the other.
-test: .venv .venv-sglang .venv-triton
+test: .venv .venv-sglang .venv-triton .venv-modelopt
 	@status=0; \
 	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 || status=1; \
 	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q $(TRITON_TESTS) || status=1; \
+	$(RUN) PYTHONPATH=.venv-modelopt .venv/bin/python -m pytest -q $(MODELOPT_TESTS) || status=1; \
 	$(RUN) .venv/bin/python -m pytest -q tests --ignore=tests/unit --ignore=tests/engine || status=1; \
 	$(RUN) .venv/bin/python -m pytest -q tests/engine || status=1; \
 	exit $$status
@@ -75,4 +85,4 @@ test-engine: .venv .venv-sglang
 	$(RUN) .venv/bin/python -m pytest -q tests/engine
 
 clean:
-	rm -rf .venv .venv-sglang .venv-triton build dist runs *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-triton .venv-modelopt build dist runs *.egg-info .pytest_cache .hypothesis

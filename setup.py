@@ -34,6 +34,7 @@ BASE = [
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "sglang": ["sglang>=0.5.17,<0.5.22"],
+    "quantize": ["nvidia-modelopt>=0.47", "accelerate>=1.0"],  # tools.quantize
     "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"],
 }
 

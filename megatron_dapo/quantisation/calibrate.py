@@ -1,0 +1,128 @@
+"""The only import of NVIDIA ModelOpt: quantises a transformers model in place and writes it as a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megatron_dapo.ops.fp8 import BLOCK, LARGEST, quantise_weight
+from megatron_dapo.quantisation.formats import Format
+from megatron_dapo.quantisation.stored import BLOCK_SCALES, read_json
+
+logger = logging.getLogger(__name__)
+
+SHARD_SIZE = "5GB"
+
+
+def modelopt_version() -> str:
+    """ValueError that says how to install it."""
+    try:
+        return importlib.metadata.version("nvidia-modelopt")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            "nvidia-modelopt is not installed: `make .venv-modelopt` puts it beside the trainer's environment, and "
+            "PYTHONPATH=.venv-modelopt makes it visible"
+        ) from None
+
+
+@torch.no_grad()
+def quantise_model(model: Any, entry: Format, sequences: Sequence[Sequence[int]]) -> None:
+    """Inserts ModelOpt's quantisers and calibrates them with the sequences, one by one."""
+
+    def forward(calibrated: Any) -> None:
+        for sequence in sequences:
+            calibrated(torch.tensor([list(sequence)], device=model.device), use_cache=False)
+
+    with _quiet():
+        from modelopt.torch import quantization
+
+        quantization.quantize(model, getattr(quantization, entry.recipe), forward)
+    ADJUSTMENTS.get(entry.name, _keep)(model)
+
+
+def export(model: Any, entry: Format, folder: Path) -> None:
+    """A Hugging Face folder of the quantised model, without its tokenizer."""
+    with _quiet(), torch.inference_mode():
+        from modelopt.torch.export import export_hf_checkpoint
+
+        export_hf_checkpoint(model, export_dir=folder, max_shard_size=SHARD_SIZE)
+    REWRITES.get(entry.name, _keep)(folder)
+
+
+def _keep(anything: object) -> None:
+    """Nothing to change."""
+
+
+def _round_scales_to_powers_of_two(model: Any) -> None:
+    """ModelOpt takes amax / 448 for a block's scale; the trainer and its rollout the next power of two. With that amax
+    the exported values and scales are theirs, bit for bit."""
+    for module in model.modules():
+        quantiser = getattr(module, "weight_quantizer", None)
+        if quantiser is None or not quantiser.is_enabled:
+            continue
+        scales = quantise_weight(module.weight).scales
+        quantiser.amax = (scales * LARGEST).reshape(quantiser.amax.shape).to(quantiser.amax.dtype)
+
+
+def _name_blocks_as_engines_do(folder: Path) -> None:
+    """ModelOpt's block scales are [rows / 128, 1, columns / 128, 1] under a name no engine reads; the layout below is
+    that of DeepSeek's checkpoints, which SGLang and transformers read."""
+    for file in sorted(folder.glob("*.safetensors")):
+        _rewrite_scales(file)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        content = read_json(index)
+        content["weight_map"] = {_block_name(name): file for name, file in content["weight_map"].items()}
+        _write_json(index, content)
+    ignored = read_json(folder / "hf_quant_config.json")["quantization"]["exclude_modules"]
+    (folder / "hf_quant_config.json").unlink()
+    config = read_json(folder / "config.json")
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": [name for name in ignored if name != "model.embed_tokens"],
+    }
+    _write_json(folder / "config.json", config)
+
+
+def _rewrite_scales(file: Path) -> None:
+    with safe_open(file, "pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+    renamed = {
+        _block_name(name): tensor.float()[:, 0, :, 0].contiguous() if name.endswith(".weight_scale") else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, file, metadata={"format": "pt"})
+
+
+def _block_name(name: str) -> str:
+    return f"{name.removesuffix('.weight_scale')}.{BLOCK_SCALES}" if name.endswith(".weight_scale") else name
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+ADJUSTMENTS = {"fp8_blockwise": _round_scales_to_powers_of_two}
+REWRITES = {"fp8_blockwise": _name_blocks_as_engines_do}
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """ModelOpt prints its progress, and warns of every optional package; standard output is the result's."""
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,39 @@
+"""Log-probs of an SGLang server that serves a folder: the engine's word on whether it can be deployed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dapo.engines.sglang.client import SglangClient
+from megatron_dapo.engines.sglang.keys import create_key, read_key
+from megatron_dapo.engines.sglang.server import ServerSettings, SglangServer
+from megatron_dapo.quantisation.probe import Sample
+
+
+def engine_logprobs(
+    folder: Path, samples: Sequence[Sample], python: Path, device: str, dtype: str
+) -> list[list[float]]:
+    """[sample][response token] nats. RuntimeError (with the first error of the server's log) where it does not serve the
+    folder; the server has ended when this returns."""
+    with tempfile.TemporaryDirectory(prefix="quantised-") as scratch:
+        settings = ServerSettings(
+            python=python,
+            model_path=folder,
+            key_file=create_key(Path(scratch)),
+            log_folder=Path(scratch),
+            device=device,  # type: ignore[arg-type]
+            dtype=dtype,
+            max_running_requests=8,
+        )
+        server = SglangServer.start(settings)
+        try:
+            server.wait_until_healthy()
+            client = SglangClient(server.url, read_key(server.key_file))
+            try:
+                return [sample.scored(client.prompt_logprobs(sample.token_ids)) for sample in samples]
+            finally:
+                client.close()
+        finally:
+            server.kill()

@@ -1,0 +1,197 @@
+"""A quantised folder read back as what its numbers mean, by the formats' definitions alone: no code of the library that
+wrote it takes part.
+
+transformers itself is no judge here: of a ModelOpt folder it loads the FP8 values as they are and leaves the scales
+out. `load_dequantised` gives a transformers model whose weights are the stored ones multiplied out, and which rounds the
+inputs of every quantised matrix as an engine does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantise_hidden
+
+Tensors = Mapping[str, torch.Tensor]
+# The tensors of one matrix by what follows its module's name -> [rows, columns] fp32.
+Widen = Callable[[Tensors], torch.Tensor]
+# Inputs [..., columns] as the engine rounds them, given the same tensors.
+RoundInputs = Callable[[torch.Tensor, Tensors], torch.Tensor]
+
+# The values of e2m1, by code; bit 3 is the sign.
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+NVFP4_BLOCK = 16
+INT4_BLOCK = 128
+BLOCK_SCALES = "weight_scale_inv"  # the name that DeepSeek's checkpoints, transformers and SGLang use
+
+
+def load_dequantised(folder: Path, algorithm: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A transformers model. ValueError where the folder lacks a tensor, or has one the model has no place for."""
+    widen, round_inputs = ALGORITHMS[algorithm]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plain_config(folder), dtype=dtype)
+    model = model.to_empty(device=device)
+    _initialise_buffers(model, device)
+    with HuggingFaceFolder(folder) as stored:
+        groups = _modules(stored)
+        for name, tensors in groups.items():
+            values = widen(tensors) if _is_quantised(tensors) else None
+            _fill(model, name, tensors, values, folder)
+            if values is not None:
+                scales = {key: tensor.to(device) for key, tensor in tensors.items() if key not in ("weight", "bias")}
+                _round_before(model.get_submodule(name), round_inputs, scales)
+        _check_complete(model, {f"{name}.{key}" for name, tensors in groups.items() for key in tensors}, folder)
+    model.tie_weights()
+    return model.eval()
+
+
+def plain_config(folder: Path) -> Any:
+    """The model's config without what says that it is quantised."""
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def quantised_matrices(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Module name -> its stored tensors, of the quantised matrices."""
+    with HuggingFaceFolder(folder) as stored:
+        return {name: tensors for name, tensors in _modules(stored).items() if _is_quantised(tensors)}
+
+
+def _modules(stored: HuggingFaceFolder) -> dict[str, dict[str, torch.Tensor]]:
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name in stored.specs:
+        module, _, key = name.rpartition(".")
+        found.setdefault(module, {})[key] = stored.read_tensor(name)
+    return found
+
+
+def _is_quantised(tensors: Tensors) -> bool:
+    return "weight_scale" in tensors or BLOCK_SCALES in tensors
+
+
+def _fill(model: nn.Module, name: str, tensors: Tensors, values: torch.Tensor | None, folder: Path) -> None:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"{folder}: the model has no module {name}, which is stored") from None
+    for key in ("weight", "bias"):
+        if key in tensors:
+            source = values if values is not None and key == "weight" else tensors[key]
+            target = getattr(module, key)
+            if target.shape != source.shape:
+                raise ValueError(
+                    f"{folder}: {name}.{key} is {tuple(source.shape)}, the model has {tuple(target.shape)}"
+                )
+            with torch.no_grad():
+                target.copy_(source)
+
+
+def _check_complete(model: nn.Module, stored: set[str], folder: Path) -> None:
+    tied = model.config.tie_word_embeddings
+    missing = [
+        name for name, _ in model.named_parameters() if name not in stored and not (tied and name == "lm_head.weight")
+    ]
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, first {missing[0]}")
+
+
+def _initialise_buffers(model: Any, device: torch.device) -> None:
+    """Rotary frequencies, which a model made without memory does not have."""
+    rotary = type(model.model.rotary_emb)(config=model.config, device=device)
+    model.model.rotary_emb = rotary
+
+
+def _round_before(module: nn.Module, round_inputs: RoundInputs, scales: Tensors) -> None:
+    module.register_forward_pre_hook(lambda _, inputs: (round_inputs(inputs[0], scales).to(inputs[0].dtype),))
+
+
+# ---- e4m3, one scale a matrix
+
+
+def _widen_fp8(tensors: Tensors) -> torch.Tensor:
+    return tensors["weight"].float() * tensors["weight_scale"].float()
+
+
+def _round_by_one_scale(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    scale = tensors["input_scale"].float()
+    return (inputs.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3).float() * scale
+
+
+# ---- e4m3, a scale a block
+
+
+def _widen_blocks(tensors: Tensors) -> torch.Tensor:
+    scales = tensors[BLOCK_SCALES].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return tensors["weight"].float() * scales
+
+
+def _round_in_blocks(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    return quantise_hidden(inputs.flatten(0, -2)).widened().view_as(inputs)
+
+
+# ---- 4-bit integers, scaled inputs
+
+
+def _widen_int4(tensors: Tensors) -> torch.Tensor:
+    """Two rows a byte, the even one in the low half; the scale of AWQ's inputs is taken into the columns."""
+    codes = unpack_nibbles(tensors["weight"])  # [rows / 2, columns, 2]
+    signed = torch.where(codes > 7, codes.int() - 16, codes.int())
+    values = signed.permute(0, 2, 1).flatten(0, 1).float()
+    values = values * tensors["weight_scale"].float().repeat_interleave(INT4_BLOCK, 1)
+    return values * tensors["pre_quant_scale"].float() if "pre_quant_scale" in tensors else values
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """[..., 2] the low and the high half of every byte."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1)
+
+
+def _as_they_are(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    return inputs
+
+
+# ---- e2m1, two levels of scales
+
+
+def _widen_nvfp4(tensors: Tensors) -> torch.Tensor:
+    """Two columns a byte, the even one in the low half."""
+    values = E2M1[unpack_nibbles(tensors["weight"]).flatten(1).long()]
+    scales = tensors["weight_scale"].float() * tensors["weight_scale_2"].float()
+    return values * scales.repeat_interleave(NVFP4_BLOCK, 1)
+
+
+def _round_to_nvfp4(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    """A block's scale is its largest magnitude / 6 in units of `input_scale`, itself rounded to e4m3."""
+    outer = tensors["input_scale"].float()
+    blocks = inputs.float().unflatten(-1, (-1, NVFP4_BLOCK))
+    scales = (blocks.abs().amax(-1, keepdim=True) / 6 / outer).clamp(2.0**-9, LARGEST).to(E4M3).float() * outer
+    return (round_to_e2m1(blocks / scales) * scales).flatten(-2)
+
+
+def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """To the nearest, ties to the even code; beyond 6 it is 6."""
+    magnitude = values.abs().clamp(max=6.0)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return (magnitude / step).round() * step * values.sign()
+
+
+ALGORITHMS: Mapping[str, tuple[Widen, RoundInputs]] = {
+    "fp8": (_widen_fp8, _round_by_one_scale),
+    "fp8_blockwise": (_widen_blocks, _round_in_blocks),
+    "int4_awq": (_widen_int4, _as_they_are),
+    "nvfp4": (_widen_nvfp4, _round_to_nvfp4),
+}
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

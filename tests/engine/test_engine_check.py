@@ -1,0 +1,27 @@
+"""The engine's word on a quantised folder: that its log-probs are asked for rightly, of a folder every engine serves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dapo.engines.sglang.server import EngineStartError
+from megatron_dapo.quantisation.engine_check import engine_logprobs
+from megatron_dapo.quantisation.probe import Sample, compare, logprobs_of
+
+
+def test_log_probs_of_a_served_folder_are_transformers(tiny_model, engine_python) -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples = [Sample(torch.randint(3, 300, (20 + 5 * n,), generator=generator).tolist(), 6) for n in range(3)]
+    served = engine_logprobs(tiny_model, samples, engine_python, "cpu", "float32")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    assert compare([logprobs_of(model, sample) for sample in samples], served).max_abs < 1e-4
+
+
+def test_a_folder_the_engine_cannot_serve_is_its_own_error(tmp_path, tiny_model, engine_python) -> None:
+    (tmp_path / "config.json").write_text(
+        (tiny_model / "config.json").read_text().replace('"hidden_size": 64', '"hidden_size": 60')
+    )
+    with pytest.raises(EngineStartError, match="engine 0"):
+        engine_logprobs(tmp_path, [Sample([1, 2, 3], 1)], engine_python, "cpu", "float32")

@@ -1,0 +1,112 @@
+"""What ModelOpt writes, against this package's rounding, ModelOpt's own simulation and transformers' reader."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from megatron_dapo.ops.fp8 import quantise_weight
+from megatron_dapo.quantisation import calibrate
+from megatron_dapo.quantisation.formats import FORMATS
+from megatron_dapo.quantisation.probe import compare, logprobs_of
+from megatron_dapo.quantisation.stored import ALGORITHMS, load_dequantised, quantised_matrices
+
+pytestmark = pytest.mark.usefixtures("modelopt")
+
+CPU = torch.device("cpu")
+NUM_MATRICES = 14  # 7 a layer
+
+
+@pytest.fixture
+def written(model, samples, tmp_path):
+    """`written(format)`: (the model as it was, ModelOpt's simulation's log-probs, the folder)."""
+
+    def write(name: str):
+        before = copy.deepcopy(model)
+        calibrate.quantise_model(model, FORMATS[name], [sample.token_ids for sample in samples])
+        simulated = [logprobs_of(model, sample) for sample in samples]
+        calibrate.export(model, FORMATS[name], tmp_path / name)
+        return before, simulated, tmp_path / name
+
+    return write
+
+
+def test_one_scale_a_matrix_is_what_modelopt_simulates(written, samples) -> None:
+    before, simulated, folder = written("fp8")
+    read = load_dequantised(folder, "fp8", torch.float32, CPU)
+    found = compare(simulated, [logprobs_of(read, sample) for sample in samples])
+    rounding = compare(simulated, [logprobs_of(before, sample) for sample in samples])
+    # What is left: values next to a tie, which fall to either side by whether one divides or multiplies.
+    assert found.mean_abs < 0.05 * rounding.mean_abs
+
+
+def test_one_scale_a_matrix_rounds_to_the_nearest(written) -> None:
+    before, _, folder = written("fp8")
+    stored = quantised_matrices(folder)
+    assert len(stored) == NUM_MATRICES
+    for name, tensors in stored.items():
+        nearest = (before.get_submodule(name).weight / tensors["weight_scale"]).to(torch.float8_e4m3fn)
+        assert torch.equal(tensors["weight"].float(), nearest.float())
+        assert float(tensors["weight"].float().abs().max()) == 448
+
+
+def test_blocks_are_the_trainers_bit_for_bit(written) -> None:
+    before, _, folder = written("fp8_blockwise")
+    stored = quantised_matrices(folder)
+    assert len(stored) == NUM_MATRICES
+    for name, tensors in stored.items():
+        ours = quantise_weight(before.get_submodule(name).weight)
+        assert torch.equal(tensors["weight"].float(), ours.values.float())
+        assert torch.equal(tensors["weight_scale_inv"], ours.scales)
+
+
+def test_transformers_own_reader_sees_the_same_blocks(written) -> None:
+    pytest.importorskip("accelerate", reason="transformers reads FP8 folders with accelerate only")
+    _, _, folder = written("fp8_blockwise")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    ours = load_dequantised(folder, "fp8_blockwise", torch.float32, CPU)
+    expected = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_four_bits_with_their_scaled_inputs_give_the_matrix_back(written) -> None:
+    """Scales of shared inputs lie in the norm before them, the others beside their matrix."""
+    before, _, folder = written("int4_awq")
+    stored, widen = quantised_matrices(folder), ALGORITHMS["int4_awq"][0]
+    read = load_dequantised(folder, "int4_awq", torch.float32, CPU)
+    norms = {"q_proj": "input_layernorm", "k_proj": "input_layernorm", "v_proj": "input_layernorm"}
+    norms |= {"gate_proj": "post_attention_layernorm", "up_proj": "post_attention_layernorm"}
+    assert len(stored) == NUM_MATRICES
+    for name, tensors in stored.items():
+        layer, last = ".".join(name.split(".")[:3]), name.split(".")[-1]
+        exact, found = before.get_submodule(name).weight, widen(tensors)
+        if last in norms:
+            path = f"{layer}.{norms[last]}"
+            exact, found = exact * before.get_submodule(path).weight, found * read.get_submodule(path).weight
+        # Normal values in steps of their group's largest / 7.
+        assert float(((found - exact).norm() / exact.norm()).detach()) < 0.16, name
+
+
+def test_nvfp4_packs_as_the_reader_unpacks() -> None:
+    tensor = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor").NVFP4QTensor
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    packed, scales, outer = tensor.quantize(weight, 16)
+    tensors = {"weight": packed._quantized_data, "weight_scale": scales, "weight_scale_2": outer}
+    widened = ALGORITHMS["nvfp4"][0](tensors)
+    assert torch.allclose(widened, packed.dequantize(scale=scales, double_scale=outer, block_sizes={-1: 16}).float())
+    assert float((widened - weight).norm() / weight.norm()) < 0.15
+
+
+def test_without_modelopt_it_says_how_to_install_it(monkeypatch) -> None:
+    def missing(name: str) -> str:
+        raise calibrate.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(calibrate.importlib.metadata, "version", missing)
+    with pytest.raises(ValueError, match="make .venv-modelopt"):
+        calibrate.modelopt_version()

@@ -1,0 +1,129 @@
+"""tools.quantize from end to end on a model small enough for a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+from tools import quantize
+
+needs_modelopt = pytest.mark.skipif(
+    importlib.util.find_spec("modelopt") is None,
+    reason="nvidia-modelopt is not installed: make .venv-modelopt, then PYTHONPATH=.venv-modelopt",
+)
+FEW = ["--num-calibration", "6", "--num-check", "4", "--response-tokens", "16"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, repository: Path) -> Path:
+    """Random weights in the shape of Qwen2.5, with the quickstart's tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "trained"
+    tokenizer = AutoTokenizer.from_pretrained(repository / "examples/quickstart/base_model")
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(repository: Path) -> str:
+    return str(repository / "examples/quickstart/heldout.jsonl")
+
+
+def quantise(source: Path, target: Path, name: str, prompts: str, *more: str) -> int:
+    return quantize.main([str(source), str(target), "--format", name, "--prompts", prompts, "--device", "cpu", *more])
+
+
+@needs_modelopt
+@pytest.mark.parametrize("name", ["fp8", "fp8_blockwise", "int4_awq"])
+def test_a_model_is_quantised_and_accepted(source, tmp_path, prompts, name, capsys) -> None:
+    assert quantise(source, tmp_path / name, name, prompts, *FEW, "--json") == quantize.OK
+    report = json.loads(capsys.readouterr().out)
+    stored = json.loads((tmp_path / name / "quantisation.json").read_text())
+    assert stored == report and report["judge"] == "transformers"
+    assert 0 < report["difference"]["mean_abs"] <= report["tolerance"]["mean_abs"]
+    assert report["difference"]["num_sequences"] == 4
+    assert report["bytes_after"] < 0.7 * report["bytes_before"]
+    # Everything but the weights is the source's.
+    config = json.loads((tmp_path / name / "config.json").read_text())
+    assert config.pop("quantization_config")
+    assert config == json.loads((source / "config.json").read_text())
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / name / file).read_bytes() == (source / file).read_bytes()
+    with HuggingFaceFolder(source) as before, HuggingFaceFolder(tmp_path / name) as after:
+        embedding = "model.embed_tokens.weight"
+        assert torch.equal(before.read_tensor(embedding), after.read_tensor(embedding))
+
+
+@needs_modelopt
+def test_one_out_of_tolerance_leaves_nothing_and_says_both_numbers(source, tmp_path, prompts, capsys) -> None:
+    code = quantise(source, tmp_path / "fp8", "fp8", prompts, *FEW, "--max-mean", "1e-6")
+    message = capsys.readouterr().err
+    assert code == quantize.REFUSED and "mean |log-prob difference|" in message and "allowed 1e-06" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_that_exists_is_not_touched(source, tmp_path, prompts, capsys) -> None:
+    (tmp_path / "out").mkdir()
+    assert quantise(source, tmp_path / "out", "fp8", prompts, *FEW) == quantize.FAILED
+    assert "exists already" in capsys.readouterr().err and list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "what"),
+    [
+        ("fp7", FEW, "unknown format 'fp7', choose one of fp8"),
+        ("nvfp4", FEW, "kernels for cuda, and the device is cpu"),
+        ("int4_awq", [*FEW, "--engine-python", "python"], "SGLang has no reader"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
+    source, tmp_path, prompts, capsys, name, more, what
+) -> None:
+    assert quantise(source, tmp_path / "out", name, prompts, *more) == quantize.FAILED
+    assert what in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_named(tmp_path, prompts, capsys) -> None:
+    assert quantise(tmp_path / "nothing", tmp_path / "out", "fp8", prompts) == quantize.FAILED
+    assert "nothing is no folder" in capsys.readouterr().err
+
+
+def test_a_shape_that_does_not_fit(repository, tmp_path, prompts, capsys) -> None:
+    base = repository / "examples/quickstart/base_model"
+    assert quantise(base, tmp_path / "out", "fp8_blockwise", prompts) == quantize.FAILED
+    assert "q_proj.weight has 96 rows, which is no multiple of 128" in capsys.readouterr().err
+
+
+@needs_modelopt
+@pytest.mark.parametrize(
+    ("text", "more", "what"),
+    [
+        ("", FEW, "has no rows"),
+        (None, ["--num-calibration", "0"], "each at least 1"),
+        (None, ["--num-calibration", "120", "--num-check", "9"], "120 prompts to calibrate with and 9 others"),
+    ],
+)
+def test_too_few_prompts(source, tmp_path, prompts, capsys, text, more, what) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(Path(prompts).read_text() if text is None else text)
+    assert quantise(source, tmp_path / "out", "fp8", str(path), *more) == quantize.FAILED
+    assert what in capsys.readouterr().err and not (tmp_path / "out").exists()
