@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
+
+
+@dataclass(frozen=True)
+class PrefixReuse:
+    """The contexts (prompt and tokens so far) behind which responses went on, and how much of them was still there."""
+
+    num_tokens: int = 0
+    num_cached: int = 0  # of those: keys and values that were not computed again
+
+    def __add__(self, other: PrefixReuse) -> PrefixReuse:
+        return PrefixReuse(self.num_tokens + other.num_tokens, self.num_cached + other.num_cached)
+
+    def __sub__(self, other: PrefixReuse) -> PrefixReuse:
+        return PrefixReuse(self.num_tokens - other.num_tokens, self.num_cached - other.num_cached)
+
+    @property
+    def cached_share(self) -> float:
+        """0 for nothing."""
+        return self.num_cached / max(1, self.num_tokens)
 
 
 class RolloutEngine(Protocol):
@@ -38,6 +57,10 @@ class RolloutEngine(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights being served, -1 before the first synchronisation."""
+
+    @property
+    def prefix_reuse(self) -> PrefixReuse:
+        """Of all requests with a prefix since the engine began."""
 
 
 def check_request_ids(requests: Sequence[GenerationRequest], in_use: Collection[str]) -> None:

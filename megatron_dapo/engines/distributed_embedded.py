@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_dapo.engines.base import check_request_ids
+from megatron_dapo.engines.base import PrefixReuse, check_request_ids
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.parallel.collectives import all_gather_json, broadcast_json
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
@@ -41,6 +41,7 @@ class DistributedEmbeddedEngine:
         self._new: list[GenerationRequest] = []  # rank 0: submitted since the last poll
         self._rank_of: dict[str, int] = {}  # rank 0: where each unfinished request runs
         self._load = [0] * self._num_ranks  # rank 0: unfinished requests a rank
+        self._prefix_reuse = PrefixReuse()  # of all ranks
 
     # Every rank
 
@@ -88,6 +89,11 @@ class DistributedEmbeddedEngine:
     @property
     def num_unfinished(self) -> int:
         return len(self._rank_of) + len(self._new)
+
+    @property
+    def prefix_reuse(self) -> PrefixReuse:
+        """Of all ranks, as of the last poll."""
+        return self._prefix_reuse
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         check_request_ids(requests, {request.request_id for request in self._new} | self._rank_of.keys())
@@ -139,7 +145,8 @@ class DistributedEmbeddedEngine:
         try:
             self.local_engine.submit(_decode_requests(command, self._rank))
             report: dict[str, Any] = {
-                "completions": [asdict(done) for done in _OPERATIONS[command["op"]](self.local_engine)]
+                "completions": [asdict(done) for done in _OPERATIONS[command["op"]](self.local_engine)],
+                "prefix_reuse": asdict(self.local_engine.prefix_reuse),
             }
         except Exception as error:  # reported to every rank instead of leaving them to wait
             report = {"error": f"{type(error).__name__}: {error}"}
@@ -152,6 +159,7 @@ class DistributedEmbeddedEngine:
         failures = [f"rank {rank}: {entry['error']}" for rank, entry in enumerate(reports) if "error" in entry]
         if failures:
             raise _RanksFailed("generation failed on " + "; ".join(failures))
+        self._prefix_reuse = sum((PrefixReuse(**entry["prefix_reuse"]) for entry in reports), PrefixReuse())
         return [_decode_completion(done) for entry in reports for done in entry["completions"]]
 
 
@@ -213,9 +221,7 @@ def _decode_requests(command: dict[str, Any], rank: int) -> list[GenerationReque
         SamplingParams(**{**entry, "stop_token_ids": tuple(entry["stop_token_ids"])}) for entry in command["samplings"]
     ]
     return [
-        GenerationRequest(
-            request_id, prompts[prompt], samplings[sampling], seed, prefix and _decode_completion(prefix)
-        )
+        GenerationRequest(request_id, prompts[prompt], samplings[sampling], seed, prefix and _decode_completion(prefix))
         for request_id, prompt, sampling, seed, prefix in command["requests"][rank]
     ]
 

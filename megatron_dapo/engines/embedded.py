@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from megatron_dapo.engines.base import (
+    PrefixReuse,
     aborted,
     behind_prefix,
     check_request,
@@ -101,6 +102,7 @@ class EmbeddedEngine:
         self._model = _empty_model(config, settings)
         self._vocab_size = int(config.vocab_size)
         self._version = -1
+        self._prefix_reuse = PrefixReuse()
         self._waiting: deque[GenerationRequest] = deque()
         self._request_ids: set[str] = set()
         self._complete: list[Completion] = []  # submitted with a prefix that needs no more
@@ -184,6 +186,10 @@ class EmbeddedEngine:
     @property
     def num_unfinished(self) -> int:
         return len(self._request_ids)
+
+    @property
+    def prefix_reuse(self) -> PrefixReuse:
+        return self._prefix_reuse
 
     @property
     def num_active(self) -> int:
@@ -369,6 +375,8 @@ class EmbeddedEngine:
             request = self._waiting.popleft()
             context = _context(request)
             prefix = self._current.get(context)
+            if request.prefix is not None:
+                self._prefix_reuse += PrefixReuse(len(context), prefix.length if prefix is not None else 0)
             if prefix is None:
                 prefix = self._current[context] = _Prefix(context)
                 prefixes.append(prefix)

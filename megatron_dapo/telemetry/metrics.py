@@ -74,6 +74,8 @@ _STEP = [
         ("token_staleness_max", "versions", "the same, largest"),
         ("partial_share", "fraction", "share of the trained responses sampled by more than one policy version"),
         ("responses_continued", "responses", "times a response went on behind tokens it already had"),
+        ("continued_tokens", "tokens", "prompt and response tokens that those went on behind, as sent to the engine"),
+        ("prefix_cached_share", "fraction", "share of those whose keys and values the engine still had (0 if none)"),
         ("tokens_discarded", "tokens", "response tokens thrown away unjudged or too stale"),
         ("accuracy_trained", "fraction", "mean accuracy of the trained responses"),
         (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.types import Completion, GenerationRequest
 
 Result = TypeVar("Result")
@@ -29,6 +31,10 @@ class DrivenEngine(Protocol):
 
     @property
     def policy_version(self) -> int: ...
+
+    @property
+    def prefix_reuse(self) -> PrefixReuse:
+        """On rank 0, see `RolloutEngine`."""
 
 
 class Publisher(Protocol):
@@ -57,3 +63,5 @@ class Engines:
     served: ServedModels | None = None
     heal: Callable[[], None] | None = None  # rank 0, while it waits for a collecting thread
     rest: Callable[[], None] | None = None  # collective: give memory back until the next version is published
+    # Collective: inside it the trainer holds the values servers multiply by, where those are others than its own.
+    as_served: Callable[[], AbstractContextManager[None]] | None = None

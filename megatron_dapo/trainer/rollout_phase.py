@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
 from megatron_dapo.rollout.collector import RolloutBatch
 from megatron_dapo.trainer.driven_engine import DrivenEngine
@@ -18,7 +19,7 @@ BuildSamples = Callable[[Sequence[Group]], TrainSamples]
 
 @dataclass(frozen=True)
 class CollectedBatch:
-    """What one collection gives every rank. `rollout`, `advantage_metrics` and `generation_seconds` are rank 0's alone."""
+    """What one collection gives every rank. What is not broadcast, from `rollout` on, is rank 0's alone."""
 
     samples: list[TrainSample]
     should_stop: bool
@@ -26,6 +27,7 @@ class CollectedBatch:
     rollout: RolloutBatch | None
     advantage_metrics: dict[str, float]
     generation_seconds: float = 0.0  # collecting took, beside training or not
+    prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)  # since the batch before
 
 
 class RolloutPhase:
@@ -43,6 +45,7 @@ class RolloutPhase:
         self._rollout = rollout
         self._build = build
         self._rest = rest
+        self._prefix_reuse = PrefixReuse()  # rank 0: up to the last batch
 
     def collect(self, num_groups: int) -> CollectedBatch:
         """The next rollout batch, the same samples on every rank."""
@@ -58,9 +61,14 @@ class RolloutPhase:
         facts = {"should_stop": rollout.should_stop, "generation_step": self._rollout.generation_step}
         broadcast_json({"description": description, **facts})
         broadcast_tensors(tensors)
-        seconds = self._rollout.generation_seconds
+        reuse, self._prefix_reuse = self._engine.prefix_reuse - self._prefix_reuse, self._engine.prefix_reuse
         return CollectedBatch(
-            list(samples), rollout=rollout, advantage_metrics=built.metrics, generation_seconds=seconds, **facts
+            list(samples),
+            rollout=rollout,
+            advantage_metrics=built.metrics,
+            generation_seconds=self._rollout.generation_seconds,
+            prefix_reuse=reuse,
+            **facts,
         )
 
     def _collect(self, num_groups: int) -> RolloutBatch:

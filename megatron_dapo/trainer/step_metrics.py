@@ -9,6 +9,7 @@ from dataclasses import replace
 import psutil
 
 from megatron_dapo.algorithms.repetition import ngram_repetition
+from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.collector import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
@@ -72,6 +73,11 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
             [ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM) for sample in samples]
         ),
     }
+
+
+def prefix_metrics(reuse: PrefixReuse) -> dict[str, float]:
+    """The part of the "rollout/" section that only the engine knows."""
+    return {"rollout/continued_tokens": reuse.num_tokens, "rollout/prefix_cached_share": reuse.cached_share}
 
 
 def window_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineAnswerError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import read_key
@@ -188,15 +189,49 @@ def test_an_aborted_response_continues_as_if_nothing_had_been(
         client.update_weight_version(0)
 
 
+def test_a_continued_window_finds_its_prefix_until_the_weights_change(clients: list[SglangClient]) -> None:
+    """Windows of 40 tokens of 8 prompts: the second by the same weights, the third behind an update and its flush."""
+    client = clients[0]
+    client.flush_cache()
+    requests = make_requests(8, group_size=1, stop_token_ids=())
+    with SglangEngine([client], settings_of(client)) as engine:
+        engine.set_policy_version(0)
+        held = generate_all(engine, requests)
+        assert engine.prefix_reuse == PrefixReuse()
+        second = [behind(request, held[request.request_id]) for request in requests]
+        held = generate_all(engine, second)
+        by_same_weights = engine.prefix_reuse
+        num_context = sum(len(request.prompt_ids) + 40 for request in requests)
+        # All but the last token, which goes through the model to draw the next one.
+        assert by_same_weights == PrefixReuse(num_context, num_context - len(requests))
+        client.pause("abort")
+        client.flush_cache()
+        client.update_weight_version(1)
+        client.resume()
+        engine.set_policy_version(1)
+        generate_all(engine, [behind(request, held[request.request_id]) for request in second])
+        assert engine.prefix_reuse - by_same_weights == PrefixReuse(num_context + 40 * len(requests), 0)
+    client.update_weight_version(0)
+
+
+def behind(request: GenerationRequest, window: Completion) -> GenerationRequest:
+    """The request for 40 tokens more."""
+    sampling = replace(request.sampling, max_new_tokens=len(window.token_ids) + 40)
+    return replace(request, sampling=sampling, prefix=replace(window, finish_reason="abort"))
+
+
+def generate_all(engine: SglangEngine, requests: list[GenerationRequest]) -> dict[str, Completion]:
+    engine.submit(requests)
+    return drain(engine)
+
+
 def test_the_router_spreads_requests_over_both(
     servers: list[SglangServer], clients: list[SglangClient], engine_python: Path, tmp_path: Path
 ) -> None:
     if not is_installed(engine_python):
         pytest.skip(f"sglang_router is not installed for {engine_python}")
     key_file = servers[0].key_file
-    router = SglangRouter.start(
-        RouterSettings(engine_python, key_file, tmp_path), [server.url for server in servers]
-    )
+    router = SglangRouter.start(RouterSettings(engine_python, key_file, tmp_path), [server.url for server in servers])
     try:
         router.wait_until_healthy(2)
         routed = RoutedClient(router.url, read_key(key_file), clients, TIMEOUTS)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_dapo.engines.base import (
+    PrefixReuse,
     aborted,
     behind_prefix,
     check_request,
@@ -38,7 +39,7 @@ from megatron_dapo.engines.sglang.client import (
     SglangClient,
 )
 from megatron_dapo.engines.sglang.courier import Courier, Delivery, Outcome, Probed
-from megatron_dapo.engines.sglang.wire import Generation
+from megatron_dapo.engines.sglang.wire import Generation, input_ids_of
 from megatron_dapo.types import Completion, GenerationRequest, VersionRange
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,9 @@ class EngineStatistics:
     num_late_answers: int = 0  # answers to deliveries given up, dropped
     num_completions: int = 0
     num_tokens: int = 0  # generated, prefixes not counted
+    num_prompt_tokens: int = 0  # read by requests without a prefix
+    num_cached_prompt_tokens: int = 0  # of those: in the prefix caches, as the other responses of a group find them
+    prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)  # of requests with one
 
 
 class AllEnginesGone(RuntimeError):
@@ -202,6 +206,10 @@ class SglangEngine:
     @property
     def num_unfinished(self) -> int:
         return len(self._jobs) + len(self._ready)
+
+    @property
+    def prefix_reuse(self) -> PrefixReuse:
+        return self.statistics.prefix_reuse
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests and send what fits. All are checked before any is queued."""
@@ -356,7 +364,7 @@ class SglangEngine:
             self._bury(flight.server, problem)
             return
         completion = join(job.request, generation, flight.version)
-        self.statistics.num_tokens += len(generation.token_ids)
+        self._count(job.request, generation)
         if completion.finish_reason == "abort":
             # Somebody's abort; in `abort` itself the request ends here, with this prefix.
             job.request = replace(job.request, prefix=completion)
@@ -368,6 +376,15 @@ class SglangEngine:
         self.statistics.num_completions += 1
         del self._jobs[completion.request_id]
         self._ready.append((job.order, completion))
+
+    def _count(self, request: GenerationRequest, generation: Generation) -> None:
+        counts, num_read = self.statistics, len(input_ids_of(request))
+        counts.num_tokens += len(generation.token_ids)
+        if request.prefix is not None:
+            counts.prefix_reuse += PrefixReuse(num_read, generation.num_cached)
+        else:
+            counts.num_prompt_tokens += num_read
+            counts.num_cached_prompt_tokens += generation.num_cached
 
     def _handle_error(self, flight: _Flight, error: EngineError) -> None:
         self._requeue(flight.job, error)
@@ -459,7 +476,6 @@ class SglangEngine:
             if server.flights or server.is_suspect:
                 problem = f"{len(server.flights)} aborted requests not answered within {self.settings.abort_s:g} s"
                 self._bury(server, EngineTimeout(server.client.name, "POST /abort_request", problem))
-
 
 
 def join(request: GenerationRequest, generation: Generation, version: int) -> Completion:

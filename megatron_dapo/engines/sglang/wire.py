@@ -37,6 +37,7 @@ class Generation:
     logprobs: tuple[float, ...]  # N, at the sampled temperature
     finish_reason: FinishReason
     weight_version: str  # the server's own label of its weights when it answered, "" where it gave none
+    num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
 
 
 def input_ids_of(request: GenerationRequest) -> list[int]:
@@ -91,10 +92,12 @@ def parse_generation(answer: Any, request: GenerationRequest, *, vocab_size: int
     meta = _mapping(_mapping(answer, "the answer").get("meta_info"), "meta_info")
     token_ids = _token_ids(answer.get("output_ids"), vocab_size)
     logprobs = _logprobs(meta.get("output_token_logprobs"), token_ids)
-    _check_count(meta.get("prompt_tokens"), len(input_ids_of(request)), "prompt tokens read")
+    num_read = len(input_ids_of(request))
+    _check_count(meta.get("prompt_tokens"), num_read, "prompt tokens read")
     _check_count(meta.get("completion_tokens"), len(token_ids), "completion tokens counted")
     reason = _finish_reason(meta.get("finish_reason"), token_ids, request)
-    return Generation(token_ids, logprobs, reason, str(meta.get("weight_version") or ""))
+    num_cached = _num_cached(meta.get("cached_tokens"), num_read)
+    return Generation(token_ids, logprobs, reason, str(meta.get("weight_version") or ""), num_cached)
 
 
 def parse_prompt_logprobs(answer: Any, token_ids: Sequence[int]) -> list[float]:
@@ -154,6 +157,15 @@ def _check_count(value: Any, expected: int, what: str) -> None:
     """SGLang leaves counts out for requests it never started."""
     if value is not None and value != expected:
         raise AnswerError(f"{value} {what}, expected {expected}")
+
+
+def _num_cached(value: Any, num_read: int) -> int:
+    """What the server says it found in its prefix cache; nothing for requests it never started."""
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value <= num_read:
+        raise AnswerError(f"cached_tokens is {str(value)[:60]} of {num_read} tokens read")
+    return value
 
 
 def _finish_reason(value: Any, token_ids: tuple[int, ...], request: GenerationRequest) -> FinishReason:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
@@ -266,9 +267,7 @@ def test_a_response_continued_twice_equals_the_uninterrupted_one(num_slots: int)
         completions |= {done.request_id: done for done in engine.advance(num_ticks)}
         partial = {done.request_id: done for done in engine.abort()}
         assert set(partial) | set(completions) == set(expected)
-        unfinished = [
-            replace(r, prefix=partial[r.request_id]) for r in reversed(unfinished) if r.request_id in partial
-        ]
+        unfinished = [replace(r, prefix=partial[r.request_id]) for r in reversed(unfinished) if r.request_id in partial]
     engine.set_policy_version(5)
     engine.submit(unfinished)
     completions |= drain(engine)
@@ -279,6 +278,22 @@ def test_a_response_continued_twice_equals_the_uninterrupted_one(num_slots: int)
         assert [v.start for v in done.versions] == [0, *(v.end for v in done.versions[:-1])]
         assert done.versions[-1].end == len(done.token_ids)
     assert max(len(done.versions) for done in completions.values()) == (3 if num_slots == 64 else 2)
+
+
+def test_a_continued_response_computes_its_context_anew() -> None:
+    """Two of one group that go on, one twice at the same place: only that one finds its context."""
+    engine = make_engine(reference_model())
+    assert engine.prefix_reuse == PrefixReuse()
+    sampling = SamplingParams(max_new_tokens=12)
+    prefixes = {name: aborted_after(name, ids) for name, ids in {"a": (4, 5), "b": (4, 6, 7), "c": (4, 6, 7)}.items()}
+    requests = [GenerationRequest(name, (7, 8), sampling, 0, prefix) for name, prefix in prefixes.items()]
+    engine.submit([*requests, GenerationRequest("d", (7, 8), sampling, 0)])
+    while engine.num_unfinished:
+        engine.poll()
+    assert engine.prefix_reuse == PrefixReuse(num_tokens=4 + 5 + 5, num_cached=4)
+    engine.submit(requests[:1])
+    engine.poll()
+    assert engine.prefix_reuse == PrefixReuse(num_tokens=18, num_cached=4)
 
 
 def test_a_complete_prefix_comes_back_as_what_it_is() -> None:

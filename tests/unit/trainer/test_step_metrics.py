@@ -6,14 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
+from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.rollout.collector import keep_every_group
 from megatron_dapo.telemetry.metrics import STEP_METRICS
-from megatron_dapo.trainer.step_metrics import rollout_metrics, throughput_metrics, window_metrics
+from megatron_dapo.trainer.step_metrics import prefix_metrics, rollout_metrics, throughput_metrics, window_metrics
 
 
 def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None:
     metrics = rollout_metrics(make_world([0.5] * 40).collector.collect(4), 0, 4)
-    assert set(metrics) == {name for name in STEP_METRICS if name.startswith("rollout/")}
+    reuse = prefix_metrics(PrefixReuse(100, 40) + PrefixReuse(60, 24))
+    assert reuse == {"rollout/continued_tokens": 160, "rollout/prefix_cached_share": 0.4}
+    assert prefix_metrics(PrefixReuse())["rollout/prefix_cached_share"] == 0
+    assert {*metrics, *reuse} == {name for name in STEP_METRICS if name.startswith("rollout/")}
     for name in ("token_staleness_mean", "token_staleness_max", "partial_share", "responses_continued"):
         assert metrics[f"rollout/{name}"] == 0
     assert metrics["rollout/tokens_discarded"] == metrics["rollout/groups_unfinished"] == 0

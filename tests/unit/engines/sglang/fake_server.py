@@ -54,6 +54,12 @@ def token_at(seed: int, position: int, vocab_size: int) -> tuple[int, float]:
     return high % vocab_size, -(low % 4000 + 1) / 1000
 
 
+def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+    """Tokens at the beginning that are the same."""
+    pairs = zip(left, right, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
+
+
 class FakeServer:
     """One server. Attributes may be changed while it runs."""
 
@@ -84,6 +90,7 @@ class FakeServer:
         self.on_update: Callable[[str, dict[str, Any]], None] = lambda path, body: None
         self.unlocked = threading.Condition()
         self.running: dict[str, str] = {}  # rid -> "run" or "abort"
+        self._cache: list[list[int]] = []  # sequences served since the last flush
         self._ended = False
         self._connections: set[socket.socket] = set()
         self._http: ThreadingHTTPServer | None = None
@@ -216,8 +223,11 @@ class FakeServer:
                 self.running.pop(rid, None)
                 self.unlocked.notify_all()
         time.sleep(self.answer_delay_s)
+        num_cached = max((num_equal(ids[:-1], cached) for cached in self._cache), default=0)
+        self._cache.append([*ids, *tokens])
         meta = {
             "id": rid,
+            "cached_tokens": num_cached,
             "finish_reason": reason,
             "prompt_tokens": len(ids),
             "completion_tokens": len(tokens),
@@ -276,7 +286,10 @@ class FakeServer:
         return 200, {"status": "ok"}
 
     def _serve_flush_cache(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return (400, "Flush cache failed: requests are running") if self.running else (200, "Cache flushed.")
+        if self.running:
+            return 400, "Flush cache failed: requests are running"
+        self._cache.clear()
+        return 200, "Cache flushed."
 
     def _serve_update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, Any]:
         return self._update("/update_weights_from_tensor", body)

@@ -21,7 +21,7 @@ from megatron_dapo.engines.sglang.client import (
     SglangClient,
     Timeouts,
 )
-from megatron_dapo.engines.sglang.wire import AnswerError, parse_prompt_logprobs
+from megatron_dapo.engines.sglang.wire import AnswerError, parse_generation, parse_prompt_logprobs
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
 FAST = Timeouts(connect_s=5, generate_s=0.4, control_s=0.4, flush_s=0.4, update_s=0.4, health_s=0.4)
@@ -89,6 +89,31 @@ def test_a_prefix_goes_behind_the_prompt_and_continues_the_random_numbers(server
     done = generate(client_of(server), request)
     assert done.token_ids == tuple(tokens[3:]) and done.logprobs == tuple(logprobs[3:])
     assert server.calls[-1][1]["input_ids"] == [5, 6, 7, *tokens[:3]]
+
+
+@pytest.mark.parametrize("cached", [0, 2, None])
+def test_cached_tokens_are_read_where_a_server_counts_them(cached: int | None) -> None:
+    assert parse_generation(answer_with(cached), REQUEST, vocab_size=100).num_cached == (cached or 0)
+
+
+@pytest.mark.parametrize("cached", [-1, 4, 1.0, True, "2"])
+def test_cached_tokens_that_cannot_be_are_refused(cached: object) -> None:
+    with pytest.raises(AnswerError, match="cached_tokens is .* of 3 tokens read"):
+        parse_generation(answer_with(cached), REQUEST, vocab_size=100)
+
+
+def answer_with(cached: object) -> dict:
+    tokens = list(range(10, 10 + REQUEST.sampling.max_new_tokens))
+    return {
+        "output_ids": tokens,
+        "meta_info": {
+            "prompt_tokens": 3,
+            "completion_tokens": len(tokens),
+            "cached_tokens": cached,
+            "finish_reason": {"type": "length", "length": len(tokens)},
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        },
+    }
 
 
 EXPECTED = {
@@ -248,7 +273,6 @@ def test_highest_token_of_a_prompt_may_be_shown_as_zero() -> None:
     assert parse_prompt_logprobs(answer, [4, 9, 5]) == [-1.0, -2.0]
     with pytest.raises(AnswerError, match="not one of token 3"):
         parse_prompt_logprobs(answer, [4, 3, 5])
-
 
 
 def test_urls_and_deadlines_are_checked() -> None:

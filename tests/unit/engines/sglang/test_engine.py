@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from fake_server import FakeServer
 
+from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineHttpError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import (
     AllEnginesGone,
@@ -104,6 +105,33 @@ def test_all_responses_come_back_once_in_the_order_of_submission(make_server, ma
     assert min(num_generations(server) for server in servers) > 0
     with pytest.raises(ValueError, match="already in use"):
         engine.submit([requests[0], requests[0]])
+
+
+def test_what_continued_responses_find_in_the_cache_is_counted(make_server, make_engine: MakeEngine) -> None:
+    server = make_server()
+    engine = make_engine([server])
+    prompt = tuple(range(10, 30))
+    whole = GenerationRequest("a", prompt, SamplingParams(max_new_tokens=30), seed=1)
+    (first,) = generate(engine, [replace(whole, sampling=SamplingParams(max_new_tokens=12))])
+    assert engine.prefix_reuse == PrefixReuse() and engine.statistics.num_prompt_tokens == 20
+    window = replace(whole, prefix=replace(first, finish_reason="abort"))
+    generate(engine, [window])
+    assert engine.prefix_reuse == PrefixReuse(num_tokens=32, num_cached=31), "all but the last, which goes through"
+    client_of(server).flush_cache()
+    generate(engine, [window])
+    assert engine.prefix_reuse == PrefixReuse(num_tokens=64, num_cached=31)
+    assert engine.statistics.num_prompt_tokens == 20 and engine.statistics.num_cached_prompt_tokens == 0
+    generate(engine, [replace(whole, request_id="b")])
+    assert engine.statistics.num_prompt_tokens == 40 and engine.statistics.num_cached_prompt_tokens == 19
+    assert (engine.prefix_reuse - PrefixReuse(32, 31)).cached_share == 0
+
+
+def generate(engine: SglangEngine, requests: list[GenerationRequest]) -> list[Completion]:
+    engine.submit(requests)
+    completions = []
+    while engine.num_unfinished:
+        completions += engine.poll()
+    return completions
 
 
 def test_groups_stay_together_and_loads_even(make_server, make_engine: MakeEngine) -> None:
