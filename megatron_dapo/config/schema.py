@@ -565,6 +565,13 @@ class Config(Section):
         return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, self.evaluation_response_tokens)
 
     @property
+    def mismatch_gate(self) -> float:
+        """Largest mean gap, in nats, between engine and trainer on the first batch."""
+        if self.rollout.engine == "sglang" and self.sglang.quantization == "fp8":
+            return self.sglang.fp8_step0_max_mean_abs
+        return self.mismatch.step0_max_mean_abs
+
+    @property
     def aggregation_length(self) -> int:
         return self.algorithm.aggregation_length or self.rollout.max_response_tokens
 

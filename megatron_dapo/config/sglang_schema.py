@@ -8,6 +8,7 @@ from megatron_dapo.config.section import Section
 
 Placement = Literal["colocated", "disaggregated"]
 WeightTransport = Literal["memory", "peer", "disk"]
+Quantization = Literal["none", "fp8"]
 
 
 class SglangConfig(Section):
@@ -46,6 +47,19 @@ class SglangConfig(Section):
 
     bucket_mb: int = 64
     """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""
+
+    quantization: Quantization = "none"
+    """none: servers hold the weights in model.dtype. fp8: their linear layers in e4m3 with a scale for every 128 x 128
+    values, rounded on the way to them as the trainer rounds. Needs algorithm.off_policy.correction, as servers then
+    sample from another policy than the one that is trained."""
+
+    accept_quantization_bias: bool = False
+    """Allow quantization without an off-policy correction, knowing that the importance ratios are then wrong."""
+
+    fp8_step0_max_mean_abs: float = 0.1
+    """Takes the place of mismatch.step0_max_mean_abs where quantization = fp8: the gap of the first batch is then the
+    rounding's. Servers on GPUs round activations as well, so that fixed prompts are held against this, too, not
+    against the tighter one."""
 
     router: bool = False
     """Send generation through SGLang's router instead of balancing it here. Needs sglang_router beside SGLang, and at

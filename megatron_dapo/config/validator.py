@@ -15,6 +15,7 @@ from megatron_dapo.config.critic_rules import CRITIC_RULES, critic_layout_rules
 from megatron_dapo.config.errors import ConfigError, Violation
 from megatron_dapo.config.layout_rules import ARCHITECTURE_RULES, LAYOUT_RULES, world_rules
 from megatron_dapo.config.precision_rules import PRECISION_ARCHITECTURE_RULES, PRECISION_RULES
+from megatron_dapo.config.quantization_rules import QUANTIZATION_RULES
 from megatron_dapo.config.rule import nearest_divisor, value_of, violation
 from megatron_dapo.config.schema import Config
 from megatron_dapo.precision import micro_batch_multiple, token_multiple
@@ -100,6 +101,7 @@ _RANGES: dict[str, _Range] = {
     "sglang.request_timeout_seconds": _POSITIVE,
     "sglang.update_timeout_seconds": _POSITIVE,
     "sglang.restart_budget": _NOT_NEGATIVE,
+    "sglang.fp8_step0_max_mean_abs": _POSITIVE,
     "sglang.parity_interval": _NOT_NEGATIVE,
     "reward.num_workers": _AT_LEAST_ONE,
     "reward.timeout_seconds": _POSITIVE,
@@ -514,4 +516,5 @@ _RULES = (
     *LAYOUT_RULES,
     *PRECISION_RULES,
     *CRITIC_RULES,
+    *QUANTIZATION_RULES,
 )

@@ -9,21 +9,24 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.delivery_plan import DeliveryPlan
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.delivery_plan import DeliveryPlan, EngineLayout
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, Transport, UpdateTimeouts
 from megatron_dapo.bridge.export import export_to_huggingface
+from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.bridge.served_parameters import served_parameters
 from megatron_dapo.bridge.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.bridge.transports.base import GroupCoordinator
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.peer import PeerSettings, PeerTransport
 from megatron_dapo.config.schema import Config
-from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
+from megatron_dapo.engines.sglang.client import EngineError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.resting import RestingClient
@@ -35,12 +38,14 @@ from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.nodes import Nodes, machine_names, nodes_from_names
 from megatron_dapo.parallel.peer_group import LOOPBACK, Address, MeetingPlace, PeerGroup, join
+from megatron_dapo.parallel.reshard.description import specs_from_json, specs_to_json
 from megatron_dapo.parallel.reshard.executors import Buffers
-from megatron_dapo.parallel.reshard.layout import ShiftedLayout
+from megatron_dapo.parallel.reshard.layout import Layout, ShiftedLayout, TensorSpec
 from megatron_dapo.parallel.reshard.planner import plan
 from megatron_dapo.parallel.world_part import WorldPart
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.elsewhere import without_engines
+from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, WEIGHTS, ServedWeights
 from megatron_dapo.trainer.sglang_engines import DeviceMemory, SglangEngines
 from megatron_dapo.trainer.sglang_front import DirectFront, Front, RoutedFront
 from megatron_dapo.trainer.sglang_servers import GivenServers, ReadyServer, Servers, StartedServers
@@ -80,23 +85,28 @@ def start_sglang(config: Config, part: WorldPart, stack: ExitStack) -> Callable[
     site = _site(config, part)
     if site is None:
         return lambda actor: without_engines()
+    _check_sizes(site)
     servers = _servers(site)
     stack.callback(servers.close)
 
     def connect(actor: MegatronActor | None) -> Engines:
         assert actor is not None, "ranks with servers hold the policy"
+        weights = WEIGHTS[config.sglang.quantization](
+            actor.tensors, site.rank, actor.named_local_parameters, partial(_largest, site)
+        )
         engines = SglangEngines(
             servers,
             site.rank,
             partial(_client, site, servers),
-            partial(_update, site, servers, actor),
+            partial(_update, site, servers, actor, weights),
             partial(_front, site, actor.architecture.vocab_size) if site.rank == 0 else None,
-            actor.named_local_parameters,
+            weights.current,
             part.group,
         )
         stack.callback(engines.close)
         memory = _shared_memory(site, actor)
-        return Engines(engines, engines, engines, engines.heal, partial(engines.rest, memory) if memory else None)
+        rest = partial(engines.rest, memory) if memory else None
+        return Engines(engines, engines, engines, engines.heal, rest, weights.as_served)
 
     return connect
 
@@ -118,6 +128,34 @@ def _site(config: Config, part: WorldPart) -> _Site | None:
         return None
     processes_here = names.count(names[part.rank])
     return _Site(config, part, nodes, processes_here, everyone, groups[nodes.node_of(part.rank)], key_file)
+
+
+def _largest(site: _Site, magnitudes: torch.Tensor) -> None:
+    dist.all_reduce(magnitudes, dist.ReduceOp.MAX, group=site.everyone)
+
+
+def _check_sizes(site: _Site) -> None:
+    """ValueError before anything starts where servers cannot hold the model cut like this."""
+    architecture = ModelArchitecture.from_folder(site.config.model.path)
+    _expected(site, architecture).pieces(0)
+
+
+def _expected(site: _Site, architecture: ModelArchitecture) -> EngineLayout:
+    """One engine, as it will be."""
+    return EXPECTED_ENGINES[site.config.sglang.quantization](_engines(site, architecture, 1))
+
+
+def _engines(site: _Site, architecture: ModelArchitecture, number: int) -> SglangLayout:
+    """Engines that hold the model in its own type."""
+    config, sglang = site.config, site.config.sglang
+    return sglang_layout(
+        architecture,
+        sglang.tensor,
+        DTYPES[config.model.dtype],
+        number,
+        expert_parallel=sglang.expert,
+        device=site.device,
+    )
 
 
 # ---- servers
@@ -163,6 +201,7 @@ def _settings(site: _Site, place: int) -> ServerSettings:
         memory_fraction=sglang.memory_fraction if cuda else None,
         memory_saver=_shares_devices(site),
         seeded=sglang.seeded,
+        quantization=sglang.quantization,
         random_weights=True,  # the first delivery fills them, and is checked
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
@@ -194,9 +233,8 @@ def _shared_memory(site: _Site, actor: MegatronActor) -> DeviceMemory | None:
     sglang = site.config.sglang
     place, num_bytes = site.rank % site.nodes.ranks_per_node, 0
     if place < sglang.servers_per_node * sglang.tensor:  # a server's rank is on this device
-        dtype = DTYPES[site.config.model.dtype]
-        shard = sglang_layout(actor.architecture, sglang.tensor, dtype, expert_parallel=sglang.expert)
-        num_bytes = sum(spec.num_bytes for spec in shard.local_specs(place % sglang.tensor).values())
+        shard = _expected(site, actor.architecture).local_specs(place % sglang.tensor)
+        num_bytes = sum(spec.num_bytes for spec in shard.values())
     return DeviceMemory(lambda: torch.cuda.mem_get_info()[0], num_bytes, sglang.update_timeout_seconds)
 
 
@@ -245,32 +283,43 @@ def _engine(
 # ---- weight updates
 
 
-def _update(site: _Site, servers: Servers, actor: MegatronActor, controls: dict[int, SglangClient]) -> EngineUpdate:
+def _update(
+    site: _Site, servers: Servers, actor: MegatronActor, weights: ServedWeights, controls: dict[int, SglangClient]
+) -> EngineUpdate:
     """The state machine of updates over the configured transport."""
-    config, sglang = site.config, site.config.sglang
-    engines = sglang_layout(
-        actor.architecture,
-        sglang.tensor,
-        DTYPES[config.model.dtype],
-        len(servers.leaders),
-        expert_parallel=sglang.expert,
-        device=site.device,
-    )
+    engines = _engines(site, actor.architecture, len(servers.leaders))
+    pair = weights.layouts(engines, partial(_describe, site, controls))
     fleet = Fleet(servers.leaders, controls)
-    delivery, transport = _TRANSPORTS[sglang.transport](site, fleet, actor, engines)
-    seconds = sglang.update_timeout_seconds
+    delivery, transport = _TRANSPORTS[site.config.sglang.transport](site, fleet, *pair)
+    seconds = site.config.sglang.update_timeout_seconds
     timeouts = UpdateTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
     return EngineUpdate(delivery, fleet, transport, GroupCoordinator(site.everyone), timeouts)
+
+
+def _describe(site: _Site, controls: Mapping[int, SglangClient]) -> list[dict[str, TensorSpec]]:
+    """The parameters of the first server, which rank 0 leads. ValueError on every rank where it does not tell."""
+    told: dict[str, Any] = {}
+    if site.rank == 0:
+        seconds = site.config.sglang.update_timeout_seconds
+        try:
+            found = served_parameters(
+                controls[0], site.config.sglang.tensor, host=_own_address(site), timeout_s=seconds
+            )
+            told = {"ranks": [specs_to_json(specs) for specs in found]}
+        except (ValueError, EngineError) as error:  # told to every rank instead of leaving them to wait
+            told = {"problem": str(error)}
+    told = broadcast_json(told if site.rank == 0 else None, group=site.part.group)
+    if "problem" in told:
+        raise ValueError(told["problem"])
+    return [specs_from_json(specs) for specs in told["ranks"]]
 
 
 def _bucket_bytes(site: _Site) -> int:
     return site.config.sglang.bucket_mb * MEBIBYTE
 
 
-def _by_memory(
-    site: _Site, fleet: Fleet, actor: MegatronActor, engines: SglangLayout
-) -> tuple[DeliveryPlan, Transport]:
-    reshard = plan(actor.tensors, engines, ranks_per_node=site.nodes.ranks_per_node)
+def _by_memory(site: _Site, fleet: Fleet, source: Layout, engines: EngineLayout) -> tuple[DeliveryPlan, Transport]:
+    reshard = plan(source, engines, ranks_per_node=site.nodes.ranks_per_node)
     delivery = DeliveryPlan(reshard, engines, _bucket_bytes(site))
     peers = _all_ranks(site) if site.nodes.num_nodes > 1 else None
     transport = ColocatedTransport(
@@ -301,23 +350,24 @@ def _own_address(site: _Site) -> str:
     return Address(rendezvous_host(), 1).local_host()
 
 
-def _by_peers(site: _Site, fleet: Fleet, actor: MegatronActor, engines: SglangLayout) -> tuple[DeliveryPlan, Transport]:
+def _by_peers(site: _Site, fleet: Fleet, source: Layout, engines: EngineLayout) -> tuple[DeliveryPlan, Transport]:
     offset = site.num_ranks
-    reshard = plan(actor.tensors, ShiftedLayout(engines, offset), ranks_per_node=site.nodes.ranks_per_node)
+    reshard = plan(source, ShiftedLayout(engines, offset), ranks_per_node=site.nodes.ranks_per_node)
     delivery = DeliveryPlan(reshard, engines, _bucket_bytes(site), rank_offset=offset)
     settings = PeerSettings(host=_own_address(site), backend="nccl" if site.device == "cuda" else "gloo")
     return delivery, PeerTransport(delivery, fleet, GroupCoordinator(site.everyone), settings)
 
 
-def _by_disk(site: _Site, fleet: Fleet, actor: MegatronActor, engines: SglangLayout) -> tuple[DeliveryPlan, Transport]:
+def _by_disk(site: _Site, fleet: Fleet, source: Layout, engines: EngineLayout) -> tuple[DeliveryPlan, Transport]:
     config = site.config
     delivery = DeliveryPlan(
-        plan(actor.tensors, engines, ranks_per_node=site.nodes.ranks_per_node), engines, _bucket_bytes(site)
+        plan(source, engines, ranks_per_node=site.nodes.ranks_per_node), engines, _bucket_bytes(site)
     )
 
     def export(folder: Path, sources: Buffers) -> None:
-        export_to_huggingface(folder, config.model.path, actor.tensors, sources, site.part.group)
+        export_to_huggingface(folder, config.model.path, source, sources, site.part.group)
 
+    assert isinstance(source, MegatronLayout), "a folder holds the trained weights, config refuses others"
     folder = config.run.folder / "weights"
     return delivery, DiskTransport(delivery, fleet, folder, export, GroupCoordinator(site.everyone))
 

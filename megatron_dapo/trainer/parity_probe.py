@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -57,16 +58,49 @@ class ParityProbe:
         """
         asked = None if prompt_logprobs is None else [list(prompt_logprobs(tokens)) for tokens in self._sequences]
         served = broadcast_json(asked, group=self._group)
-        metrics = self._compare([_sample(*pair) for pair in enumerate(zip(self._sequences, served, strict=True))])
+        samples = [_sample(*pair) for pair in enumerate(zip(self._sequences, served, strict=True))]
+        metrics = self._mismatch(server, samples)
         gap, worst = metrics["mismatch/abs_logprob_diff_mean"], metrics["mismatch/abs_logprob_diff_max"]
         logger.info("parity with %s on %d prompts: mean |d log-prob| %.3g, max %.3g", server, len(served), gap, worst)
         if not gap <= self._gate:
             raise ParityError(
                 f"{server} does not serve the trainer's model: mean |log-prob difference| {gap:.3g} nats on "
-                f"{len(served)} fixed prompts, mismatch.step0_max_mean_abs allows {self._gate:.3g}. The bytes arrived "
+                f"{len(served)} fixed prompts, mismatch.step0_max_mean_abs (on GPUs in FP8 sglang.fp8_step0_max_mean_abs) allows {self._gate:.3g}. The bytes arrived "
                 "(checksums are equal): compare the two sides' config.json, precision and kernels"
             )
         return metrics
+
+    def _mismatch(self, server: str, samples: Sequence[TrainSample]) -> dict[str, float]:
+        return self._compare(samples)
+
+
+class RoundedParityProbe(ParityProbe):
+    """A server that holds rounded weights is held against a trainer with the same ones; what the rounding itself does is
+    told beside it."""
+
+    def __init__(
+        self,
+        sequences: Sequence[Sequence[int]],
+        compare: Compare,
+        gate: float,
+        as_served: Callable[[], AbstractContextManager[None]],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`as_served`: inside it the trainer's weights are those of the servers. Collective."""
+        super().__init__(sequences, compare, gate, group)
+        self._as_served = as_served
+
+    def _mismatch(self, server: str, samples: Sequence[TrainSample]) -> dict[str, float]:
+        trained = self._compare(samples)
+        logger.info(
+            "%s serves rounded weights: mean |d log-prob| %.3g, max %.3g against the trained ones on %d prompts",
+            server,
+            trained["mismatch/abs_logprob_diff_mean"],
+            trained["mismatch/abs_logprob_diff_max"],
+            len(samples),
+        )
+        with self._as_served():
+            return self._compare(samples)
 
 
 class Parity:

@@ -44,7 +44,7 @@ def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -
     learner = build_learner(config, actor, world, lambda name: nullcontext())
     if step > 0:
         _restore(config, actor, learner, world, step)
-    gate = config.mismatch.step0_max_mean_abs if step == 0 else None
+    gate = config.mismatch_gate if step == 0 else None
     result = learner.learn(batch.samples, step, gate)
     if rank == 0:
         (folder / "replay.json").write_text(

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_dapo.bridge.export import export_to_huggingface
@@ -41,7 +43,7 @@ from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
 from megatron_dapo.trainer.overlap import OverlappedRollout
-from megatron_dapo.trainer.parity_probe import Parity, ParityProbe, sequences_to_probe
+from megatron_dapo.trainer.parity_probe import Parity, ParityProbe, RoundedParityProbe, sequences_to_probe
 from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.publisher import PausingPublisher
 from megatron_dapo.trainer.recorder import Recorder, RunPaths
@@ -190,9 +192,13 @@ def _parity(
     # Every data-parallel rank needs one.
     group = world.policy.group
     sequences = sequences_to_probe(prompts, max(NUM_PARITY_PROMPTS, world.policy_layout.data), group)
-    probe = ParityProbe(
-        sequences, lambda samples: learner.compare(samples, temperature=1.0), config.mismatch.step0_max_mean_abs, group
-    )
+    compare = partial(learner.compare, temperature=1.0)
+    if engines.as_served is None:
+        probe = ParityProbe(sequences, compare, config.mismatch.step0_max_mean_abs, group)
+    else:
+        # Servers on GPUs round activations, which the trainer does not do after them.
+        gate = config.mismatch_gate if torch.cuda.is_available() else config.mismatch.step0_max_mean_abs
+        probe = RoundedParityProbe(sequences, compare, gate, engines.as_served, group)
     return Parity(probe, engines.served, config.sglang.parity_interval)
 
 
@@ -250,7 +256,7 @@ def _loop_settings(config: Config) -> LoopSettings:
         evaluate_at_start=config.evaluation.at_start,
         evaluate_at_end=config.evaluation.at_end,
         checkpoint_interval=config.checkpoint.interval,
-        mismatch_gate=config.mismatch.step0_max_mean_abs,
+        mismatch_gate=config.mismatch_gate,
         mismatch_alarm=config.mismatch.alarm,
         mismatch_trend=TrendSettings(factor=config.mismatch.trend_factor, floor=config.mismatch.trend_floor),
     )

@@ -13,9 +13,8 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from megatron_dapo.bridge.engine_update import EngineUpdate
@@ -24,6 +23,7 @@ from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import AllEnginesGone, SglangEngine
 from megatron_dapo.engines.sglang.resting import RestingClient, wait_for_memory
 from megatron_dapo.parallel.lead import Lead
+from megatron_dapo.parallel.reshard.executors import Buffers
 from megatron_dapo.trainer.sglang_front import Front
 from megatron_dapo.trainer.sglang_servers import ReadyServer, Servers
 from megatron_dapo.types import Completion, GenerationRequest
@@ -51,7 +51,7 @@ class SglangEngines:
         connect: a client of a ready server, for this rank.
         build_update: the update machinery, given the clients of the servers this rank leads.
         build_front: rank 0's way to generate with all servers, given their clients; None elsewhere.
-        parameters: this rank's live parameters.
+        weights: this rank's side of a delivery, at the weights of the moment. Collective.
         group: of the ranks that hold the policy (None: all there are).
     """
 
@@ -62,7 +62,7 @@ class SglangEngines:
         connect: Callable[[ReadyServer], SglangClient],
         build_update: Callable[[dict[int, SglangClient]], EngineUpdate],
         build_front: Callable[[Mapping[int, SglangClient]], Front] | None,
-        parameters: Callable[[], Mapping[str, torch.Tensor]],
+        weights: Callable[[], Buffers],
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._servers = servers
@@ -70,7 +70,7 @@ class SglangEngines:
         self._connect = connect
         self._build_update = build_update
         self._build_front = build_front
-        self._parameters = parameters
+        self._weights = weights
         self._group = group
         self._lead = Lead({_REVIVE: lambda command: self._bring_back()}, group)
         self._controls: dict[int, SglangClient] = {}  # of the servers this rank leads
@@ -227,5 +227,5 @@ class SglangEngines:
         self._all_gone.clear()
         self._back.set()
 
-    def _sources(self) -> dict[str, Any]:
-        return {name: tensor.detach() for name, tensor in self._parameters().items()}
+    def _sources(self) -> Buffers:
+        return self._weights()

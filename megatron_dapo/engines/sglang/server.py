@@ -32,6 +32,20 @@ from megatron_dapo.engines.sglang.versions import Dialect, dialect_of
 WEIGHT_LOADER = "megatron_dapo.engines.sglang.weight_loader.load"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 _DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
+Quantization = Literal["none", "fp8"]
+# What takes the place of fields of the folder's config.json.
+_MODEL_OVERRIDES = {
+    "none": None,
+    "fp8": json.dumps(
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+            }
+        }
+    ),
+}
 # What the trainer's launcher set for the trainer's processes must not reach the engine's.
 _NOT_INHERITED = re.compile(
     r"PYTHON|VIRTUAL_ENV|TORCHELASTIC|SGLANG_|SLURM_|TMPDIR$"
@@ -74,6 +88,8 @@ class ServerSettings:
     """Let weights and KV cache be released and resumed (engines that share a GPU with the trainer)."""
     seeded: bool = False
     """Tokens depend on the request's seed and not on what else runs in the batch (SGLang's deterministic mode)."""
+    quantization: Quantization = "none"
+    """fp8: linear layers in e4m3 with a scale for every 128 x 128 values, whatever the folder's config.json says."""
     random_weights: bool = False
     """Start with random weights instead of the folder's: for engines that are filled by a first update."""
     random_seed: int = 0
@@ -93,6 +109,10 @@ class ServerSettings:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(_DTYPES)}")
         if self.host in ("0.0.0.0", "::", ""):
             raise ValueError(f"host {self.host!r} means every interface: name the one the engine may be reached on")
+        if self.quantization not in _MODEL_OVERRIDES:
+            raise ValueError(f"quantization {self.quantization!r} is not one of {', '.join(_MODEL_OVERRIDES)}")
+        if self.quantization != "none" and self.device == "cuda" and self.dtype in ("float32", "float"):
+            raise ValueError("FP8 on a GPU takes activations of 16 bits, not float32: set model.dtype = bfloat16")
         if self.gpus and len(self.gpus) != self.tensor_parallel:
             raise ValueError(f"gpus {self.gpus}: {len(self.gpus)} for tensor_parallel {self.tensor_parallel}")
 
@@ -330,6 +350,7 @@ def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: 
         "load-format": "dummy" if settings.random_weights else None,
         "custom-weight-loader": WEIGHT_LOADER,
         "grammar-backend": "none",
+        "json-model-override-args": _MODEL_OVERRIDES[settings.quantization],
     }
     # Token ids in, token ids out: the server needs no tokenizer.
     switches = ["skip-tokenizer-init", "skip-server-warmup"]

@@ -38,26 +38,31 @@ class DescriptionChannel:
 
 def leave_description(channel: DescriptionChannel, parameters: Mapping[str, torch.Tensor]) -> None:
     """The engine rank's side. PeerError where the trainer cannot be reached."""
-    facts = {name: [list(tensor.shape), _dtype_name(tensor.dtype)] for name, tensor in parameters.items()}
-    Notice(channel.address, channel.seconds).leave(channel.key, json.dumps(facts, separators=(",", ":")))
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in parameters.items()}
+    text = json.dumps(specs_to_json(specs), separators=(",", ":"))
+    Notice(channel.address, channel.seconds).leave(channel.key, text)
 
 
 def read_description(channel: DescriptionChannel, timeout_s: float) -> dict[str, TensorSpec]:
     """The trainer's side: waits for it. PeerError after `timeout_s`, ValueError where it is no description."""
     text = Notice(channel.address, channel.seconds).read(channel.key, timeout_s)
     try:
-        facts = json.loads(text)
-        return {str(name): TensorSpec(tuple(map(int, shape)), _dtype(dtype)) for name, (shape, dtype) in facts.items()}
+        return specs_from_json(json.loads(text))
     except (TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"an engine's description of its parameters cannot be read: {error}") from error
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def specs_to_json(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """{name: [shape, type]}."""
+    return {name: [list(spec.shape), str(spec.dtype).removeprefix("torch.")] for name, spec in specs.items()}
+
+
+def specs_from_json(value: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    return {str(name): TensorSpec(tuple(map(int, shape)), _dtype(dtype)) for name, (shape, dtype) in value.items()}
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"an engine's description of its parameters has an element type {name!r}, which torch lacks")
-    return dtype
+    dtype = vars(torch).get(name)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise ValueError(f"an engine's description of its parameters has an element type {name!r}, which torch lacks")

@@ -71,6 +71,12 @@ GIVEN_SERVERS = {
     "sglang__placement": "disaggregated",
 }
 
+FP8_SERVERS = {
+    "rollout__engine": "sglang",
+    "sglang__quantization": "fp8",
+    "algorithm__off_policy__correction": "tis",
+}
+
 BROKEN = [
     ("training.mini_batch_prompts", {"training__mini_batch_prompts": 3}),
     ("training.micro_batch_tokens", {"training__micro_batch_tokens": 95}),
@@ -96,6 +102,9 @@ BROKEN = [
     ("sglang.key_file", {**GIVEN_SERVERS, "sglang__key_file": ""}),
     ("sglang.transport", {**GIVEN_SERVERS, "sglang__transport": "memory"}),
     ("sglang.placement", {**GIVEN_SERVERS, "sglang__placement": "colocated"}),
+    ("sglang.quantization", {"rollout__engine": "sglang", "sglang__quantization": "fp8"}),
+    ("sglang.quantization", {"sglang__quantization": "fp8", "algorithm__off_policy__correction": "tis"}),
+    ("sglang.transport", {**FP8_SERVERS, "sglang__transport": "disk"}),
     ("algorithm.off_policy.low", {"algorithm__off_policy__correction": "icepop"}),
     (
         "algorithm.off_policy.level",
@@ -155,6 +164,8 @@ def test_each_rule_is_found_alone(path: str, values: dict[str, Any]) -> None:
         },
         {"reward__verifier": "package.module:score"},
         GIVEN_SERVERS,
+        FP8_SERVERS,
+        {**FP8_SERVERS, "algorithm__off_policy__correction": "none", "sglang__accept_quantization_bias": True},
         {
             "rollout__engine": "sglang",
             "rollout__max_staleness": 1,
@@ -412,3 +423,38 @@ def test_the_critics_layout_is_checked_like_the_policys() -> None:
     config = make(algorithm__name="vapo", parallel__tensor=2, critic__parallel__tensor=3)
     found = validate(config, 2, QWEN_32B)
     assert {violation.path for violation in found} == {"critic.parallel.tensor"}
+
+
+def with_own(**values: Any) -> Config:
+    return make(**{"algorithm__name": "vapo", "rollout__filter_groups": False, "parallel__tensor": 2, **values})
+
+
+def test_the_critics_own_processes_come_on_top() -> None:
+    config = with_own(critic__parallel__num_processes=1, critic__parallel__tensor=1)
+    assert (config.num_processes, config.num_critic_processes) == (3, 1)
+    assert validate(config) == validate(config, 3, QWEN_32B) == []
+    assert paths(config, world_size=5) == [] and paths(config, world_size=4) == ["parallel.tensor"]
+    without = make(parallel__tensor=2, critic__parallel__num_processes=1)
+    assert (without.num_processes, without.num_critic_processes) == (2, 0), "an algorithm without a critic has none"
+
+
+def test_processes_the_critic_cannot_be_cut_over_are_refused() -> None:
+    [found] = validate(with_own(critic__parallel__num_processes=3))
+    assert found.path == "critic.parallel.tensor" and found.values["processes"] == 3
+    assert "set critic.parallel.num_processes = 4" in found.suggestion
+    [found] = validate(with_own(critic__parallel__num_processes=2, critic__parallel__tensor=3))
+    assert found.values["critic.parallel.tensor"] == 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_are_left_for_the_policy(world_size: int) -> None:
+    config = with_own(critic__parallel__num_processes=3, critic__parallel__tensor=1)
+    [found] = validate(config, world_size=world_size)
+    assert found.path == "critic.parallel.num_processes" and "start 5 processes" in found.suggestion
+    assert found.values == {"critic.parallel.num_processes": 3, "processes": world_size}
+
+
+def test_a_wrong_number_of_processes_is_named_with_those_of_the_critic() -> None:
+    config = with_own(critic__parallel__num_processes=1, critic__parallel__tensor=1, parallel__num_processes=4)
+    [found] = validate(config, world_size=3)
+    assert found.path == "parallel.num_processes" and "start 5 processes" in found.suggestion
