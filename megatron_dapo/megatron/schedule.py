@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_dapo.megatron.attention import PackedSequences, plan_attention
 from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.model import unwrap
+from megatron_dapo.megatron.scales import keeping_scales
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.types import MicroBatch
 
@@ -73,7 +74,8 @@ def _prepare_one(index: int, micro_batch: MicroBatch, layout: ParallelLayout, co
 def forward(
     chunks: Sequence[torch.nn.Module], prepared: Sequence[PreparedMicroBatch], read: ReadOutput[Output]
 ) -> list[Output | None]:
-    """What `read` makes of every micro-batch without gradients; None on ranks off the last pipeline stage."""
+    """What `read` makes of every micro-batch without gradients; None on ranks off the last pipeline stage. The chunks
+    are as they were afterwards, scales of FP8 included."""
 
     def keep(
         hidden: torch.Tensor, chunk: torch.nn.Module, item: PreparedMicroBatch
@@ -81,7 +83,7 @@ def forward(
         outputs = read(unwrap(chunk), hidden, item.micro_batch)
         return hidden.new_zeros(()), torch.ones((), dtype=torch.int), outputs
 
-    with torch.no_grad():
+    with torch.no_grad(), keeping_scales(chunks):
         outputs = _run(chunks, prepared, keep, forward_only=True)
     return list(outputs) if outputs else [None] * len(prepared)
 

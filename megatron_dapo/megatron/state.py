@@ -9,6 +9,7 @@ Tensor names are "<kind>/<local parameter name>" with these kinds:
 | exp_avg, exp_avg_sq | Adam's moments, fp32 |
 | step | Adam's step count of this parameter, a scalar |
 | random | state of a random-number generator; the name is the generator's |
+| fp8 | scale or history of maxima of an FP8 module under delayed scaling (`megatron.scales`); other recipes have none |
 
 With the distributed optimizer `master` and the moments are flat and cover elements [start, end) of the flattened local
 parameter, the part that this data-parallel rank owns; a parameter of which it owns nothing has none of them. The

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from megatron.core.fp8_utils import get_fp8_recipe
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
@@ -21,11 +22,13 @@ from megatron_dapo.megatron.model import build_chunks, named_local_parameters
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.optimizer import OptimizerSettings, build_optimizer, guarded_step, wrap_data_parallel
 from megatron_dapo.megatron.parallel_state import Groups, initialize_parallel_state
+from megatron_dapo.megatron.scales import load_scales, scales
 from megatron_dapo.megatron.schedule import ReadOutput
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.world_part import WorldPart, whole_world
 from megatron_dapo.types import MicroBatch
 
+FP8 = "fp8"  # kind of the state of delayed scaling in `state_shards`
 Loader = Callable[[Mapping[str, torch.Tensor], MegatronLayout], None]
 Output = TypeVar("Output")
 
@@ -119,11 +122,15 @@ class TrainedModel:
 
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This rank's whole state as flat live tensors, and a JSON-able description of it (see `megatron.state`)."""
-        return state.state_shards(self.named_local_parameters(), self.optimizer)
+        tensors, description = state.state_shards(self.named_local_parameters(), self.optimizer)
+        return {**tensors, **{f"{FP8}/{name}": tensor for name, tensor in scales(self.chunks).items()}}, description
 
     def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
         """Go on exactly where `state_shards` was taken, on the same layout. ValueError where the state does not fit."""
         state.load_state_shards(self.named_local_parameters(), self.optimizer, tensors, description)
+        saved = {key.removeprefix(f"{FP8}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{FP8}/")}
+        if saved:
+            load_scales(self.chunks, saved, lambda module: module.init_fp8_meta_tensors(get_fp8_recipe(self.config)))
 
     def _forward(self, micro_batches: Sequence[MicroBatch], read: ReadOutput[Output]) -> list[Output | None]:
         """What `read` makes of each micro-batch without gradients; None on ranks off the last pipeline stage."""
