@@ -31,7 +31,10 @@ from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.megatron.trained_model import TrainedModel
+from megatron_dapo.megatron.parallel_state import stand_aside
+from megatron_dapo.parallel.collectives import all_gather_json
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.world_part import WorldPart, split_world, whole_world
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import MicroBatch
 
@@ -151,13 +154,14 @@ def loss_fn(micro_batch: MicroBatch, values: torch.Tensor, index: int) -> tuple[
     return loss, {"loss": loss.detach(), "num_targets": micro_batch.loss_mask.sum()}
 
 
-def of_rank(layout: ParallelLayout, seed: int = 3) -> list[MicroBatch]:
-    return [micro_batch for _, micro_batch in ragged_batch(seed).of_rank(layout, dist.get_rank())]
+def of_rank(layout: ParallelLayout, seed: int = 3, rank: int | None = None) -> list[MicroBatch]:
+    rank = dist.get_rank() if rank is None else rank
+    return [micro_batch for _, micro_batch in ragged_batch(seed).of_rank(layout, rank)]
 
 
 def value_error(critic: MegatronCritic, want: CriticReference) -> float:
     """Largest relative (2-norm) difference of a micro-batch's values at this context rank's real targets."""
-    layout, rank = critic.layout, dist.get_rank()
+    layout, rank = critic.layout, critic.rank
     mine = ragged_batch().of_rank(layout, rank)
     outputs = critic.forward_values([micro_batch for _, micro_batch in mine])
     last = layout.coordinates(rank).pipeline == layout.pipeline - 1
@@ -179,7 +183,7 @@ def value_error(critic: MegatronCritic, want: CriticReference) -> float:
 def distance(critic: MegatronCritic, local: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> float:
     """Largest over local buffers of |difference| / |expected|, both 2-norms."""
     expected = {name: torch.zeros(buffer.shape, dtype=torch.float64) for name, buffer in local.items()}
-    fill_local(expected, critic.tensors, dist.get_rank(), whole)
+    fill_local(expected, critic.tensors, critic.rank, whole)
     return max(float((local[name] - want).norm() / want.norm().clamp(min=1e-12)) for name, want in expected.items())
 
 
@@ -190,13 +194,13 @@ def settings_of(case: Mapping[str, Any]) -> CriticSettings:
     )
 
 
-def layout_of(case: Mapping[str, Any]) -> ParallelLayout:
-    return ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
+def layout_of(case: Mapping[str, Any], part: WorldPart | None = None) -> ParallelLayout:
+    return ParallelLayout(world_size=(part or whole_world()).num_ranks, **case["layout"])
 
 
 def train(critic: MegatronCritic, seeds: Sequence[int]) -> list[tuple[float, float]]:
     """(loss, gradient norm) of one step on each seed's batch."""
-    results = [critic.train_step(of_rank(critic.layout, seed), loss_fn, LEARNING_RATE) for seed in seeds]
+    results = [critic.train_step(of_rank(critic.layout, seed, critic.rank), loss_fn, LEARNING_RATE) for seed in seeds]
     assert all(result.applied for result in results)
     return [(result.metrics["loss"], result.grad_norm) for result in results]
 
@@ -217,23 +221,48 @@ def parity(arguments: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def _parity_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float]:
-    critic = MegatronCritic.build(want.folder, layout_of(case), settings_of(case))
+    return largest_over_ranks(_errors(MegatronCritic.build(want.folder, layout_of(case), settings_of(case)), want))
+
+
+def _errors(critic: MegatronCritic, want: CriticReference) -> dict[str, float]:
+    """On this rank."""
     value = value_error(critic, want)
-    metrics = critic.accumulate_gradients(of_rank(critic.layout), loss_fn)
+    metrics = critic.accumulate_gradients(of_rank(critic.layout, rank=critic.rank), loss_fn)
     gradient = distance(critic, critic.gradients(), want.gradients)
     history = train(critic, STEPS)
     parameters = {name: parameter.detach() for name, parameter in critic.named_local_parameters().items()}
-    return largest_over_ranks(
-        {
-            "values": value,
-            "loss": relative([metrics["loss"]], [want.loss]),
-            "gradients": gradient,
-            "losses": relative([loss for loss, _ in history], want.losses),
-            "norms": relative([norm for _, norm in history], want.norms),
-            "stepped": distance(critic, parameters, want.stepped),
-            "drifted": len(drifted_replicas(critic.tensors, parameters, dist.group.WORLD)),
-        }
-    )
+    return {
+        "values": value,
+        "loss": relative([metrics["loss"]], [want.loss]),
+        "gradients": gradient,
+        "losses": relative([loss for loss, _ in history], want.losses),
+        "norms": relative([norm for _, norm in history], want.norms),
+        "stepped": distance(critic, parameters, want.stepped),
+        "drifted": len(drifted_replicas(critic.tensors, parameters, critic.part.group)),
+    }
+
+
+def parity_of_parts(arguments: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Worker: pairs of cases at the same time, one on the first ranks and one on the last `num_last`, trained without a
+    word between the two. Every rank's errors, in rank order, for each pair."""
+    parts = split_world(arguments["num_last"])
+    mine = next(part for part in parts if part.is_member)
+    return [all_gather_json(_pair_of_parts(arguments["references"], pair, parts, mine)) for pair in arguments["pairs"]]
+
+
+def _pair_of_parts(
+    references: str, pair: Sequence[dict[str, Any]], parts: Sequence[WorldPart], mine: WorldPart
+) -> dict[str, Any]:
+    built = []
+    for case, part in zip(pair, parts, strict=True):
+        layout = layout_of(case, part)
+        if part is mine:
+            want = CriticReference.read(references, case["model"])
+            built.append((MegatronCritic.build(want.folder, layout, settings_of(case), part=part), want))
+        else:
+            stand_aside(layout, part)
+    [(critic, want)] = built
+    return {**_errors(critic, want), "layout": critic.layout.describe(), "rank": critic.rank}
 
 
 # Two ranks: exact state, the guard, another layout than the actor's, export.

@@ -48,6 +48,33 @@ def test_every_layout_gives_the_values_gradients_and_steps_of_transformers(refer
         assert errors["drifted"] == 0, (case, errors)  # the head is the same bits on every rank that holds it
 
 
+# A critic on the first two ranks and one on the last two, at the same time.
+PAIRS: list[list[dict[str, Any]]] = [
+    [
+        {"model": "qwen2", "layout": {"tensor": 2}},
+        {"model": "llama3", "layout": {"pipeline": 2, "virtual_pipeline": 2}},
+    ],
+    [{"model": "qwen3", "layout": {}}, {"model": "qwen2", "layout": {"context": 2}}],
+    [{"model": "qwen2", "layout": {"pipeline": 2}}, {"model": "qwen3", "layout": {}, "distributed": False}],
+    [
+        {"model": "qwen3", "layout": {"tensor": 2, "sequence_parallel": True}},
+        {"model": "qwen3-moe", "layout": {"expert": 2}},
+    ],
+]
+
+
+@pytest.mark.timeout(200)
+def test_a_model_on_a_part_of_the_world_is_the_model_of_transformers(references: str) -> None:
+    arguments = {"references": references, "pairs": PAIRS, "num_last": 2}
+    found = run_distributed("critic_checks:parity_of_parts", 4, arguments, timeout_s=180)
+    assert [[one["rank"] for one in ranks] for ranks in found] == [[0, 1, 0, 1]] * len(PAIRS)
+    for ranks in found:
+        for errors in ranks:
+            assert errors["values"] < 1e-5 and errors["gradients"] < 1e-5, errors
+            assert max(errors[name] for name in ("loss", "losses", "norms", "stepped")) < 1e-5, errors
+            assert errors["drifted"] == 0, errors
+
+
 @pytest.fixture(scope="module")
 def two_ranks(references: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `critic_checks.two_ranks` found, and the folder of its exports."""

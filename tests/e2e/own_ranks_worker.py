@@ -1,0 +1,88 @@
+"""Runs in three processes: the policy at TP2, the critic in a process of its own. Two steps, the second with a loss of
+the critic that is not a number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from not_finite_worker import samples
+
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.megatron.parallel_state import stand_aside
+from megatron_dapo.parallel.collectives import all_gather_json
+from megatron_dapo.telemetry.metrics import PHASES
+from megatron_dapo.telemetry.phases import PhaseTimer
+from megatron_dapo.trainer.build_learner import build_actor, build_learner
+from megatron_dapo.trainer.run import local_critic
+from megatron_dapo.trainer.run_world import run_world
+from megatron_dapo.types import Judgement, Window
+
+
+def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank saw, in rank order."""
+    config = load_config(Path(arguments["recipe"]), arguments["overrides"]).config
+    world = run_world(config)
+    actor = build_actor(config, world)
+    learner = build_learner(config, actor, world, PhaseTimer(list(PHASES)).phase)
+    model = actor or local_critic(learner)
+    assert model is not None and (actor is None) != (local_critic(learner) is None), "a rank holds one of the two"
+    judged = [
+        replace(sample, judgement=Judgement((-1.0) ** index, index % 2 == 0, Window()))
+        for index, sample in enumerate(samples(2, 40))
+    ]
+    intervals: list[tuple[float, float]] = []
+    model.train_step = meeting(model.train_step, intervals)
+    first = learner.learn(judged, 0)
+    if local_critic(learner) is not None:
+        learner.critic._value_loss = spoilt(learner.critic._value_loss)
+    second = learner.learn(judged, 1)
+    return all_gather_json(
+        {
+            "rank": model.rank,
+            "layout": model.layout.describe(),
+            "intervals": intervals,
+            "metrics": [first.metrics, second.metrics],
+            "policy": asdict(learner.policy.counters),
+            "critic": asdict(learner.critic.counters),
+            "groups_not_mine": refusal(world),
+        }
+    )
+
+
+def meeting(train_step: Callable[..., Any], intervals: list[tuple[float, float]]) -> Callable[..., Any]:
+    """The step, in which all processes of the world meet: nobody would come if one model waited for the other's."""
+
+    def run(*arguments: Any) -> Any:
+        start = time.monotonic()
+        dist.barrier()
+        result = train_step(*arguments)
+        dist.barrier()
+        intervals.append((start, time.monotonic()))
+        return result
+
+    return run
+
+
+def spoilt(value_loss: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(inputs: Any) -> Any:
+        token_loss, metrics = value_loss(inputs)
+        return token_loss * float("nan"), metrics
+
+    return loss
+
+
+def refusal(world: Any) -> str:
+    """A process that belongs to a part cannot stand aside while that part builds."""
+    part, layout = (
+        (world.policy, world.policy_layout) if world.policy.is_member else (world.critic, world.critic_layout)
+    )
+    try:
+        stand_aside(layout, part)
+    except AssertionError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,130 @@
+"""A critic on processes of its own: both models update at the same time, every rank knows the same of it, and a run is
+as exact as one that shares its processes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from launcher import run_distributed, target_in
+from transformers import AutoModelForTokenClassification
+from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, lines_of, run_command, sets, train
+
+from megatron_dapo.proof.compare_runs import run_differences
+from megatron_dapo.proof.resume import (
+    ResumeProofSettings,
+    RunWasOver,
+    after_seconds,
+    kill_at,
+    make_reference,
+    resume_and_compare,
+)
+from tools.prove_resume import write_recipe
+
+pytestmark = pytest.mark.timeout(400)
+
+OWN = "critic.parallel.num_processes=1"  # the recipe's critic is not cut
+
+
+@pytest.fixture(scope="module")
+def vapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("vapo"), "vapo")
+
+
+@pytest.fixture(scope="module")
+def ranks(vapo: Path) -> list[dict]:
+    """What three processes saw of two train steps, one optimizer step of each model a train step."""
+    overrides = ["parallel.tensor=2", OWN, "critic.epochs=1", "training.mini_batch_prompts=2"]
+    arguments = {"recipe": str(vapo), "overrides": overrides}
+    return run_distributed(target_in(str(Path(__file__).parent / "own_ranks_worker.py"), "run"), 3, arguments)
+
+
+def test_both_update_at_the_same_time(ranks: list[dict]) -> None:
+    assert [(one["rank"], one["layout"]) for one in ranks] == [
+        (0, "TP2 PP1 CP1 DP1"), (1, "TP2 PP1 CP1 DP1"), (0, "TP1 PP1 CP1 DP1"),
+    ]  # fmt: skip
+    for step in zip(*(one["intervals"] for one in ranks), strict=True):
+        starts, ends = zip(*step, strict=True)
+        assert max(starts) < min(ends), f"intervals {step} do not overlap"
+
+
+def test_every_rank_has_the_same_metrics_and_counters(ranks: list[dict]) -> None:
+    for name in ("metrics", "policy", "critic"):
+        assert all(json.dumps(one[name]) == json.dumps(ranks[0][name]) for one in ranks), name
+    metrics = ranks[0]["metrics"][0]
+    assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0 and metrics["critic/loss"] > 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_critics_step_alone(ranks: list[dict]) -> None:
+    counters = ranks[0]["policy"], ranks[0]["critic"]
+    assert [(one["optimizer_steps"], one["skipped_steps"]) for one in counters] == [(2, 0), (1, 1)]
+
+
+def test_who_builds_a_model_cannot_stand_aside(ranks: list[dict]) -> None:
+    assert all("has to build the model" in one["groups_not_mine"] for one in ranks)
+
+
+@pytest.fixture(scope="module")
+def pretrained(vapo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a value pretraining of three steps."""
+    folder = tmp_path_factory.mktemp("pretrained") / "run"
+    steps = ("value_pretraining.min_steps=2", "value_pretraining.max_steps=3", "value_pretraining.loss_slope=0")
+    overrides = sets([OWN, *steps, *NO_EVALUATION])
+    outcome = run_command("pretrain-value", str(vapo), "--layout", "tp2", "--run-folder", str(folder), *overrides)
+    assert outcome.code == 0, outcome.text
+    assert "TP2 PP1 CP1 DP1 on 2 processes, the critic TP1 PP1 CP1 DP1 on 1 more" in outcome.text
+    return folder
+
+
+def test_pretraining_and_a_run_from_its_critic(vapo: Path, pretrained: Path, tmp_path: Path) -> None:
+    rows = lines_of(pretrained / "metrics.jsonl")
+    assert all(row["critic/trained_tokens"] > 0 and row["actor/trained_tokens"] == 0 for row in rows) and len(rows) == 3
+    model = AutoModelForTokenClassification.from_pretrained(pretrained / "critic")
+    assert float(model.score.weight.detach().abs().sum()) > 0
+    one_step = ("run.total_steps=1", "optimizer.warmup_steps=0", *NO_EVALUATION)
+    outcome = train(vapo, tmp_path / "run", "tp2", OWN, f'critic.path="{pretrained / "critic"}"', *one_step)
+    assert outcome.code == 0, outcome.text
+    row = lines_of(tmp_path / "run" / "metrics.jsonl")[0]
+    state = json.loads((pretrained / "critic" / "training_state" / "layout.json").read_text())
+    assert state["world_size"] == 1, "the critic's own processes are its world"
+    before = rows[-1]["critic/optimizer_steps"]
+    assert before > 0 and row["critic/optimizer_steps"] > 0 and row["actor/grad_norm"] > 0
+    assert (tmp_path / "run" / "huggingface" / "model.safetensors").is_file()
+
+
+def test_it_ends_where_the_shared_processes_end(vapo: Path, tmp_path: Path) -> None:
+    """Two whole train steps: what is computed at the same time is what was computed in turn."""
+    rows = {}
+    for name, own in (("shared", ()), ("own", (OWN,))):
+        steps = ("run.total_steps=2", "optimizer.warmup_steps=0")
+        outcome = train(vapo, tmp_path / name, "tp1", *own, *steps, *NO_EVALUATION)
+        assert outcome.code == 0, outcome.text
+        rows[name] = lines_of(tmp_path / name / "metrics.jsonl")
+    for shared, own in zip(rows["shared"], rows["own"], strict=True):
+        for key in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "critic/explained_variance"):
+            assert own[key] == shared[key], f"{key}: both models are whole in one process either way"
+
+
+def test_killed_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
+    overrides = ("run.total_steps=3", OWN)
+    settings = ResumeProofSettings(
+        write_recipe(tmp_path, "tppo"), "tp2", tmp_path, overrides, run_timeout_s=RUN_TIMEOUT_S
+    )
+    reference, _, duration = make_reference(settings)
+    seconds = random.uniform(0.1, 0.95) * duration
+    try:
+        killed = kill_at(settings, tmp_path / "killed", after_seconds(seconds)[1])
+    except RunWasOver:
+        assert next(run_differences(reference, tmp_path / "killed"), "") == ""
+        return
+    assert not killed.left, "outlived the kill"
+    difference = resume_and_compare(settings, reference, tmp_path / "killed")[1]
+    assert difference == "", f"killed {seconds:.3f} s after start-up"
+
+
+def test_a_critic_that_does_not_divide_its_processes_is_refused(vapo: Path, tmp_path: Path) -> None:
+    outcome = train(vapo, tmp_path / "run", "tp2", OWN, "critic.parallel.tensor=2")
+    assert outcome.code == 2 and "set critic.parallel.num_processes = 2" in outcome.text, outcome.text
+    assert not (tmp_path / "run").exists()
