@@ -30,8 +30,8 @@ from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
-from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.megatron.parallel_state import stand_aside
+from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.collectives import all_gather_json
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.world_part import WorldPart, split_world, whole_world
