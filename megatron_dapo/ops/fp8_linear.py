@@ -34,14 +34,25 @@ class _BlockwiseLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
-        return (quantise_hidden(hidden).widened() @ quantise_weight(weight).widened().t()).to(hidden.dtype)
+        product = quantise_hidden(hidden).widened() @ quantise_weight(weight).widened().t()
+        return (product + _not_finite(hidden, 1)).to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         hidden, weight = ctx.saved_tensors
         to_hidden = to_weight = None
         if ctx.needs_input_grad[0]:
-            to_hidden = (quantise_hidden(gradient).widened() @ quantise_weight(weight).widened()).to(hidden.dtype)
+            product = quantise_hidden(gradient).widened() @ quantise_weight(weight).widened()
+            to_hidden = (product + _not_finite(gradient, 1)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
-            to_weight = (rounded_along_tokens(gradient).t() @ rounded_along_tokens(hidden)).to(weight.dtype)
+            product = rounded_along_tokens(gradient).t() @ rounded_along_tokens(hidden)
+            to_weight = (product + _not_finite(gradient, 0).t()).to(weight.dtype)
         return to_hidden, to_weight
+
+
+def _not_finite(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """0, or NaN where something along `dim` is not finite: a conversion that saturates would make 448 of infinity, and
+    the step's guard would not see it."""
+    if not values.size(dim):
+        return values.new_zeros((), dtype=torch.float32).expand(1, 1)
+    return values.abs().amax(dim=dim, keepdim=True).float() * 0.0

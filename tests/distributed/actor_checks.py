@@ -22,6 +22,7 @@ from megatron_dapo.megatron.context import context_token_index
 from megatron_dapo.megatron.head import TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
+from megatron_dapo.megatron.precision import Precision
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import MicroBatch
@@ -355,13 +356,13 @@ def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
 
 def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """Worker: 5 steps at once, and 2 steps, save, rebuild, load, 3 steps; what differs afterwards, for each case."""
-    return [_resume_case(Reference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]]
+    return [resume_case(Reference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]]
 
 
-def _resume_case(want: Reference, case: dict[str, Any]) -> dict[str, Any]:
+def resume_case(want: Reference, case: dict[str, Any]) -> dict[str, Any]:
     layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
     settings = ActorSettings(
-        model=ModelSettings(dtype=case.get("dtype", "float32")),
+        model=ModelSettings(dtype=case.get("dtype", "float32"), precision=Precision(**case.get("precision", {}))),
         optimizer=OptimizerSettings(distributed=case["distributed"]),
     )
     whole = build_actor(want, layout, settings)

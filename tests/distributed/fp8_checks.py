@@ -1,0 +1,128 @@
+"""A model whose sizes are multiples of 128 on two tensor ranks, and what the tests of emulated FP8 ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from actor_checks import (
+    TEMPERATURE,
+    Reference,
+    build_actor,
+    gradient_error,
+    largest_over_ranks,
+    logprob_error,
+    loss_fn,
+    ragged_batch,
+    resume_case,
+)
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.huggingface import huggingface_layout
+from megatron_dapo.bridge.random_weights import random_normal
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.megatron.precision import Precision
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.precision import FP8_BLOCKWISE, token_multiple
+
+BLOCKWISE = Precision(FP8_BLOCKWISE)
+TOKENS = token_multiple(FP8_BLOCKWISE)
+WIDE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 128,
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def wide_model(**changes: Any) -> Reference:
+    """Random weights; no transformers, so no expected values."""
+    architecture = ModelArchitecture.from_config({**WIDE, **changes})
+    layout = huggingface_layout(architecture, torch.float32, num_ranks=1)
+    weights = {name: 0.08 * random_normal(7, name, spec.shape) for name, spec in layout.tensors.items()}
+    weights |= {name: 1 + tensor for name, tensor in weights.items() if "norm" in name}
+    return Reference(architecture, weights, 0.0, {}, ())
+
+
+def settings_of(precision: Precision = BLOCKWISE, dtype: str = "float32", **settings: Any) -> ActorSettings:
+    return ActorSettings(model=ModelSettings(dtype=dtype, precision=precision), **settings)
+
+
+def measured(actor: MegatronActor, want: Reference | None = None) -> tuple[Reference, dict[str, float]]:
+    """What the actor computes on the ragged batch as a reference for others, and its errors against `want`."""
+    layout = actor.layout
+    mine = ragged_batch().of_rank(layout, dist.get_rank())
+    outputs = actor.forward_logprobs([micro for _, micro in mine], TEMPERATURE)
+    metrics = actor.accumulate_gradients([micro for _, micro in mine], loss_fn, TEMPERATURE)
+    errors = {}
+    if want is not None:
+        pairs = [(index, micro, out) for (index, micro), out in zip(mine, outputs, strict=True) if out is not None]
+        errors = {
+            "logprob": max(
+                (logprob_error(actor, out, micro, want.logprobs[i]) for i, micro, out in pairs), default=0.0
+            ),
+            "gradient": gradient_error(actor, want.gradients),
+            "loss": abs(metrics["loss"] - want.loss) / abs(want.loss),
+        }
+        errors = largest_over_ranks(errors)
+        return want, errors
+    logprobs = tuple(
+        out.logprobs[micro.loss_mask.bool()].double() for (_, micro), out in zip(mine, outputs, strict=True)
+    )
+    return Reference(actor.architecture, {}, metrics["loss"], _whole(actor), logprobs), errors
+
+
+def _whole(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    """Gradients of a model that one rank holds, by Hugging Face names."""
+    found = {}
+    for piece in actor.tensors.pieces(0):
+        whole = found.setdefault(piece.tensor, torch.zeros(actor.tensors.tensors[piece.tensor].shape))
+        there = tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
+        here = tuple(slice(start, start + size) for start, size in zip(piece.local_offset, piece.shape, strict=True))
+        whole[there] = actor.gradients()[piece.local][here]
+    return found
+
+
+def layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
+    """Worker: errors of each layout against the replicated model in the same precision."""
+    want = wide_model()
+    alone = build_actor(want, _layout({}), settings_of())
+    # Every rank its own replica, all of the batch on each: nothing is cut.
+    reference = _replicated(alone)
+    return [measured(build_actor(want, _layout(case), settings_of()), reference)[1] for case in arguments["layouts"]]
+
+
+def _layout(fields: dict[str, Any]) -> ParallelLayout:
+    return ParallelLayout(dist.get_world_size(), **fields, token_multiple=TOKENS)
+
+
+def _replicated(actor: MegatronActor) -> Reference:
+    """The reference out of a data-parallel actor: its ranks' log-probs in the batch's order, its summed gradients."""
+    mine = ragged_batch().of_rank(actor.layout, dist.get_rank())
+    reference, _ = measured(actor)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {i: rows for (i, _), rows in zip(mine, reference.logprobs, strict=True)})
+    rows = {index: values for part in everywhere for index, values in part.items()}
+    ordered = tuple(rows[index] for index in sorted(rows))
+    return Reference(reference.architecture, {}, reference.loss, reference.gradients, ordered)
+
+
+def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """Worker: see `actor_checks.resume`, in FP8."""
+    cases: Sequence[dict[str, Any]] = arguments["cases"]
+    return [
+        resume_case(wide_model(), {**case, "layout": {**case["layout"], "token_multiple": TOKENS}}) for case in cases
+    ]

@@ -1,0 +1,119 @@
+"""The emulated linear layer against the products written out, with rounding by a search over all values of e4m3."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_dapo.ops.fp8 import quantise_hidden, quantise_weight, rounding_bound
+from megatron_dapo.ops.fp8_linear import blockwise_linear
+
+POSITIVE = sorted(
+    {m / 8 * 2.0**-6 for m in range(8)}
+    | {2.0 ** (e - 7) * (1 + m / 8) for e in range(1, 16) for m in range(8)} - {480.0}
+)
+
+
+def rounded(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """fp64, under one power of two for a block of rows x columns."""
+    grid = torch.tensor(POSITIVE, dtype=torch.float64)
+    out = torch.empty_like(values, dtype=torch.float64)
+    for top in range(0, values.size(0), rows):
+        for left in range(0, values.size(1), columns):
+            place = (slice(top, top + rows), slice(left, left + columns))
+            block = values[place].double()
+            scale = 2.0 ** torch.floor(torch.log2(448 / block.abs().max()))
+            near = (block.abs()[..., None] * scale - grid).abs().argmin(-1)
+            out[place] = block.sign() * grid[near] / scale
+    return out
+
+
+@pytest.fixture
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(256, 128, generator=generator) * 10.0 ** torch.randint(-3, 2, (256, 1), generator=generator)
+    weight = torch.randn(256, 128, generator=generator) * 0.05
+    gradient = torch.randn(256, 256, generator=generator) * 10.0 ** torch.randint(-6, 0, (256, 1), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), gradient
+
+
+def close(found: torch.Tensor, want: torch.Tensor) -> None:
+    assert float((found.detach() - want).norm() / want.norm()) < 1e-6
+
+
+def test_the_three_products_are_those_of_the_rounded_values(inputs) -> None:
+    hidden, weight, gradient = inputs
+    output = blockwise_linear(hidden, weight)
+    output.backward(gradient)
+    h, w = hidden.detach(), weight.detach()
+    close(output, rounded(h, 1, 128) @ rounded(w, 128, 128).T)
+    close(hidden.grad, rounded(gradient, 1, 128) @ rounded(w, 128, 128))
+    close(weight.grad, rounded(gradient, 128, 1).T @ rounded(h, 128, 1))
+    exact = h.double() @ w.double().T
+    assert 1e-3 < float((output - exact).norm() / exact.norm()) < 0.1
+
+
+def test_errors_are_within_the_bound_of_the_format(inputs) -> None:
+    h, w = (part.detach() for part in inputs[:2])
+    of_h, of_w = rounding_bound(h, quantise_hidden(h)), rounding_bound(w, quantise_weight(w))
+    bound = of_h @ w.double().abs().T + h.double().abs() @ of_w.T + of_h @ of_w.T
+    error = (blockwise_linear(h, w).double() - h.double() @ w.double().T).abs()
+    share = error / bound
+    assert 0.05 < share.max() <= 1.0
+
+
+def test_other_tokens_change_nothing(inputs) -> None:
+    hidden, weight, _ = inputs
+    alone = blockwise_linear(hidden[:128], weight)
+    loud = torch.cat((hidden[:128], 1e4 * hidden[128:]))
+    torch.testing.assert_close(blockwise_linear(loud, weight)[:128], alone, rtol=0, atol=1e-6)
+
+
+def test_tokens_without_gradient_add_nothing_to_the_weight(inputs) -> None:
+    hidden, weight, gradient = inputs
+    h = torch.cat((hidden.detach()[:128], torch.zeros(128, 128)))
+    found = []
+    for rows in (128, 256):
+        own = weight.detach().clone().requires_grad_()
+        blockwise_linear(h[:rows], own).backward(torch.cat((gradient[:128], torch.zeros(128, 256)))[:rows])
+        found.append(own.grad)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-12)
+
+
+def test_types_are_those_of_the_inputs(inputs) -> None:
+    hidden, weight, gradient = (part.detach().bfloat16() for part in inputs)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    output = blockwise_linear(hidden, weight)
+    output.backward(gradient)
+    assert output.dtype == hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [((127, 128, 128), "127 tokens"), ((128, 64, 128), "64 inputs"), ((128, 128, 200), "200 outputs")],
+)
+def test_sizes_without_whole_blocks_are_errors_that_name_them(sizes: tuple[int, int, int], words: str) -> None:
+    tokens, inputs, outputs = sizes
+    with pytest.raises(ValueError, match=f"{words} on this rank are no multiple of 128"):
+        blockwise_linear(torch.ones(tokens, inputs), torch.ones(outputs, inputs))
+
+
+def test_no_token() -> None:
+    assert blockwise_linear(torch.ones(0, 128), torch.ones(128, 128)).shape == (0, 128)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible_in_its_row_alone(bad: float) -> None:
+    hidden = torch.ones(128, 128)
+    hidden[5, 7] = bad
+    finite = torch.isfinite(blockwise_linear(hidden, torch.ones(128, 128))).all(1)
+    assert not finite[5] and finite.sum() == 127
+
+
+def test_a_gradient_that_is_not_finite_reaches_the_weight(inputs) -> None:
+    hidden, weight, gradient = inputs
+    gradient[3, 9] = float("inf")
+    blockwise_linear(hidden, weight).backward(gradient)
+    assert not torch.isfinite(weight.grad[9]).any() and torch.isfinite(weight.grad[:9]).all()
+    assert not torch.isfinite(hidden.grad[3]).any() and torch.isfinite(hidden.grad[4:]).all()
