@@ -1,0 +1,116 @@
+"""Recipes as facts, and padding from the local shard: any layout, any lengths."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.precision import (
+    RECIPES,
+    LinearSizes,
+    has_served_blocks,
+    micro_batch_multiple,
+    misfits,
+    padded_tokens,
+    recipe_name,
+    token_multiple,
+)
+
+QWEN_7B = LinearSizes(3584, 28, 4, 128, 18944)
+QWEN_HALF_B = LinearSizes(896, 14, 2, 64, 4864)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "name"),
+    [
+        ("", "float32", "fp32"),
+        ("", "bfloat16", "bf16"),
+        ("bf16", "bfloat16", "bf16"),
+        ("fp8_blockwise", "float32", "fp8_blockwise"),
+        ("fp8_blockwise", "bfloat16", "fp8_blockwise"),
+    ],
+)
+def test_a_recipe_by_name_or_by_the_type(asked: str, dtype: str, name: str) -> None:
+    assert recipe_name(asked, dtype) == name
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "words"),
+    [
+        ("bf16", "float32", "recipe bf16 is of a model in bfloat16, but the model is in float32"),
+        ("fp32", "bfloat16", "recipe fp32 is of a model in float32, but the model is in bfloat16"),
+        ("fp8", "bfloat16", "recipe 'fp8' is unknown; choose one of fp32, bf16, fp8_blockwise"),
+        ("", "float16", "no recipe for a model in 'float16'"),
+    ],
+)
+def test_contradictions_are_named(asked: str, dtype: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        recipe_name(asked, dtype)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    num_tokens=st.integers(0, 5000),
+    tensor=st.integers(1, 8),
+    context=st.integers(1, 8),
+    sequence=st.booleans(),
+    recipe=st.sampled_from(sorted(RECIPES)),
+)
+def test_every_rank_s_own_tokens_are_aligned(
+    num_tokens: int, tensor: int, context: int, sequence: bool, recipe: str
+) -> None:
+    sequence = sequence and tensor > 1
+    padded = padded_tokens(num_tokens, tensor, context, sequence, recipe)
+    assert padded >= num_tokens
+    own, rest = divmod(padded, context * (tensor if sequence else 1))
+    assert rest == 0 and own % RECIPES[recipe].token_multiple == 0
+    assert context == 1 or padded % (2 * context) == 0
+    # No smaller number does.
+    step = micro_batch_multiple(tensor, context, sequence, token_multiple(recipe))
+    assert all(
+        (padded - less) % step for less in range(1, min(step, padded - num_tokens + 1)) if padded - less >= num_tokens
+    )
+    layout = ParallelLayout(
+        tensor * context,
+        tensor=tensor,
+        context=context,
+        sequence_parallel=sequence,
+        token_multiple=token_multiple(recipe),
+    )
+    assert layout.micro_batch_alignment == step
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "tensor", "words"),
+    [
+        ("fp8_blockwise", QWEN_7B, 1, []),
+        ("fp8_blockwise", QWEN_7B, 4, []),
+        ("fp8_blockwise", QWEN_HALF_B, 1, []),
+        (
+            "fp8_blockwise",
+            QWEN_HALF_B,
+            2,
+            [
+                (
+                    "QKV rows, (num_attention_heads 14 + 2 num_key_value_heads 2) x head_dim 64 / parallel.tensor (2) "
+                    "= 576 is no multiple of 128"
+                ),
+                "attention outputs, num_attention_heads 14 x head_dim 64 / parallel.tensor (2) = 448 is no multiple of 128",
+            ],
+        ),
+        ("fp8_current", QWEN_HALF_B, 2, []),
+        ("fp8_delayed", LinearSizes(72, 4, 2, 18, 96), 1, ["hidden_size = 72 is no multiple of 16"]),
+        ("bf16", LinearSizes(71, 1, 1, 71, 97), 1, []),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_size_and_the_multiple(
+    recipe: str, sizes: LinearSizes, tensor: int, words: list[str]
+) -> None:
+    found = [str(one) for one in misfits(recipe, sizes, tensor)]
+    assert found[: len(words)] == words and bool(found) == bool(words)
+
+
+def test_blocks_of_fused_weights() -> None:
+    assert has_served_blocks(128) and has_served_blocks(256) and not has_served_blocks(64)
