@@ -15,19 +15,24 @@ in the next collection (partial = "continue"), as far as it may still be trained
 buffer's max_staleness versions older than the policy version that the batch trains. With max_staleness = 0 nothing
 unfinished can be, so both give the same batches.
 
-Every prompt drawn ends in exactly one place: trained, filtered, queued again, buffered, unfinished or in flight.
-`accounting` shows it, and `state_dict` saves a cut that keeps it.
+Every prompt drawn is in exactly one place: trained, filtered, queued again, buffered, unfinished or in flight.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
+from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
+from megatron_dapo.rollout.batch_collector import (
+    BatchCollector,
+    PromptStream,
+    RolloutEngine,
+    check_num_groups,
+    sample_seed,
+)
 from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.continuation import (
     SURVIVORS,
@@ -38,160 +43,26 @@ from megatron_dapo.rollout.continuation import (
     open_group_to_json,
     settled,
 )
-from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
+from megatron_dapo.rollout.judging import KEPT, GroupJudge, GroupVerdict, keep_every_group
+from megatron_dapo.rollout.ledger import Accounting, GroupCounters
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.settings import CollectorSettings
 from megatron_dapo.rollout.statistics import CollectStatistics, StatisticsBuilder
-from megatron_dapo.types import Completion, GenerationRequest, Group, Prompt, SamplingParams, ScoredSample
+from megatron_dapo.types import Completion, GenerationRequest, Prompt
 
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 2
-KEPT = "kept"
-
-Exhaustion = Literal["", "rounds", "prompts"]
-OnExhausted = Literal["train_partial", "stop", "error"]
-Partial = Literal["restart", "continue"]
 
 
-class PromptStream(Protocol):
-    """Which prompt comes next."""
-
-    def next(self) -> str | None:
-        """The next prompt id, queued-again ones first; None when the data is exhausted."""
-
-    def requeue(self, prompt_id: str) -> None:
-        """Hand in again what was drawn and not trained."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class RolloutEngine(Protocol):
-    """What the collector needs of an engine."""
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
-
-    def poll(self) -> list[Completion]: ...
-
-    def abort(self) -> list[Completion]: ...
-
-    @property
-    def num_unfinished(self) -> int: ...
-
-    @property
-    def policy_version(self) -> int: ...
-
-
-# Accuracies of one group (0 or 1 each, never shaped rewards) -> "kept" or the reason it is dropped.
-GroupVerdict = Callable[[Sequence[float]], str]
-
-
-def keep_every_group(accuracies: Sequence[float]) -> str:
-    """The verdict without dynamic sampling."""
-    return KEPT
-
-
-@dataclass(frozen=True)
-class CollectorSettings:
-    """How groups are generated."""
-
-    group_size: int  # responses a prompt
-    sampling: SamplingParams
-    seed: int  # of the run; with the group id and the index it makes the seed of a response
-    oversample: float = (
-        1.0  # groups in flight as a multiple of those missing; above 1 leaves surplus and unfinished ones
-    )
-    max_rounds: int = 10  # of num_groups x oversample groups started in one collection; 0: no limit
-    on_exhausted: OnExhausted = "train_partial"  # when rounds or prompts run out
-    partial: Partial = "restart"  # what becomes of responses that are stopped before their end
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"collector: group_size = {self.group_size}, must be at least 1")
-        if self.oversample < 1:
-            raise ValueError(f"collector: oversample = {self.oversample}, must be at least 1")
-        if self.max_rounds < 0:
-            raise ValueError(f"collector: max_rounds = {self.max_rounds}, must be at least 0 (0: no limit)")
-        if self.on_exhausted not in _ON_EXHAUSTED:
-            raise ValueError(
-                f"collector: unknown on_exhausted {self.on_exhausted!r}; there are {', '.join(_ON_EXHAUSTED)}"
-            )
-        if self.partial not in SURVIVORS:
-            raise ValueError(f"collector: unknown partial {self.partial!r}; there are {', '.join(SURVIVORS)}")
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """Groups for one train step, in the order they were started."""
-
-    groups: tuple[Group, ...]
-    statistics: CollectStatistics
-    exhausted: Exhaustion = ""  # why there are fewer groups than asked for
-    should_stop: bool = False  # nothing more to train on: save a checkpoint and end
-    training_version: int = 0  # the policy version these groups train; no token is further behind it than allowed
-
-
-@dataclass(frozen=True)
-class CollectProgress:
-    """Handed to the progress callback after every poll."""
-
-    num_accepted: int  # groups ready for the batch, carried-over ones included
-    num_groups: int  # groups asked for
-    num_in_flight: int
-    num_filtered: int
-    num_responses: int  # finished since the collection began
-    num_tokens: int  # generated since the collection began, of responses that came back
-
-
-@dataclass(frozen=True)
-class Accounting:
-    """Where the prompts drawn since the run began have gone (a prompt drawn twice counts twice)."""
-
-    drawn: int
-    trained: int
-    filtered: int
-    queued_again: int  # aborted or too stale
-    buffered: int
-    unfinished: int  # held to go on in the next collection
-    in_flight: int
-
-    @property
-    def is_balanced(self) -> bool:
-        waiting = self.buffered + self.unfinished + self.in_flight
-        return self.drawn == self.trained + self.filtered + self.queued_again + waiting
-
-
-class CollectionExhausted(RuntimeError):
-    """on_exhausted = "error": the batch could not be filled. Groups kept so far are in the buffer, so a checkpoint
-    loses nothing.
-    """
-
-
-@dataclass
-class _Counters:
-    """Saved in checkpoints."""
-
-    num_started: int = 0  # groups ever started; the next group's number
-    num_trained: int = 0
-    num_filtered: int = 0
-    num_queued_again: int = 0
-    generation_step: int = 0  # rounds of generation begun
-    train_step: int = 0  # batches handed out
-
-
-class Collector:
+class Collector(BatchCollector):
     """Collects rollout batches on the rank that drives the rollout.
 
-    Args:
-        stream: yields prompt ids and takes back those not trained. Its state is saved with the collector's.
-        prompts: by prompt id.
-        engine: generates.
-        scorer: decodes, verifies, shapes.
-        buffer: holds kept groups; its max_staleness bounds the age of every token, of unfinished responses as well.
-            Saved with the collector's state.
-        verdict: the group filter.
-        on_progress: called after every poll.
+    Beside what every collector has: `buffer` holds kept groups; its max_staleness bounds the age of every token, of
+    unfinished responses as well. `verdict` is the group filter.
     """
+
+    _counters: GroupCounters
 
     def __init__(
         self,
@@ -204,50 +75,22 @@ class Collector:
         verdict: GroupVerdict = keep_every_group,
         on_progress: Callable[[CollectProgress], None] | None = None,
     ) -> None:
-        self._stream = stream
-        self._prompts = prompts
-        self._engine = engine
-        self._scorer = scorer
+        super().__init__(stream, prompts, engine, scorer, GroupCounters(), on_progress)
         self._buffer = buffer
         self._settings = settings
-        self._verdict = verdict
-        self._on_progress = on_progress
+        self._judge = GroupJudge(scorer, verdict, settings.group_size)
         self._in_flight: dict[str, OpenGroup] = {}  # by group id
         self._unfinished: dict[str, OpenGroup] = {}  # by group id, in order of their start
         self._training_version = 0  # of the batch being collected
-        self._counters = _Counters()
         self._builder = StatisticsBuilder()
-
-    @property
-    def generation_step(self) -> int:
-        """Rounds of generation begun since the run began. Schedules go by train_step, never by this."""
-        return self._counters.generation_step
-
-    @property
-    def train_step(self) -> int:
-        """Batches handed out since the run began."""
-        return self._counters.train_step
 
     # Collecting
 
     def collect(
-        self,
-        num_groups: int,
-        training_version: int | None = None,
-        between_polls: Callable[[], None] = lambda: None,
+        self, num_groups: int, training_version: int | None = None, between_polls: Callable[[], None] = lambda: None
     ) -> RolloutBatch:
-        """The next batch: exactly `num_groups` whole groups, or fewer (see `on_exhausted`) when rounds or prompts run
-        out.
-
-        training_version: the policy version the batch will train; None: the one the engine serves.
-        between_polls: called after every poll, with everything accounted for. It may call `hold` and wait; an error it
-        raises ends the collection.
-
-        Raises CollectionExhausted under on_exhausted = "error". On any error nothing is lost: what was in flight is
-        taken up by the next call or by loading the state.
-        """
-        if num_groups < 1:
-            raise ValueError(f"collect: num_groups = {num_groups}, must be at least 1")
+        """See `BatchCollector`: exactly `num_groups` whole groups, or fewer when rounds or prompts run out."""
+        check_num_groups(num_groups)
         self._training_version = self._checked_version(training_version)
         self._builder = StatisticsBuilder()
         self._hold(self._training_version)
@@ -262,9 +105,7 @@ class Collector:
         return self._batch(num_groups, "", first_number)
 
     def hold(self) -> None:
-        """Stop the engine and hold what is unfinished, as far as it may go on: its weights can be replaced. For
-        `between_polls` or between collections; a collection goes on by itself.
-        """
+        """See `BatchCollector`: what is unfinished is held as far as it may go on."""
         self._hold(self._training_version)
 
     def _checked_version(self, training_version: int | None) -> int:
@@ -279,12 +120,13 @@ class Collector:
         return training_version
 
     def give_back(self, batch: RolloutBatch) -> None:
-        """Undo the last `collect` as far as its groups go, for a checkpoint before they were trained: the next call
-        returns them.
-        """
+        """See `BatchCollector`: the next call returns the batch's groups."""
         self._buffer.put_back(batch.groups)
-        self._counters.num_trained -= len(batch.groups)
-        self._counters.train_step -= bool(batch.groups)
+        self._take_back(batch)
+
+    @staticmethod
+    def _num_trained_by(batch: RolloutBatch) -> int:
+        return len(batch.groups)
 
     def _fill(self, num_groups: int, between_polls: Callable[[], None]) -> Exhaustion:
         """Generate until the buffer holds `num_groups`, or say why it cannot."""
@@ -295,7 +137,7 @@ class Collector:
             if not self._in_flight:
                 return exhausted
             self._receive(self._engine.poll())
-            self._report(num_groups)
+            self._tell(lambda: self._report(num_groups))
             between_polls()
         return ""
 
@@ -303,9 +145,7 @@ class Collector:
         return self._buffer.num_available(self._training_version)
 
     def _start_groups(self, num_wanted: int, round_size: int) -> Exhaustion:
-        """Go on with unfinished groups, then start new ones, until `num_wanted` are in flight or a limit is met, which
-        is returned.
-        """
+        """Go on with unfinished groups, then start new ones: `num_wanted` in flight, or the limit that was met."""
         requests: list[GenerationRequest] = []
         exhausted: Exhaustion = ""
         while self._unfinished and len(self._in_flight) < num_wanted:
@@ -343,9 +183,7 @@ class Collector:
 
     def _missing(self, group: OpenGroup) -> list[GenerationRequest]:
         """Requests for the responses of a group that have not come to their end."""
-        held = group.completions
-        indices = range(self._settings.group_size)
-        return [self._request(group, index) for index in indices if index not in held or is_partial(held[index])]
+        return [self._request(group, index) for index in group.missing(self._settings.group_size)]
 
     def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
         seed = sample_seed(self._settings.seed, group.group_id, index)
@@ -392,33 +230,13 @@ class Collector:
         """Score complete groups and keep or drop each."""
         if not complete:
             return
-        scored = self._scorer.score(
-            [
-                UnscoredSample(f"{flight.group_id}/{index}", flight.prompt, flight.completions[index])
-                for flight in complete
-                for index in range(self._settings.group_size)
-            ]
-        )
-        for flight in complete:
-            samples = tuple(scored[f"{flight.group_id}/{index}"] for index in range(self._settings.group_size))
-            group = self._group(flight, samples)
-            verdict = self._verdict([sample.score.accuracy for sample in samples])
-            del self._in_flight[flight.group_id]
+        for group, verdict in self._judge.judge(complete, self._engine.policy_version):
+            del self._in_flight[group.group_id]
             self._builder.add_scored(group, verdict)
             if verdict == KEPT:
                 self._buffer.put(group)
             else:
                 self._counters.num_filtered += 1
-
-    def _group(self, flight: OpenGroup, samples: tuple[ScoredSample, ...]) -> Group:
-        versions = [version.version for sample in samples for version in sample.completion.versions]
-        return Group(
-            group_id=flight.group_id,
-            prompt=flight.prompt,
-            samples=samples,
-            policy_version=min(versions, default=self._engine.policy_version),
-            generation_step=flight.generation_step,
-        )
 
     # Holding and queueing again
 
@@ -459,11 +277,9 @@ class Collector:
     def _batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
         """Hand out at most `num_groups` groups; `first_number` is the first group started by this collection."""
         groups = sorted(self._buffer.take(num_groups, self._training_version), key=lambda group: group.group_id)
-        self._counters.num_trained += len(groups)
-        self._counters.train_step += bool(groups)
         num_carried_over = sum(int(group.group_id) < first_number for group in groups)
         statistics = self._statistics(num_carried_over)
-        return RolloutBatch(tuple(groups), statistics, exhausted, not groups, self._training_version)
+        return self._hand_out(RolloutBatch(tuple(groups), statistics, exhausted, not groups, self._training_version))
 
     def _statistics(self, num_carried_over: int) -> CollectStatistics:
         return self._builder.build(
@@ -491,26 +307,21 @@ class Collector:
             f"{self._builder.num_started} groups ({counts}); {remedy}"
         )
 
-    def _report(self, num_groups: int) -> None:
-        if self._on_progress is None:
-            return
+    def _report(self, num_groups: int) -> CollectProgress:
         opened = self._in_flight.values()
         num_waiting = sum(not is_partial(held) for group in opened for held in group.completions.values())
-        self._on_progress(
-            CollectProgress(
-                num_accepted=min(num_groups, self._num_available()),
-                num_groups=num_groups,
-                num_in_flight=len(self._in_flight),
-                num_filtered=sum(count for verdict, count in self._builder.verdicts.items() if verdict != KEPT),
-                num_responses=self._builder.num_scored_responses + num_waiting,
-                num_tokens=self._builder.num_tokens,
-            )
+        return CollectProgress(
+            num_accepted=min(num_groups, self._num_available()),
+            num_groups=num_groups,
+            num_in_flight=len(self._in_flight),
+            num_filtered=sum(count for verdict, count in self._builder.verdicts.items() if verdict != KEPT),
+            num_responses=self._builder.num_scored_responses + num_waiting,
+            num_tokens=self._builder.num_tokens,
         )
 
     # State
 
     def accounting(self) -> Accounting:
-        """The ledger of all prompts drawn. It balances at every moment, not just between steps."""
         return Accounting(
             drawn=self._counters.num_started,
             trained=self._counters.num_trained,
@@ -522,25 +333,17 @@ class Collector:
         )
 
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
-        """JSON-serialisable, with the stream's and the buffer's state: one consistent cut.
-
-        Unfinished groups are saved with every token. In the middle of a collection (a signal), so are groups in flight,
-        with what the engine has returned of them. Groups handed out count as trained, save those of the batches
-        `untrained`: the state is as if they had been given back.
+        """See `BatchCollector`. Unfinished groups are saved with every token; in the middle of a collection (a signal), so
+        are groups in flight, with what the engine has returned of them.
         """
         groups = [group for batch in untrained for group in batch.groups]
-        counters = {
-            **vars(self._counters),
-            "num_trained": self._counters.num_trained - len(groups),
-            "train_step": self._counters.train_step - sum(bool(batch.groups) for batch in untrained),
-        }
         opened = {**self._unfinished, **self._in_flight}
         return {
             "version": STATE_VERSION,
             "stream": self._stream.state_dict(),
             "buffer": self._buffer.state_dict(put_back=groups),
             "open_groups": [open_group_to_json(opened[group_id]) for group_id in sorted(opened)],
-            "counters": counters,
+            "counters": self._counters_without(untrained),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -555,7 +358,7 @@ class Collector:
         assert not self._in_flight, f"{len(self._in_flight)} groups are in flight; load the state before collecting"
         self._stream.load_state_dict(state["stream"])
         self._buffer.load_state_dict(state["buffer"])
-        self._counters = _Counters(**state["counters"])
+        self._counters = GroupCounters(**state["counters"])
         for prompt_id in _QUEUED_PROMPTS[state["version"]](state):
             self._stream.requeue(prompt_id)
             self._counters.num_queued_again += 1
@@ -593,9 +396,3 @@ _ON_EXHAUSTED: dict[str, Callable[[Collector, int, Exhaustion, int], RolloutBatc
     "stop": Collector._stopped,
     "error": Collector._failed,
 }
-
-
-def sample_seed(run_seed: int, group_id: str, index: int) -> int:
-    """The seed of one response, 63 bits: different for every (run, group, index), the same on every machine."""
-    digest = hashlib.sha256(f"{run_seed}/{group_id}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -40,6 +40,11 @@ class OpenGroup:
         """Every response has come to its end."""
         return len(self.completions) == group_size and not any(map(is_partial, self.completions.values()))
 
+    def missing(self, group_size: int) -> list[int]:
+        """Indices of the responses that have not come to their end."""
+        held = self.completions
+        return [index for index in range(group_size) if index not in held or is_partial(held[index])]
+
     def has_returned(self, group_size: int) -> bool:
         """The engine works on none of it any more."""
         return len(self.completions) == group_size

@@ -28,32 +28,28 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from megatron_dapo.rollout.collector import (
-    KEPT,
+from megatron_dapo.rollout.batch import (
     CollectionExhausted,
     CollectProgress,
     Exhaustion,
-    OnExhausted,
-    PromptStream,
     RolloutBatch,
-    RolloutEngine,
-    sample_seed,
+    batch_from_json,
+    batch_to_json,
 )
-from megatron_dapo.rollout.continuation import is_partial, next_request
-from megatron_dapo.rollout.group_json import group_from_json, group_to_json
-from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
-from megatron_dapo.rollout.statistics import (
-    CollectStatistics,
-    StatisticsBuilder,
-    WindowSummary,
-    statistics_from_json,
-)
-from megatron_dapo.rollout.window_pool import Place, WindowPool, behind_window
+from megatron_dapo.rollout.batch_collector import BatchCollector, PromptStream, RolloutEngine, check_num_groups
+from megatron_dapo.rollout.continuation import is_partial
+from megatron_dapo.rollout.judging import KEPT
+from megatron_dapo.rollout.ledger import WindowAccounting, WindowCounters
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.settings import WindowSettings
+from megatron_dapo.rollout.statistics import CollectStatistics, StatisticsBuilder, WindowSummary
+from megatron_dapo.rollout.window_collection import WindowCollection
+from megatron_dapo.rollout.window_pool import Place, WindowPool
 from megatron_dapo.rollout.window_priority import GroupProgress, choose_groups
-from megatron_dapo.types import Completion, GenerationRequest, Group, Prompt, SamplingParams, ScoredSample, Window
+from megatron_dapo.types import Group, Prompt, ScoredSample
 
 logger = logging.getLogger(__name__)
 
@@ -61,85 +57,10 @@ STATE_VERSION = "windows-1"  # not a number: a collector of whole groups refuses
 NOT_CHOSEN = "not_chosen"
 
 
-@dataclass(frozen=True)
-class WindowSettings:
-    """How windows are generated."""
+class WindowCollector(BatchCollector):
+    """Collects batches of windows on the rank that drives the rollout; stands where a `Collector` stands."""
 
-    group_size: int  # responses a prompt
-    sampling: SamplingParams  # max_new_tokens bounds the whole response
-    seed: int  # of the run; with the group id and the index it makes the seed of a response
-    window_tokens: int  # new tokens of a response in one collection, at most
-    max_pool_items: int = 0  # a collection that could leave more responses waiting is refused; 0: no limit
-    train_items: int = 0  # windows of a batch, at most; 0: all
-    on_exhausted: OnExhausted = "train_partial"  # when prompts run out before the collection is full
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"windows: group_size = {self.group_size}, must be at least 1")
-        if self.window_tokens < 1:
-            raise ValueError(f"windows: window_tokens = {self.window_tokens}, must be at least 1")
-        if self.max_pool_items < 0:
-            raise ValueError(f"windows: max_pool_items = {self.max_pool_items}, must be at least 0 (0: no limit)")
-        if self.train_items and self.train_items < self.group_size:
-            raise ValueError(
-                f"windows: train_items = {self.train_items} cannot hold one group of {self.group_size}; "
-                "make it 0 (all) or at least group_size"
-            )
-        if self.on_exhausted not in _ON_EXHAUSTED:
-            raise ValueError(
-                f"windows: unknown on_exhausted {self.on_exhausted!r}; there are {', '.join(_ON_EXHAUSTED)}"
-            )
-
-
-@dataclass(frozen=True)
-class WindowAccounting:
-    """Where the responses of the prompts drawn since the run began are. A group drawn counts with all its responses."""
-
-    drawn: int
-    trained: int  # to their end: handed out finished
-    not_chosen: int  # finished in a window that was not trained
-    given_back: int  # finished, in batches that were given back
-    in_flight: int  # of the collection being made
-    unfinished: int  # wait for their next window
-    not_started: int  # wait for their first
-
-    @property
-    def is_balanced(self) -> bool:
-        waiting = self.given_back + self.in_flight + self.unfinished + self.not_started
-        return self.drawn == self.trained + self.not_chosen + waiting
-
-
-@dataclass
-class _Counters:
-    """Saved in checkpoints."""
-
-    num_groups: int = 0  # ever begun; the next group's number
-    num_drawn: int = 0  # responses of those
-    num_trained: int = 0
-    num_not_chosen: int = 0
-    generation_step: int = 0  # collections begun
-    train_step: int = 0  # batches handed out
-
-
-@dataclass(eq=False)
-class _Collection:
-    """The one being made."""
-
-    places: list[Place]  # worked on, in this order
-    exhausted: Exhaustion
-    scored: dict[Place, ScoredSample] = field(default_factory=dict)  # finished; scored again after a restart
-
-
-class WindowCollector:
-    """Collects batches of windows on the rank that drives the rollout; stands where a `Collector` stands.
-
-    Args:
-        stream: yields prompt ids. Its state is saved with the collector's.
-        prompts: by prompt id.
-        engine: generates.
-        scorer: decodes, verifies, shapes.
-        on_progress: called after every poll.
-    """
+    _counters: WindowCounters
 
     def __init__(
         self,
@@ -150,83 +71,58 @@ class WindowCollector:
         settings: WindowSettings,
         on_progress: Callable[[CollectProgress], None] | None = None,
     ) -> None:
-        self._stream = stream
-        self._prompts = prompts
-        self._engine = engine
-        self._scorer = scorer
+        super().__init__(stream, prompts, engine, scorer, WindowCounters(), on_progress)
         self._settings = settings
-        self._on_progress = on_progress
         self._pool = WindowPool()
-        self._collection: _Collection | None = None
-        self._in_flight: set[Place] = set()  # submitted and not returned
-        self._returned: list[Place] = []  # of the collection: to be looked at
-        self._num_new_tokens = 0  # since the call of `collect`
+        self._collection: WindowCollection | None = None  # the one being made
         self._given_back: list[RolloutBatch] = []
-        self._counters = _Counters()
-
-    @property
-    def generation_step(self) -> int:
-        """Collections begun since the run began."""
-        return self._counters.generation_step
-
-    @property
-    def train_step(self) -> int:
-        """Batches handed out since the run began."""
-        return self._counters.train_step
 
     # Collecting
 
     def collect(
-        self,
-        num_groups: int,
-        training_version: int | None = None,
-        between_polls: Callable[[], None] = lambda: None,
+        self, num_groups: int, training_version: int | None = None, between_polls: Callable[[], None] = lambda: None
     ) -> RolloutBatch:
-        """The next batch: one window of each of num_groups x group_size responses, or of fewer when prompts run out
+        """See `BatchCollector`: one window of each of num_groups x group_size responses, or of fewer when prompts run out
         (see `on_exhausted`). Its groups hold the responses worked on, so a group may lack some and come again.
 
         A collection that an error or a restart interrupted is completed first, as large as it was begun.
 
-        training_version: the policy version the batch will train: the one the engine serves, or None.
-        between_polls: called after every poll, with everything accounted for. It may call `hold` and wait; an error it
-        raises ends the call.
-
-        Raises CollectionExhausted under on_exhausted = "error". On any error nothing is lost: what was in flight is
-        taken up by the next call or by loading the state.
+        training_version: the version the engine serves, or None.
         """
-        if num_groups < 1:
-            raise ValueError(f"collect: num_groups = {num_groups}, must be at least 1")
+        check_num_groups(num_groups)
         version = self._checked_version(training_version)
         if self._given_back:
             return self._hand_out(replace(self._given_back.pop(0), training_version=version))
         self.hold()
         if self._collection is None and not self._open(num_groups):
             return RolloutBatch((), self._builder([]).build(**_NOTHING), "prompts", True, version)
-        self._generate(num_groups, between_polls)
+
+        def after_poll() -> None:
+            self._tell(lambda: self._report(num_groups))
+            between_polls()
+
+        self._collected.generate(after_poll)
         return self._hand_out(self._close(version))
 
     def hold(self) -> None:
-        """Stop the engine and keep what there is of every window: its weights can be replaced. For `between_polls` or
-        between collections; a collection goes on by itself.
-        """
-        if self._in_flight:
-            self._take(self._engine.abort())
-            # Those that an engine has forgotten go on from what is held.
-            self._returned += sorted(self._in_flight)
-            self._in_flight.clear()
-            self._forget_fruitless()
+        """See `BatchCollector`: what there is of every window is kept."""
+        if self._collection is not None:
+            self._collection.hold()
 
     def give_back(self, batch: RolloutBatch) -> None:
-        """Undo the last `collect`, for a checkpoint before its batch was trained: the next call returns it."""
+        """See `BatchCollector`: the next call returns the batch."""
         if batch.groups:
             self._given_back.insert(0, batch)
-            self._counters.num_trained -= _num_finished(batch)
-            self._counters.train_step -= 1
+            self._take_back(batch)
 
-    def _hand_out(self, batch: RolloutBatch) -> RolloutBatch:
-        self._counters.num_trained += _num_finished(batch)
-        self._counters.train_step += bool(batch.groups)
-        return batch
+    @staticmethod
+    def _num_trained_by(batch: RolloutBatch) -> int:
+        return _num_finished(batch)
+
+    @property
+    def _collected(self) -> WindowCollection:
+        assert self._collection is not None, "no collection is being made"
+        return self._collection
 
     def _checked_version(self, training_version: int | None) -> int:
         serving = self._engine.policy_version
@@ -251,9 +147,12 @@ class WindowCollector:
             logger.warning("%s", self._describe_shortage(num_items))
             if not _ON_EXHAUSTED[self._settings.on_exhausted](self, num_items):
                 return False
-        self._collection = _Collection(self._pool.take(num_items), exhausted)
+        self._collection = self._collection_of(self._pool.take(num_items), exhausted)
         self._counters.generation_step += 1
         return True
+
+    def _collection_of(self, places: Sequence[Place], exhausted: Exhaustion) -> WindowCollection:
+        return WindowCollection(places, exhausted, self._pool, self._engine, self._scorer, self._settings)
 
     def _check_bound(self, num_items: int) -> None:
         bound, limit = num_items + self._settings.group_size - 1, self._settings.max_pool_items
@@ -293,97 +192,16 @@ class WindowCollector:
             f"{self._counters.num_groups} groups; allow more epochs, add data, or let on_exhausted train partial batches"
         )
 
-    # Generating
-
-    def _generate(self, num_groups: int, between_polls: Callable[[], None]) -> None:
-        """Bring every response of the collection to the end of its window, or to its own."""
-        self._num_new_tokens = 0
-        self._returned = list(self._collected.places)
-        self._forget_fruitless()
-        self._settle()
-        while self._in_flight:
-            self._take(self._engine.poll())
-            self._settle()
-            self._report(num_groups)
-            between_polls()
-            self._settle()  # what was held meanwhile goes on
-
-    def _forget_fruitless(self) -> None:
-        """Being stopped from here is no fault of the engine's."""
-        for group in self._pool.groups:
-            group.responses.num_fruitless.clear()
-
-    @property
-    def _collected(self) -> _Collection:
-        assert self._collection is not None, "no collection is being made"
-        return self._collection
-
-    def _take(self, completions: Sequence[Completion]) -> None:
-        for completion in completions:
-            group_id, _, index = completion.request_id.rpartition("/")
-            place = (group_id, int(index))
-            assert place in self._in_flight, f"the engine returned {completion.request_id}, which is not in flight"
-            ended = behind_window(completion, self._limit(place), self._settings.sampling)
-            self._num_new_tokens += self._pool[group_id].responses.add(place[1], ended)
-            self._in_flight.remove(place)
-            self._returned.append(place)
-
-    def _settle(self) -> None:
-        """Score what has come to its end; let the rest go on to the end of its window."""
-        returned, self._returned = self._returned, []
-        requests = {place: self._request(place) for place in returned if self._goes_on(place)}
-        if requests:
-            self._in_flight.update(requests)
-            self._engine.submit(list(requests.values()))
-        scored = self._collected.scored
-        finished = {
-            place: self._unscored(place) for place in returned if self._is_finished(place) and place not in scored
-        }
-        if finished:
-            samples = self._scorer.score(list(finished.values()))
-            scored.update((place, samples[sample.sample_id]) for place, sample in finished.items())
-
-    def _limit(self, place: Place) -> int:
-        """Response tokens at the end of the window."""
-        group_id, index = place
-        start = self._pool[group_id].starts[index]
-        return min(self._settings.sampling.max_new_tokens, start + self._settings.window_tokens)
-
-    def _is_finished(self, place: Place) -> bool:
-        held = self._pool[place[0]].completion(place[1])
-        return held is not None and not is_partial(held)
-
-    def _goes_on(self, place: Place) -> bool:
-        held = self._pool[place[0]].completion(place[1])
-        return held is None or (is_partial(held) and len(held.token_ids) < self._limit(place))
-
-    def _request(self, place: Place) -> GenerationRequest:
-        group_id, index = place
-        sampling = replace(self._settings.sampling, max_new_tokens=self._limit(place))
-        seed = sample_seed(self._settings.seed, group_id, index)
-        return next_request(self._pool[group_id].responses, index, sampling, seed)
-
-    def _unscored(self, place: Place) -> UnscoredSample:
-        group_id, index = place
-        group = self._pool[group_id]
-        completion = group.completion(index)
-        assert completion is not None, f"response {group_id}/{index} was generated"
-        return UnscoredSample(f"{group_id}/{index}", group.responses.prompt, completion)
-
-    def _report(self, num_groups: int) -> None:
-        if self._on_progress is None:
-            return
-        size = self._settings.group_size
-        num_done = len(self._collected.places) - len(self._in_flight)
-        self._on_progress(
-            CollectProgress(
-                num_accepted=min(num_groups, num_done // size),
-                num_groups=num_groups,
-                num_in_flight=math.ceil(len(self._in_flight) / size),
-                num_filtered=0,
-                num_responses=len(self._collected.scored),
-                num_tokens=self._num_new_tokens,
-            )
+    def _report(self, num_groups: int) -> CollectProgress:
+        size, collection = self._settings.group_size, self._collected
+        num_done = len(collection.places) - collection.num_in_flight
+        return CollectProgress(
+            num_accepted=min(num_groups, num_done // size),
+            num_groups=num_groups,
+            num_in_flight=math.ceil(collection.num_in_flight / size),
+            num_filtered=0,
+            num_responses=len(collection.scored),
+            num_tokens=collection.num_new_tokens,
         )
 
     # The batch
@@ -391,7 +209,7 @@ class WindowCollector:
     def _close(self, version: int) -> RolloutBatch:
         """The collection as a batch; its unfinished responses to the head of the queue."""
         collection = self._collected
-        samples = {place: self._sample(place) for place in sorted(collection.places)}
+        samples = collection.samples()
         groups = self._groups(samples, version)
         for (group_id, index), sample in samples.items():
             if sample.window.is_finished:
@@ -410,14 +228,6 @@ class WindowCollector:
         self._collection = None
         trained = tuple(group for place, group in enumerate(groups) if place in chosen)
         return RolloutBatch(trained, statistics, collection.exhausted, training_version=version)
-
-    def _sample(self, place: Place) -> ScoredSample:
-        group_id, index = place
-        start = self._pool[group_id].starts[index]
-        scored = self._collected.scored.get(place)
-        if scored is not None:
-            return replace(scored, window=Window(start, True))
-        return self._scorer.unfinished(self._unscored(place), start)
 
     def _groups(self, samples: Mapping[Place, ScoredSample], version: int) -> list[Group]:
         """In order of their start."""
@@ -479,7 +289,6 @@ class WindowCollector:
     # State
 
     def accounting(self) -> WindowAccounting:
-        """The ledger of all responses drawn. It balances at every moment, not just between steps."""
         num_in_flight = len(self._collection.places) if self._collection else 0
         num_not_started = self._pool.num_not_started
         return WindowAccounting(
@@ -493,18 +302,10 @@ class WindowCollector:
         )
 
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
-        """JSON-serialisable, with the stream's state: one consistent cut, with every token of unfinished responses.
-
-        In the middle of a collection (a signal) it holds the tokens of its windows that the engine has returned; call
-        `hold` before to have them all. Batches handed out count as trained, save those `untrained`: the state is as if
-        they had been given back.
+        """See `BatchCollector`, with every token of unfinished responses. In the middle of a collection (a signal) it holds
+        the tokens of its windows that the engine has returned; call `hold` before to have them all.
         """
         untrained = [batch for batch in untrained if batch.groups]
-        counters = {
-            **vars(self._counters),
-            "num_trained": self._counters.num_trained - sum(map(_num_finished, untrained)),
-            "train_step": self._counters.train_step - len(untrained),
-        }
         collection = self._collection
         return {
             "version": STATE_VERSION,
@@ -512,8 +313,8 @@ class WindowCollector:
             "pool": self._pool.state_dict(),
             "collection": collection
             and {"places": [list(place) for place in collection.places], "exhausted": collection.exhausted},
-            "given_back": [_batch_to_json(batch) for batch in [*untrained, *self._given_back]],
-            "counters": counters,
+            "given_back": [batch_to_json(batch) for batch in [*untrained, *self._given_back]],
+            "counters": self._counters_without(untrained),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -526,14 +327,18 @@ class WindowCollector:
                 f"collector state has version {state.get('version')}, windows are read from {STATE_VERSION}; "
                 "resume with the settings and the program that wrote it"
             )
-        assert not self._in_flight, f"{len(self._in_flight)} responses are in flight; load the state before collecting"
+        num_in_flight = self._collection.num_in_flight if self._collection else 0
+        assert not num_in_flight, f"{num_in_flight} responses are in flight; load the state before collecting"
         self._stream.load_state_dict(state["stream"])
         self._pool.load_state_dict(state["pool"], self._prompts)
         self._check_lengths()
         saved = state["collection"]
-        self._collection = saved and _Collection([(name, index) for name, index in saved["places"]], saved["exhausted"])
-        self._given_back = [_batch_from_json(batch) for batch in state["given_back"]]
-        self._counters = _Counters(**state["counters"])
+        self._collection = None
+        if saved is not None:
+            places = [(name, index) for name, index in saved["places"]]
+            self._collection = self._collection_of(places, saved["exhausted"])
+        self._given_back = [batch_from_json(batch) for batch in state["given_back"]]
+        self._counters = WindowCounters(**state["counters"])
 
     def _check_lengths(self) -> None:
         limit = self._settings.sampling.max_new_tokens
@@ -548,21 +353,6 @@ class WindowCollector:
 
 def _num_finished(batch: RolloutBatch) -> int:
     return sum(sample.window.is_finished for group in batch.groups for sample in group.samples)
-
-
-def _batch_to_json(batch: RolloutBatch) -> dict[str, Any]:
-    return {
-        "groups": [group_to_json(group) for group in batch.groups],
-        "statistics": asdict(batch.statistics),
-        "exhausted": batch.exhausted,
-        "training_version": batch.training_version,
-    }
-
-
-def _batch_from_json(value: Mapping[str, Any]) -> RolloutBatch:
-    groups = tuple(group_from_json(group) for group in value["groups"])
-    statistics = statistics_from_json(value["statistics"])
-    return RolloutBatch(groups, statistics, value["exhausted"], training_version=value["training_version"])
 
 
 _NOTHING = {"num_carried_over": 0, "num_left_over": 0, "num_unfinished": 0}

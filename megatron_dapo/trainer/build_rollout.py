@@ -17,10 +17,14 @@ from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
+from megatron_dapo.rollout.batch import CollectProgress
+from megatron_dapo.rollout.batch_collector import BatchCollector
 from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import Collector, CollectorSettings, CollectProgress, keep_every_group
+from megatron_dapo.rollout.collector import Collector
+from megatron_dapo.rollout.judging import keep_every_group
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.rollout.windows import WindowCollector, WindowSettings
+from megatron_dapo.rollout.settings import CollectorSettings, WindowSettings
+from megatron_dapo.rollout.windows import WindowCollector
 from megatron_dapo.trainer.driven_engine import DrivenEngine
 from megatron_dapo.trainer.evaluator import EvaluationTask
 from megatron_dapo.trainer.inputs import (
@@ -42,7 +46,7 @@ class Driver:
 
     inputs: ModelInputs
     scorer: Any  # VerifierPool or ShadowedPool
-    collector: Collector | WindowCollector
+    collector: BatchCollector
     stream: PromptStream
     prompts: tuple[Prompt, ...]
     evaluation: EvaluationTask | None
@@ -124,7 +128,7 @@ def _window_collector(config: Config, parts: _CollectorParts, sampling: Sampling
     return WindowCollector(parts.stream, parts.prompts, parts.engine, parts.scorer, settings, parts.on_progress)
 
 
-_COLLECTORS: dict[str, Callable[[Config, _CollectorParts, SamplingParams], Collector | WindowCollector]] = {
+_COLLECTORS: dict[str, Callable[[Config, _CollectorParts, SamplingParams], BatchCollector]] = {
     "dapo": _group_collector,
     "ppo": _group_collector,
     "vapo": _group_collector,

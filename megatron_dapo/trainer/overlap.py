@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dapo.rollout.collector import Collector, RolloutBatch
-from megatron_dapo.rollout.windows import WindowCollector
+from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.rollout.batch_collector import BatchCollector
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class OverlappedRollout:
 
     def __init__(
         self,
-        collector: Collector | WindowCollector,
+        collector: BatchCollector,
         max_ahead: int,
         timeout_s: float,
         while_waiting: Callable[[], None] | None = None,

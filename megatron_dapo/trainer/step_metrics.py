@@ -11,7 +11,7 @@ import psutil
 from megatron_dapo.algorithms.repetition import ngram_repetition
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
-from megatron_dapo.rollout.collector import RolloutBatch
+from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.metrics import STEP_METRICS
 from megatron_dapo.types import Group, ScoredSample
