@@ -27,8 +27,8 @@ from megatron_dapo.parallel.reshard.layout import Layout, Piece, TensorSpec
 SCALES = (
     "_scale_inv"  # behind the name of a tensor or parameter: its blocks' scales, as checkpoints and SGLang call them
 )
-# SGLang's attention has two numbers of its own under FP8, for caches in FP8. Caches are in the model's type here, so
-# that nothing reads them; they are 1 as in a checkpoint without them.
+# The attention of some models (Qwen2, Llama) has two numbers of its own under FP8, for caches in FP8. Caches are in the
+# model's type here, so that nothing reads them; they are 1 as from a checkpoint without them.
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")
 KV_SCALE_VALUE = 1.0
 
@@ -46,15 +46,12 @@ class Fp8Parameters:
 
 def expected_parameters(engines: SglangLayout) -> Fp8Parameters:
     """What a server would answer, for plans without one: SGLang quantises the layers it calls linear, experts included,
-    and leaves embedding, head and router alone."""
+    and leaves embedding, head and router alone. Which of its models have scales of caches only a server knows.
+    """
     specs = engines.local_specs(0)
     left = (EMBEDDING, LM_HEAD)
     matrices = (name for name, spec in specs.items() if len(spec.shape) > 1 and name not in left)
-    layers = (f"model.layers.{layer}.self_attn" for layer in range(engines.architecture.num_layers))
-    return Fp8Parameters(
-        frozenset(name for name in matrices if not name.endswith(ROUTER)),
-        frozenset(layer + scale for layer in layers for scale in KV_SCALES),
-    )
+    return Fp8Parameters(frozenset(name for name in matrices if not name.endswith(ROUTER)), frozenset())
 
 
 def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, TensorSpec]]) -> Fp8Parameters:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron_dapo.bridge.delivery_plan import DeliveryPlan, write_parts
 from megatron_dapo.bridge.fp8_layout import (
     SCALES,
     Fp8EngineLayout,
+    Fp8Parameters,
     Fp8SourceLayout,
     expected_parameters,
     read_parameters,
@@ -158,7 +160,7 @@ def deliver(model, parallel: ParallelLayout, tp: int, engines: int = 1, bucket_b
     """(engine layout, source layout, one Receiver an engine rank) after a whole delivery of `weights_of(model)`."""
     master = megatron_layout(model, parallel, torch.float32)
     plain = sglang_layout(model, tp, torch.bfloat16, engines)
-    engine = Fp8EngineLayout(plain, expected_parameters(plain))
+    engine = Fp8EngineLayout(plain, with_kv_scales(expected_parameters(plain)))
     layout = Fp8SourceLayout(master, engine)
     check_layout(layout)
     check_layout(engine)
@@ -180,6 +182,10 @@ def deliver(model, parallel: ParallelLayout, tp: int, engines: int = 1, bucket_b
     return weights, engine, layout, receivers, delivery
 
 
+def with_kv_scales(parameters: Fp8Parameters) -> Fp8Parameters:
+    return replace(parameters, constants=frozenset(f"model.layers.0.self_attn.attn.{kind}_scale" for kind in "kv"))
+
+
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
@@ -193,7 +199,7 @@ def check_pair(model, parallel: ParallelLayout, tp: int, engines: int = 1) -> No
         }
         for name, tensor in expected.items():
             assert same_bytes(receiver.parameters[name], tensor), (rank, name)
-        assert all(bool(receiver.parameters[name] == 1) for name in engine.parameters.constants)
+        assert [float(receiver.parameters[name]) for name in engine.parameters.constants] == [1.0, 1.0]
         norm = "model.layers.1.input_layernorm.weight"
         assert torch.equal(receiver.parameters[norm], weights[norm].to(torch.bfloat16))
 
@@ -324,13 +330,13 @@ def test_an_engine_that_cuts_a_block_is_refused(changes, tp, words):
 
 
 def described(plain, **changes) -> list[dict[str, TensorSpec]]:
-    engine = Fp8EngineLayout(plain, expected_parameters(plain))
+    engine = Fp8EngineLayout(plain, with_kv_scales(expected_parameters(plain)))
     return [{**engine.local_specs(rank), **changes} for rank in range(plain.tensor_parallel)]
 
 
 def test_what_is_quantised_is_read_from_the_engine():
     plain = sglang_layout(architecture(), 2, torch.bfloat16)
-    assert read_parameters(plain, described(plain)) == expected_parameters(plain)
+    assert read_parameters(plain, described(plain)) == with_kv_scales(expected_parameters(plain))
     # A server whose checkpoint leaves the last layer alone, and has no scales of a cache.
     some = [
         {

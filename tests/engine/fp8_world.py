@@ -1,0 +1,83 @@
+"""A small model whose layers divide into blocks of 128, and trainer ranks as threads that deliver it in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from delivery_simulation import World
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from megatron_dapo.bridge.delivery_plan import DeliveryPlan
+from megatron_dapo.bridge.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, read_parameters
+from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.ops.fp8 import quantise_weight
+from megatron_dapo.parallel.reshard.planner import plan
+
+FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+def save_model(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
+    """A model with random weights far from uniform: hidden 256, 2 layers, 4 heads of 64, an odd vocabulary."""
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        **{
+            "vocab_size": 301,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "dtype": "float32",
+            **changes,
+        }
+    )
+    torch.manual_seed(0)
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def round_linear_layers(model: torch.nn.Module) -> None:
+    """Every linear layer of the decoder gets the values it has in FP8; the head is no layer of the decoder."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.weight.data.copy_(quantise_weight(module.weight.data).widened())
+
+
+class Fp8World(World):
+    """As `World`, for an engine that has described its parameters."""
+
+    def __init__(self, *arguments: Any, described: Sequence[Any], **fields: Any) -> None:
+        super().__init__(*arguments, **fields)
+        self.layout = Fp8EngineLayout(self.layout, read_parameters(self.layout, described))
+        self.fp8 = Fp8SourceLayout(self.source, self.layout)
+        self.reshard = plan(self.fp8, self.layout, ranks_per_node=self.nodes.ranks_per_node)
+        self.plan = DeliveryPlan(self.reshard, self.layout, self.plan.bucket_bytes)
+
+    def sources(self, model: dict[str, torch.Tensor]) -> list[Fp8Weights]:
+        """What every trainer rank delivers of the Hugging Face tensors. Ranks are made one after the other, so the first
+        round collects what they exchange and the second one has it."""
+        largest: list[torch.Tensor] = []
+
+        def exchange(magnitudes: torch.Tensor) -> None:
+            largest.append(torch.maximum(largest[-1], magnitudes) if largest else magnitudes.clone())
+            magnitudes.copy_(largest[-1])
+
+        shards = [self.shards(model, rank) for rank in range(self.size)]
+        for _ in range(2):
+            made = [Fp8Weights(self.fp8, rank, own, exchange) for rank, own in enumerate(shards)]
+        return made

@@ -1,0 +1,158 @@
+"""Real SGLang servers in FP8: what they are given is what quantising whole tensors gives, sync after sync."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent))
+from delivery_simulation import World, run_ranks  # noqa: E402
+from fp8_world import Fp8World, round_linear_layers, save_model  # noqa: E402
+
+from megatron_dapo.bridge.architecture import ModelArchitecture  # noqa: E402
+from megatron_dapo.bridge.engine_update import UpdateReport, UpdateTimeouts  # noqa: E402
+from megatron_dapo.bridge.fp8_layout import SCALES, expected_parameters, read_parameters  # noqa: E402
+from megatron_dapo.bridge.served_parameters import served_parameters  # noqa: E402
+from megatron_dapo.bridge.sglang_layout import sglang_layout  # noqa: E402
+from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder  # noqa: E402
+from megatron_dapo.engines.sglang.client import SglangClient, Timeouts  # noqa: E402
+from megatron_dapo.engines.sglang.keys import read_key  # noqa: E402
+from megatron_dapo.parallel.layout import ParallelLayout  # noqa: E402
+
+TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 300, 44, 3]
+PATIENT = UpdateTimeouts(120, 120, 120, 120, 200, 120, 60)
+VERSIONS = iter(range(1, 1000))
+BUCKET_BYTES = 64 << 10
+# Model, engine ranks, element type of activations, trainer layout, largest gap to the same weights in transformers. Of
+# the trainer's tensor parallel size 4 every block of a projection is cut. Qwen2's attention has scales of a cache.
+CASES = {
+    "one rank": ("qwen2", 1, "float32", ParallelLayout(4, tensor=2, pipeline=2), 2e-5),
+    "two ranks, cut blocks": ("qwen3", 2, "float32", ParallelLayout(4, tensor=4), 2e-5),
+    "one rank, bfloat16": ("qwen3", 1, "bfloat16", ParallelLayout(4, tensor=2, pipeline=2), 0.1),
+}
+
+
+@dataclass
+class Setup:
+    """A server in FP8 full of random weights, and the model it is to get."""
+
+    client: SglangClient
+    model: torch.nn.Module
+    world: Fp8World
+    tolerance: float
+
+    def state(self, scale: float) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() * scale for name, tensor in self.model.named_parameters()}
+
+    def update(
+        self, scale: float, *, world: World | None = None, transport_of: Any = ColocatedTransport
+    ) -> UpdateReport:
+        """One update by all ranks; in FP8, or by a `world` that knows nothing of it."""
+        chosen = world or self.world
+        arguments = (PATIENT,)
+        updates = chosen.updates(
+            [self.client], default_folder(), *arguments, message_timeout_s=100.0, transport_of=transport_of, session="t"
+        )
+        state, version = self.state(scale), next(VERSIONS)
+        sources = self.world.sources(state) if world is None else [chosen.shards(state, r) for r in range(chosen.size)]
+        outcomes = run_ranks(chosen.size, lambda rank: updates[rank].update(version, sources[rank]), 280)
+        assert all(isinstance(outcome, UpdateReport) for outcome in outcomes), outcomes
+        return outcomes[0]
+
+    def gap(self, scale: float, *, rounded: bool = True) -> float:
+        """Mean difference of log-probs between the server and transformers with the weights in FP8, or as trained."""
+        model = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.float32)
+        model.load_state_dict(self.state(scale), strict=False)
+        if rounded:
+            round_linear_layers(model)
+        with torch.no_grad():
+            logprobs = model(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
+        expected = [float(logprobs[t, token]) for t, token in enumerate(TOKENS[1:])]
+        served = self.client.prompt_logprobs(TOKENS)
+        return sum(abs(a - b) for a, b in zip(served, expected, strict=True)) / len(expected)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def setup(request, server_factory, tmp_path_factory) -> Setup:
+    family, tensor_parallel, dtype, parallel, tolerance = CASES[request.param]
+    folder = save_model(tmp_path_factory.mktemp("fp8_model"), family)
+    server = server_factory(
+        folder, tensor_parallel=tensor_parallel, dtype=dtype, quantization="fp8", random_weights=True, seeded=True,
+        max_total_tokens=4096,
+    )  # fmt: skip
+    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.dialect)
+    world = Fp8World(
+        ModelArchitecture.from_folder(folder),
+        parallel,
+        tensor_parallel=tensor_parallel,
+        dtype=getattr(torch, dtype),
+        bucket_bytes=BUCKET_BYTES,
+        described=served_parameters(client, tensor_parallel),
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Setup(client, model, world, tolerance)
+
+
+def test_the_server_tells_what_it_quantises(setup):
+    """Its own layer types decide; they are what plans without a server expect."""
+    size = setup.world.layout.tensor_parallel
+    described = served_parameters(setup.client, size)
+    plain = sglang_layout(setup.world.source.architecture, size, setup.world.layout.engines.dtype, device="cpu")
+    assert read_parameters(plain, described).quantised == expected_parameters(plain).quantised
+    assert any(name.endswith("k_scale") for name in described[0]) == (setup.model.config.model_type == "qwen2")
+    for specs, rank in zip(described, range(size), strict=True):
+        assert specs == setup.world.layout.local_specs(rank)
+
+
+def test_sync_after_sync_is_the_rounding_of_the_whole_tensors(setup):
+    assert setup.gap(1.0) > 0.1  # it serves noise
+    for scale in (1.0, 0.7):
+        report = setup.update(scale)
+        assert report.is_complete, report.describe()
+        assert setup.gap(scale) < setup.tolerance
+    # The rounding is there, and is no more than a rounding.
+    if setup.tolerance < 1e-3:
+        assert 10 * setup.tolerance < setup.gap(0.7, rounded=False) < 0.5
+    ranks = setup.world.plan.ranks_of(0)
+    shard = sum(spec.num_bytes for rank in ranks for spec in setup.world.layout.local_specs(rank).values())
+    assert 0.9 * shard < report.engines[0].num_bytes <= shard
+    assert report.peak_bytes < 2 * BUCKET_BYTES + (2 << 20)
+
+
+class CorruptedScale(ColocatedTransport):
+    """One bit of the first scale changes between the trainer's write and the engine's read."""
+
+    def _announce(self, state, bucket) -> None:
+        for write in bucket.writes_of(self.rank):
+            if write.part.name.endswith("layers.0.self_attn.qkv_proj.weight" + SCALES) and bucket.engine_rank == 0:
+                state.arenas[0].slots[bucket.index % 2][write.part.byte_offset] ^= 1
+        super()._announce(state, bucket)
+
+
+def test_a_corrupted_scale_is_not_served(setup):
+    report = setup.update(0.9, transport_of=CorruptedScale)
+    assert "1 of " in report.failures[0] and "qkv_proj.weight_scale_inv" in report.failures[0]
+    assert setup.update(0.9).is_complete
+    assert setup.gap(0.9) < setup.tolerance
+
+
+def test_a_trainer_that_does_not_round_is_refused(setup):
+    """Its plan does not know the scales."""
+    plain = World(
+        setup.world.source.architecture,
+        ParallelLayout(4, tensor=2, pipeline=2),
+        tensor_parallel=setup.world.layout.tensor_parallel,
+        dtype=setup.world.layout.engines.dtype,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    report = setup.update(1.0, world=plain)
+    assert "nothing is sent for the engine's parameters" in report.failures[0]
+    assert setup.update(1.1).is_complete
+    assert setup.gap(1.1) < setup.tolerance
