@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine_name, report, versions
 
 from megatron_dapo.ops.head.choice import IMPLEMENTATIONS, Place, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
@@ -32,7 +29,6 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Loss = Callable[[Inputs], torch.Tensor]
 SHAPES = ((8192, 4096, 151936), (32768, 5120, 151936))
 PACKAGES = ("torch", "triton", "transformer_engine", "liger_kernel", "verl", "cut_cross_entropy")
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 # What the package's kernels are held to at the first shape.
 TRITON_TFLOPS, FP8_FORWARD_SPEEDUP = 550.0, 1.5
 
@@ -169,20 +165,6 @@ def verdicts(row: dict[str, Any]) -> dict[str, bool]:
     return found
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def machine_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -205,7 +187,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "gpu_head",
         "machine": machine_name(device),
-        "versions": versions(),
+        "versions": versions(PACKAGES),
         "targets_met": verdicts(rows[0]) if device.type == "cuda" else {},
         "rows": rows,
     }
@@ -213,11 +195,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse()
-    result = run_all(arguments)
-    print(json.dumps(result) if arguments.json else json.dumps(result, indent=2))
-    if arguments.save and "machine" in result:
-        name = result["machine"].lower().replace(" ", "_")
-        (RESULTS / f"gpu_head_{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    report(run_all(arguments), arguments.json, arguments.save)
 
 
 if __name__ == "__main__":

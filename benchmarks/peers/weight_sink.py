@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ DEADLINE_S = 300.0
 class Parameters(torch.nn.Module):
     """A module whose named_parameters() are those of an engine rank, filled with noise."""
 
-    def __init__(self, specs: dict[str, Any]) -> None:
+    def __init__(self, specs: dict[str, Any], device: str) -> None:
         super().__init__()
-        self._tensors = {n: torch.nn.Parameter(torch.rand(s.shape).to(s.dtype)) for n, s in specs.items()}
+        self._tensors = {
+            n: torch.nn.Parameter(torch.rand(s.shape, device=device).to(s.dtype)) for n, s in specs.items()
+        }
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return iter(self._tensors.items())
@@ -57,7 +60,7 @@ class Sink:
 
     def _load(self, request: dict[str, Any], payload: bytes) -> None:
         if self._model is None:
-            self._model = Parameters(self._specs())
+            self._model = Parameters(self._specs(), self._specification.get("device", "cpu"))
         weight_loader.load(self._model, pickle.loads(payload))
 
     def _join(self, request: dict[str, Any], payload: bytes) -> None:
@@ -92,7 +95,10 @@ class Sink:
         specification = self._specification
         architecture = ModelArchitecture.from_folder(specification["model"])
         layout = sglang_layout(
-            architecture, specification["engine_tensor"], getattr(torch, specification["dtype"]), device="cpu"
+            architecture,
+            specification["engine_tensor"],
+            getattr(torch, specification["dtype"]),
+            device=specification.get("device", "cpu"),
         )
         return dict(layout.local_specs(self._rank))
 
@@ -120,6 +126,37 @@ class SinkClient:
     def wait(self) -> None:
         if self._socket.recv(1) != b"+":
             raise ConnectionError("the sink has ended")
+
+
+class SinkControl:
+    """`EngineControl` of an engine that is nothing but its ranks' loaders."""
+
+    def __init__(self, sinks: Sequence[SinkClient]) -> None:
+        self._sinks = sinks
+
+    def update_weights_from_tensor(
+        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
+    ) -> None:
+        for sink, payload in zip(self._sinks, payloads):
+            assert isinstance(payload, bytes)
+            sink.start({"op": "load"}, payload)
+        for sink in self._sinks:
+            sink.wait()
+
+    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
+        raise NotImplementedError("a sink has no loader of folders")
+
+    def pause(self, mode: str) -> None: ...
+
+    def flush_cache(self) -> None: ...
+
+    def begin_weight_update(self) -> None: ...
+
+    def end_weight_update(self) -> None: ...
+
+    def update_weight_version(self, version: int) -> None: ...
+
+    def resume(self) -> None: ...
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mbridge_export import MbridgeExport
-from weight_sink import DEADLINE_S, SinkClient
+from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums
@@ -42,37 +42,6 @@ from megatron_dapo.parallel.reshard.planner import plan
 SEED = 0
 SIDES = ("ours", "bytes", "floor")
 Specification = dict[str, Any]
-
-
-class SinkControl:
-    """`EngineControl` of an engine that is nothing but its ranks' loaders."""
-
-    def __init__(self, sinks: Sequence[SinkClient]) -> None:
-        self._sinks = sinks
-
-    def update_weights_from_tensor(
-        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
-    ) -> None:
-        for sink, payload in zip(self._sinks, payloads):
-            assert isinstance(payload, bytes)
-            sink.start({"op": "load"}, payload)
-        for sink in self._sinks:
-            sink.wait()
-
-    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
-        raise NotImplementedError("a sink has no loader of folders")
-
-    def pause(self, mode: str) -> None: ...
-
-    def flush_cache(self) -> None: ...
-
-    def begin_weight_update(self) -> None: ...
-
-    def end_weight_update(self) -> None: ...
-
-    def update_weight_version(self, version: int) -> None: ...
-
-    def resume(self) -> None: ...
 
 
 class Trainer:
@@ -207,8 +176,9 @@ class SharedFloor:
             spec = box[0][rank]
             sink.start({"op": "map", "path": spec.path, "num_bytes": spec.num_bytes})
             sink.wait()
-            remove_arena(spec)
         dist.barrier()
+        for spec in specs.values():
+            remove_arena(spec)
 
     def copy(self) -> None:
         for slot, own in self._parts:

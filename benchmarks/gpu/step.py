@@ -1,0 +1,321 @@
+"""A training step of a Qwen2.5-shaped model on one GPU: bf16 against FP8 in blocks.
+
+    python benchmarks/gpu/step.py [--json] [--save] [--model 1.5b] [--only bf16,fp8_blockwise] [--recompute none]
+
+The actor as training builds it (TP1, data-parallel wrapper, AdamW with fp32 masters), on random weights made on the
+device; packed sequences whose lengths have a long tail; the token-mean policy gradient. A step is all its micro-batches
+forward and backward, the sum over ranks, clipping and AdamW. Medians over rounds; the device has finished when the clock
+stops. Sides run one after the other, each on a model of its own from the same seed:
+
+    bf16                 everything in bf16
+    fp8_blockwise        linear layers multiply e4m3 in blocks, weights are kept in bf16
+    fp8_parameters       the same with weights kept as FP8 alone, beside their masters
+    fp8_blockwise_head   the same as fp8_blockwise, and the log-prob head multiplies FP8 too
+
+    tokens_per_second    real tokens of the step (no padding) / its seconds
+    mfu                  FLOPs the mathematics needs / seconds / the device's dense bf16 peak, for FP8 sides too:
+                         6 N T + 6 L D sum(s^2), with N the weights that multiply (layers and output matrix), T real
+                         tokens, L layers, D query heads x their size, s the length of each sequence (causal attention
+                         does half of its square). What is computed twice (the head, recomputed activations) counts once
+
+What is skipped stands in `skipped` with its reason; `--save` writes benchmarks/results/gpu_step_<machine>.json. `--tiny`
+checks the program on any machine, FP8 emulated where there is no device; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from machine import bf16_peak, machine_name, report, versions
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.megatron.precision import Precision
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.mini_batch import build_micro_batches
+from megatron_dapo.parallel.packing import MicroBatchLimits
+from megatron_dapo.precision import token_multiple
+from megatron_dapo.types import MicroBatch, TrainSample
+
+PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine")
+SEED, LEARNING_RATE = 0, 1e-6
+WEIGHT_DEVIATION = 0.02
+# FP8 rounds: its first loss differs from that of bf16 by no more than this share.
+LOSS_TOLERANCE = 0.02
+
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+    "3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 512,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A precision of the linear layers, and the log-prob head."""
+
+    precision: Precision
+    head: str = "auto"
+
+
+SIDES: Mapping[str, Side] = {
+    "bf16": Side(Precision("bf16")),
+    "fp8_blockwise": Side(Precision("fp8_blockwise")),
+    "fp8_parameters": Side(Precision("fp8_blockwise", fp8_parameters=True)),
+    "fp8_blockwise_head": Side(Precision("fp8_blockwise"), "te_fp8"),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step is made of: about `step_tokens` tokens in sequences of at most `max_length`, packed into micro-batches
+    of at most `micro_batch_tokens`."""
+
+    step_tokens: int
+    micro_batch_tokens: int
+    max_length: int
+
+
+def architecture_of(model: str) -> ModelArchitecture:
+    return ModelArchitecture.from_config({**QWEN, **MODELS[model]})
+
+
+def draw_lengths(work: Work) -> list[int]:
+    """Most responses are short and a few reach the limit: log-normal, median a sixth of it, cut at it."""
+    generator = torch.Generator().manual_seed(SEED)
+    lengths: list[int] = []
+    while sum(lengths) < work.step_tokens:
+        drawn = torch.randn((), generator=generator).exp().item() * work.max_length / 6
+        lengths.append(int(min(max(drawn, 16), work.max_length)))
+    return lengths
+
+
+def make_samples(lengths: Sequence[int], vocab_size: int) -> list[TrainSample]:
+    """Random tokens, an eighth of them prompt; advantages of either sign."""
+    generator = torch.Generator().manual_seed(SEED)
+    samples = []
+    for index, length in enumerate(lengths):
+        prompt = max(1, length // 8)
+        response = length - prompt
+        samples.append(
+            TrainSample(
+                sample_id=str(index),
+                group_index=index,
+                tokens=torch.randint(0, vocab_size, (length,), generator=generator),
+                prompt_length=prompt,
+                loss_mask=torch.ones(response),
+                advantages=torch.full((response,), 1.0 if index % 2 else -0.5),
+                rollout_logprobs=torch.zeros(response),
+            )
+        )
+    return samples
+
+
+def token_mean(samples: Sequence[TrainSample]) -> list[float]:
+    total = sum(float(sample.loss_mask.sum()) for sample in samples)
+    return [1.0 / total] * len(samples)
+
+
+def policy_gradient(
+    part: MicroBatch, outputs: TokenOutputs, index: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-A log pi, and apart from it the mean -log pi, which sides are compared by."""
+    weighted = part.loss_weights * part.loss_mask
+    nll = -(outputs.logprobs.detach() * weighted).sum()
+    return -(outputs.logprobs * part.advantages * weighted).sum(), {"nll": nll}
+
+
+def fill_randomly(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
+    """Norms 1, biases 0, the rest normal, made where the parameters are."""
+    for index, (name, parameter) in enumerate(parameters.items()):
+        is_norm = "norm" in name.rpartition("linear_")[2] and parameter.dim() == 1
+        if is_norm or name.endswith("bias"):
+            parameter.fill_(1.0 if is_norm else 0.0)
+            continue
+        generator = torch.Generator(parameter.device).manual_seed(SEED + index)
+        parameter.normal_(0.0, WEIGHT_DEVIATION, generator=generator)
+
+
+def build(side: Side, architecture: ModelArchitecture, recompute: str) -> tuple[MegatronActor, ParallelLayout]:
+    layout = ParallelLayout(1, token_multiple=token_multiple(side.precision.recipe))
+    settings = ActorSettings(
+        model=ModelSettings("bfloat16", recompute, side.precision), head_implementation=side.head, seed=SEED
+    )
+    return MegatronActor(architecture, layout, settings, fill_randomly), layout
+
+
+def flops_of(architecture: ModelArchitecture, lengths: Sequence[int]) -> float:
+    """Of one step, as the module's docstring says."""
+    matrices = {name: shape for name, shape in architecture.shapes().items() if name.endswith("_proj.weight")}
+    weights = sum(rows * columns for rows, columns in matrices.values())
+    weights += architecture.vocab_size * architecture.hidden_size
+    width = architecture.num_attention_heads * architecture.head_dim
+    squares = sum(length**2 for length in lengths)
+    return 6.0 * weights * sum(lengths) + 6.0 * architecture.num_layers * width * squares
+
+
+def measure(side: Side, architecture: ModelArchitecture, work: Work, arguments: argparse.Namespace) -> dict[str, Any]:
+    lengths = draw_lengths(work)
+    actor, layout = build(side, architecture, arguments.recompute)
+    samples = make_samples(lengths, architecture.vocab_size)
+    limits = MicroBatchLimits(max_tokens=work.micro_batch_tokens)
+    micro_batches = build_micro_batches(samples, token_mean, layout, 0, limits)
+    cuda = torch.cuda.is_available()
+    losses, seconds = [], []
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(arguments.warm_up + arguments.rounds):
+        _finish(cuda)
+        started = time.perf_counter()
+        result = actor.train_step(micro_batches, policy_gradient, 1.0, LEARNING_RATE)
+        _finish(cuda)
+        seconds.append(time.perf_counter() - started)
+        losses.append(result.metrics["nll"])
+        if not result.applied:
+            raise ValueError(f"the gradients of step {len(losses)} were not finite")
+    step = statistics.median(seconds[arguments.warm_up :])
+    peak = bf16_peak(machine_name(torch.device("cuda"))) if cuda else None
+    tokens = sum(lengths)
+    return {
+        "step_ms": 1e3 * step,
+        "tokens_per_second": tokens / step,
+        "tflops": flops_of(architecture, lengths) / step / 1e12,
+        "mfu": flops_of(architecture, lengths) / step / peak if peak else None,
+        "padded_tokens": sum(micro_batch.token_ids.numel() for micro_batch in micro_batches),
+        "num_micro_batches": len(micro_batches),
+        "first_nll": losses[0],
+        "last_nll": losses[-1],
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+    }
+
+
+def _finish(cuda: bool) -> None:
+    if cuda:
+        torch.cuda.synchronize()
+
+
+def check_losses(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """ValueError where a side does not compute what bf16 does."""
+    if "bf16" not in rows:
+        return
+    right = rows["bf16"]["first_nll"]
+    for name, row in rows.items():
+        if not abs(row["first_nll"] - right) <= LOSS_TOLERANCE * right:
+            raise ValueError(f"{name}: first loss {row['first_nll']:.4f}, of bf16 {right:.4f}: not the same model")
+
+
+def run_sides(arguments: argparse.Namespace, architecture: ModelArchitecture, work: Work) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    for name in arguments.only.split(",") if arguments.only else SIDES:
+        if name not in SIDES:
+            raise ValueError(f"side {name!r} is unknown; choose of {', '.join(SIDES)}")
+        try:
+            rows[name] = measure(SIDES[name], architecture, work, arguments)
+        except torch.cuda.OutOfMemoryError as error:
+            skipped[name] = f"out of memory: {error}"
+        except (ValueError, ImportError) as error:
+            skipped[name] = str(error)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    check_losses(rows)
+    return {"sides": rows, "skipped": skipped}
+
+
+def speedups(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Of every other side over bf16."""
+    if "bf16" not in rows:
+        return {}
+    return {name: rows["bf16"]["step_ms"] / row["step_ms"] for name, row in rows.items() if name != "bf16"}
+
+
+def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not torch.cuda.is_available() and not arguments.tiny:
+        return {"benchmark": "gpu_step", "skipped": "torch sees no CUDA device; --tiny checks the program without one"}
+    model = "tiny" if arguments.tiny else arguments.model
+    architecture = architecture_of(model)
+    work = Work(700, 256, 200) if arguments.tiny else Work(arguments.step_tokens, arguments.micro_batch_tokens, 8192)
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        result = run_sides(arguments, architecture, work)
+    finally:
+        dist.destroy_process_group()
+    return {
+        "benchmark": "gpu_step",
+        "machine": machine_name(torch.device("cuda" if cuda else "cpu")),
+        "model": model,
+        "num_parameters": architecture.num_parameters,
+        "tokens": sum(draw_lengths(work)),
+        "num_sequences": len(draw_lengths(work)),
+        "micro_batch_tokens": work.micro_batch_tokens,
+        "recompute": arguments.recompute,
+        "speedup_over_bf16": speedups(result["sides"]),
+        **result,
+        "versions": versions(PACKAGES),
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/")
+    parser.add_argument("--model", choices=[name for name in MODELS if name != "tiny"], default="1.5b")
+    parser.add_argument("--only", default="", help=f"sides, comma separated, of {', '.join(SIDES)}")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--step-tokens", type=int, default=65536)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a small model on any machine, to check the program")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
+    report(run_all(arguments), arguments.json, arguments.save and not arguments.tiny)
+
+
+if __name__ == "__main__":
+    main()

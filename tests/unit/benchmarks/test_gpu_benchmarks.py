@@ -1,0 +1,122 @@
+"""The GPU benchmarks: their formulas, and the programs themselves at a tiny size without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def folder(repository: Path):
+    path = repository / "benchmarks" / "gpu"
+    sys.path.insert(0, str(path))
+    yield path
+    sys.path.remove(str(path))
+
+
+@pytest.fixture(scope="module")
+def step(folder):
+    return importlib.import_module("step")
+
+
+@pytest.fixture(scope="module")
+def sync(folder):
+    return importlib.import_module("sync")
+
+
+def run(path: Path, *arguments: str) -> dict[str, Any]:
+    root = path.parents[2]
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", str(path), "--json", *arguments],
+        env={**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["head", "step", "sync"])
+def test_without_a_gpu_they_say_so(folder, name) -> None:
+    assert "torch sees no CUDA device" in run(folder / f"{name}.py")["skipped"]
+
+
+def test_models_are_of_the_published_sizes_and_fit_fp8(step) -> None:
+    from megatron_dapo.precision import LinearSizes, misfits
+
+    for name, billions in (("1.5b", 1.54), ("3b", 3.09)):
+        a = step.architecture_of(name)
+        assert a.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
+        sizes = LinearSizes(
+            a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim, a.intermediate_size
+        )
+        assert not misfits("fp8_blockwise", sizes, 1)
+
+
+def test_flops_are_those_of_every_product(step) -> None:
+    """Counted one product at a time for two sequences of 3 and 5 tokens."""
+    a = step.architecture_of("tiny")
+    heads, dim = a.num_attention_heads, a.head_dim
+    forward = 0.0
+    for length in (3, 5):
+        qkv = 2 * length * a.hidden_size * (heads + 2 * a.num_key_value_heads) * dim
+        out = 2 * length * heads * dim * a.hidden_size
+        mlp = 3 * 2 * length * a.hidden_size * a.intermediate_size
+        attention = 2 * 2 * length * length * heads * dim / 2  # scores and values, the causal half
+        forward += a.num_layers * (qkv + out + mlp + attention) + 2 * length * a.hidden_size * a.vocab_size
+    assert step.flops_of(a, [3, 5]) == pytest.approx(3 * forward)
+
+
+def test_lengths_have_a_long_tail(step) -> None:
+    work = step.Work(step_tokens=1 << 20, micro_batch_tokens=8192, max_length=8192)
+    lengths = sorted(step.draw_lengths(work))
+    assert sum(lengths) >= 1 << 20 and max(lengths) <= 8192 and min(lengths) >= 16
+    median = lengths[len(lengths) // 2]
+    assert 1000 < median < 1800 and lengths[len(lengths) * 95 // 100] > 4 * median
+
+
+def test_a_side_that_computes_something_else_is_an_error(step) -> None:
+    rows = {"bf16": {"first_nll": 10.0}, "fp8_blockwise": {"first_nll": 10.1}}
+    step.check_losses(rows)
+    with pytest.raises(ValueError, match=r"fp8_blockwise: first loss 11\.0000, of bf16 10\.0000"):
+        step.check_losses({**rows, "fp8_blockwise": {"first_nll": 11.0}})
+    with pytest.raises(ValueError, match="not the same model"):
+        step.check_losses({**rows, "fp8_blockwise": {"first_nll": float("nan")}})
+
+
+def test_speedups_are_over_bf16(step) -> None:
+    assert step.speedups({"bf16": {"step_ms": 30.0}, "fp8_blockwise": {"step_ms": 20.0}}) == {"fp8_blockwise": 1.5}
+    assert step.speedups({"fp8_blockwise": {"step_ms": 20.0}}) == {}
+
+
+def test_the_step_runs_at_a_tiny_size_with_emulated_fp8(folder) -> None:
+    found = run(folder / "step.py", "--tiny", "--rounds", "1", "--warm-up", "1")
+    assert set(found["sides"]) == {"bf16", "fp8_blockwise", "fp8_blockwise_head"}
+    assert "not emulated" in found["skipped"]["fp8_parameters"]
+    for row in found["sides"].values():
+        assert row["last_nll"] != row["first_nll"] and row["tokens_per_second"] > 0
+        assert found["tokens"] <= row["padded_tokens"]
+    assert found["sides"]["fp8_blockwise"]["first_nll"] != found["sides"]["bf16"]["first_nll"]
+    assert found["sides"]["fp8_blockwise"]["padded_tokens"] % 128 == 0
+
+
+def test_the_sync_runs_at_a_tiny_size_with_a_loader_in_another_process(folder) -> None:
+    found = run(folder / "sync.py", "--tiny", "--runs", "1")
+    assert set(found["slots"]) == {"host"} and "no CUDA device" in found["skipped"]["gpu"]
+    row = found["slots"]["host"]
+    assert row["gb_per_s"] == pytest.approx(found["bytes"] / row["seconds"] / 1e9)
+    assert row["vs_copy"] == pytest.approx(row["seconds"] / found["copy_seconds"])
+
+
+def test_figures_of_the_sync(sync) -> None:
+    found = sync.figures({"seconds": 2.0, "verified_seconds": 4.0}, num_bytes=8 * 10**9, copy_seconds=0.5)
+    assert (found["gb_per_s"], found["verified_gb_per_s"], found["vs_copy"]) == (4.0, 2.0, 4.0)
