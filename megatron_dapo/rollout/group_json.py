@@ -12,8 +12,25 @@ from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, 
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """`group` as JSON-serialisable dictionaries and lists."""
-    return asdict(group)
+    """`group` as JSON-serialisable dictionaries and lists. Tokens are handed on, not copied: there may be millions."""
+    return {
+        "group_id": group.group_id,
+        "prompt": asdict(group.prompt),
+        "samples": tuple(_sample_to_json(sample) for sample in group.samples),
+        "policy_version": group.policy_version,
+        "generation_step": group.generation_step,
+    }
+
+
+def _sample_to_json(sample: ScoredSample) -> dict[str, Any]:
+    return {
+        "sample_id": sample.sample_id,
+        "completion": completion_to_json(sample.completion),
+        "text": sample.text,
+        "score": asdict(sample.score),
+        "reward_parts": dict(sample.reward_parts),
+        "window": asdict(sample.window),
+    }
 
 
 def group_from_json(value: Mapping[str, Any]) -> Group:
@@ -44,7 +61,7 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
     """`completion` as JSON-serialisable dictionaries and lists."""
-    return asdict(completion)
+    return {**vars(completion), "versions": tuple(asdict(version) for version in completion.versions)}
 
 
 def completion_from_json(value: Mapping[str, Any]) -> Completion:

@@ -3,7 +3,7 @@
 rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 masters, moments, steps and random states
 critic_rank_00000.*                       the same of the critic, where there is one, by its own ranks' numbers
 run.json                                  counters, and what was measured so far
-collector.json                            prompt stream and replay buffer
+collector.json, collector.safetensors     prompt stream, replay buffer and unfinished responses; their tokens as tensors
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_dapo.recovery.checkpoint_store import (
     CheckpointWriter,
     save_checkpoint,
 )
+from megatron_dapo.rollout.state_tensors import join_state, split_state
 
 
 class Stateful(Protocol):
@@ -124,13 +125,15 @@ class Checkpoints:
             writer.save_json(f"{name}.json", description)
         if state.collector is not None:
             writer.save_json("run.json", {name: asdict(counters) for name, counters in state.counters().items()})
-            writer.save_json("collector.json", state.collector.state_dict())
+            document, tensors = split_state(state.collector.state_dict())
+            writer.save_json("collector.json", document)
+            writer.save_tensors("collector.safetensors", tensors)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put a checkpoint's whole state back. Raises ValueError where it was written under another layout."""
         self.restore_policy(checkpoint)
         if self._state.collector is not None:
-            self._state.collector.load_state_dict(checkpoint.load_json("collector.json"))
+            self._state.collector.load_state_dict(collector_state(checkpoint))
 
     def restore_policy(self, checkpoint: Checkpoint) -> None:
         """Put back the models, their optimizers and the counters, not the data."""
@@ -144,6 +147,14 @@ class Checkpoints:
         document = checkpoint.load_json("run.json")
         for name, counters in state.counters().items():
             _restore_dataclass(counters, document[name])
+
+
+def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Prompt stream, buffer and unfinished responses, also of a checkpoint that holds all of it in JSON."""
+    document = checkpoint.load_json("collector.json")
+    if "collector.safetensors" not in checkpoint.files:
+        return document
+    return join_state(document, checkpoint.load_tensors("collector.safetensors"))
 
 
 def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any]) -> None:

@@ -1,0 +1,103 @@
+"""A collector's state in two parts: nothing is lost, and the document is small."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dapo.recovery.checkpoint_store import CheckpointStore, save_checkpoint
+from megatron_dapo.rollout.judging import keep_every_group
+from megatron_dapo.rollout.state_tensors import join_state, split_state
+from megatron_dapo.trainer.checkpointing import collector_state
+
+
+def plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(state))
+
+
+def through_files(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Saved as a run saves it, and read back."""
+    document, tensors = split_state(state)
+    store = CheckpointStore(folder, keep=1)
+
+    def write(writer: Any) -> None:
+        writer.save_json("collector.json", document)
+        writer.save_tensors("collector.safetensors", tensors)
+
+    save_checkpoint(store, 1, write)
+    return collector_state(store.open(1))
+
+
+def test_windows_come_back_exactly_and_go_on(tmp_path: Path) -> None:
+    import window_world
+
+    world = window_world.make_window_world([0.5] * 60)
+    for _ in range(3):
+        batch = world.collector.collect(5)
+    world.collector.give_back(batch)
+    state = world.collector.state_dict()
+    read = through_files(state, tmp_path)
+    assert read == plain(state) and read["pool"] and read["given_back"]
+    resumed = world.restart(json.dumps({"collector": read, "version": 0}))
+    again = world.restart(world.checkpoint())
+    for _ in range(4):
+        assert resumed.collector.collect(5) == again.collector.collect(5)
+
+
+def test_groups_and_unfinished_ones_come_back_exactly(tmp_path: Path, make_world: Callable) -> None:
+    world = make_world([0.5] * 200, oversample=3.0, max_staleness=3, partial="continue", verdict=keep_every_group)
+    world.collector.collect(4)
+    state = world.collector.state_dict()
+    assert state["open_groups"] and state["buffer"]["groups"]
+    assert through_files(state, tmp_path) == plain(state)
+
+
+def test_a_checkpoint_with_everything_in_json_is_read(tmp_path: Path, make_world: Callable) -> None:
+    state = make_world([0.5] * 40).collector.state_dict()
+    store = CheckpointStore(tmp_path, keep=1)
+    save_checkpoint(store, 1, lambda writer: writer.save_json("collector.json", state))
+    assert collector_state(store.open(1)) == plain(state)
+
+
+def response(token_ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+    return {"request_id": "g/0", "token_ids": token_ids, "logprobs": logprobs, "versions": [{"start": 0}]}
+
+
+def test_no_number_stands_in_the_document() -> None:
+    state = {"pool": [{"completions": {"0": response([7, 8, 9], [-0.5, -0.25, 0.0]), "1": response([], [])}}], "n": [1]}
+    document, tensors = split_state(state)
+    completions = document["pool"][0]["completions"]
+    assert completions["0"] == {"request_id": "g/0", "versions": [{"start": 0}], "token_span": [0, 3]}
+    assert completions["1"]["token_span"] == [3, 3] and document["n"] == [1]
+    assert tensors["token_ids"].tolist() == [7, 8, 9] and tensors["token_ids"].dtype == torch.int32
+    assert tensors["logprobs"].dtype == torch.float32 and join_state(document, tensors) == state
+
+
+@pytest.mark.parametrize("logprobs", [[-0.1], [-1 / 3, -math.pi], [-1e-300]])
+def test_log_probs_that_float32_does_not_hold_keep_every_bit(logprobs: list[float]) -> None:
+    state = {"held": response([2**40] * len(logprobs), logprobs)}
+    document, tensors = split_state(state)
+    assert tensors["logprobs"].dtype == torch.float64 and tensors["token_ids"].dtype == torch.int64
+    assert join_state(document, tensors) == state
+
+
+def test_a_state_without_responses() -> None:
+    document, tensors = split_state({"version": 1, "stream": {"order": ["a", "b"]}})
+    assert not any(tensor.numel() for tensor in tensors.values())
+    assert join_state(document, tensors) == {"version": 1, "stream": {"order": ["a", "b"]}}
+
+
+def test_parts_of_two_checkpoints_are_refused() -> None:
+    document, _ = split_state({"held": response([1, 2, 3], [-1.0] * 3)})
+    _, others = split_state({"held": response([1, 2], [-1.0] * 2)})
+    with pytest.raises(
+        ValueError, match=r"tokens \[0, 3\), the tensors hold 2 tokens and 2 log-probs: .* one checkpoint"
+    ):
+        join_state(document, others)
