@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_dapo.megatron.layer_spec import block_spec, uses_transformer_engine
-from megatron_dapo.megatron.model_config import DTYPES, ModelConfig
+from megatron_dapo.megatron.model_config import ModelConfig
 from megatron_dapo.megatron.precision import multiplier, why_multiplied
 from megatron_dapo.ops.head.choice import AUTO, Place, choose
 
@@ -65,14 +65,17 @@ def implementations(config: ModelConfig) -> tuple[Implementation, ...]:
 
 def _precision(config: ModelConfig) -> Iterator[Implementation]:
     """By which recipe linear layers multiply, what multiplies, and which layers keep out of it."""
-    dtype = next(name for name, value in DTYPES.items() if value == config.params_dtype)
-    chosen, precision, count = multiplier(config.precision, dtype), config.precision, config.num_layers
+    chosen, precision, count = multiplier(config.precision, config.dtype_name), config.precision, config.num_layers
     yield Implementation("precision", chosen.recipe, chosen.reason)
-    in_fp8 = sum(precision.has_fp8(layer, count) for layer in range(count))
-    kept = f"; {count - in_fp8} of {count} layers in {dtype} (bf16_first_layers, bf16_last_layers)"
-    yield Implementation("linear products", chosen.name, why_multiplied(chosen) + (kept if 0 < in_fp8 < count else ""))
+    left = count - config.num_fp8_layers
+    kept = f"; {left} of {count} layers in {config.dtype_name}" if precision.is_fp8 and left else ""
+    yield Implementation("linear products", chosen.name, why_multiplied(chosen) + kept)
     if precision.is_fp8:
-        held = "FP8, beside fp32 masters" if precision.fp8_parameters else f"{dtype}, rounded to FP8 for each product"
+        held = (
+            "FP8, beside fp32 masters"
+            if precision.fp8_parameters
+            else f"{config.dtype_name}, rounded to FP8 for each product"
+        )
         yield Implementation("fp8 weights", held, "fp8_parameters" if precision.fp8_parameters else "no fp8_parameters")
 
 

@@ -6,6 +6,7 @@ The last chunk of a policy returns hidden states; log-probs and entropy are comp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,9 +30,12 @@ from megatron_dapo.bridge.architecture import LANGUAGE_MODEL, TOKEN_VALUE, Model
 from megatron_dapo.bridge.megatron_layout import padded_vocabulary
 from megatron_dapo.megatron.experts import normalise_probabilities
 from megatron_dapo.megatron.layer_spec import block_spec
+from megatron_dapo.megatron.model_config import ModelConfig, describe_precision
 from megatron_dapo.megatron.rotary import inverse_frequencies
 from megatron_dapo.megatron.value_head import ValueHead
 from megatron_dapo.parallel.layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
 
 # Which dim of a parallel layer's weight is sharded over tensor ranks.
 SHARDED_DIM = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
@@ -76,9 +80,10 @@ OUTPUT_LAYERS: Mapping[str, Callable[[GPTModel, TransformerConfig], torch.nn.Mod
 
 
 def build_chunks(
-    architecture: ModelArchitecture, layout: ParallelLayout, config: TransformerConfig, rank: int
+    architecture: ModelArchitecture, layout: ParallelLayout, config: ModelConfig, rank: int
 ) -> list[GPTModel]:
     """This rank's model chunks, one a virtual pipeline stage, in training mode; weights are NaN until loaded."""
+    logger.info("precision: %s", describe_precision(config))
     stages = range(layout.virtual_pipeline)
     pipeline_rank = layout.coordinates(rank).pipeline
     chunks = [_build_chunk(architecture, layout, config, pipeline_rank, stage) for stage in stages]
@@ -92,7 +97,7 @@ def build_chunks(
 
 
 def _build_chunk(
-    architecture: ModelArchitecture, layout: ParallelLayout, config: TransformerConfig, pipeline_rank: int, stage: int
+    architecture: ModelArchitecture, layout: ParallelLayout, config: ModelConfig, pipeline_rank: int, stage: int
 ) -> GPTModel:
     vp_stage = stage if layout.virtual_pipeline > 1 else None
     chunk = GPTModel(

@@ -52,6 +52,23 @@ class ModelConfig(TransformerConfig):
 
     precision: Precision = field(default_factory=Precision)
 
+    @property
+    def dtype_name(self) -> str:
+        """The model's type by its name in `DTYPES`."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.params_dtype)
+
+    @property
+    def num_fp8_layers(self) -> int:
+        """Of the whole model."""
+        return sum(self.precision.has_fp8(layer, self.num_layers) for layer in range(self.num_layers))
+
+
+def describe_precision(config: ModelConfig) -> str:
+    """One line for the log."""
+    chosen = multiplier(config.precision, config.dtype_name)
+    layers = f", {config.num_fp8_layers} of {config.num_layers} layers" if config.precision.is_fp8 else ""
+    return f"{chosen.recipe}{layers}, linear products by {chosen.name} ({chosen.reason})"
+
 
 def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings) -> ModelConfig:
     """The configuration of the model on this layout, which must fit the architecture (`megatron_layout` checks).

@@ -18,7 +18,7 @@ import torch
 
 from megatron_dapo.precision import BY_DTYPE, FP8_BLOCKWISE, FP8_CURRENT, FP8_DELAYED, RECIPES, recipe_name
 
-TRANSFORMER_ENGINE, EMULATED, TORCH = "Transformer Engine", "emulated in fp32", "torch"
+TRANSFORMER_ENGINE, EMULATED, TORCH = "Transformer Engine", "emulation in fp32", "torch"
 
 # megatron-core's fields of each FP8 recipe. Blocks need no wider range for gradients; one scale a tensor does.
 _FIELDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
