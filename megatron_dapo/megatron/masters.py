@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_dapo.megatron.state import owned_parts
 
@@ -39,10 +40,11 @@ def _buffer_for(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _holds(parameter: torch.nn.Parameter, values: torch.Tensor) -> bool:
-    """Put the values in; whether none was rounded."""
+    """Put the values in; whether none was rounded. Of weights held as FP8 megatron-core takes masters from what they
+    were initialised with, so theirs are set in any case."""
     with torch.no_grad():
         parameter.copy_(values)
-        return torch.equal(parameter.detach().float().cpu(), values)
+        return not is_float8tensor(parameter) and torch.equal(parameter.detach().float().cpu(), values)
 
 
 def set_masters(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any, values: Buffers) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -121,7 +122,8 @@ def _build_chunk(
         chunk.output_layer = OUTPUT_LAYERS[architecture.head](chunk, config)
     with torch.no_grad():
         for parameter in chunk.parameters():
-            parameter.fill_(torch.nan)
+            if not is_float8tensor(parameter):
+                parameter.fill_(torch.nan)
     return chunk.train()
 
 

@@ -36,7 +36,11 @@ def wrap_data_parallel(
     chunks: Sequence[GPTModel], config: TransformerConfig, settings: OptimizerSettings
 ) -> list[DistributedDataParallel]:
     """Wrap the chunks so that gradients are kept and summed in fp32 over data x context ranks."""
-    wrapper = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed)
+    wrapper = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=settings.distributed,
+        fp8_param_gather=config.fp8_param,
+    )
     # Buckets serve the first chunk only: later ones reduce while the first still computes.
     return [
         DistributedDataParallel(config, wrapper, chunk, disable_bucketing=stage > 0)
@@ -62,6 +66,7 @@ def build_optimizer(
         clip_grad=settings.clip_grad,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
+        fp8_recipe=config.fp8_recipe if config.fp8 else None,
         use_distributed_optimizer=settings.distributed,
     )
     # It gathers the kinds of parameters from the whole world.

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -76,7 +77,7 @@ def state_shards(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """This rank's state and its description. The tensors are live: write or copy them before the next step."""
     tensors: dict[str, torch.Tensor] = {
-        f"parameter/{name}": parameter.detach() for name, parameter in parameters.items()
+        f"parameter/{name}": _plain(parameter) for name, parameter in parameters.items()
     }
     ranges: dict[str, list[int]] = {}
     for part in owned_parts(parameters, optimizer):
@@ -109,6 +110,11 @@ def _step_of(part: OwnedPart) -> torch.Tensor:
     """A parameter's step count. Fused optimizers keep it once a group."""
     step = part.inner.state[part.main].get("step", part.group.get("step", 0))
     return torch.as_tensor(step, dtype=torch.float32).reshape(()).clone()
+
+
+def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Of a weight held as FP8 the values in the model's type, which give the same FP8 when they are put back."""
+    return dequantize_fp8_tensor(parameter).detach() if is_float8tensor(parameter) else parameter.detach()
 
 
 def load_state_shards(

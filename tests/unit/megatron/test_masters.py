@@ -64,3 +64,10 @@ def test_only_values_that_were_rounded_are_kept() -> None:
 
     kept = load_exactly(parameters, load)
     assert list(kept) == ["does not"] and torch.equal(kept["does not"], torch.full((2,), 0.1))
+
+
+def test_masters_of_weights_held_as_fp8_are_set_even_where_nothing_was_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core would take them from the values before the load."""
+    monkeypatch.setattr("megatron_dapo.megatron.masters.is_float8tensor", lambda tensor: True)
+    parameters = {"one": torch.nn.Parameter(torch.empty(2, dtype=torch.bfloat16))}
+    assert list(load_exactly(parameters, lambda buffers: buffers["one"].zero_())) == ["one"]
