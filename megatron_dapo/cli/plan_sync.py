@@ -20,6 +20,7 @@ from megatron_dapo.parallel.reshard.layout import Layout, ShiftedLayout
 from megatron_dapo.parallel.reshard.planner import plan
 from megatron_dapo.parallel.reshard.traffic import Links, TrafficTable, traffic_table
 from megatron_dapo.trainer.parallel_layout import parallel_layout
+from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, EXPECTED_SOURCES
 
 GB, MIB = 1e9, 1 << 20
 NUM_TOP_SENDERS = 5
@@ -34,6 +35,7 @@ class EngineOptions:
     expert_parallel: int = 1
     device: str = "cuda"
     apart: bool = False
+    quantization: str = "none"  # as sglang.quantization
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class SyncFigures:
     engine: str
     engine_ranks: int
     dtype: str
+    quantization: str
     model_bytes: int
     shard_bytes: Range  # of an engine rank's parameters, padding included
     sent: Range  # over trainer ranks
@@ -87,8 +90,8 @@ def plan_sync(
 ) -> SyncFigures:
     """Figures of one update. Raises ValueError where the model does not fit a layout."""
     start = time.perf_counter()
-    source = megatron_layout(architecture, parallel, dtype)
-    engine = sglang_layout(
+    master = megatron_layout(architecture, parallel, dtype)
+    plain = sglang_layout(
         architecture,
         engines.tensor_parallel,
         dtype,
@@ -96,6 +99,8 @@ def plan_sync(
         expert_parallel=engines.expert_parallel,
         device=engines.device,
     )
+    engine = EXPECTED_ENGINES[engines.quantization](plain)
+    source = EXPECTED_SOURCES[engines.quantization](master, engine)
     # Engines apart start on a node of their own.
     offset = -(-source.num_ranks // ranks_per_node) * ranks_per_node if engines.apart else 0
     destination: Layout = ShiftedLayout(engine, offset) if offset else engine
@@ -103,7 +108,7 @@ def plan_sync(
     table = traffic_table(reshard)
     served = slice(offset, offset + engine.num_ranks)
     shards = torch.tensor([_shard_bytes(engine.local_specs(rank).values()) for rank in range(engine.tensor_parallel)])
-    shards = shards.repeat(engine.num_engines)
+    shards = shards.repeat(engines.num_engines)
     sent, received, local = table.sent, table.received, table.local
     top = torch.argsort(sent, descending=True, stable=True)[:NUM_TOP_SENDERS].tolist()
     largest = max(spec.num_bytes for spec in engine.local_specs(0).values())
@@ -113,6 +118,7 @@ def plan_sync(
         engine=f"TP{engines.tensor_parallel} EP{engines.expert_parallel} x {engines.num_engines} on {engines.device}",
         engine_ranks=engine.num_ranks,
         dtype=str(dtype).removeprefix("torch."),
+        quantization=engines.quantization,
         model_bytes=sum(spec.num_bytes for spec in source.tensors.values()),
         shard_bytes=_range(shards),
         sent=_range(sent[: source.num_ranks]),
@@ -159,7 +165,12 @@ def plan_sync_of_recipe(
     if number < 1:
         raise ValueError(f"an engine of {size} ranks does not fit {parallel.world_size} trainer ranks; give --engines")
     options = EngineOptions(
-        size, number, engine_ep or config.sglang.expert, device, apart=config.sglang.placement == "disaggregated"
+        size,
+        number,
+        engine_ep or config.sglang.expert,
+        device,
+        apart=config.sglang.placement == "disaggregated",
+        quantization=config.sglang.quantization,
     )
     if not options.apart and size * number > parallel.world_size:
         raise ValueError(
@@ -200,7 +211,8 @@ def describe_sync(figures: SyncFigures) -> list[str]:
     f = figures
     top = ", ".join(f"rank {rank} {_size(num_bytes)}" for rank, num_bytes in f.top_senders)
     return [
-        f"trainer: {f.trainer}, {f.trainer_ranks} ranks; engines: {f.engine}, {f.engine_ranks} ranks; {f.dtype}",
+        f"trainer: {f.trainer}, {f.trainer_ranks} ranks; engines: {f.engine}, {f.engine_ranks} ranks; "
+        f"{_element_types(f)}",
         f"model: {_size(f.model_bytes)}; shard of an engine rank: {_span(f.shard_bytes)}",
         f"sent by a trainer rank: {_span(f.sent)}; most: {top}",
         f"received by an engine rank: {_span(f.received)}; copied within the rank: {_span(f.local)}; "
@@ -212,6 +224,12 @@ def describe_sync(figures: SyncFigures) -> list[str]:
         "between nodes, per rank and direction",
         f"plan: {f.digest}, made in {f.plan_seconds:.1f} s with {f.plan_gb:.2f} GB",
     ]
+
+
+def _element_types(figures: SyncFigures) -> str:
+    if figures.quantization == "none":
+        return figures.dtype
+    return f"linear layers in {figures.quantization}, the rest in {figures.dtype}"
 
 
 def _span(r: Range) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -103,5 +103,9 @@ def _in_fp8(engines: SglangLayout) -> EngineLayout:
     return Fp8EngineLayout(engines, expected_parameters(engines))
 
 
-# What servers will hold, before there are any.
+# What servers will hold, before there are any, and the trainer's side of a delivery to them.
 EXPECTED_ENGINES: Mapping[str, Callable[[SglangLayout], EngineLayout]] = {"none": _as_it_is, "fp8": _in_fp8}
+EXPECTED_SOURCES: Mapping[str, Callable[[Layout, Any], Layout]] = {
+    "none": lambda master, engines: master,
+    "fp8": Fp8SourceLayout,
+}

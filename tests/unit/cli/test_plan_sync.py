@@ -31,9 +31,9 @@ MATRICES = 2 * 1024 * 64 + 4 * (64 * 64 * 2 + 32 * 64 * 2 + 3 * 128 * 64)
 @pytest.fixture
 def planned(recipe):
     """planned(arguments...) -> (exit code, JSON or text)."""
-    (recipe.parent / "model" / "config.json").write_text(json.dumps(CONFIG))
 
-    def run(*arguments: str, as_json: bool = True):
+    def run(*arguments: str, as_json: bool = True, sizes: dict[str, int] | None = None):
+        (recipe.parent / "model" / "config.json").write_text(json.dumps({**CONFIG, **(sizes or {})}))
         result = CliRunner().invoke(app, ["plan", "sync", str(recipe), *arguments, *(["--json"] if as_json else [])])
         if result.exit_code:
             return result.exit_code, result.stderr
@@ -70,6 +70,22 @@ def test_sixteen_thousand_ranks(planned):
     code, figures = planned("--layout", "tp8pp4", "--world-size", "16384", "--engine-tp", "8")
     assert code == 0 and figures["engine_ranks"] == 16384 and figures["bytes_ratio"] <= 1.0
     assert figures["sent"]["mean"] == figures["received"]["mean"] > 0
+
+
+def test_fp8_halves_the_bytes_of_linear_layers(planned):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 8, "head_dim": 32}
+    settings = ["--layout", "tp4", "--engine-tp", "2", "--set", "model.dtype=bfloat16"]
+    fp8 = ["--set", "rollout.engine=sglang", "--set", "sglang.quantization=fp8"]
+    fp8 += ["--set", "algorithm.off_policy.correction=tis"]
+    _, plain = planned(*settings, sizes=sizes)
+    code, figures = planned(*settings, *fp8, sizes=sizes)
+    linear, blocks = 4 * (4 * 256 * 256 + 3 * 512 * 256), 4 * (4 * 4 + 3 * 8)
+    assert code == 0 and figures["quantization"] == "fp8"
+    assert plain["model_bytes"] - figures["model_bytes"] == linear - 4 * blocks
+    assert plain["shard_bytes"]["max"] - figures["shard_bytes"]["max"] == (linear - 4 * blocks) // 2
+    assert figures["bytes_ratio"] == 1.0
+    code, text = planned(*settings[:3], "4", *fp8, sizes=sizes)
+    assert code == 2 and "must begin at a multiple of 128" in text and "sglang.tensor" in text
 
 
 def test_text_for_a_person(planned):
