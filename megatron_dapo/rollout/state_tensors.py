@@ -2,7 +2,7 @@
 
 In the state a response is a mapping with `token_ids` and `logprobs`, of N numbers each. In the document it has
 `token_span` = [start, start + N) instead, its place in the two tensors. Everything else stays as it is. At 8,192
-responses of 12K tokens the tensors are 0.8 GB, where the JSON text was 2.6 GB.
+responses of 12K tokens the tensors are 0.8 GB, where JSON text is 4.3 GB (measured at an eighth of it).
 """
 
 from __future__ import annotations

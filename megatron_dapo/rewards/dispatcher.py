@@ -1,0 +1,334 @@
+"""The thread that owns the verifier processes: it hands out answers, keeps deadlines, and replaces the dead.
+
+Each answer has a deadline that starts when its process turns to it, not while it is queued, and a process that misses
+it is killed by the kernel and replaced. The dispatcher never lets its own lateness count against an answer: the clock
+of an answer starts when the dispatcher has read its predecessor's reply, and before it kills, it reads once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from megatron_dapo.rewards.pool_task import Job, Task, checked_reply, failure
+from megatron_dapo.rewards.verifier_process import VerifierProcess
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STARTS = 3
+STALLED_SECONDS = 0.1  # answers waiting behind one that takes longer are given to other processes
+
+
+class Dispatcher:
+    """Owns the workers, in one thread of its own: nothing here is touched by callers but `wake` and `stop`."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        environment: Mapping[str, str],
+        num_workers: int,
+        startup_timeout_s: float,
+        take_jobs: Callable[[], list[Job]],
+        close_inbox: Callable[[], list[Job]],
+    ) -> None:
+        self.started: Future[str] = Future()  # the verifier's version, once the first worker is ready
+        self.counts: Counter[str] = Counter()
+        self._hello = json.dumps(settings).encode() + b"\n"
+        self._environment = environment
+        self._timeout_s = settings["timeout_s"]
+        self._startup_timeout_s = startup_timeout_s
+        self._num_workers = num_workers
+        self._take_jobs = take_jobs
+        self._close_inbox = close_inbox
+        self._jobs: deque[Job] = deque()  # calls with answers still to be sent, in turn
+        self._unfinished: dict[int, Job] = {}  # every call somebody waits for, by id()
+        self._workers: list[VerifierProcess] = []
+        self._dead: list[subprocess.Popen[bytes]] = []
+        self._num_failed_starts = 0
+        self._broken: BaseException | None = None
+        self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        try:
+            self._wake_write.send(b"w")
+        except OSError:  # full of earlier wakes, or closed: in both cases there is nobody to wake
+            pass
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._stopping = True
+            self.wake()
+            self._thread.join()
+
+    # ---- the loop
+
+    def _run(self) -> None:
+        failure: BaseException = RuntimeError("this verifier pool is closed")
+        try:
+            while not self._stopping:
+                self._step()
+        except BaseException as error:  # a bug here must not leave callers waiting for ever
+            logger.exception("the verifier pool failed")
+            failure = error
+        finally:
+            self._shut_down(failure)
+
+    def _step(self) -> None:
+        self._replenish()
+        self._accept_jobs()
+        self._dispatch()
+        for key, _ in self._selector.select(self._seconds_to_next_deadline()):
+            if key.data is None:
+                self._drain_wakes()
+            elif key.data in self._workers:
+                self._serve(key.data)
+        self._enforce_deadlines()
+        self._dead = [process for process in self._dead if process.poll() is None]
+
+    def _drain_wakes(self) -> None:
+        try:
+            while self._wake_read.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _shut_down(self, failure: BaseException) -> None:
+        for worker in list(self._workers):
+            self._remove(worker)
+        for process in self._dead:
+            process.wait()
+        self._unfinished.update((id(job), job) for job in self._close_inbox())
+        self._fail_everything(failure)
+        if not self.started.done():
+            self.started.set_exception(failure)
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _accept_jobs(self) -> None:
+        for job in self._take_jobs():
+            self._unfinished[id(job)] = job
+            self._jobs.append(job)
+        if self._broken is not None:
+            self._fail_everything(self._broken)
+
+    def _fail_everything(self, error: BaseException) -> None:
+        self._jobs.clear()
+        for job in self._unfinished.values():
+            job.future.set_exception(error)
+        self._unfinished.clear()
+
+    # ---- processes
+
+    def _replenish(self) -> None:
+        while self._broken is None and len(self._workers) < self._num_workers:
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        worker = VerifierProcess.start(self._hello, self._environment)
+        self._workers.append(worker)
+        self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
+        self.counts["started"] += 1
+        self._write(worker)
+
+    def _remove(self, worker: VerifierProcess) -> None:
+        """Kill a worker and its children; what it had not begun goes back to the front of its queue."""
+        self._workers.remove(worker)
+        self._stop_writing(worker)
+        self._selector.unregister(worker.stdout)
+        worker.kill()
+        self._dead.append(worker.process)
+        self._give_back(worker)
+
+    def _give_back(self, worker: VerifierProcess) -> None:
+        """Make unfinished answers of a worker pending again, before those of its call that were never sent."""
+        for task in reversed(worker.queue):
+            if not task.is_done and task.holder is worker:
+                task.holder = None
+                assert task.job is not None
+                if not task.job.pending:
+                    self._jobs.appendleft(task.job)
+                task.job.pending.appendleft(task)
+
+    def _worker_failed_to_start(self, worker: VerifierProcess, message: str) -> None:
+        self._remove(worker)
+        self._num_failed_starts += 1
+        if not self.started.done():
+            self._broken = ValueError(message)
+            self.started.set_exception(self._broken)
+        elif self._num_failed_starts >= MAX_FAILED_STARTS:
+            self._broken = RuntimeError(
+                f"{self._num_failed_starts} verifier processes in a row did not start: {message}"
+            )
+            logger.error("%s", self._broken)
+
+    # ---- messages
+
+    def _dispatch(self) -> None:
+        """Send pending answers, one call after the other, to whoever has room."""
+        hungry = [worker for worker in self._workers if worker.capacity > 0]
+        while hungry and self._jobs:
+            worker = min(hungry, key=lambda candidate: len(candidate.queue))
+            task = self._next_task()
+            if task is None:
+                break
+            worker.send(task)
+            if worker.capacity <= 0:
+                hungry.remove(worker)
+        for worker in list(self._workers):
+            if worker.unsent:
+                self._write(worker)
+
+    def _next_task(self) -> Task | None:
+        while self._jobs:
+            job = self._jobs.popleft()
+            task = job.pending.popleft()
+            if job.pending:
+                self._jobs.append(job)
+            if not task.is_done:
+                return task
+        return None
+
+    def _write(self, worker: VerifierProcess) -> None:
+        worker.write()
+        if worker.unsent and not worker.is_leaving:
+            self._start_writing(worker)
+        else:
+            self._stop_writing(worker)
+
+    def _start_writing(self, worker: VerifierProcess) -> None:
+        if worker.stdin not in self._selector.get_map():
+            self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+
+    def _stop_writing(self, worker: VerifierProcess) -> None:
+        if worker.stdin in self._selector.get_map():
+            self._selector.unregister(worker.stdin)
+
+    def _serve(self, worker: VerifierProcess) -> None:
+        """Write what waits to be written, read what there is, and answer for a worker that has gone."""
+        if worker.unsent:
+            self._write(worker)
+        lines, is_useless = worker.read()
+        for line in lines:
+            if worker in self._workers:
+                self._handle_line(worker, line)
+        if worker in self._workers and is_useless:
+            self._worker_is_gone(worker)
+
+    def _handle_line(self, worker: VerifierProcess, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+            if not worker.is_ready:
+                self._handle_hello(worker, message)
+                return
+            reply = checked_reply(message, worker.queue[0].task_id if worker.queue else None)
+        except ValueError as error:  # a user's function got hold of the pipe: nothing this worker says counts any more
+            self._worker_is_gone(worker, f"the verifier process spoke out of turn: {error}")
+            return
+        self._handle_reply(worker, reply)
+
+    def _handle_hello(self, worker: VerifierProcess, message: Mapping[str, Any]) -> None:
+        if "ready" not in message:
+            self._worker_failed_to_start(worker, f"the verifier did not start: {message.get('failed', message)}")
+            return
+        worker.is_ready = True
+        worker.since = time.monotonic()
+        self._num_failed_starts = 0
+        if not self.started.done():
+            self.started.set_result(str(message["ready"]))
+
+    def _handle_reply(self, worker: VerifierProcess, reply: Mapping[str, Any]) -> None:
+        self._finish(worker.answered(), reply)
+        if reply["leaving"]:
+            worker.is_leaving = True
+            self.counts["crashed"] += 1
+            self._remove(worker)
+
+    def _finish(self, task: Task, reply: Mapping[str, Any]) -> None:
+        if task.is_done:
+            return
+        task.is_done = True
+        job = task.job
+        assert job is not None
+        job.results[task.key] = job.convert(reply)
+        job.num_open -= 1
+        if job.num_open == 0 and self._unfinished.pop(id(job), None) is not None:
+            job.future.set_result(job.results)
+
+    # ---- deadlines and deaths
+
+    def _seconds_to_next_deadline(self) -> float | None:
+        """None: sleep until something happens. Dead processes not yet reaped are looked at every 50 ms."""
+        now = time.monotonic()
+        waits = [self._deadline(worker) - now for worker in self._workers if worker.queue or not worker.is_ready]
+        waits += [worker.since + STALLED_SECONDS - now for worker in self._stalling()]
+        waits += [0.05] if self._dead else []
+        return max(0.0, min(waits)) if waits else None
+
+    def _deadline(self, worker: VerifierProcess) -> float:
+        return worker.since + (self._timeout_s if worker.is_ready else self._startup_timeout_s)
+
+    def _stalling(self) -> list[VerifierProcess]:
+        """Workers on whose first answer others, not yet handed on, are waiting."""
+        return [
+            worker
+            for worker in self._workers
+            if len(worker.queue) > 1 and any(task.holder is worker for task in itertools.islice(worker.queue, 1, None))
+        ]
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        for worker in list(self._workers):
+            if (worker.queue or not worker.is_ready) and now >= self._deadline(worker):
+                self._last_chance(worker)
+        for worker in self._stalling():
+            if now >= worker.since + STALLED_SECONDS:
+                first = worker.queue.popleft()
+                self._give_back(worker)
+                worker.queue.appendleft(first)
+
+    def _last_chance(self, worker: VerifierProcess) -> None:
+        """This thread may have been late itself: what the worker has already said counts."""
+        self._serve(worker)
+        if worker not in self._workers or time.monotonic() < self._deadline(worker):
+            return
+        if not worker.is_ready:
+            self._worker_failed_to_start(worker, f"the verifier did not start in {self._startup_timeout_s:g} s")
+        elif worker.queue:
+            self.counts["killed"] += 1
+            task = worker.queue.popleft()
+            self._remove(worker)
+            self._finish(task, failure("timeout", f"no verdict in {self._timeout_s:g} s"))
+
+    def _worker_is_gone(self, worker: VerifierProcess, reason: str | None = None) -> None:
+        """A process ended by itself: the answer it was working on is to blame, the others are sent again."""
+        if not worker.is_ready:
+            self._worker_failed_to_start(worker, reason or "the verifier process ended before it was ready")
+            return
+        self.counts["crashed"] += 1
+        task = worker.queue.popleft() if worker.queue else None
+        self._remove(worker)
+        if task is None:
+            return
+        exit_code = worker.exit_code()
+        # The worker's own alarm goes off only if this thread slept through the deadline.
+        outcome = "timeout" if exit_code == -signal.SIGALRM else "error"
+        self._finish(task, failure(outcome, reason or f"the verifier process ended with exit status {exit_code}"))

@@ -1,0 +1,141 @@
+"""One killable verifier process: its pipes, what it was sent and has not answered, and how fast it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_dapo.rewards.pool_task import Task
+
+ENVIRONMENT_ALLOW_LIST = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
+MAX_REPLY_BYTES = 2**20  # a longer line is no reply of ours
+MAX_QUEUED = 64  # answers sent ahead to one process
+QUEUE_SECONDS = 0.005  # how much work is sent ahead, in seconds of its recent speed
+
+
+def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a worker: a short allow-list, this process's import path, and one thread."""
+    allowed = {name: environ[name] for name in ENVIRONMENT_ALLOW_LIST if name in environ}
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    import_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    # A fixed hash seed: sympy's order of terms, and with it what it manages to simplify, depends on it.
+    return {**allowed, **threads, "PYTHONPATH": import_path, "PYTHONHASHSEED": "0"}
+
+
+@dataclass(eq=False)
+class VerifierProcess:
+    """Started with `start`; whoever owns it reads and writes when its pipes are ready."""
+
+    process: subprocess.Popen[bytes]
+    queue: deque[Task] = field(default_factory=deque)  # sent and unanswered; the first one is being worked on
+    unsent: bytearray = field(default_factory=bytearray)
+    unread: bytearray = field(default_factory=bytearray)
+    is_ready: bool = False
+    is_leaving: bool = False
+    since: float = field(default_factory=time.monotonic)  # when it turned to its first queued answer, or was started
+    seconds_per_answer: float = float("inf")
+
+    @property
+    def capacity(self) -> int:
+        """How many more answers to send: a few milliseconds of work, so that a slow one delays few others."""
+        if not self.is_ready or self.is_leaving:
+            return 0
+        ahead = int(QUEUE_SECONDS / self.seconds_per_answer) if self.seconds_per_answer else MAX_QUEUED
+        return min(max(ahead, 1), MAX_QUEUED) - len(self.queue)
+
+    @classmethod
+    def start(cls, hello: bytes, environment: Mapping[str, str]) -> VerifierProcess:
+        """A process that will read `hello` first."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_dapo.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=dict(environment),
+            start_new_session=True,  # its own group, so that its children die with it
+        )
+        worker = cls(process)
+        os.set_blocking(worker.stdin, False)
+        os.set_blocking(worker.stdout, False)
+        worker.unsent += hello
+        return worker
+
+    @property
+    def stdin(self) -> int:
+        """File descriptor of the pipe it reads."""
+        assert self.process.stdin is not None
+        return self.process.stdin.fileno()
+
+    @property
+    def stdout(self) -> int:
+        """File descriptor of the pipe it writes."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def send(self, task: Task) -> None:
+        """Queue an answer to be written."""
+        if not self.queue:
+            self.since = time.monotonic()
+        task.holder = self
+        self.queue.append(task)
+        self.unsent += task.message
+
+    def write(self) -> None:
+        """Write what fits of what is unsent."""
+        try:
+            written = os.write(self.stdin, self.unsent)
+            del self.unsent[:written]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # it is gone; reading from it will say so
+            self.unsent.clear()
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """(whole lines that have come, whether it is of no more use: gone, or in the middle of too long a line)."""
+        is_gone = self._read_all()
+        lines = self.unread.split(b"\n")
+        self.unread = lines.pop()
+        return [bytes(line) for line in lines], is_gone or len(self.unread) > MAX_REPLY_BYTES
+
+    def _read_all(self) -> bool:
+        try:
+            while chunk := os.read(self.stdout, 65536):
+                self.unread += chunk
+                if len(self.unread) > MAX_REPLY_BYTES:
+                    return False
+            return True
+        except BlockingIOError:
+            return False
+
+    def answered(self) -> Task:
+        """It has answered the first in its queue and turns to the next."""
+        now = time.monotonic()
+        seconds = now - self.since
+        # Falls at once after a fast answer, rises slowly: replies that arrive together look instantaneous.
+        self.seconds_per_answer = min(seconds, 0.8 * self.seconds_per_answer + 0.2 * seconds)
+        self.since = now
+        return self.queue.popleft()
+
+    def kill(self) -> None:
+        """End it and its children."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def exit_code(self) -> int | None:
+        """None where it has not ended within a moment."""
+        try:
+            return self.process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            return None
