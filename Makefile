@@ -4,6 +4,7 @@
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
 # make test                                                    the whole test suite
 # make test-gpu                                                numerics and speed on a GPU, in the environment of PYTHON
+# make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
 # make test-engine                                             the tests against a real SGLang server alone
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
@@ -16,10 +17,16 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := .venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet
 TRITON_TESTS := tests/unit/ops/test_head.py tests/unit/ops/test_fused_compile.py
 MODELOPT_TESTS := tests/unit/quantisation tests/unit/tools/test_quantize.py
+# The interpreter with SGLang on a machine with a GPU, and where the smoke run writes.
+ENGINE_PYTHON ?= .venv-sglang/bin/python
+SMOKE := runs/smoke-gpu
+# Neither needs the package to be installed.
+HERE := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smoke.toml --set sglang.python=$(ENGINE_PYTHON)
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang quickstart-vapo quickstart-tppo test test-engine test-gpu clean
+.PHONY: quickstart quickstart-sglang quickstart-vapo quickstart-tppo test test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -78,8 +85,18 @@ test: .venv .venv-sglang .venv-triton .venv-modelopt
 
 # On a machine with a GPU and the packages of requirements/: what it cannot run it says.
 test-gpu:
-	$(PYTHON) -m pytest -q tests/gpu -rs
-	$(PYTHON) benchmarks/gpu/head.py --save
+	$(HERE) $(PYTHON) -m pytest -q tests/gpu -rs
+	$(HERE) $(PYTHON) benchmarks/gpu/head.py --save
+	$(HERE) $(PYTHON) benchmarks/gpu/step.py --save
+	$(HERE) $(PYTHON) benchmarks/gpu/sync.py --save $(if $(wildcard $(ENGINE_PYTHON)),--engine-python $(ENGINE_PYTHON))
+
+# Two steps and a checkpoint each; a resume, one more step, an evaluation and an export; and a look at what was written.
+smoke-gpu:
+	test -d $(SMOKE)-model || $(HERE) $(PYTHON) -m tools.make_smoke_model $(SMOKE)-model
+	rm -rf $(SMOKE)
+	$(SMOKE_TRAIN) --set run.total_steps=2 $(ARGS)
+	$(SMOKE_TRAIN) --set checkpoint.resume=must $(ARGS)
+	$(HERE) $(PYTHON) -m tools.check_smoke $(SMOKE)
 
 test-engine: .venv .venv-sglang
 	$(RUN) .venv/bin/python -m pytest -q tests/engine

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The interpreter of an SGLang that was unpacked into a folder instead of installed: give this file as sglang.python.
+#   MEGATRON_DAPO_SGLANG_FOLDER   that folder
+#   MEGATRON_DAPO_SGLANG_PYTHON   the interpreter it was built for, with torch (default python3)
+# Engines do not inherit PYTHONPATH or SGLang's variables from the trainer, so they are set here.
+set -euo pipefail
+
+: "${MEGATRON_DAPO_SGLANG_FOLDER:?set it to the folder SGLang was unpacked into}"
+export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$MEGATRON_DAPO_SGLANG_FOLDER"
+
+backends=()
+if [[ " $* " == *" megatron_dapo.engines.sglang.serve "* ]]; then
+  # Neither FlashInfer nor FlashAttention 3 need be in it: Triton's attention and torch's sampling always are.
+  export SGLANG_IS_FLASHINFER_AVAILABLE=false
+  backends=(--attention-backend triton --sampling-backend pytorch)
+fi
+exec "${MEGATRON_DAPO_SGLANG_PYTHON:-python3}" "$@" ${backends[@]+"${backends[@]}"}
