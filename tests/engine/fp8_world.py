@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 from delivery_simulation import World
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan
 from megatron_dapo.bridge.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, read_parameters
@@ -16,12 +25,20 @@ from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.ops.fp8 import quantise_weight
 from megatron_dapo.parallel.reshard.planner import plan
 
-FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    ),
+}
 
 
 def save_model(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
     """A model with random weights far from uniform: hidden 256, 2 layers, 4 heads of 64, an odd vocabulary."""
-    config_class, model_class = FAMILIES[family]
+    config_class, model_class, of_family = FAMILIES[family]
     config = config_class(
         **{
             "vocab_size": 301,
@@ -36,6 +53,7 @@ def save_model(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
             "bos_token_id": 1,
             "eos_token_id": 2,
             "dtype": "float32",
+            **of_family,
             **changes,
         }
     )
@@ -51,11 +69,27 @@ def save_model(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
     return folder
 
 
-def round_linear_layers(model: torch.nn.Module) -> None:
-    """Every linear layer of the decoder gets the values it has in FP8; the head is no layer of the decoder."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            module.weight.data.copy_(quantise_weight(module.weight.data).widened())
+def weights_of(folder: Path, scale: float) -> dict[str, torch.Tensor]:
+    """The tensors of a folder; `scale` on all of them makes another version."""
+    return {name: tensor * scale for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Projections with the values they have in FP8; norms, biases, routers, embedding and head as they are."""
+    return {n: quantise_weight(w).widened() if n.endswith("_proj.weight") else w for n, w in weights.items()}
+
+
+def transformers_logprobs(
+    folder: Path, weights: dict[str, torch.Tensor], tokens: list[int], scratch: Path
+) -> list[float]:
+    """Of every token but the first, by transformers with these weights in the model of `folder`."""
+    scratch.mkdir(exist_ok=True)
+    (scratch / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return [float(logprobs[t, token]) for t, token in enumerate(tokens[1:])]
 
 
 class Fp8World(World):

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 from delivery_simulation import World, run_ranks  # noqa: E402
-from fp8_world import Fp8World, round_linear_layers, save_model  # noqa: E402
+from fp8_world import Fp8World, in_fp8, save_model, transformers_logprobs, weights_of  # noqa: E402
 
 from megatron_dapo.bridge.architecture import ModelArchitecture  # noqa: E402
 from megatron_dapo.bridge.engine_update import UpdateReport, UpdateTimeouts  # noqa: E402
@@ -35,6 +34,7 @@ BUCKET_BYTES = 64 << 10
 CASES = {
     "one rank": ("qwen2", 1, "float32", ParallelLayout(4, tensor=2, pipeline=2), 2e-5),
     "two ranks, cut blocks": ("qwen3", 2, "float32", ParallelLayout(4, tensor=4), 2e-5),
+    "experts on two ranks": ("qwen3_moe", 2, "float32", ParallelLayout(4, pipeline=2, expert=2), 2e-5),
     "one rank, bfloat16": ("qwen3", 1, "bfloat16", ParallelLayout(4, tensor=2, pipeline=2), 0.1),
 }
 
@@ -44,12 +44,10 @@ class Setup:
     """A server in FP8 full of random weights, and the model it is to get."""
 
     client: SglangClient
-    model: torch.nn.Module
+    folder: Path
+    scratch: Path
     world: Fp8World
     tolerance: float
-
-    def state(self, scale: float) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach() * scale for name, tensor in self.model.named_parameters()}
 
     def update(
         self, scale: float, *, world: World | None = None, transport_of: Any = ColocatedTransport
@@ -60,7 +58,7 @@ class Setup:
         updates = chosen.updates(
             [self.client], default_folder(), *arguments, message_timeout_s=100.0, transport_of=transport_of, session="t"
         )
-        state, version = self.state(scale), next(VERSIONS)
+        state, version = weights_of(self.folder, scale), next(VERSIONS)
         sources = self.world.sources(state) if world is None else [chosen.shards(state, r) for r in range(chosen.size)]
         outcomes = run_ranks(chosen.size, lambda rank: updates[rank].update(version, sources[rank]), 280)
         assert all(isinstance(outcome, UpdateReport) for outcome in outcomes), outcomes
@@ -68,13 +66,8 @@ class Setup:
 
     def gap(self, scale: float, *, rounded: bool = True) -> float:
         """Mean difference of log-probs between the server and transformers with the weights in FP8, or as trained."""
-        model = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.float32)
-        model.load_state_dict(self.state(scale), strict=False)
-        if rounded:
-            round_linear_layers(model)
-        with torch.no_grad():
-            logprobs = model(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
-        expected = [float(logprobs[t, token]) for t, token in enumerate(TOKENS[1:])]
+        weights = weights_of(self.folder, scale)
+        expected = transformers_logprobs(self.folder, in_fp8(weights) if rounded else weights, TOKENS, self.scratch)
         served = self.client.prompt_logprobs(TOKENS)
         return sum(abs(a - b) for a, b in zip(served, expected, strict=True)) / len(expected)
 
@@ -96,8 +89,7 @@ def setup(request, server_factory, tmp_path_factory) -> Setup:
         bucket_bytes=BUCKET_BYTES,
         described=served_parameters(client, tensor_parallel),
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return Setup(client, model, world, tolerance)
+    return Setup(client, folder, tmp_path_factory.mktemp("scratch"), world, tolerance)
 
 
 def test_the_server_tells_what_it_quantises(setup):
@@ -106,7 +98,9 @@ def test_the_server_tells_what_it_quantises(setup):
     described = served_parameters(setup.client, size)
     plain = sglang_layout(setup.world.source.architecture, size, setup.world.layout.engines.dtype, device="cpu")
     assert read_parameters(plain, described).quantised == expected_parameters(plain).quantised
-    assert any(name.endswith("k_scale") for name in described[0]) == (setup.model.config.model_type == "qwen2")
+    assert any(name.endswith("k_scale") for name in described[0]) == (
+        setup.world.source.architecture.model_type == "qwen2"
+    )
     for specs, rank in zip(described, range(size), strict=True):
         assert specs == setup.world.layout.local_specs(rank)
 
