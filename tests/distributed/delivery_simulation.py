@@ -47,6 +47,25 @@ class Parameters(torch.nn.Module):
         return iter(self._tensors.values())
 
 
+def at_once(actions: Sequence[Callable[[], None]]) -> None:
+    """Every action in a thread of its own; raises what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def run(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,), daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 class SimulatedEngine:
     """One engine: its ranks' parameters, and whether it serves. Implements EngineControl.
 
@@ -98,8 +117,11 @@ class SimulatedEngine:
     def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
         self._call("tensor")
         assert self.is_paused and self.session and len(payloads) == len(self.models)
-        for model, payload in zip(self.models, payloads):
-            self.load(model, payload)
+        self.load_all(payloads)
+
+    def load_all(self, payloads) -> None:
+        """All ranks at once, as the processes of a server do: none can end a delivery whose others stand still."""
+        at_once([lambda m=m, p=p: self.load(m, p) for m, p in zip(self.models, payloads)])
 
     def load(self, model: Parameters, payload: bytes) -> None:
         weight_loader.load(model, pickle.loads(payload))
@@ -198,9 +220,7 @@ class World:
         self.plan = DeliveryPlan(reshard, self.layout, bucket_bytes)
         self.reshard = reshard
         # Engines are spread over the machines.
-        self.leaders = [
-            self.nodes.ranks_of(engine % self.nodes.num_nodes)[0] for engine in range(num_engines)
-        ]
+        self.leaders = [self.nodes.ranks_of(engine % self.nodes.num_nodes)[0] for engine in range(num_engines)]
 
     def weights(self, version: int) -> list[Tensors]:
         """Local buffers of every trainer rank at a version; replicas agree because they are cut from one model."""

@@ -8,6 +8,7 @@ is compared at every resumption and after every run.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import pickle
@@ -16,13 +17,13 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from delivery_simulation import SimulatedEngine, World, run_ranks, small_architecture
+from delivery_simulation import SimulatedEngine, World, at_once, run_ranks, small_architecture
 
 from megatron_dapo.bridge.engine_update import EngineState, UpdateTimeouts
 from megatron_dapo.bridge.transports.base import CoordinationError
@@ -30,7 +31,7 @@ from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.engines.sglang import weight_loader
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec
-from megatron_dapo.parallel.reshard.progress import NUM_SLOTS
+from megatron_dapo.parallel.reshard.delivery import Bucket, BucketSource, Command, Receiver, Report
 
 NUM_FAULTS = 1000
 NUM_WORLDS = 8
@@ -43,10 +44,10 @@ LONGEST_HASTY_S = 15.0  # generous: the machine may be busy; a hang would last f
 
 @dataclass
 class Fault:
-    """Strikes message number `message` of an engine, once (or from there on, where something died)."""
+    """Strikes command number `command` of a delivery to a rank of an engine, once; or the message that it is in."""
 
     kind: str
-    message: int
+    command: int
     rank: int  # of the engine, or of the trainer
     random: random.Random
     fired: bool = False
@@ -60,6 +61,38 @@ class Truth:
     violations: list[str] = field(default_factory=list)
 
 
+@dataclass
+class Strike:
+    """A fault and what it meets: one rank's texts of a message, and which of them the fault is about."""
+
+    engine: FaultyEngine
+    fault: Fault
+    texts: list[list[str]]  # of every rank
+    rank: int
+    at: int
+
+    @property
+    def random(self) -> random.Random:
+        return self.fault.random
+
+    @property
+    def own(self) -> list[str]:
+        """Of the struck rank."""
+        return self.texts[self.rank]
+
+    @property
+    def command(self) -> dict:
+        return json.loads(self.own[self.at])
+
+    def carry_out(self) -> None:
+        """The message as it is now, in all ranks that it reaches."""
+        reached = [(m, _payload(texts)) for m, texts in zip(self.engine.models, self.texts) if texts]
+        at_once([lambda m=m, p=p: self.engine.load(m, p) for m, p in reached])
+
+    def receiver(self) -> Receiver:
+        return weight_loader._state_of(self.engine.models[self.rank]).receiver
+
+
 class FaultyEngine(SimulatedEngine):
     """A simulated engine on whose messages a fault may strike."""
 
@@ -67,7 +100,7 @@ class FaultyEngine(SimulatedEngine):
         super().__init__(world.layout, index)
         self.world, self.index, self.truth = world, index, truth
         self.fault: Fault | None = None
-        self.num_messages = 0
+        self.num_commands = 0  # of this delivery, in earlier messages
         self.late: list[Callable[[], None]] = []  # messages that arrive after their time
         self.num_running = 0  # calls that the engine still works on, given up by the trainer or not
         self.lock = threading.Lock()
@@ -99,15 +132,16 @@ class FaultyEngine(SimulatedEngine):
             time.sleep(0.01)
 
     def strike_or_load(self, payloads) -> None:
-        number, self.num_messages = self.num_messages, self.num_messages + 1
-        fault = self.fault
-        if fault is None or fault.kind not in MESSAGE_FAULTS or number != fault.message:
-            super().update_weights_from_tensor(payloads)
-            return
-        fault.fired = True
-        MESSAGE_FAULTS[fault.kind](self, list(payloads), fault)
-
-    def all_ranks(self, payloads) -> None:
+        fault, before = self.fault, self.num_commands
+        texts = [_texts(payload) for payload in payloads]
+        self.num_commands += len(texts[0])
+        if fault is not None and fault.kind in MESSAGE_FAULTS:
+            rank = fault.rank % len(texts)
+            at = fault.command - before
+            if not fault.fired and 0 <= at < len(texts[rank]):
+                fault.fired = True
+                MESSAGE_FAULTS[fault.kind](Strike(self, fault, texts, rank, at))
+                return
         super().update_weights_from_tensor(payloads)
 
     def _call(self, name: str) -> None:
@@ -122,142 +156,173 @@ CALLS = ("pause", "flush_cache", "begin", "tensor", "end", "version", "resume")
 
 
 def fault_call(fault: Fault) -> str:
-    return CALLS[fault.message % len(CALLS)]
+    return CALLS[fault.command % len(CALLS)]
 
 
-def _others(engine: FaultyEngine, payloads: list[bytes], rank: int) -> None:
+def _texts(payload: bytes) -> list[str]:
+    return [text for text, _ in pickle.loads(payload)]
+
+
+def _payload(texts: list[str]) -> bytes:
+    return pickle.dumps([(text, torch.empty(0)) for text in texts])
+
+
+def dropped(strike: Strike) -> None:
+    """One command of one rank."""
+    del strike.own[strike.at]
+    strike.carry_out()
+
+
+def unheard(strike: Strike) -> None:
     """The message reaches all ranks but one."""
-    for number, (model, payload) in enumerate(zip(engine.models, payloads)):
-        if number != rank:
-            engine.load(model, payload)
+    strike.own.clear()
+    strike.carry_out()
 
 
-def _struck(engine: FaultyEngine, fault: Fault) -> int:
-    return fault.rank % len(engine.models)
-
-
-def dropped(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    _others(engine, payloads, _struck(engine, fault))
-
-
-def doubled(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    engine.all_ranks(payloads)
-    engine.load(engine.models[_struck(engine, fault)], payloads[_struck(engine, fault)])
-
-
-def truncated(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    rank = _struck(engine, fault)
-    ((text, tensor),) = pickle.loads(payloads[rank])
-    payloads[rank] = pickle.dumps([(text[: fault.random.randrange(len(text))], tensor)])
-    engine.all_ranks(payloads)
-
-
-def corrupted_bytes(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    """One bit of a bucket; a message without a bucket finds one bit of the parameters changed."""
-    rank = _struck(engine, fault)
-    command = _command(payloads[rank])
-    if command["bucket"] is None:
-        corrupted_memory(engine, payloads, fault)
+def doubled(strike: Strike) -> None:
+    """One command of a message, or the message."""
+    if strike.random.random() < 0.5:
+        strike.own.insert(strike.at, strike.own[strike.at])
+        strike.carry_out()
         return
-    arena, channel, index = _arena(engine, rank, command), command["channel"], command["bucket"]["index"]
-    name, parts = fault.random.choice(sorted(command["bucket"]["parts"].items()))
-    # The message may be here before its bytes.
-    arena.progress.wait_for_bucket(index, channel["number"], channel["writers"], channel["wait_s"])
-    arena.slots[index % NUM_SLOTS][parts[0][0]] ^= 1 << fault.random.randrange(8)
-    engine.all_ranks(payloads)
+    strike.carry_out()
+    strike.carry_out()
 
 
-def corrupted_memory(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    """A cosmic ray in the engine's memory before or after the message; behind the last one nobody looks any more."""
-    is_last = _command(payloads[0])["op"] == "finish"
-    if is_last or fault.random.random() < 0.5:
-        _flip_parameter(engine, _struck(engine, fault), fault)
-        engine.all_ranks(payloads)
+def truncated(strike: Strike) -> None:
+    text = strike.own[strike.at]
+    strike.own[strike.at] = text[: strike.random.randrange(len(text))]
+    strike.carry_out()
+
+
+def reordered(strike: Strike) -> None:
+    """Two neighbours change places; a single command comes after the next message."""
+    own, at = strike.own, strike.at
+    if len(own) == 1:
+        strike.own.clear()
     else:
-        engine.all_ranks(payloads)
-        _flip_parameter(engine, _struck(engine, fault), fault)
+        other = at + 1 if at + 1 < len(own) else at - 1
+        own[at], own[other] = own[other], own[at]
+    strike.carry_out()
 
 
-def _flip_parameter(engine: FaultyEngine, rank: int, fault: Fault) -> None:
-    names = sorted(name for name, _ in engine.models[rank].named_parameters())
-    parameter = dict(engine.models[rank].named_parameters())[fault.random.choice(names)].data
-    bits = parameter.view(-1).view(torch.int32)
-    bits[fault.random.randrange(bits.numel())] ^= 1 << fault.random.randrange(31)
+def corrupted_bytes(strike: Strike) -> None:
+    """One bit of a bucket; a command without a bucket finds one bit of the parameters changed."""
+    command = strike.command
+    if command["bucket"] is None:
+        corrupted_memory(strike)
+        return
+    _, parts = strike.random.choice(sorted(command["bucket"]["parts"].items()))
+    receiver, original = strike.receiver(), strike.receiver().accept
+
+    def accept(delivery: str, bucket: Bucket, data: torch.Tensor) -> int:
+        if bucket.index == command["bucket"]["index"]:
+            data[parts[0][0]] ^= 1 << strike.random.randrange(8)
+        return original(delivery, bucket, data)
+
+    receiver.accept = accept
+    try:
+        strike.carry_out()
+    finally:
+        del receiver.accept
 
 
-def corrupted_command(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+@contextlib.contextmanager
+def around(strike: Strike, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+    """Something happens in the struck rank right before and right after it carries out the command."""
+    receiver, original, struck = strike.receiver(), strike.receiver().handle, strike.command["id"]
+
+    def handle(command: Command, source: BucketSource) -> Report:
+        if command.id == struck:
+            before()
+        report = original(command, source)
+        if command.id == struck:
+            after()
+        return report
+
+    receiver.handle = handle
+    try:
+        yield
+    finally:
+        del receiver.handle
+
+
+def _nothing() -> None:
+    pass
+
+
+def corrupted_memory(strike: Strike) -> None:
+    """A cosmic ray in the engine's memory before or after a command; behind the last one nobody looks any more."""
+
+    def flip() -> None:
+        parameters = dict(strike.engine.models[strike.rank].named_parameters())
+        bits = parameters[strike.random.choice(sorted(parameters))].data.view(-1).view(torch.int32)
+        bits[strike.random.randrange(bits.numel())] ^= 1 << strike.random.randrange(31)
+
+    first = strike.command["op"] == "finish" or strike.random.random() < 0.5
+    with around(strike, flip, _nothing) if first else around(strike, _nothing, flip):
+        strike.carry_out()
+
+
+def corrupted_command(strike: Strike) -> None:
     """A digit somewhere in the command becomes another (not of the version or the delivery's number: no lower one could
-    follow)."""
-    rank = _struck(engine, fault)
-    ((text, tensor),) = pickle.loads(payloads[rank])
-    spared = {i for match in re.finditer(r'"(version|number)":\d+', text) for i in range(*match.span())}
-    places = [i for i, c in enumerate(text) if c.isdigit() and i not in spared]
-    place = fault.random.choice(places)
-    digit = fault.random.choice([d for d in "0123456789" if d != text[place]])
-    payloads[rank] = pickle.dumps([(text[:place] + digit + text[place + 1 :], tensor)])
-    engine.all_ranks(payloads)
+    follow; nor of how many write and how long they may: that is waited for)."""
+    text = strike.own[strike.at]
+    sizes = r'"(version|number)":\d+|"(writers|wait_s)":[\d.]+'
+    spared = {i for match in re.finditer(sizes, text) for i in range(*match.span())}
+    place = strike.random.choice([i for i, c in enumerate(text) if c.isdigit() and i not in spared])
+    digit = strike.random.choice([d for d in "0123456789" if d != text[place]])
+    strike.own[strike.at] = text[:place] + digit + text[place + 1 :]
+    strike.carry_out()
 
 
-def delayed(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+def delayed(strike: Strike) -> None:
     """No answer in time; the message is carried out some time later, perhaps when the engine serves again."""
-    engine.late.append(lambda: [engine.load(m, p) for m, p in zip(engine.models, payloads)])
+    strike.engine.late.append(strike.carry_out)
     time.sleep(2 * HASTY_MESSAGE_S + HASTY.transfer_s)
 
 
-def reordered(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    """Answered at once, carried out behind the next message."""
-    original = engine.all_ranks
-
-    def next_first(later: list[bytes]) -> None:
-        del engine.all_ranks
-        original(later)
-        original(payloads)
-
-    engine.all_ranks = next_first
-    fault.kind = "reordered, the second"
-    fault.message += 1
+def hanging(strike: Strike) -> None:
+    """One rank stands still in the middle of the message, longer than it may, and then goes on."""
+    with around(strike, lambda: time.sleep(2 * HASTY_MESSAGE_S + HASTY.transfer_s), _nothing):
+        strike.carry_out()
 
 
-def reordered_second(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    engine.all_ranks(payloads)
-
-
-def killed_engine(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    if fault.random.random() < 0.5:
-        _others(engine, payloads, _struck(engine, fault))
-    engine.is_alive = False
+def killed_engine(strike: Strike) -> None:
+    """All ranks end in the middle of the message."""
+    for texts in strike.texts:
+        del texts[strike.at :]
+    strike.carry_out()
+    strike.engine.is_alive = False
     raise ConnectionError("connection reset by peer")
 
 
-def lost_answer(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    engine.all_ranks(payloads)
+def lost_answer(strike: Strike) -> None:
+    strike.carry_out()
     raise ConnectionError("connection reset by peer")
 
 
-def stale_report(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
-    """One rank does nothing, but its report area holds a good report on an earlier message."""
-    rank = _struck(engine, fault)
-    _others(engine, payloads, rank)
-    command = _command(payloads[rank])
+def stale_report(strike: Strike) -> None:
+    """One rank's report area holds a good report on an earlier message."""
+    strike.carry_out()
+    command = strike.command
     report = {"id": command["id"] + "0", "op": command["op"], "ok": True}
-    _arena(engine, rank, command).write_report(json.dumps(report))
+    _arena(strike.engine, strike.rank, command).write_report(json.dumps(report))
 
 
-def loader_fails(engine: FaultyEngine, payloads: list[bytes], fault: Fault) -> None:
+def loader_fails(strike: Strike) -> None:
     """The receiver of one rank runs into something nobody thought of."""
-    rank = _struck(engine, fault)
-    fault.fired = _command(payloads[rank])["op"] != "nothing"
-    receiver = weight_loader._state_of(engine.models[rank]).receiver
-    original = receiver.accept, receiver.begin, receiver.finish
+    receiver = strike.receiver()
 
     def fail(*_: object) -> None:
         raise MemoryError("out of memory")
 
-    receiver.accept = receiver.begin = receiver.finish = fail
-    try:
-        engine.all_ranks(payloads)
-    finally:
-        receiver.accept, receiver.begin, receiver.finish = original
+    def break_down() -> None:
+        receiver.accept = receiver.begin = receiver.finish = fail
+
+    with around(strike, break_down, _nothing):
+        strike.carry_out()
+    del receiver.accept, receiver.begin, receiver.finish
 
 
 def _arena(engine: FaultyEngine, rank: int, command: dict) -> Arena:
@@ -265,34 +330,29 @@ def _arena(engine: FaultyEngine, rank: int, command: dict) -> Arena:
     return weight_loader._state_of(engine.models[rank]).arenas.mapped(ArenaSpec.from_json(command["channel"]["arena"]))
 
 
-def _command(payload: bytes) -> dict:
-    ((text, _),) = pickle.loads(payload)
-    return json.loads(text)
-
-
-MESSAGE_FAULTS: dict[str, Callable[[FaultyEngine, list[bytes], Fault], None]] = {
+MESSAGE_FAULTS: dict[str, Callable[[Strike], None]] = {
     "dropped": dropped,
+    "unheard": unheard,
     "doubled": doubled,
     "truncated": truncated,
     "corrupted bytes": corrupted_bytes,
     "corrupted memory": corrupted_memory,
     "corrupted command": corrupted_command,
     "delayed": delayed,
+    "hanging": hanging,
     "reordered": reordered,
-    "reordered, the second": reordered_second,
     "killed engine": killed_engine,
     "lost answer": lost_answer,
     "stale report": stale_report,
     "loader fails": loader_fails,
 }
 SENDER_FAULTS = ("killed sender", "sender fails")
-KINDS = tuple(k for k in MESSAGE_FAULTS if k != "reordered, the second") + ("status",) + SENDER_FAULTS
-SILENT = ("delayed", "killed sender")
-# After these the engine must not serve. (A changed digit may sit where it means nothing; a doubled begin is harmless.)
-# Memory that changes before its bucket arrives is written over.
-MUST_FAIL = (
-    *("dropped", "truncated", "delayed", "killed engine", "lost answer", "stale report"),
-    *("loader fails", "status", "sender fails"),
+KINDS = (*MESSAGE_FAULTS, "status", *SENDER_FAULTS)
+SILENT = ("unheard", "delayed", "hanging", "killed sender")
+# After these the engine must not serve. (A changed digit may sit where it means nothing; memory that changes before its
+# bucket arrives is written over.)
+MUST_FAIL = tuple(
+    kind for kind in KINDS if kind not in ("corrupted bytes", "corrupted memory", "corrupted command", "killed sender")
 )
 
 
@@ -303,7 +363,7 @@ class FaultyTransport(ColocatedTransport):
 
     def _round(self, state, index, sources) -> None:
         fault = self.fault
-        if fault is not None and fault.rank % self.nodes.num_ranks == self.rank and index == fault.message % 2:
+        if fault is not None and fault.rank % self.nodes.num_ranks == self.rank and index == fault.command % 2:
             if fault.kind == "killed sender":
                 fault.fired = True
                 raise SystemExit
@@ -343,9 +403,7 @@ class Trial:
         """A new life of the trainer; engines stay as they are."""
         self.version += 1
         session = f"life {self.version}"
-        updates = self.world.updates(
-            self.engines, self.folder, PATIENT, transport_of=FaultyTransport, session=session
-        )
+        updates = self.world.updates(self.engines, self.folder, PATIENT, transport_of=FaultyTransport, session=session)
         for update in updates:
             update.fleet = type(update.fleet)(update.fleet.leaders, _Live(update.fleet.controls, self.engines))
             update.transport.fleet = update.fleet
@@ -374,11 +432,13 @@ class Trial:
 
     def run(self, kind: str) -> None:
         """One update with one fault, and the way back."""
-        fault = Fault(kind, self.random.randrange(6), self.random.randrange(2), self.random)
+        fault = Fault(
+            kind, self.random.randrange(self.world.plan.num_buckets(0) + 2), self.random.randrange(2), self.random
+        )
         struck = self.random.choice(self.engines)
         self.version += 1
         weights = self.weights()
-        struck.num_messages, struck.fault = 0, fault
+        struck.num_commands, struck.fault = 0, fault
         for update in self.updates:
             update.transport.fault = fault if kind in SENDER_FAULTS else None
         silent = kind in SILENT

@@ -7,13 +7,14 @@ deadline.
 
 What a transport does for each engine rank, in this order, whatever carries the bytes:
 
-    begin    Command(op="begin", manifest=plan.manifest(...))      -> Report
-    bucket   Command(op="bucket", bucket=plan.buckets(...)[k].header) + its bytes, for every k in order -> Report
+    begin    Command(op="begin", manifest=plan.manifest(...))
+    bucket   Command(op="bucket", bucket=plan.buckets(...)[k].header) + its bytes, for every k in order
     finish   Command(op="finish")                                  -> Report with the checksums of all parameters
 
-A transport that has the weights loaded in another way sends Command(op="adopt", manifest=...) instead. A Report whose
-id is not the command's, or none, is a failure. `expected` sums what this rank wrote; the state machine adds it up over
-ranks and compares.
+A message holds one or several commands and is answered by one Report, on its last command or on the first one that
+failed: none is carried out behind that. A transport that has the weights loaded in another way sends
+Command(op="adopt", manifest=...) instead. A Report whose id is not the last command's, or none, is a failure.
+`expected` sums what this rank wrote; the state machine adds it up over ranks and compares.
 """
 
 from __future__ import annotations
@@ -187,15 +188,20 @@ class GroupCoordinator:
 
     def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
         deadline = Deadline(timeout_s)
-        payload = torch.frombuffer(bytearray(_json_bytes(value)), dtype=torch.uint8).to(self._device)
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        sizes[self.rank] = payload.numel()
-        sizes = self.sum(sizes, what, deadline.left_s)
-        padded = payload.new_zeros(int(sizes.max()))
-        padded[: payload.numel()] = payload
-        gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        self._finish(lambda: dist.all_gather(gathered, padded, group=self._group, async_op=True), what, deadline)
-        return [_from_json(part[:size]) for part, size in zip(gathered, sizes.tolist())]
+        payload = _json_bytes(value)
+        # Short values, which most are, fit behind their length: one meeting instead of two.
+        parts = self._gather(_framed(payload, _SHORT_BYTES), what, deadline)
+        longest = max(_length(part) for part in parts)
+        if longest > _SHORT_BYTES - _LENGTH_BYTES:
+            parts = self._gather(_framed(payload, _LENGTH_BYTES + longest), what, deadline)
+        return [json.loads(part[_LENGTH_BYTES : _LENGTH_BYTES + _length(part)]) for part in parts]
+
+    def _gather(self, own: bytearray, what: str, deadline: Deadline) -> list[bytes]:
+        """Every rank's bytes, equally many."""
+        tensor = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._finish(lambda: dist.all_gather(gathered, tensor, group=self._group, async_op=True), what, deadline)
+        return [bytes(part.tolist()) for part in gathered]
 
     def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         total = values.to(self._device, copy=True)
@@ -220,8 +226,18 @@ def _json_bytes(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def _from_json(payload: torch.Tensor) -> Any:
-    return json.loads(bytes(payload.cpu().tolist()))
+_SHORT_BYTES = 1024
+_LENGTH_BYTES = 8  # of the length in front, little-endian
+
+
+def _framed(payload: bytes, num_bytes: int) -> bytearray:
+    """The length of a payload and as much of it as fits, in exactly `num_bytes`."""
+    framed = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[: num_bytes - _LENGTH_BYTES]
+    return bytearray(framed.ljust(num_bytes, b"\0"))
+
+
+def _length(framed: bytes) -> int:
+    return int.from_bytes(framed[:_LENGTH_BYTES], "little")
 
 
 class Call(Generic[Result]):
@@ -266,16 +282,17 @@ def reason_of(error: BaseException) -> str:
     return text if isinstance(error, (ValueError, TimeoutError, EngineFailure)) else f"{type(error).__name__}: {text}"
 
 
-def encode_payload(command: Command) -> bytes:
-    """One entry of SGLang's `serialized_named_tensors`: the stock pickle of [(name, tensor)], the name our command."""
-    return pickle.dumps([(command.encode(), torch.empty(0))], protocol=4)
+def encode_payload(*commands: Command) -> bytes:
+    """One entry of SGLang's `serialized_named_tensors`: the stock pickle of [(name, tensor)], the names our commands."""
+    return pickle.dumps([(command.encode(), torch.empty(0)) for command in commands], protocol=4)
 
 
-def check_report(text: str, command: Command) -> Report:
-    """The report on `command`. ValueError where it belongs to another command or says that something failed."""
+def check_report(text: str, *commands: Command) -> Report:
+    """The report on a message of `commands`. ValueError where it belongs to another message, says that a command
+    failed, or does not reach the last one."""
     report = Report.decode(text)
-    if report.id != command.id:
-        raise ValueError(f"the engine reports on {report.id!r}, not on {command.id!r}")
-    if not report.ok:
-        raise ValueError(report.message or "the engine reports a failure without a reason")
+    if not report.ok and any(report.id == command.id for command in commands):
+        raise ValueError(f"{report.op}: {report.message or 'the engine reports a failure without a reason'}")
+    if report.id != commands[-1].id:
+        raise ValueError(f"{commands[-1].op}: the engine reports on {report.id!r}, not on {commands[-1].id!r}")
     return report

@@ -2,13 +2,14 @@
 
 Each engine rank has an arena with two bucket slots. Bucket k lies in slot k % 2: trainer ranks write it there as soon as
 bucket k - 2 is loaded, the engine loads it as soon as all have written. Counters in the arena say how far each is
-(`parallel.reshard.progress`), so that nobody waits for a message between two buckets. The leader of an engine posts the
-messages one after the other, ahead of the bytes.
+(`parallel.reshard.progress`), so that nobody waits for a message between two buckets: the leader of an engine posts all
+commands of a delivery in one, ahead of the bytes, and watches the counters.
 
     ranks    write 0 | write 1 | write 2 | ...
     engine   begin   | load 0  | load 1  | ...   -> finish (ledger and checksums)
 
-Parts whose source lives on another machine go to a deputy there first, one message a round and pair of ranks.
+A delivery through new memory begins with a message of its own: an engine that cannot follow says so at once. Parts whose
+source lives on another machine go to a deputy there first, one message a round and pair of ranks.
 
 On a CPU the slots are shared memory of the machine. With a CUDA `device` they are memory of the GPU that the engine
 rank shares with a trainer rank, opened by all others through IPC handles; that form has not run on a GPU yet. Reports
@@ -47,7 +48,7 @@ from megatron_dapo.parallel.nodes import Nodes
 from megatron_dapo.parallel.peer_group import PeerGroup, Pending
 from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec, create_arena, is_running, remove_arena, remove_stale
 from megatron_dapo.parallel.reshard.cuda_memory import open_shared, share
-from megatron_dapo.parallel.reshard.delivery import PART_ALIGNMENT, Bucket, Command, Report
+from megatron_dapo.parallel.reshard.delivery import PART_ALIGNMENT, Command, Report
 from megatron_dapo.parallel.reshard.executors import Buffers
 from megatron_dapo.parallel.reshard.progress import GIVEN_UP, LEFT, MAX_WRITERS, NUM_SLOTS
 
@@ -95,7 +96,8 @@ class ColocatedTransport:
         node_group: the ranks of this machine, in rank order.
         peers: all trainer ranks, where there are several machines.
         folder: where arenas lie; a file system in memory.
-        message_timeout_s: an engine that does not answer one message within it leaves the delivery; the others go on.
+        message_timeout_s: an engine that neither loads a bucket nor answers within it leaves the delivery; the others
+            go on.
         grace_s: how long ranks wait for each other beyond the deadline of a delivery.
         device: where this rank's slots lie: the CPU, or its GPU.
     """
@@ -137,9 +139,9 @@ class ColocatedTransport:
         state = _Round(order, deadline, Delivered(ExpectedChecksums(self.plan)), mine)
         specs: dict[int, ArenaSpec] = {}
         try:
-            self._open(state, specs)
-            # Behind it all ranks have mapped the arenas: once the engines have too, nothing of them can stay behind.
-            self._agree(state, "the memory")
+            if self._open(state, specs):
+                # Behind it all ranks have mapped the arenas: once the engines have too, nothing of them can stay behind.
+                self._agree(state, "the memory")
             for engine in self._led(state):
                 state.messengers[engine] = Call(lambda e=engine: self._converse(state, e, specs))
             for index in range(self._num_rounds(order)):
@@ -281,26 +283,41 @@ class ColocatedTransport:
     def _converse(self, state: _Round, engine: int, specs: Mapping[int, ArenaSpec]) -> _Answers:
         """All messages to one engine, one after the other; runs in a thread. Raises why the engine leaves."""
         answers = _Answers()
-        arenas = [state.arenas[rank] for rank in self.plan.ranks_of(engine)]
-        control = self.fleet.controls[engine]
-        messages = [("begin", 0), *(("bucket", k) for k in range(self.plan.num_buckets(engine))), ("finish", 0)]
+        engine_ranks = self.plan.ranks_of(engine)
+        arenas = [state.arenas[rank] for rank in engine_ranks]
+        new = [specs[rank] for rank in engine_ranks if rank in specs]
         try:
-            for op, index in messages:
+            commands = [self._commands(state, rank) for rank in engine_ranks]
+            for message in [[c[:1] for c in commands], [c[1:] for c in commands]] if new else [commands]:
                 if any(arena.progress.is_stopped for arena in arenas):
                     raise ValueError(GIVEN_UP)
-                commands = self._commands(state, engine, op, index)
-                seconds = min(self.message_timeout_s, state.deadline.left_s)
-                call = Call(lambda m=commands: _deliver_commands(control, m, arenas))
-                answers.last = call.result(Deadline(seconds), f"an answer of engine {engine}")
+                answers.last = self._post(state, engine, message, arenas)
                 answers.num_bytes += sum(report.num_bytes for report in answers.last)
-                if op == "begin":
-                    for engine_rank in self.plan.ranks_of(engine):
-                        if engine_rank in specs:
-                            remove_arena(specs[engine_rank])
+                # The engine has mapped it.
+                for spec in new:
+                    remove_arena(spec)
         except BaseException:
             self._stop(state, (engine,))
             raise
         return answers
+
+    def _post(
+        self, state: _Round, engine: int, message: Sequence[Sequence[Command]], arenas: Sequence[Arena]
+    ) -> tuple[Report, ...]:
+        """Delivers one message and waits as long as the engine gets on. TimeoutError where it does not."""
+        control = self.fleet.controls[engine]
+        call = Call(lambda: _deliver_commands(control, message, arenas))
+        loaded: list[int] = []
+        patience = Deadline(self.message_timeout_s)
+        while not call.wait(min(_LOOK_AROUND_S, 0.25 * self.message_timeout_s, state.deadline.left_s)):
+            before, loaded = loaded, [arena.progress.num_loaded for arena in arenas]
+            if loaded != before:
+                patience = Deadline(self.message_timeout_s)
+            if patience.is_over:
+                raise TimeoutError(f"engine {engine} neither loaded a bucket nor answered for {patience.seconds:.1f} s")
+            if state.deadline.is_over:
+                break
+        return call.result(state.deadline, f"an answer of engine {engine}")
 
     def _join(self, state: _Round) -> None:
         """Waits for the messengers. An engine that failed leaves the delivery, with the reason."""
@@ -317,47 +334,36 @@ class ColocatedTransport:
                     del state.outcome.failures[engine]
                 self._leave(state, engine, reason_of(error))
 
-    def _commands(self, state: _Round, engine: int, op: str, index: int) -> list[Command]:
-        """The message to each rank of an engine; "nothing" to one that has no bucket `index` any more."""
-        order, commands = state.order, []
-        for engine_rank in self.plan.ranks_of(engine):
-            header = self._header(engine_rank, index) if op == "bucket" else None
-            manifest = None
-            if op == "begin":
-                manifest = self.plan.manifest(engine_rank, order.delivery, order.session, order.version, order.number)
-            commands.append(
-                Command(
-                    id=f"{order.delivery}/{engine_rank}/{op}/{index}",
-                    op="nothing" if op == "bucket" and header is None else op,
-                    delivery=order.delivery,
-                    manifest=manifest,
-                    bucket=header,
-                    channel={
-                        "kind": "cuda" if engine_rank in state.shared else "arena",
-                        "arena": state.arenas[engine_rank].spec.to_json(),
-                        "number": order.number,
-                        "writers": self.node_group.size,
-                        "wait_s": min(self.message_timeout_s, state.deadline.left_s),
-                        "shared": state.shared.get(engine_rank),
-                    },
-                )
-            )
-        return commands
-
-    def _header(self, engine_rank: int, index: int) -> Bucket | None:
-        buckets = self.plan.buckets(engine_rank)
-        return buckets[index].header if index < len(buckets) else None
+    def _commands(self, state: _Round, engine_rank: int) -> list[Command]:
+        """Everything an engine rank is told in a delivery."""
+        order, own = state.order, f"{state.order.delivery}/{engine_rank}"
+        channel = {
+            "kind": "cuda" if engine_rank in state.shared else "arena",
+            "arena": state.arenas[engine_rank].spec.to_json(),
+            "number": order.number,
+            "writers": self.node_group.size,
+            "wait_s": min(self.message_timeout_s, state.deadline.left_s),
+            "shared": state.shared.get(engine_rank),
+        }
+        manifest = self.plan.manifest(engine_rank, order.delivery, order.session, order.version, order.number)
+        buckets = [bucket.header for bucket in self.plan.buckets(engine_rank)]
+        return [
+            Command(f"{own}/begin", "begin", order.delivery, manifest=manifest, channel=channel),
+            *(Command(f"{own}/{b.index}", "bucket", order.delivery, bucket=b, channel=channel) for b in buckets),
+            Command(f"{own}/finish", "finish", order.delivery, channel=channel),
+        ]
 
     # Memory
 
-    def _open(self, state: _Round, specs: dict[int, ArenaSpec]) -> None:
+    def _open(self, state: _Round, specs: dict[int, ArenaSpec]) -> bool:
         """Creates the arenas that engines led by this rank have not got yet, and maps those of all engines of the machine.
+        Whether any rank of the machine had something to map, which may have failed.
 
         They are kept for the next delivery: pages that are there are written several times as fast as new ones.
         """
         here = self._engines_here(state.order)
         if not here:
-            return
+            return False
         for engine in self._led(state):
             if self._kept_for.get(engine) is self.fleet.controls[engine]:
                 for engine_rank in self.plan.ranks_of(engine):
@@ -403,6 +409,7 @@ class ColocatedTransport:
         reports = {rank: arena.report.numel() for rank, arena in state.arenas.items()}
         sizes = [reports.get(rank, 0) + slots.numel() for rank, slots in state.slots.items()]
         state.outcome.peak_bytes = max([state.outcome.peak_bytes, *sizes])
+        return any(others["arenas"] or others["slots"] for others in everyone)
 
     def _create(self, order: Order, engine_rank: int) -> ArenaSpec:
         slot_bytes = 0 if self.device.type == "cuda" else self._slot_bytes(engine_rank)
@@ -495,16 +502,19 @@ class ColocatedTransport:
 
 
 def _deliver_commands(
-    control: EngineControl, commands: Sequence[Command], arenas: Sequence[Arena]
+    control: EngineControl, message: Sequence[Sequence[Command]], arenas: Sequence[Arena]
 ) -> tuple[Report, ...]:
-    """Posts one command to each rank of an engine and reads their reports. EngineFailure names the rank."""
+    """Posts some commands to each rank of an engine and reads their reports. EngineFailure names the rank that failed;
+    one that only heard of another's failure is not named."""
     for arena in arenas:
         arena.clear_report()
-    control.update_weights_from_tensor([encode_payload(command) for command in commands], LOAD_FORMAT)
-    reports = []
-    for number, (command, arena) in enumerate(zip(commands, arenas)):
+    control.update_weights_from_tensor([encode_payload(*commands) for commands in message], LOAD_FORMAT)
+    reports, failures = [], []
+    for number, (commands, arena) in enumerate(zip(message, arenas)):
         try:
-            reports.append(check_report(arena.read_report(), command))
+            reports.append(check_report(arena.read_report(), *commands))
         except ValueError as error:
-            raise EngineFailure(f"rank {number} of the engine, {command.op}: {error}") from error
+            failures.append(f"rank {number} of the engine, {error}")
+    if failures:
+        raise EngineFailure(next((failure for failure in failures if not failure.endswith(GIVEN_UP)), failures[0]))
     return tuple(reports)

@@ -141,7 +141,9 @@ def _adopt(control: EngineControl, commands: Sequence[Command], paths: Sequence[
         try:
             reports.append(check_report(path.read_text(encoding="utf-8"), command))
         except FileNotFoundError:
-            raise ValueError(f"rank {number} of the engine left no report at {path}; does it see that folder?") from None
+            raise ValueError(
+                f"rank {number} of the engine left no report at {path}; does it see that folder?"
+            ) from None
         except ValueError as error:
-            raise ValueError(f"rank {number} of the engine, {command.op}: {error}") from error
+            raise ValueError(f"rank {number} of the engine, {error}") from error
     return tuple(reports)

@@ -31,6 +31,7 @@ from megatron_dapo.parallel.reshard.peer_stream import (
 
 logger = logging.getLogger(__name__)
 
+
 class PeerReceiver:
     """Carries out "receive" commands on one engine rank; keeps its group between deliveries."""
 
@@ -78,7 +79,7 @@ class PeerReceiver:
         send_report(group, channel.leader, report, deadline)
         if report.ok:
             finish = replace(command, op="finish", manifest=None, channel={})
-            report = self._receiver.handle(finish, _no_data)
+            report = self._receiver.handle(finish, _Elsewhere())
             send_report(group, channel.leader, report, deadline)
         receive_acknowledgement(group, channel.leader, deadline)
         if not report.ok:
@@ -87,7 +88,7 @@ class PeerReceiver:
     def _fill(self, command: Command, channel: PeerChannel, group: PeerGroup, deadline: float) -> Report:
         """Everything but the end: the report "receive"."""
         start = time.perf_counter()
-        begun = self._receiver.handle(replace(command, op="begin", channel={}), _no_data)
+        begun = self._receiver.handle(replace(command, op="begin", channel={}), _Elsewhere())
         if not begun.ok:
             return replace(begun, op=RECEIVE)
         message, num_bytes = "", 0
@@ -123,7 +124,10 @@ class PeerReceiver:
             group.close()
 
 
-def _no_data(bucket: Bucket) -> torch.Tensor:
-    raise ValueError(f"delivery: bucket {bucket.index} came without its bytes")
+class _Elsewhere:
+    """A `BucketSource` of commands whose buckets come by other messages."""
 
+    def begin(self) -> None: ...
 
+    def data(self, bucket: Bucket) -> torch.Tensor:
+        raise ValueError(f"delivery: bucket {bucket.index} came without its bytes")

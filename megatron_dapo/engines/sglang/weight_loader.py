@@ -1,8 +1,9 @@
 """Runs inside each rank of a stock SGLang server and writes delivered weights into the model's own parameters.
 
 The server is started with `--custom-weight-loader megatron_dapo.engines.sglang.weight_loader.load`; a request to
-/update_weights_from_tensor with that load format ends here, with one payload [(command, tensor)] for each rank. The
-command is JSON (`parallel.reshard.delivery.Command`); its `channel` says where the bytes are and where the report goes.
+/update_weights_from_tensor with that load format ends here, with one payload [(command, tensor), ...] for each rank. A
+command is JSON (`parallel.reshard.delivery.Command`); the `channel` of the first says where the bytes are and where the
+report goes. The commands of a message are carried out in order, up to the first that fails.
 
 An exception in here would end the scheduler's process, and the endpoint answers success whatever happens. So `load`
 never raises; the report is the outcome, and no report is a failure. Parameters are written in place: captured CUDA
@@ -11,9 +12,11 @@ graphs stay valid. Needs torch and the standard library alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +25,8 @@ import torch
 from megatron_dapo.engines.sglang.peer_receiver import PeerReceiver
 from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec
 from megatron_dapo.parallel.reshard.cuda_memory import open_shared
-from megatron_dapo.parallel.reshard.delivery import Bucket, Command, Receiver, Report
+from megatron_dapo.parallel.reshard.delivery import Bucket, BucketSource, Command, Receiver, Report
+from megatron_dapo.parallel.reshard.description import DESCRIBE, DescriptionChannel, leave_description
 from megatron_dapo.parallel.reshard.peer_stream import RECEIVE
 from megatron_dapo.parallel.reshard.progress import NUM_SLOTS
 
@@ -31,14 +35,14 @@ logger = logging.getLogger(__name__)
 _ATTRIBUTE = "megatron_dapo_delivery"  # where the model keeps the state between requests
 
 
-class Channel(Protocol):
+class Channel(BucketSource, Protocol):
     """How bytes come in and the report goes out, for all commands of one delivery."""
 
-    def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
-        """The bytes of a bucket: uint8, at least its num_bytes, on the parameters' device."""
+    def loaded(self, bucket: Bucket) -> None:
+        """A bucket is where it belongs: its memory may be used again."""
 
-    def answer(self, command: Command, report: Report) -> None:
-        """Bring a report back."""
+    def answer(self, report: Report) -> None:
+        """Bring the report on a message back. Behind a failure nobody is to bring more."""
 
     def close(self) -> None: ...
 
@@ -56,31 +60,44 @@ class Arenas:
             self._mapped = Arena(spec)
         return self._mapped
 
+    def stop(self) -> None:
+        """Whoever writes into the arena that is mapped need not go on."""
+        if self._mapped is not None:
+            self._mapped.progress.stop()
+
 
 class ArenaChannel:
     """Bytes in a slot of a shared arena, the report in its report area.
 
-    `channel`: {"arena": spec, "number": of the delivery, "writers": how many fill a bucket, "wait_s": for them}. A
-    command for a bucket may come before its bytes are there.
+    `channel`: {"arena": spec, "number": of the delivery, "writers": how many fill a bucket, "wait_s": for them, each
+    bucket}. A command for a bucket may come before its bytes are there.
     """
 
     def __init__(self, channel: Mapping[str, Any], arenas: Arenas) -> None:
+        self._number, self._writers, self._wait_s = (
+            int(channel["number"]),
+            int(channel["writers"]),
+            float(channel["wait_s"]),
+        )
         self._arena = arenas.mapped(ArenaSpec.from_json(channel["arena"]))
 
-    def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
-        channel, progress = command.channel, self._arena.progress
-        progress.wait_for_bucket(
-            bucket.index, int(channel["number"]), int(channel["writers"]), float(channel["wait_s"])
-        )
+    def begin(self) -> None:
+        self._arena.progress.begin(self._number)
+
+    def data(self, bucket: Bucket) -> torch.Tensor:
+        self._arena.progress.wait_for_bucket(bucket.index, self._number, self._writers, self._wait_s)
         return self.slots()[bucket.index % NUM_SLOTS]
 
     def slots(self) -> torch.Tensor:
         return self._arena.slots
 
-    def answer(self, command: Command, report: Report) -> None:
+    def loaded(self, bucket: Bucket) -> None:
+        self._arena.progress.count_loaded(bucket.index + 1)
+
+    def answer(self, report: Report) -> None:
         self._arena.write_report(report.encode())
-        if report.ok and command.bucket is not None:
-            self._arena.progress.count_loaded(command.bucket.index + 1)
+        if not report.ok:
+            self._arena.progress.stop_delivery(self._number)
 
     def close(self) -> None:
         """The mapping stays: the next delivery names the same arena."""
@@ -92,10 +109,14 @@ class FileChannel:
     def __init__(self, channel: Mapping[str, Any], arenas: Arenas) -> None:
         self._path = Path(channel["path"])
 
-    def data(self, command: Command, bucket: Bucket) -> torch.Tensor:
+    def begin(self) -> None: ...
+
+    def data(self, bucket: Bucket) -> torch.Tensor:
         raise ValueError(f"delivery: bucket {bucket.index} came without its bytes")
 
-    def answer(self, command: Command, report: Report) -> None:
+    def loaded(self, bucket: Bucket) -> None: ...
+
+    def answer(self, report: Report) -> None:
         # Ranks of an engine have a file each. Exclusive: never through a link that somebody left there.
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -148,6 +169,22 @@ class _State:
             self._channel = (command.delivery, channel)
         return self._channel[1]
 
+    def carry_out(self, commands: Sequence[Command], channel: Channel) -> Report:
+        """One command after the other, up to the first that fails. The report on the last one carried out, with the
+        bytes of all."""
+        num_bytes = 0
+        for command in commands:
+            with torch.no_grad():
+                report = self.receiver.handle(command, channel)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+            num_bytes += report.num_bytes
+            if report.ok and command.bucket is not None:
+                channel.loaded(command.bucket)
+            if not report.ok:
+                break
+        return replace(report, num_bytes=num_bytes)
+
     def close_channel(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -157,28 +194,30 @@ class _State:
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Carries out the commands in the names. Never raises: what goes wrong is in the report, or in the log where there
     is no way to report."""
-    for text, _ in named_tensors:
-        try:
-            _serve(model, text)
-        # The border of a process that an exception would kill.
-        except Exception:
-            logger.exception("a message to the weight loader could not be answered")
+    try:
+        _serve(model, [Command.decode(text) for text, _ in named_tensors])
+    # The border of a process that an exception would kill.
+    except Exception:
+        logger.exception("a message to the weight loader could not be answered")
+        with contextlib.suppress(Exception):
+            _state_of(model).arenas.stop()
 
 
-def _serve(model: torch.nn.Module, text: str) -> None:
-    command = Command.decode(text)
+def _serve(model: torch.nn.Module, commands: Sequence[Command]) -> None:
+    if len({command.delivery for command in commands}) != 1:
+        raise ValueError(f"a message has {len(commands)} commands, which do not belong to one delivery")
     state = _state_of(model)
-    if command.op == RECEIVE:
+    if commands[0].op == RECEIVE:
         # A whole delivery, which reports through its own group.
-        state.peer.handle(command)
+        state.peer.handle(commands[0])
         return
-    channel = state.channel(command)
-    with torch.no_grad():
-        report = state.receiver.handle(command, lambda bucket: channel.data(command, bucket))
-        if state.device.type == "cuda":
-            torch.cuda.synchronize(state.device)
-    channel.answer(command, report)
-    if command.op in _LAST_COMMANDS:
+    if commands[0].op == DESCRIBE:
+        leave_description(DescriptionChannel.from_json(commands[0].channel), state.receiver.parameters)
+        return
+    channel = state.channel(commands[0])
+    report = state.carry_out(commands, channel)
+    channel.answer(report)
+    if report.op in _LAST_COMMANDS:
         state.close_channel()
 
 

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from megatron_dapo.parallel.reshard.boxes import Box, Coordinates, intersect, uncovered, whole
 from megatron_dapo.parallel.reshard.word_checksum import parameter_checksum
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 PART_ALIGNMENT = 64  # byte offsets of parts are multiples of it
 
 
@@ -50,8 +50,8 @@ class Manifest:
     number: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        parameters = {n: [list(p.shape), _dtype_name(p.dtype), p.num_filled] for n, p in self.parameters.items()}
-        return {**asdict(self), "parameters": parameters}
+        parameters = {n: [p.shape, _dtype_name(p.dtype), p.num_filled] for n, p in self.parameters.items()}
+        return {**vars(self), "parameters": parameters}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Manifest:
@@ -97,7 +97,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Command:
-    """One message to an engine rank. `channel` says how bytes and the report travel; its kind's module reads it."""
+    """One step of a message to an engine rank. `channel` says how bytes and the report travel; its kind's module reads
+    it, and that of a message's first command counts for all."""
 
     id: str  # the report repeats it
     op: str
@@ -153,8 +154,8 @@ class Report:
     message: str = ""
     delivery: str = ""
     version: int | None = None  # of the last delivery that ended well
-    num_bytes: int = 0  # copied into parameters by this command
-    seconds: float = 0.0
+    num_bytes: int = 0  # copied into parameters by the message
+    seconds: float = 0.0  # of this command
     checksums: Mapping[str, int] = field(default_factory=dict)  # finish, adopt, checksums: signed 64-bit
 
     def encode(self) -> str:
@@ -228,6 +229,16 @@ class _Delivery:
     failure: str = ""
 
 
+class BucketSource(Protocol):
+    """Where a delivery's bytes come from."""
+
+    def begin(self) -> None:
+        """ValueError where the delivery is not to be begun any more."""
+
+    def data(self, bucket: Bucket) -> torch.Tensor:
+        """The bytes of a bucket: uint8, at least its num_bytes, on the parameters' device."""
+
+
 class Receiver:
     """Writes deliveries into the parameters of one engine rank, in place.
 
@@ -242,14 +253,14 @@ class Receiver:
         self._newest: Manifest | None = None  # of the delivery begun last
         self._current: _Delivery | None = None
 
-    def handle(self, command: Command, data: Callable[[Bucket], torch.Tensor]) -> Report:
-        """Carries a command out. `data` gives the bytes of a bucket (uint8, at least its num_bytes). Never raises."""
+    def handle(self, command: Command, source: BucketSource) -> Report:
+        """Carries a command out. Never raises."""
         start, num_bytes, message = time.perf_counter(), 0, ""
         checksums: Mapping[str, int] = {}
         try:
             if command.op not in _OPERATIONS:
                 raise ValueError(f"delivery: no operation {command.op!r}; there are {', '.join(sorted(_OPERATIONS))}")
-            num_bytes, checksums = _OPERATIONS[command.op](self, command, data)
+            num_bytes, checksums = _OPERATIONS[command.op](self, command, source)
         # The border of a process that an exception would kill: whatever went wrong must reach the trainer as a report.
         except Exception as error:
             message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -410,47 +421,43 @@ class Receiver:
 Outcome = tuple[int, Mapping[str, int]]  # bytes copied, checksums
 
 
-def _begin(receiver: Receiver, command: Command, data: Callable[[Bucket], torch.Tensor]) -> Outcome:
-    receiver.begin(_manifest(command))
+def _begin(receiver: Receiver, command: Command, source: BucketSource) -> Outcome:
+    manifest = _manifest(command)
+    source.begin()
+    receiver.begin(manifest)
     return 0, {}
 
 
-def _bucket(receiver: Receiver, command: Command, data: Callable[[Bucket], torch.Tensor]) -> Outcome:
+def _bucket(receiver: Receiver, command: Command, source: BucketSource) -> Outcome:
     if command.bucket is None:
         raise ValueError(f"delivery: the command {command.id!r} has no bucket")
-    return receiver.accept(command.delivery, command.bucket, data(command.bucket)), {}
+    return receiver.accept(command.delivery, command.bucket, source.data(command.bucket)), {}
 
 
-def _finish(receiver: Receiver, command: Command, data: Callable[[Bucket], torch.Tensor]) -> Outcome:
+def _finish(receiver: Receiver, command: Command, source: BucketSource) -> Outcome:
     return 0, receiver.finish(command.delivery)
 
 
-def _adopt(receiver: Receiver, command: Command, data: Callable[[Bucket], torch.Tensor]) -> Outcome:
+def _adopt(receiver: Receiver, command: Command, source: BucketSource) -> Outcome:
     return 0, receiver.adopt(_manifest(command))
 
 
-def _checksums(receiver: Receiver, command: Command, data: Callable[[Bucket], torch.Tensor]) -> Outcome:
+def _checksums(receiver: Receiver, command: Command, source: BucketSource) -> Outcome:
     return 0, receiver.checksums()
 
 
-def _randomise(receiver: Receiver, command: Command, data: Callable[[Bucket], torch.Tensor]) -> Outcome:
+def _randomise(receiver: Receiver, command: Command, source: BucketSource) -> Outcome:
     receiver.randomise(command.seed)
     return 0, {}
 
 
-def _nothing(receiver: Receiver, command: Command, data: Callable[[Bucket], torch.Tensor]) -> Outcome:
-    return 0, {}
-
-
-# "nothing" is for the ranks of an engine that have fewer buckets than their peers: every rank reports every round.
-_OPERATIONS: Mapping[str, Callable[[Receiver, Command, Callable[[Bucket], torch.Tensor]], Outcome]] = {
+_OPERATIONS: Mapping[str, Callable[[Receiver, Command, BucketSource], Outcome]] = {
     "begin": _begin,
     "bucket": _bucket,
     "finish": _finish,
     "adopt": _adopt,
     "checksums": _checksums,
     "randomise": _randomise,
-    "nothing": _nothing,
 }
 
 

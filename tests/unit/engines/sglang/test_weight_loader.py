@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,12 +49,15 @@ MANIFEST = Manifest(
 PARTS = (Part("embed_tokens.weight", Box((0, 0), (6, 4)), 0),)
 
 
-def _send(model: TiedModel, arena: Arena, command: Command) -> Report:
-    channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": 0, "writers": 1, "wait_s": 0.1}
+def _send(model: TiedModel, arena: Arena, *commands: Command, number: int = 0, writers: int = 1) -> Report:
+    """One message; the report on it."""
+    channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": number, "writers": writers, "wait_s": 0.1}
     arena.clear_report()
-    if command.bucket is not None:
-        arena.progress.count_written(0, command.bucket.index + 1)
-    weight_loader.load(model, [(Command(**{**vars(command), "channel": channel}).encode(), torch.empty(0))])
+    counts = [command.bucket.index + 1 for command in commands if command.bucket is not None]
+    if counts:
+        arena.progress.count_written(0, max(counts))
+    texts = [replace(command, channel=channel).encode() for command in commands]
+    weight_loader.load(model, [(text, torch.empty(0)) for text in texts])
     return Report.decode(arena.read_report())
 
 
@@ -66,24 +70,75 @@ def test_a_delivery_through_an_arena(model, arena):
     refused = _send(model, arena, Command("2", "bucket", "d", bucket=Bucket(0, 112, parts)))
     assert not refused.ok and "bytes [128, 144) of a bucket of 112" in refused.message
 
-    manifest = Manifest("e", "s", 4, 2, MANIFEST.parameters)
-    assert _send(model, arena, Command("3", "begin", "e", manifest=manifest)).ok
+    assert arena.progress.is_stopped  # whoever writes need not go on
+
+    commands = _whole("e", 4)
+    arena.progress.start(1)
+    assert _send(model, arena, commands[0], number=1).ok
     remove_arena(arena.spec)  # mapped: the file is no longer needed
-    assert _send(model, arena, Command("4", "bucket", "e", bucket=Bucket(0, 96, PARTS))).num_bytes == 96
+    assert _send(model, arena, commands[1], number=1).num_bytes == 96
     arena.slots[1][:16] = torch.full((4,), 2.5).view(torch.uint8)
-    norm = (Part("norm.weight", Box((0, 0), (1, 4)), 0),)
-    assert _send(model, arena, Command("5", "bucket", "e", bucket=Bucket(1, 16, norm))).ok
-    end = _send(model, arena, Command("6", "finish", "e"))
+    assert _send(model, arena, commands[2], number=1).ok
+    end = _send(model, arena, commands[3], number=1)
     assert end.ok and end.version == 4
     assert end.checksums == {name: parameter_checksum(p) for name, p in model.named_parameters()}
     assert torch.equal(model.lm_head.weight, values[:24].view(6, 4)) and bool((model.norm.weight == 2.5).all())
     assert model.embed_tokens.weight.data_ptr() == address and model.embed_tokens.weight.requires_grad
 
 
+def _whole(delivery: str, version: int) -> list[Command]:
+    """All commands of a delivery of two buckets."""
+    norm = (Part("norm.weight", Box((0, 0), (1, 4)), 0),)
+    return [
+        Command(
+            f"{delivery}/begin", "begin", delivery, manifest=Manifest(delivery, "s", version, 2, MANIFEST.parameters)
+        ),
+        Command(f"{delivery}/0", "bucket", delivery, bucket=Bucket(0, 96, PARTS)),
+        Command(f"{delivery}/1", "bucket", delivery, bucket=Bucket(1, 16, norm)),
+        Command(f"{delivery}/finish", "finish", delivery),
+    ]
+
+
+def test_a_whole_delivery_in_one_message(model, arena):
+    arena.slots[0][:96] = torch.arange(24.0).view(torch.uint8)
+    arena.slots[1][:16] = torch.full((4,), 2.5).view(torch.uint8)
+    report = _send(model, arena, *_whole("d", 4))
+    assert report.ok and (report.id, report.op, report.num_bytes, report.version) == ("d/finish", "finish", 112, 4)
+    assert report.checksums == {name: parameter_checksum(p) for name, p in model.named_parameters()}
+    assert torch.equal(model.lm_head.weight, torch.arange(24.0).view(6, 4)) and bool((model.norm.weight == 2.5).all())
+    assert arena.progress.num_loaded == 2 and not arena.progress.is_stopped
+
+
+def test_a_message_that_arrives_twice_changes_nothing(model, arena):
+    """Its slots hold bytes of later buckets by then."""
+    assert _send(model, arena, *_whole("d", 4)).ok
+    before = model.embed_tokens.weight.clone()
+    arena.slots.fill_(9)
+    again = _send(model, arena, *_whole("d", 4))
+    assert not again.ok and again.id == "d/begin" and "begun already" in again.message
+    assert torch.equal(model.embed_tokens.weight, before)
+
+
+def test_nothing_is_carried_out_behind_a_failure(model, arena):
+    begin, first, second, finish = _whole("d", 4)
+    before = model.norm.weight.clone()
+    report = _send(model, arena, begin, second, first, finish)
+    assert not report.ok and report.id == "d/1" and "bucket 0 was to come next" in report.message
+    assert report.num_bytes == 0 and torch.equal(model.norm.weight, before)
+    assert arena.progress.num_loaded == 0 and arena.progress.is_stopped
+
+
+def test_a_message_that_cannot_be_read_ends_the_waiting_of_those_who_write(model, arena, caplog):
+    assert _send(model, arena, _whole("d", 4)[0]).ok
+    with caplog.at_level(logging.ERROR):
+        weight_loader.load(model, [("{", torch.empty(0))])
+    assert "no command" in caplog.text and arena.progress.is_stopped
+
+
 def test_bytes_that_never_come_are_waited_for_in_vain_and_not_taken(model, arena):
     """A command may come before its bytes. Neither silence, nor a trainer that gave up, nor a slot that belongs to
     another delivery already may be taken for them."""
-    assert _send(model, arena, Command("1", "begin", "d", manifest=MANIFEST)).ok
+    assert _send(model, arena, Command("1", "begin", "d", manifest=MANIFEST), writers=2).ok
     channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": 0, "writers": 2, "wait_s": 0.1}
     command = Command("2", "bucket", "d", bucket=Bucket(0, 96, PARTS), channel=channel)
     before = model.embed_tokens.weight.clone()
@@ -139,6 +194,12 @@ def test_what_cannot_be_answered_is_logged_and_not_raised(text, model, caplog):
     with caplog.at_level(logging.ERROR):
         weight_loader.load(model, [(text, torch.empty(0))])
     assert "could not be answered" in caplog.text
+
+
+def test_commands_of_two_deliveries_are_no_message(model, arena, caplog):
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="no report"):
+        _send(model, arena, _whole("d", 4)[0], _whole("e", 4)[1])
+    assert "do not belong to one delivery" in caplog.text
 
 
 def test_a_vanished_arena_is_logged_and_not_raised(model, arena, caplog):

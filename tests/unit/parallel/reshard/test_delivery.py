@@ -10,6 +10,7 @@ import torch
 
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.delivery import (
+    PROTOCOL_VERSION,
     Bucket,
     Command,
     FilledParameter,
@@ -21,6 +22,19 @@ from megatron_dapo.parallel.reshard.delivery import (
     overlapping,
 )
 from megatron_dapo.parallel.reshard.word_checksum import parameter_checksum
+
+
+class Bytes:
+    """A `BucketSource` that gives every bucket the same bytes."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def begin(self) -> None: ...
+
+    def data(self, bucket: Bucket) -> torch.Tensor:
+        return self._values
+
 
 VALUES = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(100.0, 105.0)}
 # Rows 0-1 of a and the whole of b, then rows 2-3 of a; the fifth element of b is padding.
@@ -138,14 +152,14 @@ def test_a_wrong_bucket_writes_nothing(bucket, message, receiver):
 def test_a_wrong_message_kills_its_delivery_and_no_other(receiver):
     data = _message(0)[1]
     begin = Command("1", "begin", "d1", manifest=_manifest())
-    assert receiver.handle(begin, lambda _: data).ok
-    stray = receiver.handle(Command("2", "bucket", "d0", bucket=_message(0)[0]), lambda _: data)
+    assert receiver.handle(begin, Bytes(data)).ok
+    stray = receiver.handle(Command("2", "bucket", "d0", bucket=_message(0)[0]), Bytes(data))
     assert not stray.ok and "'d0' is not open, 'd1' is" in stray.message
-    assert receiver.handle(Command("3", "bucket", "d1", bucket=_message(0)[0]), lambda _: data).ok
-    doubled = receiver.handle(Command("4", "bucket", "d1", bucket=_message(0)[0]), lambda _: data)
+    assert receiver.handle(Command("3", "bucket", "d1", bucket=_message(0)[0]), Bytes(data)).ok
+    doubled = receiver.handle(Command("4", "bucket", "d1", bucket=_message(0)[0]), Bytes(data))
     assert not doubled.ok and "bucket 0 arrived, bucket 1 was to come next" in doubled.message
-    later = receiver.handle(Command("5", "bucket", "d1", bucket=_message(1)[0]), lambda _: _message(1)[1])
-    end = receiver.handle(Command("6", "finish", "d1"), lambda _: data)
+    later = receiver.handle(Command("5", "bucket", "d1", bucket=_message(1)[0]), Bytes(_message(1)[1]))
+    end = receiver.handle(Command("6", "finish", "d1"), Bytes(data))
     assert not later.ok and not end.ok and "has failed already" in end.message
     assert receiver.version is None and end.version is None
     assert _deliver(receiver, _manifest(1, "d2"))
@@ -189,24 +203,26 @@ def test_overlaps_are_found_wherever_they_are():
 
 
 def test_adopting_checks_and_declares_without_a_ledger(receiver):
-    report = receiver.handle(Command("1", "adopt", "d1", manifest=_manifest(3)), lambda _: torch.empty(0))
+    report = receiver.handle(Command("1", "adopt", "d1", manifest=_manifest(3)), Bytes(torch.empty(0)))
     assert report.ok and report.version == 3 and report.checksums == receiver.checksums()
-    older = receiver.handle(Command("2", "adopt", "d2", manifest=_manifest(2)), lambda _: torch.empty(0))
+    older = receiver.handle(Command("2", "adopt", "d2", manifest=_manifest(2)), Bytes(torch.empty(0)))
     assert not older.ok and "must not go backwards" in older.message
 
 
 def test_noise_changes_everything_and_the_version_is_unknown(receiver):
     _deliver(receiver, _manifest())
     before = receiver.checksums()
-    report = receiver.handle(Command("1", "randomise", seed=3), lambda _: torch.empty(0))
-    after = receiver.handle(Command("2", "checksums"), lambda _: torch.empty(0)).checksums
+    report = receiver.handle(Command("1", "randomise", seed=3), Bytes(torch.empty(0)))
+    after = receiver.handle(Command("2", "checksums"), Bytes(torch.empty(0))).checksums
     assert report.ok and report.version is None and all(after[name] != before[name] for name in before)
 
 
 def test_nothing_escapes_handle(receiver):
-    def explode(_: Bucket) -> torch.Tensor:
-        raise MemoryError("no memory")
+    class Exploding(Bytes):
+        def data(self, bucket: Bucket) -> torch.Tensor:
+            raise MemoryError("no memory")
 
+    explode = Exploding(torch.empty(0))
     receiver.begin(_manifest())
     report = receiver.handle(Command("1", "bucket", "d1", bucket=_message(0)[0]), explode)
     assert not report.ok and report.message == "MemoryError: no memory"
@@ -223,7 +239,9 @@ def test_messages_survive_the_wire():
     assert Report.decode(report.encode()) == report
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"protocol": 2}', json.dumps({"protocol": 99})])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", json.dumps({"protocol": PROTOCOL_VERSION}), json.dumps({"protocol": 99})]
+)
 def test_what_is_no_command_says_so(text):
     with pytest.raises(ValueError, match="protocol 99|no command"):
         Command.decode(text)

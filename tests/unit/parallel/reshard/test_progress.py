@@ -43,6 +43,21 @@ def test_another_delivery_is_never_read(progress: Progress) -> None:
         progress.wait_for_bucket(0, 4, 1, 10.0)
 
 
+def test_a_delivery_is_begun_once_and_only_while_it_is_under_way(progress: Progress) -> None:
+    with pytest.raises(ValueError, match="given the delivery up"):
+        progress.begin(4)
+    progress.begin(5)
+    with pytest.raises(ValueError, match="begun already"):
+        progress.begin(5)
+    progress.start(6)
+    progress.stop_delivery(5)  # of an earlier one: nothing to do with this
+    progress.begin(6)
+    progress.stop_delivery(6)
+    assert progress.is_stopped
+    with pytest.raises(ValueError, match="given the delivery up"):
+        progress.begin(6)
+
+
 def test_stopping_ends_all_waiting_at_once(progress: Progress) -> None:
     errors = []
 
