@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     lock = FolderLock(run_folder) if process.rank == 0 else None
     write_worker_pid(run_folder, process.rank)
     stacks_on_request(worker_pid_file(run_folder, process.rank).with_suffix(".stacks"))
+    _use_own_device(process)
     try:
         if parsed.replay is not None:
             from megatron_dapo.trainer.replay import run_replay
@@ -67,6 +68,14 @@ def main(arguments: Sequence[str]) -> int:
     if lock is not None:
         lock.release()
     return 0
+
+
+def _use_own_device(process: ProcessEnvironment) -> None:
+    """A GPU for every process of a machine. Launchers that show a process only its own one have numbered it 0."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
 
 
 def _configure_logging(process: ProcessEnvironment) -> None:
