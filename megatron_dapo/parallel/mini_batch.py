@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
+import torch
+
+from megatron_dapo.parallel.collectives import computing_device
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.packing import MicroBatchLimits, pack, plan_micro_batches
+from megatron_dapo.parallel.packing import MicroBatchLimits, pack, plan_micro_batches, to_device
 from megatron_dapo.types import MicroBatch, TrainSample
 
 T = TypeVar("T")
@@ -79,17 +82,20 @@ def build_micro_batches(
     data_rank: int,
     limits: MicroBatchLimits,
     pack: Packing = pack,
+    device: torch.device | None = None,
 ) -> list[MicroBatch]:
     """The micro-batches of data-parallel rank `data_rank` for one mini-batch.
 
     samples: ALL samples of the mini-batch, the same on every rank: the weights are global and the plan is common. pack:
-    how a micro-batch's sequences are laid out.
+    how a micro-batch's sequences are laid out. device: where its tensors lie (None: where this process computes), so
+    that the model and whatever is computed beside it find them there.
     """
     weights = weigh(samples)
     if len(weights) != len(samples):
         raise ValueError(f"mini-batch: {len(weights)} loss weights for {len(samples)} samples")
     plan = plan_micro_batches([sample.num_tokens for sample in samples], layout, limits)
+    place = device or computing_device()
     return [
-        pack([samples[index] for index in part], [float(weights[index]) for index in part], layout)
+        to_device(pack([samples[index] for index in part], [float(weights[index]) for index in part], layout), place)
         for part in plan[data_rank]
     ]

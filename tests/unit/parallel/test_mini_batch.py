@@ -89,3 +89,19 @@ def test_wrong_number_of_weights_is_an_error() -> None:
         build_micro_batches(
             make_samples(5), lambda everyone: [1.0, 1.0], ParallelLayout(1), 0, MicroBatchLimits(max_sequences=2)
         )
+
+
+def _one_sample() -> TrainSample:
+    return TrainSample("0", 0, torch.arange(5), 2, torch.ones(3), torch.ones(3), torch.zeros(3))
+
+
+def test_micro_batches_lie_where_the_process_computes(monkeypatch) -> None:
+    from megatron_dapo.parallel import mini_batch
+
+    def devices() -> set[str]:
+        [built] = build_micro_batches([_one_sample()], lambda part: [1.0], ParallelLayout(1), 0, MicroBatchLimits(8))
+        return {value.device.type for value in vars(built).values() if isinstance(value, torch.Tensor)}
+
+    assert devices() == {"cpu"}
+    monkeypatch.setattr(mini_batch, "computing_device", lambda: torch.device("meta"))
+    assert devices() == {"meta"}
