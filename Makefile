@@ -1,5 +1,6 @@
 # make quickstart [LAYOUT=tp1pp2] [ARGS="--set run.seed=1"]   train the shipped example
 # make quickstart-sglang [LAYOUT=...] [ARGS=...]               the same with a stock SGLang server
+# make quickstart-ppo [LAYOUT=...] [ARGS=...]                  PPO: a critic with a fresh head, not pretrained
 # make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
 # make test                                                    the whole test suite
@@ -26,7 +27,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang quickstart-vapo quickstart-tppo test test-engine test-gpu smoke-gpu clean
+.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -66,6 +67,9 @@ quickstart: .venv
 
 quickstart-sglang: .venv .venv-sglang
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart_sglang.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
+
+quickstart-ppo: .venv
+	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart_ppo.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
 
 # The critic is pretrained on the policy as it is; training starts from it.
 quickstart-vapo quickstart-tppo: .venv
