@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_dapo.config.optimizer_schema import CriticOptimizerConfig
-from megatron_dapo.config.section import InputPath, Section
+from megatron_dapo.config.section import InputPath, Offload, Section
 
 ValueLossName = Literal["squared", "clipped"]
 ValueAggregation = Literal["token_mean", "sample_mean"]
@@ -48,6 +48,10 @@ class CriticConfig(Section):
 
     parallel: CriticParallelConfig = CriticParallelConfig()
     """How the critic is cut over the processes."""
+
+    offload: Offload = "none"
+    """What leaves the device for host memory while the critic rests: nothing, its optimizer state and gradients, or
+    those and its weights. For a critic that shares the policy's processes."""
 
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """AdamW of the critic."""

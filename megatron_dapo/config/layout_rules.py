@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_dapo.config.architecture import ArchitectureFacts
 from megatron_dapo.config.errors import Violation
-from megatron_dapo.config.rule import nearest_divisor, violation
+from megatron_dapo.config.rule import nearest_divisor, value_of, violation
 from megatron_dapo.config.schema import Config
 
 
@@ -52,6 +52,19 @@ def _expert_tensor(config: Config) -> Iterator[Violation]:
             "parallel.tensor",
             "parallel.expert",
         )
+
+
+def _offload(config: Config) -> Iterator[Violation]:
+    """The storage of an FP8 weight is Transformer Engine's."""
+    for path in ("model.offload", "critic.offload"):
+        if value_of(config, path) == "all" and config.precision.fp8_parameters:
+            yield violation(
+                config,
+                path,
+                f'{path} is "none" or "optimizer" where precision.fp8_parameters is on',
+                f'set {path} = "optimizer"',
+                "precision.fp8_parameters",
+            )
 
 
 def world_rules(config: Config, world_size: int) -> Iterator[Violation]:
@@ -212,5 +225,5 @@ def _expert_matrices(config: Config, architecture: ArchitectureFacts) -> Iterato
         )
 
 
-LAYOUT_RULES = (_layout, _expert_tensor)
+LAYOUT_RULES = (_layout, _expert_tensor, _offload)
 ARCHITECTURE_RULES = (_heads, _engine_heads, _layers, _positions, _experts, _expert_matrices)

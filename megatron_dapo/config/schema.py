@@ -24,7 +24,7 @@ from megatron_dapo.config.critic_schema import (
 )
 from megatron_dapo.config.optimizer_schema import OptimizerConfig
 from megatron_dapo.config.precision_schema import PrecisionConfig
-from megatron_dapo.config.section import InputPath, Section
+from megatron_dapo.config.section import InputPath, Offload, Section
 from megatron_dapo.config.sglang_schema import SglangConfig
 
 Dtype = Literal["float32", "bfloat16"]
@@ -85,6 +85,10 @@ class ModelConfig(Section):
     recompute: Recompute = "none"
     """Activations recomputed in the backward pass: none, selective (attention only) or full (whole layers). Raise it
     when activations do not fit in memory."""
+
+    offload: Offload = "none"
+    """What leaves the device for host memory while engines generate or a critic works: nothing, the optimizer state and
+    gradients, or those and the weights. A reference policy likewise."""
 
     trust_remote_code: bool = False
     """Run Python code that ships in the model folder. Only for folders whose author you trust."""

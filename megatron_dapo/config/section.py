@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+Offload = Literal["none", "optimizer", "all"]  # what of a model leaves the device while the model rests
 
 
 class RelativeToRecipe:

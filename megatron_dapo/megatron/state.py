@@ -72,6 +72,16 @@ def _whole_part(name: str, parameter: torch.nn.Parameter, optimizer: Any) -> Own
     return None
 
 
+def optimizer_tensors(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
+    """Masters and moments: what this rank's optimizer holds beside the parameters and their gradients."""
+    for part in owned_parts(parameters, optimizer):
+        if _has_master(part):
+            yield part.main
+        for value in part.inner.state.get(part.main, {}).values():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:  # step counts stay
+                yield value
+
+
 def state_shards(
     parameters: Mapping[str, torch.nn.Parameter], optimizer: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -102,6 +112,11 @@ def state_shards(
     return tensors, description
 
 
+def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Of a weight held as FP8 the values in the model's type, which give the same FP8 when they are put back."""
+    return dequantize_fp8_tensor(parameter).detach() if is_float8tensor(parameter) else parameter.detach()
+
+
 def _has_master(part: OwnedPart) -> bool:
     return part.parameter.dtype != torch.float32
 
@@ -110,11 +125,6 @@ def _step_of(part: OwnedPart) -> torch.Tensor:
     """A parameter's step count. Fused optimizers keep it once a group."""
     step = part.inner.state[part.main].get("step", part.group.get("step", 0))
     return torch.as_tensor(step, dtype=torch.float32).reshape(()).clone()
-
-
-def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Of a weight held as FP8 the values in the model's type, which give the same FP8 when they are put back."""
-    return dequantize_fp8_tensor(parameter).detach() if is_float8tensor(parameter) else parameter.detach()
 
 
 def load_state_shards(

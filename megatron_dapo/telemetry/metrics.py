@@ -19,6 +19,7 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "advantages": "rewards to advantages, packing and balancing",
         "train": "forward, backward and optimizer",
         "train_critic": "forward, backward and optimizer of the critic",
+        "offload": "moving models between the device and host memory",
         "weight_sync": "new weights into the engine, verified",
         "evaluate": "held-out evaluation since the row before",
         "checkpoint": "saving a checkpoint since the row before",

@@ -56,6 +56,7 @@ def _critic_settings(config: Config) -> CriticSettings:
         model=model_settings(config),
         optimizer=optimizer_settings(config.critic.optimizer, config.parallel.distributed_optimizer),
         seed=config.run.seed,
+        offload=config.critic.offload,
         collective_timeout_s=config.run.wait_timeout_seconds,
         head=HeadStart(seed=config.run.seed, scale=config.critic.head_scale),
     )

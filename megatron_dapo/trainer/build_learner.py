@@ -66,6 +66,7 @@ def _load_policy(config: Config, world: RunWorld) -> MegatronActor:
         chunk_tokens=config.model.logprob_chunk_tokens,
         head_implementation=config.model.logprob_implementation,
         seed=config.run.seed,
+        offload=config.model.offload,
         collective_timeout_s=config.run.wait_timeout_seconds,
     )
     return MegatronActor(architecture, world.policy_layout, settings, load, part=world.policy)
@@ -135,7 +136,10 @@ def _with_critic(
 ) -> ActorCriticLearner:
     reference = _reference(config, world, with_reference)
     policy = _policy_learner(config, actor, world, phase, reference) if actor else PolicyElsewhere()
-    critic = _critic_side(config, world, [model for model in (actor, reference) if model is not None])
+    here = [model for model in (actor, reference) if model is not None]
+    for model in here:
+        model.rest()  # makes room for the critic
+    critic = _critic_side(config, world, here)
     order = InTurn(phase) if world.is_shared else AtOnce(world, policy.counters, critic.counters, phase)
     return ActorCriticLearner(policy, critic, settings, phase, order)
 

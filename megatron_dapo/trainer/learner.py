@@ -170,6 +170,11 @@ class Learner:
                     _add(totals, steps[-1].metrics)
         return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
 
+    @property
+    def reference(self) -> Actor | None:
+        """The policy that the KL is measured from, where there is one."""
+        return self._reference
+
     def has_converged(self) -> bool:
         """A policy is trained for as long as the run lasts."""
         return False

@@ -21,6 +21,7 @@ from megatron_dapo.config.validator import require_valid
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.critic import MegatronCritic
 from megatron_dapo.megatron.parallel_state import initialize_process_group
+from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointStore, find_resume
@@ -42,6 +43,7 @@ from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
+from megatron_dapo.trainer.model_moves import CRITIC, POLICY, REFERENCE, ModelMoves
 from megatron_dapo.trainer.overlap import OverlappedRollout
 from megatron_dapo.trainer.parity_probe import Parity, ParityProbe, RoundedParityProbe, sequences_to_probe
 from megatron_dapo.trainer.phases import Phases
@@ -118,6 +120,7 @@ def _build(config: Config, world: RunWorld, build: BuildLearner, stop: StopReque
     driver = build_driver(config, engine, show, stack) if rank == 0 else None
     dist.barrier()  # reading the data takes rank 0 as long as it takes
     learner = build(config, actor, world, phases.phase)
+    phases.moves = _moves(config, actor, learner)
     progress = RunProgress()
     rollout = _rollout(config, driver, engines, stack) if driver else None
     state = run_state(world, actor, learner, progress, rollout)
@@ -141,6 +144,19 @@ def _build(config: Config, world: RunWorld, build: BuildLearner, stop: StopReque
     loop = TrainingLoop(parts, _loop_settings(config), progress, phases, lambda: stop.requested)
     loop.saved_step = found.step if found else -1
     return Run(config, rank, loop, actor, progress, learner, recorder, world)
+
+
+def _moves(config: Config, actor: MegatronActor | None, learner: Learner | ActorCriticLearner) -> ModelMoves | None:
+    """What moves this process's models between the phases, where one of them leaves the device."""
+    if config.model.offload == "none" and (config.critic.offload == "none" or not config.has_critic):
+        return None
+    policy = learner.policy if isinstance(learner, ActorCriticLearner) else learner
+    models = {
+        POLICY: actor,
+        REFERENCE: policy.reference if isinstance(policy, Learner) else None,
+        CRITIC: local_critic(learner) if isinstance(learner, ActorCriticLearner) else None,
+    }
+    return ModelMoves({name: model for name, model in models.items() if isinstance(model, TrainedModel)})
 
 
 def run_state(

@@ -23,7 +23,7 @@ from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner
 from megatron_dapo.trainer.build_critic import export_critic_folder
 from megatron_dapo.trainer.build_learner import build_value_pretrainer
-from megatron_dapo.trainer.run import STOPPED_BY_SIGNAL, local_critic, prepared_run
+from megatron_dapo.trainer.run import STOPPED_BY_SIGNAL, Run, local_critic, prepared_run
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,9 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> N
     with prepared_run(loaded, rank, world_size, build_value_pretrainer) as run:
         learner = run.learner
         assert isinstance(learner, ActorCriticLearner)
-        weights = run.actor.named_local_parameters() if run.actor else {}
-        before = weights_digest(weights)
+        before = _policy_digest(run)
         reason = run.loop.run()
-        _require_unchanged(before, weights_digest(weights))
+        _require_unchanged(before, _policy_digest(run))
         history = learner.critic.counters.history
         newest = [explained for explained, _ in history[-NUM_AVERAGED:]]
         explained = sum(newest) / max(1, len(newest))
@@ -82,12 +81,17 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> N
         )
 
 
+def _policy_digest(run: Run) -> str:
+    """Of what this rank holds of it."""
+    return weights_digest(run.actor.named_local_parameters() if run.actor else {})
+
+
 def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of this rank's parameters, names and bytes."""
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(parameter.detach().to("cpu", copy=True).contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -63,10 +63,17 @@ def test_training_goes_on_from_the_pretrained_critic(vapo: Path, pretrained: Pat
     assert row["critic/optimizer_steps"] > 0 and row["actor/positive_nll"] > 0
 
 
-@pytest.mark.parametrize("algorithm", ["vapo", "tppo"])
-def test_killed_and_resumed_it_is_the_same_run(algorithm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [("vapo", ()), ("tppo", ()), ("vapo", ('model.offload="all"', 'critic.offload="optimizer"'))],
+)
+def test_killed_and_resumed_it_is_the_same_run(algorithm: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
     settings = ResumeProofSettings(
-        write_recipe(tmp_path, algorithm), "dp2", tmp_path, ("run.total_steps=3",), run_timeout_s=RUN_TIMEOUT_S
+        write_recipe(tmp_path, algorithm),
+        "dp2",
+        tmp_path,
+        ("run.total_steps=3", *overrides),
+        run_timeout_s=RUN_TIMEOUT_S,
     )
     reference, _, duration = make_reference(settings)
     assert require_windows_once(reference / "samples.jsonl") > 0

@@ -72,6 +72,7 @@ THROUGH = {
     "evaluation.max_response_tokens": "evaluation_response_tokens",
     "algorithm.aggregation_length": "aggregation_length",
     "parallel.num_processes": "require_valid",  # the processes there are must be those it asks for
+    "critic.parallel.num_processes": "num_critic_processes",
     "optimizer.warmup_unit": "schedule_steps",
     "sglang.fp8_step0_max_mean_abs": "mismatch_gate",
 }

@@ -1,0 +1,68 @@
+"""Steps of a critic that rests in host memory between its phases, against one that never does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+from actor_checks import differing, largest_over_ranks
+from critic_checks import CriticReference, layout_of, of_rank, settings_of, snapshot, train
+
+from megatron_dapo.megatron.critic import MegatronCritic
+
+SEEDS = (10, 11, 12)
+
+
+def offload(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """Worker: what was found of each case, the worst over ranks."""
+    return [_case(CriticReference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]]
+
+
+def _case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
+    settings = settings_of(case)
+    plain = MegatronCritic.build(want.folder, layout_of(case), settings)
+    resting = MegatronCritic.build(want.folder, layout_of(case), replace(settings, offload=case["offload"]))
+    same_values, history = True, []
+    for seed in SEEDS:
+        resting.rest()
+        same_values = same_values and _same(_values(plain, seed), _values(resting, seed))
+        resting.rest()
+        history.append(train(plain, [seed]) == train(resting, [seed]))
+    resting.rest()
+    left = [kind for kind in ("gradients", "optimizer", "weights") if _bytes(resting, kind)]
+    tensors, description = resting.state_shards()
+    saved = {name: tensor.clone() for name, tensor in tensors.items()}
+    num_saved_otherwise = len(differing(snapshot(plain), saved))
+    still_away = not _bytes(resting, "optimizer")
+    again = MegatronCritic.build(want.folder, layout_of(case), replace(settings, offload=case["offload"]))
+    again.rest()
+    again.load_state_shards(saved, json.loads(json.dumps(description)))
+    resumed = [train(model, [13]) for model in (plain, again, resting)]
+    counts = {
+        "saved": num_saved_otherwise,
+        "differing": len(differing(snapshot(plain), snapshot(resting))),
+        "resumed": len(differing(snapshot(plain), snapshot(again))),
+        "moved": resting.moved.left,
+    }
+    return {
+        **largest_over_ranks(counts),
+        "history": all(history) and resumed[0] == resumed[1] == resumed[2],
+        "values": same_values,
+        "left": left,
+        "still_away": still_away,
+    }
+
+
+def _values(model: MegatronCritic, seed: int) -> list[torch.Tensor | None]:
+    return model.forward_values(of_rank(model.layout, seed))
+
+
+def _same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _bytes(model: MegatronCritic, kind: str) -> int:
+    """On the device; the views themselves say how large they would be."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in model._tensors(kind))

@@ -1,0 +1,49 @@
+"""A model that rests in host memory between its phases is, bit for bit, the model that never left the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launcher import run_distributed
+
+CASES: list[dict[str, Any]] = [
+    {"model": "qwen2", "layout": {"tensor": 2}},
+    {"model": "qwen3", "layout": {"tensor": 2, "sequence_parallel": True}, "dtype": "bfloat16"},
+    {"model": "qwen2", "layout": {}},
+    {"model": "qwen3", "layout": {}, "dtype": "bfloat16"},
+    {"model": "qwen3", "layout": {}, "distributed": False},
+    {"model": "llama3", "layout": {"pipeline": 2}, "dtype": "bfloat16", "distributed": False},
+    {"model": "llama3", "layout": {"pipeline": 2, "virtual_pipeline": 2}},
+    {"model": "qwen3-moe", "layout": {"expert": 2}},
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks saw of each case, and of each of what can be offloaded."""
+    from critic_checks import write_critic
+
+    folder = tmp_path_factory.mktemp("critics")
+    for name in {case["model"] for case in CASES}:
+        write_critic(folder, name)
+    cases = [{**case, "offload": offload} for case in CASES for offload in ("optimizer", "all")]
+    arguments = {"cases": cases, "references": str(folder)}
+    return list(zip(cases, run_distributed("offload_checks:offload", 2, arguments, timeout_s=240), strict=True))
+
+
+@pytest.mark.timeout(300)
+def test_three_steps_are_the_same_bits(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for case, result in found:
+        assert result["history"] and result["values"] and result["differing"] == 0, (case, result)
+
+
+def test_nothing_is_left_on_the_device_while_it_rests(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for case, result in found:
+        assert result["left"] == ([] if case["offload"] == "all" else ["weights"]), (case, result)
+        assert result["moved"] > 0
+
+
+def test_a_resting_model_is_saved_and_goes_on(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for case, result in found:
+        assert result["saved"] == 0 and result["still_away"] and result["resumed"] == 0, (case, result)
