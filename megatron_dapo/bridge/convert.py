@@ -16,7 +16,7 @@ import torch
 
 from megatron_dapo.bridge.architecture import HEADS, ModelArchitecture
 from megatron_dapo.bridge.atomic_folder import atomic_folder
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+from megatron_dapo.bridge.huggingface import HuggingFaceFolder, untouched_names
 from megatron_dapo.bridge.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     copy_side_files,
@@ -96,7 +96,7 @@ def huggingface_to_megatron(
             rank_file(rank): _write_rank(output / rank_file(rank), rank, reshard, folder)
             for rank in range(parallel.world_size)
         }
-        untouched = {name: folder.specs[name] for name in folder.untouched(architecture)}
+        untouched = {name: folder.specs[name] for name in untouched_names(folder.specs, architecture)}
         if untouched:
             file_bytes[UNTOUCHED_FILE] = _write_file(output / UNTOUCHED_FILE, untouched, folder.read_tensor)
         copy_side_files(folder.path, output)
@@ -215,7 +215,7 @@ def _compare_locals(huggingface: str | Path, megatron: str | Path) -> Difference
                 found = _compare_values(f"{rank_file(rank)} {local}", expected, converted.read_local(rank, local))
                 if found:
                     return found
-        untouched = folder.untouched(architecture)
+        untouched = untouched_names(folder.specs, architecture)
         values = (_compare_values(name, folder.read_tensor(name), converted.read_tensor(name)) for name in untouched)
         return next((difference for difference in values if difference), None)
 

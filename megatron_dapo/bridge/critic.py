@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,10 @@ def load_critic(
         stored.check_aliases(source)
         shapes = source.shapes()
         specs = {name: stored.specs[name] for name in layout.tensors if name in shapes}
+        already_read = stored.bytes_read
         report = _fill_with_head(specs, stored, layout, rank, parameters, start)
+        read = replace(report.read, bytes_read=stored.bytes_read - already_read)
+        report = replace(report, read=read)
     _log_head(folder, report.fresh, start, rank)
     return report
 
@@ -159,10 +162,6 @@ class _CriticOf:
         self.path = stored.path
         self.specs: Mapping[str, TensorSpec] = kept | head
         self._stored = stored
-
-    def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
-        known = architecture.shapes()
-        return tuple(name for name in self.specs if name not in known)
 
     def read_tensor(self, name: str) -> torch.Tensor:
         return self._stored.read_tensor(name)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+from megatron_dapo.bridge.huggingface import HuggingFaceFolder, untouched_names
 from megatron_dapo.bridge.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     NO_FIELDS,
@@ -107,7 +107,7 @@ def export_model(
             path=Path(target),
             num_tensors=len(specs),
             num_bytes=sum(spec.num_bytes for spec in specs.values()),
-            copied=source.untouched(layout.architecture),
+            copied=untouched_names(source.specs, layout.architecture),
         )
 
 

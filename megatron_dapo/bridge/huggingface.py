@@ -105,11 +105,6 @@ class HuggingFaceFolder:
     def dtypes(self, architecture: ModelArchitecture) -> dict[str, torch.dtype]:
         return {name: self.specs[name].dtype for name in architecture.shapes()}
 
-    def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
-        """Stored tensors that are no parameters of the architecture and no copies of one; an export takes them over."""
-        known = architecture.shapes() | architecture.aliases()
-        return tuple(name for name in self.specs if name not in known)
-
     def check(self, architecture: ModelArchitecture) -> None:
         """ValueError that lists tensors which are missing, unknown, or of another shape than the config.json says."""
         shapes, aliases = architecture.shapes(), architecture.aliases()
@@ -164,6 +159,12 @@ class HuggingFaceFolder:
                 raise ValueError(
                     f"{self.path / file}: {len(unlisted)} tensors are not in the index: {_first(unlisted)}"
                 )
+
+
+def untouched_names(stored: Iterable[str], architecture: ModelArchitecture) -> tuple[str, ...]:
+    """Stored tensors that are no parameters of the architecture and no copies of one; an export takes them over."""
+    known = architecture.shapes() | architecture.aliases()
+    return tuple(name for name in stored if name not in known)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_dapo.bridge.architecture import DTYPES, ModelArchitecture
 from megatron_dapo.bridge.atomic_folder import atomic_folder
-from megatron_dapo.bridge.huggingface import INDEX_FILE, SINGLE_FILE, HuggingFaceFolder
+from megatron_dapo.bridge.huggingface import INDEX_FILE, SINGLE_FILE, HuggingFaceFolder, untouched_names
 from megatron_dapo.bridge.safetensors_file import SafetensorsWriter
 from megatron_dapo.parallel.reshard.layout import TensorSpec
 
@@ -39,9 +39,6 @@ class ModelSource(Protocol):
     def specs(self) -> Mapping[str, TensorSpec]:
         """Hugging Face name -> shape and type, in stored order."""
 
-    def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
-        """Stored tensors that are no parameters and no copies of one."""
-
     def read_tensor(self, name: str) -> torch.Tensor:
         """One whole tensor."""
 
@@ -54,7 +51,7 @@ def output_specs(
 
     Tensors that are no parameters keep their type.
     """
-    kept = set(folder.untouched(architecture))
+    kept = set(untouched_names(folder.specs, architecture))
     return {
         name: spec if dtype is None or name in kept else TensorSpec(spec.shape, dtype)
         for name, spec in folder.specs.items()
@@ -146,7 +143,7 @@ def written_names(folder: ModelSource, architecture: ModelArchitecture, name: st
 
 def copy_untouched(writer: HuggingFaceWriter, source: ModelSource, architecture: ModelArchitecture) -> tuple[str, ...]:
     """Takes over what training does not touch from the source folder; returns the names."""
-    names = source.untouched(architecture)
+    names = untouched_names(source.specs, architecture)
     for name in names:
         writer.write(name, source.read_tensor(name))
     return names

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.bridge.architecture import HEADS, ModelArchitecture
+from megatron_dapo.bridge.huggingface import untouched_names
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.bridge.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -76,7 +77,7 @@ class MegatronFolder:
         self.architecture = architecture or ModelArchitecture.from_folder(self.path, heads=HEADS)
         parallel, self.specs, files = _read_manifest(self.path / MANIFEST_FILE)
         self.layout = _layout(self.architecture, parallel, self.specs, self.path)
-        self._untouched = frozenset(self.untouched(self.architecture))
+        self._untouched = untouched_names(self.specs, self.architecture)
         self._readers: dict[str, SafetensorsReader] = {}
         try:
             self._open(files)
@@ -122,16 +123,10 @@ class MegatronFolder:
         execute_from_reader(self._whole.receives(0, {name}), self, {name: out})
         return out
 
-    def untouched(self, architecture: ModelArchitecture) -> tuple[str, ...]:
-        """Stored tensors that are no parameters of the architecture and no copies of one."""
-        known = architecture.shapes() | architecture.aliases()
-        return tuple(name for name in self.specs if name not in known)
-
     def _open(self, files: Mapping[str, int]) -> None:
         expected = {rank_file(rank): dict(self.layout.local_specs(rank)) for rank in range(self.layout.num_ranks)}
-        untouched = self.untouched(self.architecture)
-        if untouched:
-            expected[UNTOUCHED_FILE] = {name: self.specs[name] for name in untouched}
+        if self._untouched:
+            expected[UNTOUCHED_FILE] = {name: self.specs[name] for name in self._untouched}
         if set(files) != set(expected):
             raise ValueError(f"{self.path / MANIFEST_FILE}: lists {sorted(files)}, the layout has {sorted(expected)}")
         for file, specs in expected.items():

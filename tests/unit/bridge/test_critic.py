@@ -100,7 +100,9 @@ def test_a_reward_models_head_is_taken_and_its_bias_is_zero(tmp_path, caplog) ->
     with caplog.at_level(logging.INFO):
         _, [buffers], report = load(folder)
     assert report.fresh == ("score.bias",) and "has no bias, which starts at 0" in caplog.text
-    assert torch.equal(buffers["0.output_layer.weight"], load_file(folder / "model.safetensors")["score.weight"])
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(buffers["0.output_layer.weight"], stored["score.weight"])
+    assert report.read.bytes_read == sum(tensor.nbytes for tensor in stored.values())
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("Qwen2", torch.float32), ("Qwen3", torch.bfloat16)])
