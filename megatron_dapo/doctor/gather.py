@@ -141,11 +141,25 @@ def apex_facts(installed: dict[str, str]) -> ApexFacts:
 def implementation_rows(config: Config | None) -> list[dict[str, str]]:
     """Which implementation each operation uses, as the trainer chooses it; without a model's shape, those of a small
     decoder. ProbeFailure where the actor cannot be put together."""
-    model = str(config.model.path) if config and (config.model.path / "config.json").is_file() else None
-    rows = ask("implementations", model=model, dtype=config.model.dtype if config else "float32")
-    if config is not None:
-        rows.append({"op": "rollout engine", "name": _ROLLOUT[config.rollout.engine](config), "reason": "the recipe"})
+    if config is None:
+        return ask("implementations", model=None, dtype="float32", precision={})
+    rows = ask(
+        "implementations",
+        model=str(config.model.path) if (config.model.path / "config.json").is_file() else None,
+        dtype=config.model.dtype,
+        precision=config.precision.model_dump(),
+        head=config.model.logprob_implementation,
+    )
+    rows.append({"op": "rollout engine", "name": _ROLLOUT[config.rollout.engine](config), "reason": "the recipe"})
     return rows
+
+
+def precision_answer(config: Config) -> dict[str, str]:
+    """What would multiply in linear layers here, or the "problem" of it, by the trainer's own rule."""
+    try:
+        return ask("precision", dtype=config.model.dtype, precision=config.precision.model_dump())
+    except ProbeFailure as failure:
+        return {"problem": str(failure)}
 
 
 def _sglang_engine(config: Config) -> str:

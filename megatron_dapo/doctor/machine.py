@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dapo.doctor.finding import Finding, conflict, ok, warning
@@ -122,6 +122,20 @@ def bfloat16_finding(devices: Sequence[Device], dtype: str) -> Finding:
         detail = f"{old[0].name} (sm_{major}{minor}) has no bfloat16 units; sm_80 is the first that has"
         return conflict("precision", detail, 'set model.dtype = "float32", or use newer GPUs')
     return ok("precision", dtype)
+
+
+def linear_products_finding(answer: Mapping[str, str], num_bf16_layers: int) -> Finding:
+    """What multiplies in linear layers by the run's recipe of precision, or why it cannot."""
+    name = "linear products"
+    if answer.get("problem"):
+        fix = 'set precision.recipe = "" (products in model.dtype), or do what the reason asks for'
+        return conflict(name, answer["problem"], fix)
+    kept = f", {num_bf16_layers} layers in model.dtype" if num_bf16_layers else ""
+    detail = f"{answer['recipe']}{kept}, by {answer['name']} ({answer['reason']})"
+    if answer["recipe"].startswith("fp8") and answer["name"] != "Transformer Engine":
+        fix = 'set precision.recipe = "" unless this is a test: emulation costs time and saves none'
+        return warning(name, detail, fix)
+    return ok(name, detail)
 
 
 def transformer_engine_findings(facts: TransformerEngineFacts, has_gpu: bool, locked: str | None) -> list[Finding]:

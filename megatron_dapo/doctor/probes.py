@@ -73,16 +73,33 @@ def _support(te: Any, name: str) -> list[Any]:
     return [bool(available), str(reason)]
 
 
-def implementation_table(model: str | None, dtype: str) -> list[dict[str, str]]:
-    """The actor's table for the model in a folder; without one, for a small dense decoder."""
+def implementation_table(
+    model: str | None, dtype: str, precision: dict[str, Any], head: str = "auto"
+) -> list[dict[str, str]]:
+    """The actor's table for the model in a folder; without one, for a small dense decoder. `precision`: fields of
+    `megatron.precision.Precision`; `head`: the log-prob head that is asked for."""
     from megatron_dapo.bridge.architecture import ModelArchitecture
     from megatron_dapo.megatron.implementations import implementations
     from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
+    from megatron_dapo.megatron.precision import Precision
     from megatron_dapo.parallel.layout import ParallelLayout
+    from megatron_dapo.precision import token_multiple
 
+    asked = Precision(**precision)
     architecture = ModelArchitecture.from_folder(model) if model else ModelArchitecture.from_config(_SMALL)
-    config = transformer_config(architecture, ParallelLayout(1), ModelSettings(dtype))
-    return [asdict(row) for row in implementations(config)]
+    layout = ParallelLayout(1, token_multiple=token_multiple(asked.recipe))
+    config = transformer_config(architecture, layout, ModelSettings(dtype, precision=asked))
+    return [asdict(row) for row in implementations(config, head)]
+
+
+def precision_answer(dtype: str, precision: dict[str, Any]) -> dict[str, str]:
+    """What would multiply in linear layers ("recipe", "name", "reason"), or the "problem" of what is asked for."""
+    from megatron_dapo.megatron.precision import Precision, multiplier
+
+    try:
+        return asdict(multiplier(Precision(**precision), dtype))
+    except ValueError as error:
+        return {"problem": str(error)}
 
 
 _SMALL = {
@@ -228,6 +245,7 @@ PROBES: dict[str, Callable[..., Any]] = {
     "torch": torch_facts,
     "transformer_engine": transformer_engine_facts,
     "implementations": implementation_table,
+    "precision": precision_answer,
     "attention": attention_results,
 }
 

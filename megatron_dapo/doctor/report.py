@@ -50,6 +50,8 @@ def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layo
         report.findings += findings
     if torch.error and not torch.version:
         return report  # nothing further can be asked
+    if config is not None:
+        report.findings.append(_linear_products(config, report))
     report.findings += _implementations(config, report)
     if config is not None:
         report.findings += _recipe(config, torch, report)
@@ -91,6 +93,12 @@ def _read_recipe(file: Path, overrides: Sequence[str]) -> tuple[Config | None, l
             problems.append(Violation("model.path", "a model folder this package knows", str(error)))
     problems += validate(config, config.num_processes, architecture)
     return config, recipe.violation_findings(problems)
+
+
+def _linear_products(config: Config, report: Report) -> Finding:
+    answer, asked = gather.precision_answer(config), config.precision
+    report.facts["precision"] = answer
+    return machine.linear_products_finding(answer, asked.bf16_first_layers + asked.bf16_last_layers)
 
 
 def _implementations(config: Config | None, report: Report) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from megatron_dapo.bridge.architecture import LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.bridge.load import load_from_huggingface
 from megatron_dapo.bridge.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.head import HeadSettings, TokenOutputs, implementation, token_outputs
+from megatron_dapo.megatron.implementations import describe, implementations
 from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
@@ -61,6 +62,9 @@ class MegatronActor(TrainedModel):
         """See `TrainedModel`."""
         assert architecture.head == LANGUAGE_MODEL, f"a policy has a language-model head, not {architecture.head}"
         super().__init__(architecture, layout, settings, load, beside, part)
+        if self.rank == 0:
+            table = describe(implementations(self.config, settings.head_implementation))
+            logger.info("what each operation of the policy uses:\n%s", table)
         if layout.coordinates(self.rank).pipeline == layout.pipeline - 1:
             chosen = implementation(
                 unwrap(self.chunks[-1]), self._head(temperature=1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,9 @@ class Implementation:
     reason: str
 
 
-def implementations(config: ModelConfig) -> tuple[Implementation, ...]:
-    """The table for a model of this configuration. Needs no process group; builds no module."""
+def implementations(config: ModelConfig, head: str = AUTO) -> tuple[Implementation, ...]:
+    """The table for a model of this configuration, its log-prob head being the one asked for by name or by rule. Needs
+    no process group; builds no module. ValueError for what is asked for and cannot run here."""
     spec = block_spec(config, range(config.num_layers))
     is_block = isinstance(spec, TransformerBlockSubmodules)
     layer = spec.layer_specs[-1] if is_block else spec
@@ -59,7 +60,7 @@ def implementations(config: ModelConfig) -> tuple[Implementation, ...]:
         Implementation("rms norm", _names(final_norm, attention.linear_qkv, attention.q_layernorm), why),
         Implementation("optimizer", _names(megatron_optimizer.Adam), fused),
         Implementation("gradient norm", _names(clip_grads.l2_norm_impl), fused),
-        _log_prob_head(config),
+        _log_prob_head(config, head),
     )
 
 
@@ -79,10 +80,14 @@ def _precision(config: ModelConfig) -> Iterator[Implementation]:
         yield Implementation("fp8 weights", held, "fp8_parameters" if precision.fp8_parameters else "no fp8_parameters")
 
 
-def _log_prob_head(config: ModelConfig) -> Implementation:
-    """What the rule takes; a model may ask for another one by name."""
+def describe(rows: Iterable[Implementation]) -> str:
+    """The table as lines for a log."""
+    return "\n".join(f"  {row.op:<15} {row.name}  ({row.reason})" for row in rows)
+
+
+def _log_prob_head(config: ModelConfig, head: str) -> Implementation:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = choose(AUTO, Place(device, config.params_dtype, config.hidden_size, VOCABULARY_MULTIPLE))
+    chosen = choose(head, Place(device, config.params_dtype, config.hidden_size, VOCABULARY_MULTIPLE))
     return Implementation("log-prob head", f"own {chosen.name}", chosen.reason)
 
 

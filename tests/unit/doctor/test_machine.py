@@ -119,3 +119,28 @@ def test_triton_and_psutil() -> None:
     assert machine.psutil_finding("7").verdict == "ok"
     missing = machine.psutil_finding(None)
     assert missing.verdict == "conflict" and "hangs" in missing.detail
+
+
+@pytest.mark.parametrize(
+    "answer, num_bf16_layers, verdict, words",
+    [
+        ({"recipe": "bf16", "name": "torch", "reason": "the model is in bfloat16"}, 0, "ok", "bf16, by torch"),
+        (
+            {"recipe": "fp8_blockwise", "name": "Transformer Engine", "reason": "asked for"},
+            2,
+            "ok",
+            "fp8_blockwise, 2 layers in model.dtype, by Transformer Engine",
+        ),
+        (
+            {"recipe": "fp8_blockwise", "name": "emulation in fp32", "reason": "no device"},
+            0,
+            "warning",
+            "by emulation in fp32 (no device)",
+        ),
+        ({"problem": "precision: fp8_current cannot run here: ..."}, 0, "conflict", "fp8_current cannot run here"),
+    ],
+)
+def test_linear_products(answer: dict[str, str], num_bf16_layers: int, verdict: str, words: str) -> None:
+    finding = machine.linear_products_finding(answer, num_bf16_layers)
+    assert finding.verdict == verdict and words in finding.detail
+    assert (verdict == "ok") == (finding.fix == "")

@@ -72,3 +72,19 @@ def test_a_transformer_engine_that_cannot_tell() -> None:
 
     assert probes._support(Engine, "is_fp8_available")[1].startswith("Device compute capability")
     assert probes._support(Engine, "is_other") == [False, "this version has no is_other"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="answers of a CPU")
+def test_the_trainer_s_rule_says_what_multiplies() -> None:
+    asked = {"recipe": "fp8_blockwise", "bf16_first_layers": 0, "bf16_last_layers": 0, "fp8_parameters": False}
+    assert probes.precision_answer("bfloat16", asked)["name"] == "emulation in fp32"
+    problem = probes.precision_answer("bfloat16", {**asked, "recipe": "fp8_delayed"})["problem"]
+    assert "fp8_delayed cannot run here: there is no CUDA device" in problem
+    assert "model in bfloat16" in probes.precision_answer("float32", {**asked, "recipe": "bf16"})["problem"]
+
+
+def test_the_table_is_of_the_head_that_is_asked_for() -> None:
+    rows = {row["op"]: row["name"] for row in probes.implementation_table(None, "float32", {}, "reference")}
+    assert rows["log-prob head"] == "own reference" and rows["precision"] == "fp32"
+    with pytest.raises(ValueError, match="the hidden size, 64, must be a multiple of 128"):
+        probes.implementation_table(None, "float32", {}, "te_fp8")

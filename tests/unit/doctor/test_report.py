@@ -18,12 +18,15 @@ RECIPE = gather.ROOT / "examples" / "quickstart" / "quickstart.toml"
 H200 = Device("NVIDIA H200", 139 << 30, 139 << 30, (9, 0))
 ROW = {"op": "attention", "name": "Transformer Engine TEDotProductAttention", "reason": "it is installed"}
 
+PRODUCTS = {"recipe": "fp32", "name": "torch", "reason": "the model is in float32"}
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A sound CPU machine, nothing of which is really asked."""
     monkeypatch.setattr(gather, "torch_facts", lambda: TorchFacts(version="2.13.0+cpu"))
     monkeypatch.setattr(gather, "implementation_rows", lambda config: [dict(ROW)])
+    monkeypatch.setattr(gather, "precision_answer", lambda config: dict(PRODUCTS))
     monkeypatch.setattr(
         gather, "attention_results", lambda shape, dtype, engine: [AttentionResult("default", "one", 1e-7)]
     )
@@ -97,6 +100,21 @@ def test_a_broken_transformer_engine_on_a_gpu(machine: pytest.MonkeyPatch) -> No
     assert answer["facts"]["lock"].startswith("cuda-")
     assert answer["first_conflict"]["name"] == "transformer engine"
     assert answer["findings"][-1]["name"] == "implementations"
+
+
+def test_fp8_that_cannot_run_comes_before_what_follows_from_it(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    problem = "precision: fp8_current cannot run here: Transformer Engine says: compute capability 8.9 is too low"
+    machine.setattr(gather, "precision_answer", lambda config: {"problem": problem})
+
+    def fail(config: object) -> list[dict[str, str]]:
+        raise ProbeFailure(problem)
+
+    machine.setattr(gather, "implementation_rows", fail)
+    answer = json.loads(doctor(*in_folder(tmp_path), "--json").stdout)
+    assert answer["first_conflict"]["name"] == "linear products" and "8.9" in answer["first_conflict"]["detail"]
+    assert "precision.recipe" in answer["first_conflict"]["fix"] and answer["facts"]["precision"] == {
+        "problem": problem
+    }
 
 
 def test_every_back_end_of_transformer_engine_is_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
