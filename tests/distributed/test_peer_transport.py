@@ -9,7 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from delivery_simulation import PATIENT, Meeting, SimulatedEngine, ThreadCoordinator, World, run_ranks, small_architecture
+from delivery_simulation import (
+    PATIENT,
+    Meeting,
+    SimulatedEngine,
+    ThreadCoordinator,
+    World,
+    run_ranks,
+    small_architecture,
+)
 
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, UpdateTimeouts
 from megatron_dapo.bridge.transports.peer import PeerSettings, PeerTransport
@@ -27,9 +35,7 @@ class PeerEngine(SimulatedEngine):
     def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
         self._call("tensor")
         assert self.is_paused and self.session and len(payloads) == len(self.models)
-        threads = [
-            threading.Thread(target=self.load, args=pair, daemon=True) for pair in zip(self.models, payloads)
-        ]
+        threads = [threading.Thread(target=self.load, args=pair, daemon=True) for pair in zip(self.models, payloads)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -174,7 +180,7 @@ def test_a_fault_that_comes_back_when_the_delivery_is_made_again(monkeypatch) ->
 @pytest.mark.parametrize(
     ("operation", "member", "number", "action", "reason"),
     [
-        ("send", 2, 1, fail, "from member 2"),  # a sender
+        ("send", 2, 1, fail, "trainer rank 2: RuntimeError: a made-up failure"),  # a sender
         ("receive", 5, 3, fail, "made-up failure"),  # an engine rank
         ("send", 1, 2, corrupt, "differ from the trainer's"),
         ("send", 3, 1, lambda group: group.close(), "from member 3"),

@@ -64,6 +64,7 @@ from megatron_dapo.parallel.reshard.peer_stream import (
     send_buckets,
 )
 
+_TOO_LONG = "took longer than"  # says `Call.result` at its deadline
 _CALL_GRACE_S = 5.0  # for the answer to a request once the reports are here
 
 
@@ -148,7 +149,14 @@ class PeerTransport:
         again = tuple(engine for engine in reused if engine in failed)
         if again and not deadline.is_over:
             shares.update(self._attempt(order, again, sources, deadline)[0])
-        return self._outcome(shares)
+            second = self._failed_anywhere(
+                order, {engine: shares[engine] for engine in again if engine in shares}, deadline
+            )
+            failed = {e: reasons for e, reasons in failed.items() if e not in again}
+            failed.update(second)
+        outcome = self._outcome(shares)
+        outcome.failures.update((engine, _first_cause(reasons)) for engine, reasons in failed.items())
+        return outcome
 
     def close(self) -> None:
         for engine in list(self._groups):
@@ -228,12 +236,20 @@ class PeerTransport:
             self._place = MeetingPlace(self.settings.host)
         return [MeetingPlace.new_name(), self._place.address.host, self._place.address.port]
 
-    def _failed_anywhere(self, order: Order, shares: Mapping[int, _Share], deadline: Deadline) -> set[int]:
+    def _failed_anywhere(self, order: Order, shares: Mapping[int, _Share], deadline: Deadline) -> dict[int, list[str]]:
+        """engine -> what each rank for which it failed says of it, its leader first."""
         known = {str(engine): share.failure for engine, share in shares.items() if share.failure}
         # Ranks whose wait for an engine has just ended at the deadline still have to say so.
         seconds = deadline.left_s + _CALL_GRACE_S
         everyone = self.coordinator.exchange(known, f"delivery {order.delivery}, the outcome", seconds)
-        return {int(engine) for view in everyone for engine in view}
+        reasons: dict[int, list[str]] = {}
+        for rank, view in enumerate(everyone):
+            for engine, reason in ((int(engine), reason) for engine, reason in view.items()):
+                if rank == self.fleet.leaders[engine]:
+                    reasons.setdefault(engine, []).insert(0, reason)
+                else:
+                    reasons.setdefault(engine, []).append(f"trainer rank {rank}: {reason}")
+        return reasons
 
     # One engine
 
@@ -326,7 +342,9 @@ class PeerTransport:
     def _post(self, order: Order, engine: int, meeting: _Meeting, deadline: Deadline) -> Call[None]:
         """Starts the request. Where it fails, members that wait for the engine's ranks hear of it at once."""
         members, control = self.members(engine), self.fleet.controls[engine]
-        payloads = [encode_payload(self._command(order, rank, members, meeting, deadline)) for rank in members.engine_ranks]
+        payloads = [
+            encode_payload(self._command(order, rank, members, meeting, deadline)) for rank in members.engine_ranks
+        ]
 
         def post() -> None:
             try:
@@ -365,9 +383,7 @@ class PeerTransport:
             channel=channel.to_json(),
         )
 
-    def _watch(
-        self, order: Order, engine: int, group: PeerGroup, op: str, deadline: Deadline
-    ) -> list[Call[Report]]:
+    def _watch(self, order: Order, engine: int, group: PeerGroup, op: str, deadline: Deadline) -> list[Call[Report]]:
         """Waits in threads for each engine rank's report on one step. One that failed closes the group, so that nobody
         goes on."""
         members = self.members(engine)
@@ -385,6 +401,11 @@ class PeerTransport:
             return report
 
         return [Call(lambda n=n, r=r: watch(n, r)) for n, r in enumerate(members.engine_ranks)]
+
+
+def _first_cause(reasons: Sequence[str]) -> str:
+    """Whoever fails closes its connections, which others see as a PeerError, or wait in vain: the cause is neither."""
+    return min(reasons, key=lambda reason: (_TOO_LONG in reason, PeerError.__name__ in reason))
 
 
 def _collect(calls: Sequence[Call[Report]], deadline: Deadline) -> tuple[Report, ...]:
