@@ -87,8 +87,10 @@ def read_traffic(recipe: Path, num_rounds: int) -> Traffic:
 # ---- SGLang
 
 
-def start_servers(traffic: Traffic, python: Path, num_servers: int, stack: ExitStack) -> SglangEngine:
-    """Healthy servers with the model's weights, behind this project's engine."""
+def start_servers(
+    traffic: Traffic, python: Path, num_servers: int, stack: ExitStack, controls: list[SglangClient] | None = None
+) -> SglangEngine:
+    """Healthy servers with the model's weights, behind this project's engine; their clients are added to `controls`."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     settings = ServerSettings(
         python=python,
@@ -107,6 +109,8 @@ def start_servers(traffic: Traffic, python: Path, num_servers: int, stack: ExitS
     clients = [SglangClient(server.url, read_key(server.key_file)) for server in servers]
     for client in clients:
         client.update_weight_version(0)
+    if controls is not None:
+        controls += clients
     engine = SglangEngine(
         clients,
         SglangEngineSettings(traffic.max_length, traffic.vocab_size, max_in_flight=traffic.max_running),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,13 +20,13 @@ FLAT = [(1, 1.0), (4, 1.0)]
 
 
 @pytest.fixture(scope="module")
-def benchmark(repository: Path):
-    path = repository / "benchmarks" / "tppo_efficiency.py"
-    specification = importlib.util.spec_from_file_location("tppo_efficiency", path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["tppo_efficiency"] = module
-    specification.loader.exec_module(module)
-    return module
+def benchmark(repository: Path) -> Iterator[SimpleNamespace]:
+    """What the benchmark is made of, under one name."""
+    sys.path.insert(0, str(repository / "benchmarks"))
+    names = ("tppo.simulation", "tppo.engine_runs", "tppo.training_runs", "tppo_efficiency")
+    modules = [importlib.import_module(name) for name in names]
+    yield SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
+    sys.path.remove(str(repository / "benchmarks"))
 
 
 def setting(benchmark, curve, **changes):

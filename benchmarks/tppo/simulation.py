@@ -1,0 +1,335 @@
+"""Simulated rollouts of many engines: every response to its end, or a window of each. The assumptions are in the head of
+`tppo_efficiency.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CURVES = Path(__file__).resolve().parents[1] / "results" / "tppo_engine_curve.json"
+MAX_TOKENS = 24576
+WINDOW = 8192
+NUM_RESPONSES = 512 * 16
+WARMUP_STEPS, COUNTED_STEPS = 6, 20
+TRAINING_SHARE = 0.25  # of a full-synchronous step
+FORWARD, TRAIN = 1.0, 3.0  # cost of a token in one model
+GOAL = 2.5
+
+Curve = Sequence[tuple[float, float]]  # (responses running, seconds or relative length of a tick), ascending
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A dense model in bf16 on the GPUs of one engine, by data sheets: nothing of it is measured."""
+
+    parameters: float = 32.8e9
+    context_bytes: float = 64 * 8 * 128 * 2 * 2  # keys and values of a token: layers, heads, head size, both, bf16
+    gpus: int = 8
+    bandwidth: float = 3.35e12  # of one GPU, bytes/s
+    flops: float = 0.6 * 989e12  # of one GPU, at 60 % of its peak
+    overhead: float = 2.5e-3  # of a tick: all-reduces, launches, sampling
+
+    def tick(self, running: float) -> float:
+        """Seconds without the reading of contexts: weights are read once, each response multiplies them."""
+        read = 2 * self.parameters / (self.gpus * self.bandwidth)
+        multiply = 2 * self.parameters * running / (self.gpus * self.flops)
+        return self.overhead + max(read, multiply)
+
+    def curve(self) -> Curve:
+        """Relative to one response."""
+        return [(n, self.tick(n) / self.tick(1)) for n in (1, 64, 128, 192, 256, 384, 512)]
+
+    @property
+    def context_cost(self) -> float:
+        """A token of context read by one response in one tick, in ticks of one response."""
+        return self.context_bytes / (self.gpus * self.bandwidth) / self.tick(1)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Log-normal lengths cut at `longest`; sigma of the logarithm."""
+
+    median: float = 4000.0
+    sigma: float = 1.0
+    longest: int = MAX_TOKENS
+
+    def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """[count] int64."""
+        spread = torch.randn(count, generator=generator, dtype=torch.float64) * self.sigma
+        return (self.median * spread.exp()).round().long().clamp(1, self.longest)
+
+    def describe(self) -> dict[str, float]:
+        """Figures of a large sample."""
+        lengths = self.draw(200_000, torch.Generator().manual_seed(1)).double()
+        return {
+            "median": self.median,
+            "sigma": self.sigma,
+            "mean": float(lengths.mean()),
+            "share_over_8192": float((lengths > 8192).double().mean()),
+            "share_cut": float((lengths >= self.longest).double().mean()),
+        }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One simulated cluster and task."""
+
+    curve: Curve
+    tail: Tail = field(default_factory=Tail)
+    window: int = WINDOW
+    num_responses: int = NUM_RESPONSES
+    per_engine: int = 256
+    prefill_cost: float = 0.1  # of the decoding cost per token of a full engine
+    context_cost: float = 0.0  # of a tick, for each token of context that is read; 0: part of the curve
+    training_share: float = TRAINING_SHARE
+
+    def __post_init__(self) -> None:
+        if self.num_responses % self.per_engine:
+            raise ValueError(f"{self.num_responses} responses do not divide over engines of {self.per_engine}")
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One step, in units of tau(1) and of token-forwards."""
+
+    rollout: float
+    tokens: int  # generated, and trained by the policy
+    work: float  # of training
+    idle_share: float
+
+
+def tick_lengths(curve: Curve, most: int) -> torch.Tensor:
+    """[most + 1] tau(0..most), linear between the points of `curve` and beyond the last two; tau(0) = 0."""
+    sizes, seconds = (torch.tensor(column, dtype=torch.float64) for column in zip(*curve, strict=True))
+    running = torch.arange(1, most + 1, dtype=torch.float64)
+    left = (torch.searchsorted(sizes, running, right=True) - 1).clamp(0, len(curve) - 2)
+    slope = (seconds[left + 1] - seconds[left]) / (sizes[left + 1] - sizes[left])
+    found = seconds[left] + slope * (running - sizes[left])
+    return torch.cat([torch.zeros(1, dtype=torch.float64), found])
+
+
+def engine_times(new_tokens: torch.Tensor, ticks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[engines] how long each runs for responses of `new_tokens` [engines, responses] all begun at once, and the sum
+    over its responses of how long each of them ran.
+    """
+    ordered = new_tokens.sort(dim=1).values.double()
+    running = torch.arange(ordered.shape[1], 0, -1)
+    seconds = ordered.diff(dim=1, prepend=torch.zeros_like(ordered[:, :1])) * ticks[running]
+    return seconds.sum(1), (seconds * running).sum(1)
+
+
+def rollout_cost(
+    new_tokens: torch.Tensor, context: torch.Tensor, setting: Setting, ticks: torch.Tensor
+) -> tuple[float, float]:
+    """(length, idle share) of a rollout of `new_tokens` [N] behind `context` [N], prefilled where it is not 0.
+
+    A response of n new tokens behind c reads c n + n (n - 1) / 2 tokens of context; reading adds to ticks, so that its
+    sum over an engine's responses is all that counts.
+    """
+    rows = (-1, setting.per_engine)
+    seconds, busy = engine_times(new_tokens.view(rows), ticks)
+    per_prefilled = setting.prefill_cost * float(ticks[setting.per_engine]) / setting.per_engine
+    begun, new = context.view(rows).double(), new_tokens.view(rows).double()
+    reading = (begun * new + new * (new - 1) / 2).sum(1) * setting.context_cost
+    length = float((seconds + reading + begun.sum(1) * per_prefilled).max())
+    # Reading stretches ticks; while contexts are prefilled, nothing is generated.
+    occupied = float((busy * (1 + reading / seconds)).sum())
+    return length, 1 - occupied / (new_tokens.numel() * length)
+
+
+def synchronous_steps(setting: Setting, generator: torch.Generator) -> list[StepCost]:
+    """Steps that generate every response to its end."""
+    ticks = tick_lengths(setting.curve, setting.per_engine)
+    steps = []
+    for _ in range(COUNTED_STEPS):
+        lengths = setting.tail.draw(setting.num_responses, generator)
+        seconds, idle = rollout_cost(lengths, torch.zeros_like(lengths), setting, ticks)
+        tokens = int(lengths.sum())
+        steps.append(StepCost(seconds, tokens, 2 * (FORWARD + TRAIN) * tokens, idle))
+    return steps
+
+
+def window_steps(setting: Setting, generator: torch.Generator) -> list[StepCost]:
+    """Steps that give every response at most a window."""
+    ticks = tick_lengths(setting.curve, setting.per_engine)
+    lengths, context = (torch.zeros(0, dtype=torch.int64) for _ in range(2))
+    steps = []
+    for _ in range(WARMUP_STEPS + COUNTED_STEPS):
+        fresh = setting.tail.draw(setting.num_responses - lengths.numel(), generator)
+        lengths, context = torch.cat([lengths, fresh]), torch.cat([context, torch.zeros_like(fresh)])
+        new_tokens = (lengths - context).clamp(max=setting.window)
+        # Engines get unfinished and fresh responses in equal parts.
+        order = torch.arange(setting.num_responses).view(setting.per_engine, -1).t().reshape(-1)
+        seconds, idle = rollout_cost(new_tokens[order], context[order], setting, ticks)
+        reached = context + new_tokens
+        finished = reached == lengths
+        # Policy: log-probs and training of the window with its context; critic: its values, and finished responses.
+        work = (FORWARD + TRAIN + FORWARD) * int(reached.sum()) + TRAIN * int(lengths[finished].sum())
+        steps.append(StepCost(seconds, int(new_tokens.sum()), work, idle))
+        lengths, context = lengths[~finished], reached[~finished]
+    return steps[WARMUP_STEPS:]
+
+
+def simulate(setting: Setting, seed: int = 0) -> dict[str, float]:
+    """Both modes on one setting."""
+    full = mean_step(synchronous_steps(setting, torch.Generator().manual_seed(seed)))
+    windows = mean_step(window_steps(setting, torch.Generator().manual_seed(seed)))
+    per_work = full.rollout * setting.training_share / (1 - setting.training_share) / full.work
+    whole = {"full": full.rollout + full.work * per_work, "windows": windows.rollout + windows.work * per_work}
+    tokens_ratio = windows.tokens / full.tokens
+    return {
+        "speedup": full.rollout / windows.rollout,
+        "speedup_tokens": full.rollout / windows.rollout * tokens_ratio,
+        "speedup_step": whole["full"] / whole["windows"],
+        "speedup_step_tokens": whole["full"] / whole["windows"] * tokens_ratio,
+        "idle_share_full": full.idle_share,
+        "idle_share_windows": windows.idle_share,
+        "tokens_a_step_ratio": tokens_ratio,
+        "training_work_ratio": windows.work / full.work,
+    }
+
+
+def busy_speedup(setting: Setting, seed: int = 0) -> float:
+    """Tokens per second of engines whose slots are never without a response, against full-synchronous steps: what no
+    schedule of the same responses over the same engines can exceed, whatever it does with the tail.
+    """
+    full = mean_step(synchronous_steps(setting, torch.Generator().manual_seed(seed)))
+    lengths = setting.tail.draw(200_000, torch.Generator().manual_seed(seed + 1)).double()
+    context = float((lengths * (lengths - 1) / 2).sum() / lengths.sum())  # that a token reads, mean
+    tick = (
+        float(tick_lengths(setting.curve, setting.per_engine)[-1]) + setting.per_engine * context * setting.context_cost
+    )
+    engines = setting.num_responses // setting.per_engine
+    return engines * setting.per_engine / tick / (full.tokens / full.rollout)
+
+
+def mean_step(steps: Sequence[StepCost]) -> StepCost:
+    count = len(steps)
+    return StepCost(
+        sum(step.rollout for step in steps) / count,
+        sum(step.tokens for step in steps) // count,
+        sum(step.work for step in steps) / count,
+        sum(step.idle_share for step in steps) / count,
+    )
+
+
+def stored_curves() -> dict[str, Curve]:
+    """By name: the measured ones, relative to their first point, and the two that are computed."""
+    found: dict[str, Curve] = {}
+    if CURVES.is_file():
+        for name, entry in json.loads(CURVES.read_text(encoding="utf-8")).items():
+            one = entry["points"][0]["seconds_a_tick"]
+            found[name] = [(point["running"], point["seconds_a_tick"] / one) for point in entry["points"]]
+    return {**found, "roofline": Roofline().curve(), "flat": [(1, 1.0), (512, 1.0)]}
+
+
+def on_curve(setting: Setting, name: str) -> Setting:
+    """`setting` with an engine of that name. ValueError where there is none."""
+    curves = stored_curves()
+    if name not in curves:
+        raise ValueError(f"no engine curve {name!r}; there are {', '.join(curves)}")
+    cost = Roofline().context_cost if name == "roofline" else 0.0
+    return replace(setting, curve=curves[name], context_cost=cost)
+
+
+def most_responses(setting: Setting, goal: float) -> int | None:
+    """The largest power of two of responses an engine at which `speedup` reaches `goal`; None: not even at 1."""
+    for power in range(9, -1, -1):
+        if simulate(replace(setting, per_engine=2**power))["speedup"] >= goal:
+            return 2**power
+    return None
+
+
+TAILS = {
+    "early in training: median 1,500, sigma 0.9": Tail(1500.0, 0.9),
+    "median 4,000, sigma 0.6": Tail(4000.0, 0.6),
+    "median 4,000, sigma 1.0": Tail(4000.0, 1.0),
+    "late in training: median 8,000, sigma 0.8": Tail(8000.0, 0.8),
+}
+
+
+def variants(setting: Setting) -> dict[str, dict[str, Setting]]:
+    """What is varied around `setting`, by title and name."""
+    roofline = on_curve(setting, "roofline")
+    sizes = (8, 16, 32, 64, 128, 256, 512)
+    return {
+        "engine curve": {name: on_curve(setting, name) for name in stored_curves()},
+        "responses an engine": {str(n): replace(setting, per_engine=n) for n in sizes},
+        "responses an engine of 8 GPUs, roofline": {str(n): replace(roofline, per_engine=n) for n in sizes},
+        "window": {str(n): replace(setting, window=n) for n in (2048, 4096, 8192, 12288, 16384)},
+        "tail": {name: replace(setting, tail=tail) for name, tail in TAILS.items()},
+        "tail, roofline": {name: replace(roofline, tail=tail) for name, tail in TAILS.items()},
+        "prefill cost": {str(cost): replace(setting, prefill_cost=cost) for cost in (0.0, 0.1, 0.3)},
+        "training share": {str(share): replace(setting, training_share=share) for share in (0.1, 0.25, 0.5)},
+    }
+
+
+ASSUMPTIONS = {
+    "goal": "2.5 in the paper is training time to the same score (60 % less of it, caption of figure 1): seconds a step times "
+    "steps. Only seconds a step are simulated; steps_ratio_for_goal is how many times fewer steps would be left to do it",
+    "a step": "512 x 16 responses: whole ones full-synchronous, one window of each with windows",
+    "slots": "every response has a slot of an engine at once; nothing waits for memory (256 responses of 6K tokens keep 0.4 TB)",
+    "engines": "not public of the paper. 256 responses an engine are 32 engines; of 8 GPUs each, 256 GPUs. VAPO's authors "
+    "name 128 GPUs for DAPO: 512 an engine of 8",
+    "lengths": "log-normal cut at 24,576, the same for both modes; the paper's are not public in figures",
+    "tick": "depends on the number of responses running; reading contexts is added for the roofline alone",
+    "roofline": "32.8B parameters in bf16 on 8 GPUs of 3.35 TB/s and 60 % of 989 TFLOP/s, 2.5 ms overhead; computed",
+    "refill": "slots that become free within a step stay empty until the next one, in both modes",
+    "context": "of a response that goes on is prefilled at a tenth of the decoding cost per token",
+    "training": "a quarter of a full-synchronous step; forward 1, forward and backward 3 a token and model; the policy's "
+    "window is trained behind its context, the critic on finished responses",
+    "left out": "weight synchronisation, verification, dynamic sampling, in both modes",
+}
+
+
+def simulation(curve_name: str, prefill_cost: float) -> dict[str, Any]:
+    """The headline, the table around it, and what was assumed."""
+    base = on_curve(Setting(stored_curves()["flat"], prefill_cost=prefill_cost), curve_name)
+    found = simulate(base)
+    curves = stored_curves()
+    return {
+        **found,
+        "goal": GOAL,
+        "is_goal_reached": found["speedup"] >= GOAL,
+        "steps_ratio_for_goal": GOAL / found["speedup_step"],
+        "curve": curve_name,
+        "responses": base.num_responses,
+        "engines": base.num_responses // base.per_engine,
+        "responses_an_engine": base.per_engine,
+        "window": base.window,
+        "longest": MAX_TOKENS,
+        "lengths": base.tail.describe(),
+        "prefill_cost": prefill_cost,
+        "training_share": base.training_share,
+        "assumptions": ASSUMPTIONS,
+        "tails": {name: tail.describe() for name, tail in TAILS.items()},
+        "speedup_tokens_of_slots_never_idle": {name: busy_speedup(on_curve(base, name)) for name in curves},
+        "most_responses_an_engine": {
+            str(goal): {name: most_responses(on_curve(base, name), goal) for name in curves} for goal in (2.0, GOAL)
+        },
+        "sensitivity": {
+            title: {name: simulate(each) for name, each in cases.items()} for title, cases in variants(base).items()
+        },
+    }
+
+
+def print_tables(result: Mapping[str, Any]) -> None:
+    """Markdown."""
+    columns = ("speedup", "speedup_tokens", "speedup_step", "speedup_step_tokens")
+    print(
+        f"curve {result['curve']}, {result['engines']} engines of {result['responses_an_engine']} responses: ", end=""
+    )
+    print(", ".join(f"{name} {result[name]:.2f}" for name in columns))
+    for title, cases in result["sensitivity"].items():
+        print(f"\n| {title} | rollout, a step | rollout, a token | step | step, a token | idle, full | idle, windows |")
+        print("|---|---|---|---|---|---|---|")
+        for name, row in cases.items():
+            figures = [f"{row[column]:.2f}" for column in columns]
+            idle = [f"{row[f'idle_share_{mode}']:.0%}" for mode in ("full", "windows")]
+            print(f"| {name} | {' | '.join(figures + idle)} |")

@@ -1,0 +1,111 @@
+"""Two recipes trained here, whole responses and windows, and what their records say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_command(command: str, recipe: Path, run_folder: Path, overrides: Sequence[str]) -> Path:
+    """`megatron-dapo COMMAND` of a recipe; the run folder. RuntimeError with the end of its output where it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run_folder.parent.mkdir(parents=True, exist_ok=True)
+    arguments = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", command, str(recipe)]
+    arguments += ["--run-folder", str(run_folder), *(part for each in overrides for part in ("--set", each))]
+    log = run_folder.with_suffix(".log")
+    with open(log, "w", encoding="utf-8") as stream:
+        code = subprocess.run(
+            arguments, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    if code:
+        raise RuntimeError(
+            f"{command} {recipe.name} ended with code {code}; {log} ends:\n{log.read_text('utf-8')[-1500:]}"
+        )
+    return run_folder
+
+
+def train(recipes: Sequence[Path], folder: Path, overrides: Sequence[str]) -> list[Path]:
+    """Run folders of the recipes, trained one after the other from one pretrained critic."""
+    pretrained = run_command("pretrain-value", recipes[0], folder / "value_pretraining", overrides)
+    start = [*overrides, f"critic.path={pretrained / 'critic'}"]
+    return [run_command("train", recipe, folder / recipe.stem, start) for recipe in recipes]
+
+
+def run_report(folder: Path, responses_a_step: int, window: int | None) -> dict[str, Any]:
+    """A run's speeds and curve of accuracy from its metrics; `window` is None where responses come whole."""
+    steps, evaluations = (_read_lines(folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
+    if len(steps) < 2:
+        raise ValueError(f"{folder}: metrics.jsonl has {len(steps)} steps, two are needed: is it the folder of a run?")
+    ends, generating, training, tokens, trained, idle = [0.0], 0.0, 0.0, 0.0, 0.0, []
+    for step in steps:
+        ends.append(ends[-1] + step["time/step"] - step["time/evaluate"] - step["time/checkpoint"])
+    for step in steps[1:]:
+        generating += step["time/generate"]
+        training += step["time/train"]
+        tokens += step["throughput/generated_tokens"]
+        trained += step["actor/trained_tokens"]
+        longest = step["rollout/response_tokens_max"]
+        longest = longest if window is None else min(longest, window)
+        idle.append(1 - step["throughput/generated_tokens"] / (responses_a_step * longest))
+    seconds = ends[-1] - ends[1]
+    return {
+        "train_steps": len(steps),
+        "seconds": ends[-1],
+        "generated_tokens_per_s": tokens / generating,
+        "trained_tokens_per_s": trained / seconds,
+        "seconds_a_step": seconds / (len(steps) - 1),
+        "seconds_a_rollout": generating / (len(steps) - 1),
+        "training_share": training / seconds,
+        "idle_share": sum(idle) / len(idle),
+        "evaluations": [
+            {"train_seconds": ends[min(int(one["train_step"]), len(steps))], "accuracy": one["eval/avg_at_k"]}
+            for one in evaluations
+        ],
+    }
+
+
+def compare(full: Mapping[str, Any], windows: Mapping[str, Any], target: float) -> dict[str, Any]:
+    """The ratios, above 1 where windows are faster."""
+    to_target = {name: seconds_to(target, side["evaluations"]) for name, side in (("full", full), ("windows", windows))}
+    reached = all(seconds is not None for seconds in to_target.values())
+    return {
+        "measured_speedup": full["seconds_a_rollout"] / windows["seconds_a_rollout"],
+        "measured_speedup_tokens": windows["generated_tokens_per_s"] / full["generated_tokens_per_s"],
+        "measured_speedup_step": full["seconds_a_step"] / windows["seconds_a_step"],
+        "measured_speedup_step_tokens": windows["trained_tokens_per_s"] / full["trained_tokens_per_s"],
+        "idle_share": {"full": full["idle_share"], "windows": windows["idle_share"]},
+        "target_accuracy": target,
+        "seconds_to_target": to_target,
+        "time_to_accuracy_ratio": to_target["full"] / to_target["windows"] if reached else None,
+        "full": full,
+        "windows": windows,
+    }
+
+
+def seconds_to(target: float, evaluations: Sequence[Mapping[str, float]]) -> float | None:
+    """Training seconds at which the accuracy first reaches `target`, on the straight lines between evaluations."""
+    for before, after in itertools.pairwise(evaluations):
+        if before["accuracy"] < target <= after["accuracy"]:
+            share = (target - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
+            return before["train_seconds"] + share * (after["train_seconds"] - before["train_seconds"])
+    return None
+
+
+def compare_runs(full: Path, windows: Path, target: float) -> dict[str, Any]:
+    """Of two run folders, each with the configuration it ran under."""
+    configs = [json.loads((folder / "config.json").read_text("utf-8"))["config"] for folder in (full, windows)]
+    sizes = [config["rollout"]["prompts_per_step"] * config["rollout"]["group_size"] for config in configs]
+    window = configs[1]["window"]["tokens"]
+    return compare(run_report(full, sizes[0], None), run_report(windows, sizes[1], window), target)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
