@@ -1,18 +1,22 @@
-"""Shared cases of the unit tests on the path, the device, and a skip with its reason where an implementation cannot
-run."""
+"""Shared cases of the other tests on the path, the device, one process with NCCL, and skips with their reasons."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_dapo.megatron.precision import Precision, multiplier
 from megatron_dapo.ops.head.choice import Place, choose
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "ops"))
+ROOT = Path(__file__).resolve().parents[2]
+for folder in ("tests/unit/ops", "tests/distributed", "benchmarks/gpu", "benchmarks/peers"):
+    sys.path.insert(0, str(ROOT / folder))
 
 
 @pytest.fixture
@@ -32,3 +36,41 @@ def available(device: str) -> Callable[[str, torch.dtype, int, int], str]:
         return name
 
     return check
+
+
+@pytest.fixture
+def recipe() -> Callable[[str], Precision]:
+    """The precision of that name, or a skip with what is in its way."""
+
+    def check(name: str) -> Precision:
+        try:
+            multiplier(Precision(name), "bfloat16")
+        except ValueError as error:
+            pytest.skip(str(error))
+        return Precision(name)
+
+    return check
+
+
+@pytest.fixture
+def transformer_engine() -> None:
+    pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
+
+
+@pytest.fixture(scope="module")
+def single_process() -> Iterator[None]:
+    """The process group of a model on one GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an accelerator; torch sees none")
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def engine_python() -> Path:
+    """Interpreter of an SGLang for this GPU."""
+    python = Path(os.environ.get("MEGATRON_DAPO_ENGINE_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+    if not python.is_file():
+        pytest.skip(f"no SGLang at {python}: set MEGATRON_DAPO_ENGINE_PYTHON to the interpreter that has it")
+    return python
