@@ -8,6 +8,7 @@ of deliveries finds them. Slow, and for tests: every product widens its weight a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ def apply_to_sglang() -> None:
     """Let `Fp8LinearMethod` and `Fp8MoEMethod` run without AMX (imports sglang)."""
     from sglang.srt.layers.quantization import fp8
 
-    fp8.dispatch_w8a8_block_fp8_linear = lambda: block_linear
+    fp8.dispatch_w8a8_block_fp8_linear = _choose_product
     fp8.Fp8LinearMethod.process_weights_after_loading_block_quant = _keep_blocks
     fp8.Fp8MoEMethod.process_weights_after_loading = _keep_blocks
     fp8.Fp8MoEMethod.apply = _apply_experts
@@ -44,6 +45,11 @@ def widened(weight: torch.Tensor, block_size: list[int], scales: torch.Tensor) -
     rows, columns = weight.shape[-2:]
     scales = scales.repeat_interleave(block_size[0], -2)[..., :rows, :].repeat_interleave(block_size[1], -1)
     return weight.float() * scales[..., :columns]
+
+
+def _choose_product(**conditions: Any) -> Callable[..., torch.Tensor]:
+    """In place of SGLang's choice among kernels of GPUs; later versions tell the size of blocks."""
+    return block_linear
 
 
 def _keep_blocks(method: Any, layer: torch.nn.Module) -> None:
