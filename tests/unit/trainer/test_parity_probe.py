@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.off_policy import mismatch_metrics, mismatch_sums
-from megatron_dapo.trainer.parity_probe import ParityError, ParityProbe
+from megatron_dapo.trainer.parity_probe import ParityError, ParityProbe, RoundedParityProbe
 from megatron_dapo.types import TrainSample
 
 SEQUENCES = [[5, 6, 7], [1, 2], [9, 8, 7, 6]]
@@ -48,6 +49,29 @@ def test_another_model_is_refused_by_name_with_both_numbers(offset: float) -> No
 def test_missing_logprobs_are_named() -> None:
     with pytest.raises(ParityError, match="3 log-probs for 3 tokens"):
         ParityProbe(SEQUENCES, trainer, gate=1.0).check("server 0", lambda tokens: [-1.0] * len(tokens))
+
+
+def test_rounded_weights_are_compared_with_rounded_weights_and_the_rounding_is_told(caplog) -> None:
+    """The trainer is 0.05 off as trained and equal as served; the gate is on the second, and holds there alone."""
+    state = {"rounded": False}
+
+    @contextmanager
+    def as_served() -> Iterator[None]:
+        state["rounded"] = True
+        yield
+        state["rounded"] = False
+
+    def compare(samples: Sequence[TrainSample]) -> dict[str, float]:
+        metrics = trainer(samples)
+        return metrics if state["rounded"] else {name: value + 0.05 for name, value in metrics.items()}
+
+    probe = RoundedParityProbe(SEQUENCES, compare, 0.02, as_served)
+    with caplog.at_level("INFO"):
+        metrics = probe.check("server 0", lambda tokens: server(0.01, tokens))
+    assert metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.01, rel=1e-4) and not state["rounded"]
+    assert "server 0 serves rounded weights: mean |d log-prob| 0.06, max 0.06 against the trained ones" in caplog.text
+    with pytest.raises(ParityError, match="server 1 does not serve"):
+        probe.check("server 1", lambda tokens: server(0.03, tokens))
 
 
 def test_a_sequence_that_predicts_nothing_is_refused() -> None:

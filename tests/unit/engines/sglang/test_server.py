@@ -260,6 +260,18 @@ def test_the_key_is_not_in_the_command(settings: Any, tmp_path: Path) -> None:
     assert line[line.index("--load-format") + 1] == "dummy" and line[line.index("--tp-size") + 1] == "2"
 
 
+def test_fp8_is_asked_for_whatever_the_folder_says(settings: Any, tmp_path: Path) -> None:
+    assert "--json-model-override-args" not in command(settings(), 1, 2, tmp_path)
+    line = command(settings(quantization="fp8"), 1, 2, tmp_path)
+    override = json.loads(line[line.index("--json-model-override-args") + 1])
+    assert override["quantization_config"]["quant_method"] == "fp8"
+    assert override["quantization_config"]["weight_block_size"] == [128, 128]
+    with pytest.raises(ValueError, match="'int3' is not one of none, fp8"):
+        settings(quantization="int3")
+    with pytest.raises(ValueError, match="16 bits, not float32"):
+        settings(quantization="fp8", device="cuda", dtype="float32")
+
+
 def test_the_launchers_variables_do_not_reach_the_engine(settings: Any, tmp_path: Path) -> None:
     inherited = {
         "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x",

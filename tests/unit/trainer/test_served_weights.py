@@ -1,0 +1,81 @@
+"""What is delivered, as it is or in FP8, from one rank's live parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.fp8_layout import Fp8EngineLayout, expected_parameters
+from megatron_dapo.bridge.fp8_weights import single_rank
+from megatron_dapo.bridge.megatron_layout import megatron_layout
+from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.ops.fp8 import quantise_weight
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer.served_weights import WEIGHTS
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 301,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+DOWN = "0.decoder.layers.0.mlp.linear_fc2.weight"
+
+
+@pytest.fixture
+def live():
+    """(layout, live parameters, engines) of one rank; the parameters want gradients, as an actor's do."""
+    architecture = ModelArchitecture.from_config(CONFIG)
+    master = megatron_layout(architecture, ParallelLayout(1), torch.float32)
+    torch.manual_seed(0)
+    parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in master.local_shapes(0).items()}
+    return master, parameters, sglang_layout(architecture, 1, torch.bfloat16)
+
+
+def test_what_is_not_quantised_is_delivered_as_it_is(live):
+    master, parameters, engines = live
+    weights = WEIGHTS["none"](master, 0, lambda: parameters, single_rank)
+    assert weights.layouts(engines, lambda: pytest.fail("nobody needs to be asked")) == (master, engines)
+    current = weights.current()
+    assert weights.as_served is None and current.keys() == parameters.keys()
+    assert current[DOWN].data_ptr() == parameters[DOWN].data_ptr() and not current[DOWN].requires_grad
+
+
+def test_fp8_follows_the_parameters_and_gives_them_back(live):
+    master, parameters, engines = live
+    weights = WEIGHTS["fp8"](master, 0, lambda: parameters, single_rank)
+    served = Fp8EngineLayout(engines, expected_parameters(engines))
+    source, destination = weights.layouts(engines, lambda: [served.local_specs(0)])
+    assert destination.tensors == served.tensors and source.num_ranks == 1
+    for _ in range(2):
+        rounded = quantise_weight(parameters[DOWN].detach())
+        current = weights.current()
+        assert torch.equal(current[DOWN].view(torch.uint8), rounded.values.view(torch.uint8))
+        assert torch.equal(current["model.layers.0.mlp.down_proj.weight_scale_inv"], rounded.scales)
+        assert set(current) == source.buffer_names(0) and len(current) == len(set(current))
+        with torch.no_grad():
+            parameters[DOWN].mul_(3.0)  # the next version
+    before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+    with weights.as_served():
+        assert torch.equal(parameters[DOWN].detach(), quantise_weight(before[DOWN]).widened())
+        head = "0.output_layer.weight"
+        assert torch.equal(parameters[head].detach(), before[head])
+    assert all(torch.equal(tensor.detach(), before[name]) for name, tensor in parameters.items())
+
+
+def test_a_name_that_nobody_has_is_a_key_error(live):
+    master, parameters, engines = live
+    weights = WEIGHTS["fp8"](master, 0, lambda: parameters, single_rank)
+    weights.layouts(engines, lambda: [Fp8EngineLayout(engines, expected_parameters(engines)).local_specs(0)])
+    with pytest.raises(KeyError):
+        weights.current()["no.such.weight"]
