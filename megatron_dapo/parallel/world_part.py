@@ -6,6 +6,7 @@ A layout is arithmetic over its own ranks; where these stand in the world is sai
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -46,16 +47,16 @@ def whole_world() -> WorldPart:
     return WorldPart(0, dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
 
-def split_world(num_last: int) -> tuple[WorldPart, WorldPart]:
+def split_world(num_last: int, timeout_s: float) -> tuple[WorldPart, WorldPart]:
     """The world without its last `num_last` ranks, and those. Collective: every process makes both groups.
 
-    ValueError where one of the two would be empty.
+    Waits within a part end after `timeout_s` seconds. ValueError where one of the two would be empty.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if not 0 < num_last < world_size:
         raise ValueError(f"{num_last} of {world_size} processes cannot be a part of their own: both parts need some")
     parts = []
     for first, count in ((0, world_size - num_last), (world_size - num_last, num_last)):
-        group = dist.new_group(list(range(first, first + count)))
+        group = dist.new_group(list(range(first, first + count)), timeout=timedelta(seconds=timeout_s))
         parts.append(WorldPart(first, count, rank, group if rank in range(first, first + count) else None))
     return parts[0], parts[1]

@@ -39,6 +39,6 @@ def run_world(config: Config) -> RunWorld:
     whole = whole_world()
     policy, critic = whole, whole
     if config.num_critic_processes:
-        policy, critic = split_world(config.num_critic_processes)
+        policy, critic = split_world(config.num_critic_processes, config.run.wait_timeout_seconds)
     size = whole.num_ranks
     return RunWorld(size, whole.rank, policy, critic, parallel_layout(config, size), critic_layout(config, size))

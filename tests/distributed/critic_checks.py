@@ -245,7 +245,7 @@ def _errors(critic: MegatronCritic, want: CriticReference) -> dict[str, float]:
 def parity_of_parts(arguments: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Worker: pairs of cases at the same time, one on the first ranks and one on the last `num_last`, trained without a
     word between the two. Every rank's errors, in rank order, for each pair."""
-    parts = split_world(arguments["num_last"])
+    parts = split_world(arguments["num_last"], timeout_s=120)
     mine = next(part for part in parts if part.is_member)
     return [all_gather_json(_pair_of_parts(arguments["references"], pair, parts, mine)) for pair in arguments["pairs"]]
 

@@ -98,7 +98,7 @@ def test_it_ends_where_the_shared_processes_end(vapo: Path, tmp_path: Path) -> N
     """Two whole train steps: what is computed at the same time is what was computed in turn."""
     rows = {}
     for name, own in (("shared", ()), ("own", (OWN,))):
-        steps = ("run.total_steps=2", "optimizer.warmup_steps=0")
+        steps = ("run.total_steps=2", "optimizer.warmup_steps=0", "algorithm.kl_reward_coefficient=0.05")
         outcome = train(vapo, tmp_path / name, "tp1", *own, *steps, *NO_EVALUATION)
         assert outcome.code == 0, outcome.text
         rows[name] = lines_of(tmp_path / name / "metrics.jsonl")
@@ -122,6 +122,12 @@ def test_killed_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
     assert not killed.left, "outlived the kill"
     difference = resume_and_compare(settings, reference, tmp_path / "killed")[1]
     assert difference == "", f"killed {seconds:.3f} s after start-up"
+
+
+def test_what_stops_the_policy_is_the_runs_last_word(vapo: Path, tmp_path: Path) -> None:
+    """The critic's processes, which wait for the policy's, are not what failed."""
+    outcome = train(vapo, tmp_path / "run", "tp2", OWN, "mismatch.step0_max_mean_abs=1e-12", *NO_EVALUATION)
+    assert outcome.code == 1 and "MismatchError" in outcome.last and "1e-12" in outcome.last, outcome.last
 
 
 def test_a_critic_that_does_not_divide_its_processes_is_refused(vapo: Path, tmp_path: Path) -> None:
