@@ -6,16 +6,19 @@
 # make test                                                    the whole test suite
 # make test-gpu                                                numerics and speed on a GPU, in the environment of PYTHON
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
-# make test-engine                                             the tests against a real SGLang server alone
+# make test-engine [SGLANG=0.5.21]                             the tests against a real SGLang server alone, of that version
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := requirements/cpu-py311.txt
-SGLANG_LOCK := requirements/sglang-cpu-py311.txt
+# The engines' SGLang; another than this has a lock and an environment of its own.
+SGLANG ?= 0.5.17
+SGLANG_LOCK := requirements/sglang$(filter-out -0.5.17,-$(SGLANG))-cpu-py311.txt
+SGLANG_VENV := .venv-sglang$(filter-out -0.5.17,-$(SGLANG))
 TRITON_LOCK := requirements/triton-cpu-py311.txt
 MODELOPT_LOCK := requirements/modelopt-cpu-py311.txt
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
-SGLANG_PIP := .venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 TRITON_TESTS := tests/unit/ops/test_head.py tests/unit/ops/test_fused_compile.py
 MODELOPT_TESTS := tests/unit/quantisation tests/unit/tools/test_quantize.py
 # The interpreter with SGLang on a machine with a GPU, and where the smoke run writes.
@@ -40,13 +43,13 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 .venv: .venv/.installed
 
 # The engines' environment: SGLang wants versions of its own, and never meets the trainer in one process.
-.venv-sglang/.installed: $(SGLANG_LOCK)
-	$(PYTHON) -m venv .venv-sglang
+$(SGLANG_VENV)/.installed: $(SGLANG_LOCK)
+	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_PIP) --no-deps --retries 1 $(TORCH) --extra-index-url $(TORCH_INDEX)
 	$(SGLANG_PIP) --no-deps -r $(SGLANG_LOCK)
 	touch $@
 
-.venv-sglang: .venv-sglang/.installed
+$(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # Triton's interpreter, for its kernels' tests alone: beside the trainer's environment, not in it.
 .venv-triton/.installed: $(TRITON_LOCK) .venv/.installed
@@ -102,8 +105,8 @@ smoke-gpu:
 	$(SMOKE_TRAIN) --set checkpoint.resume=must $(ARGS)
 	$(HERE) $(PYTHON) -m tools.check_smoke $(SMOKE)
 
-test-engine: .venv .venv-sglang
-	$(RUN) .venv/bin/python -m pytest -q tests/engine
+test-engine: .venv $(SGLANG_VENV)
+	$(RUN) MEGATRON_DAPO_ENGINE_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python .venv/bin/python -m pytest -q tests/engine
 
 clean:
-	rm -rf .venv .venv-sglang .venv-triton .venv-modelopt build dist runs *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv .venv-sglang* .venv-triton .venv-modelopt build dist runs *.egg-info .pytest_cache .hypothesis
