@@ -48,6 +48,13 @@ def _tile(
 
 
 @triton.jit
+def _begin(BLOCK_TOKENS: tl.constexpr):
+    """The running numbers of tokens of which no logit was seen: maximum, sum exp, sum exp * logit, the target's."""
+    zeros = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    return tl.full((BLOCK_TOKENS,), LEAST, tl.float32), zeros, zeros, zeros
+
+
+@triton.jit
 def _take(largest, total, weighted, target, logits, columns, num_columns, target_column):
     """The running numbers of each token after one more tile of its logits."""
     real = columns[None, :] < num_columns
@@ -95,10 +102,7 @@ def partial_sums(
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     has_token = tokens < num_tokens
     target_column = tl.load(target_columns + tokens, mask=has_token, other=-1)
-    largest = tl.full((BLOCK_TOKENS,), LEAST, tl.float32)
-    total = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    weighted = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    target = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    largest, total, weighted, target = _begin(BLOCK_TOKENS)
     first = split * columns_a_split
     for start in range(first, min(first + columns_a_split, num_columns), BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
@@ -142,10 +146,7 @@ def sums_of_logits(
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     has_token = tokens < num_tokens
     target_column = tl.load(target_columns + tokens, mask=has_token, other=-1)
-    largest = tl.full((BLOCK_TOKENS,), LEAST, tl.float32)
-    total = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    weighted = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    target = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    largest, total, weighted, target = _begin(BLOCK_TOKENS)
     for start in range(0, num_columns, BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         place = logits + tokens.to(tl.int64)[:, None] * logits_stride + columns[None, :]
