@@ -12,7 +12,7 @@ import torch
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.atomic_folder import plain_file_name
-from megatron_dapo.bridge.safetensors_file import SafetensorsReader
+from megatron_dapo.bridge.safetensors_file import SafetensorsFiles, SafetensorsReader
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
 
@@ -46,7 +46,7 @@ def huggingface_layout(
     return SingleHolderLayout(specs, num_ranks, holder)
 
 
-class HuggingFaceFolder:
+class HuggingFaceFolder(SafetensorsFiles):
     """The safetensors files of a model folder. Headers are checked at once: missing or truncated files never get
     further.
 
@@ -54,9 +54,9 @@ class HuggingFaceFolder:
     """
 
     def __init__(self, path: str | Path) -> None:
+        super().__init__()
         self.path = Path(path)
         self.files = _weight_map(self.path)
-        self._readers: dict[str, SafetensorsReader] = {}
         try:
             for file in dict.fromkeys(self.files.values()):
                 self._readers[file] = SafetensorsReader(self.path / file)
@@ -68,24 +68,10 @@ class HuggingFaceFolder:
             name: self._readers[file].tensors[name].spec for name, file in self.files.items()
         }
 
-    def __enter__(self) -> HuggingFaceFolder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-
     @property
     def num_bytes(self) -> int:
         """Bytes of tensor data."""
         return sum(spec.num_bytes for spec in self.specs.values())
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(reader.bytes_read for reader in self._readers.values())
 
     def read_tensor(self, name: str) -> torch.Tensor:
         spec = self.specs[name]

@@ -19,7 +19,7 @@ import torch
 from megatron_dapo.bridge.architecture import HEADS, ModelArchitecture
 from megatron_dapo.bridge.huggingface import untouched_names
 from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.bridge.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader
+from megatron_dapo.bridge.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsFiles, SafetensorsReader
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.boxes import Box, whole
 from megatron_dapo.parallel.reshard.executors import execute_from_reader
@@ -69,36 +69,22 @@ def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes
     }
 
 
-class MegatronFolder:
+class MegatronFolder(SafetensorsFiles):
     """A converted model, opened and checked: files, sizes and buffers are those of its layout. A context manager."""
 
     def __init__(self, path: str | Path, architecture: ModelArchitecture | None = None) -> None:
+        super().__init__()
         self.path = Path(path)
         self.architecture = architecture or ModelArchitecture.from_folder(self.path, heads=HEADS)
         parallel, self.specs, files = _read_manifest(self.path / MANIFEST_FILE)
         self.layout = _layout(self.architecture, parallel, self.specs, self.path)
         self._untouched = untouched_names(self.specs, self.architecture)
-        self._readers: dict[str, SafetensorsReader] = {}
         try:
             self._open(files)
         except BaseException:
             self.close()
             raise
         self._whole = plan(self.layout, SingleHolderLayout(self.layout.tensors))
-
-    def __enter__(self) -> MegatronFolder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(reader.bytes_read for reader in self._readers.values())
 
     def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
         """The `PieceReader` of `layout`."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ DTYPE_OF_CODE: Mapping[str, torch.dtype] = {
 }
 CODE_OF_DTYPE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
+Files = TypeVar("Files", bound="SafetensorsFiles")
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
@@ -160,6 +161,28 @@ def _runs(spec: TensorSpec, box: Box) -> list[tuple[int, int]]:
     for dim in range(inner):
         starts = [start + index * strides[dim] for start in starts for index in range(box.shape[dim])]
     return [(start * spec.dtype.itemsize, size) for start in starts]
+
+
+class SafetensorsFiles:
+    """Open files, closed together. A context manager, for folders to build upon."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, SafetensorsReader] = {}  # by file name
+
+    def __enter__(self: Files) -> Files:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Of tensor data, from all files."""
+        return sum(reader.bytes_read for reader in self._readers.values())
 
 
 class SafetensorsWriter:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
@@ -26,6 +27,7 @@ from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.engines.sglang import weight_loader
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.parallel.peer_group import PeerGroup
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.layout import piece_view
 from megatron_dapo.parallel.reshard.planner import plan
@@ -195,6 +197,20 @@ def run_ranks(num_ranks: int, body: Callable[[int], Any], timeout_s: float = 30.
         thread.join(max(0.0, end - time.monotonic()))
         assert not thread.is_alive(), f"a rank hangs after {timeout_s} s"
     return outcomes
+
+
+def break_sender(monkeypatch: pytest.MonkeyPatch, member: int) -> None:
+    """Every message but the first that this member of a peer group sends fails, in later groups as well."""
+    original, count = PeerGroup.send, 0
+
+    def send(self: PeerGroup, tensor: torch.Tensor, to: int):
+        nonlocal count
+        count += self.rank == member
+        if self.rank == member and count > 1:
+            raise RuntimeError("a made-up failure")
+        return original(self, tensor, to)
+
+    monkeypatch.setattr(PeerGroup, "send", send)
 
 
 class World:

@@ -15,6 +15,7 @@ from delivery_simulation import (
     SimulatedEngine,
     ThreadCoordinator,
     World,
+    break_sender,
     run_ranks,
     small_architecture,
 )
@@ -156,16 +157,7 @@ def test_a_fault_that_comes_back_when_the_delivery_is_made_again(monkeypatch) ->
     everyone = updates(world, engines)
     assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))
     with monkeypatch.context() as patch:
-        original, count = PeerGroup.send, 0
-
-        def send(self: PeerGroup, tensor: torch.Tensor, to: int):
-            nonlocal count
-            count += self.rank == 2
-            if self.rank == 2 and count > 1:
-                fail(self)
-            return original(self, tensor, to)
-
-        patch.setattr(PeerGroup, "send", send)
+        break_sender(patch, 2)
         start = time.monotonic()
         reports = update_all(everyone, 2, world.weights(2))
         assert time.monotonic() - start < 15

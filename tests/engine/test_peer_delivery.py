@@ -25,10 +25,9 @@ from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.peer_group import PeerGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
-from delivery_simulation import Meeting, ThreadCoordinator, World, run_ranks  # noqa: E402
+from delivery_simulation import Meeting, ThreadCoordinator, World, break_sender, run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -112,16 +111,7 @@ def test_two_versions_and_a_killed_sender_between_them(site: Site, monkeypatch: 
     site.check_served(1)
 
     with monkeypatch.context() as patch:
-        original, count = PeerGroup.send, 0
-
-        def send(self: PeerGroup, tensor: torch.Tensor, to: int):
-            nonlocal count
-            count += self.rank == 2
-            if self.rank == 2 and count > 1:
-                raise RuntimeError("a made-up failure")
-            return original(self, tensor, to)
-
-        patch.setattr(PeerGroup, "send", send)
+        break_sender(patch, 2)
         reports = update_all(everyone, 2, site.weights(2))
     assert not any(report.is_complete for report in reports)
     assert reports[0].failures[0] == "trainer rank 2: RuntimeError: a made-up failure"
