@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Optional
 
 import torch
 
@@ -21,7 +20,7 @@ from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.elsewhere import without_engines
 from megatron_dapo.trainer.publisher import EmbeddedPublisher
 
-Connect = Callable[[Optional[MegatronActor]], Engines]
+Connect = Callable[[MegatronActor | None], Engines]
 
 
 def start_engines(config: Config, part: WorldPart, stack: ExitStack) -> Connect:

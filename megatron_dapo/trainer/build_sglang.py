@@ -80,7 +80,7 @@ class _Site:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def start_sglang(config: Config, part: WorldPart, stack: ExitStack) -> Callable[[Optional[MegatronActor]], Engines]:
+def start_sglang(config: Config, part: WorldPart, stack: ExitStack) -> Callable[[MegatronActor | None], Engines]:
     """Spawn this machine's servers, or find those given by URL; see `build_engines.start_engines`. Collective."""
     site = _site(config, part)
     if site is None:
