@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_dapo.algorithms.gae import estimate_values
 
+SIZES = {"NUM_LETTERS": 2, "END": 2, "NUM_STAGES": 2, "MAX_TOKENS": 5, "NUM_PROMPTS": 3}
+
 
 @pytest.fixture(scope="module")
-def benchmark(repository: Path):
-    path = repository / "benchmarks" / "value_learning.py"
-    specification = importlib.util.spec_from_file_location("value_learning", path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["value_learning"] = module
-    specification.loader.exec_module(module)
-    for name, size in {"NUM_LETTERS": 2, "END": 2, "NUM_STAGES": 2, "MAX_TOKENS": 5, "NUM_PROMPTS": 3}.items():
-        setattr(module, name, size)
-    return module
+def benchmark(repository: Path) -> Iterator[SimpleNamespace]:
+    """What the benchmark is made of, under one name, with a small language."""
+    sys.path.insert(0, str(repository / "benchmarks"))
+    names = ("locks.language", "locks.networks", "locks.values", "locks.ablation", "value_learning")
+    modules = [importlib.import_module(name) for name in names]
+    before = {name: getattr(modules[0], name) for name in SIZES}
+    vars(modules[0]).update(SIZES)
+    yield SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
+    vars(modules[0]).update(before)
+    sys.path.remove(str(repository / "benchmarks"))
 
 
 @pytest.fixture(scope="module")
