@@ -111,7 +111,7 @@ class TrainedModel:
         chunks = build_chunks(architecture, layout, self.config, self.rank)
         self._check_parameters(named_local_parameters(chunks))
         exact = load_exactly(named_local_parameters(chunks), lambda buffers: load(buffers, self.tensors))
-        if OFFLOADS[settings.offload]:
+        if "weights" in OFFLOADS[settings.offload]:
             own_memory(named_local_parameters(chunks).values())
         self.chunks = wrap_data_parallel(chunks, self.config, settings.optimizer)
         self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, self.part)
