@@ -6,6 +6,9 @@ step, epochs that wrap round, evaluations in between. --algorithm says what a ch
 dapo   oversampled, so that the buffer carries groups
 vapo   a critic on a layout of its own, with its optimizer
 tppo   the same, and unfinished windows; that no window is trained twice is checked as well
+
+--set critic.parallel.num_processes=1 gives the critic a process of its own; --set 'model.offload="all"' and the like let
+models rest in host memory.
 """
 
 from __future__ import annotations
