@@ -272,6 +272,26 @@ def test_training_sees_the_logprobs_of_the_forward_pass_and_that_pass_changes_no
     assert all(torch.equal(outputs.logprobs, seen[index]) for index, outputs in enumerate(old))
 
 
+def test_transformer_engine_is_told_to_round_the_weights_again_in_every_pass() -> None:
+    """It keeps rounded weights from micro-batch to micro-batch; after a step those of before would be stale."""
+    actor = build_actor(wide_model(), LAYOUT, settings_of(Precision()))
+    actor.config.fp8 = "e4m3"  # what megatron-core looks at
+    part = actor.chunks[0].module.decoder.layers[0].mlp.linear_fc2
+    part.is_first_microbatch = True
+    seen = []
+
+    def as_transformer_engine(module: Any, inputs: Any) -> None:
+        seen.append(module.is_first_microbatch)
+        module.is_first_microbatch = False
+
+    part.register_forward_pre_hook(as_transformer_engine)
+    micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)]
+    for _ in range(2):
+        actor.forward_logprobs(micro_batches, TEMPERATURE)
+        actor.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3)
+    assert seen == 4 * [True, *(False for _ in micro_batches[1:])]
+
+
 def _everything(actor: Any) -> dict[str, torch.Tensor]:
     """Parameters, masters, moments and every buffer of every module."""
     tensors, _ = actor.state_shards()
