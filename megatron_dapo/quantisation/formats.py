@@ -31,7 +31,7 @@ class Format:
     row_multiple: int
     column_multiple: int
     calibration_device: str  # "any" or "cuda"
-    engine: str  # what has to be true where SGLang serves it; empty: SGLang has no reader of it
+    engine: str  # the least that SGLang 0.5.17 asks of a GPU to serve it; empty: it has no reader of it
     tolerance: Tolerance
 
 
@@ -58,7 +58,7 @@ FORMATS: Mapping[str, Format] = {
             row_multiple=128,
             column_multiple=128,
             calibration_device="any",
-            engine="a GPU of compute capability 8.9 or more",
+            engine="a GPU of compute capability 8.0 or more",
             tolerance=_EIGHT_BITS,
         ),
         Format(
@@ -78,7 +78,7 @@ FORMATS: Mapping[str, Format] = {
             row_multiple=16,
             column_multiple=16,
             calibration_device="cuda",
-            engine="a GPU of compute capability 10.0 or more",
+            engine="a GPU of compute capability 8.0 or more",
             tolerance=_FOUR_BITS,
         ),
     )
