@@ -41,6 +41,7 @@ from megatron_dapo.bridge.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.precision import Precision
+from megatron_dapo.parallel.collectives import computing_device
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
@@ -166,14 +167,15 @@ def policy_gradient(
 
 
 def fill_randomly(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-    """Norms 1, biases 0, the rest normal, made where the parameters are."""
+    """Norms 1, biases 0, the rest normal, drawn on the device: a billion numbers take a CPU minutes."""
+    device = computing_device()
     for index, (name, parameter) in enumerate(parameters.items()):
         is_norm = "norm" in name.rpartition("linear_")[2] and parameter.dim() == 1
         if is_norm or name.endswith("bias"):
             parameter.fill_(1.0 if is_norm else 0.0)
             continue
-        generator = torch.Generator(parameter.device).manual_seed(SEED + index)
-        parameter.normal_(0.0, WEIGHT_DEVIATION, generator=generator)
+        generator = torch.Generator(device).manual_seed(SEED + index)
+        parameter.copy_(torch.randn(parameter.shape, device=device, generator=generator) * WEIGHT_DEVIATION)
 
 
 def build(side: Side, architecture: ModelArchitecture, recompute: str) -> tuple[MegatronActor, ParallelLayout]:
