@@ -255,18 +255,27 @@ def key_problem(path: str) -> str:
     return ""
 
 
-def checkpoint_size(config: Config) -> CheckpointSize:
-    """Of the run's layout. ValueError where the model does not fit it."""
+def checkpoint_sizes(config: Config) -> list[CheckpointSize]:
+    """Of the policy on the run's layout, and of the critic where there is one. ValueError where a model does not fit its
+    layout."""
     from megatron_dapo.bridge.architecture import DTYPES, ModelArchitecture
-    from megatron_dapo.bridge.megatron_layout import megatron_layout
-    from megatron_dapo.trainer.parallel_layout import parallel_layout
+    from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
 
-    architecture = ModelArchitecture.from_folder(config.model.path)
-    parallel, dtype = parallel_layout(config, config.num_processes), DTYPES[config.model.dtype]
+    architecture, dtype = ModelArchitecture.from_folder(config.model.path), DTYPES[config.model.dtype]
+    models = [("policy", architecture, parallel_layout(config, config.num_processes))]
+    if config.has_critic:
+        models.append(("critic", architecture.with_value_head(), critic_layout(config, config.num_processes)))
+    is_cut = config.parallel.distributed_optimizer
+    return [_checkpoint_size(name, model, layout, dtype, is_cut) for name, model, layout in models]
+
+
+def _checkpoint_size(name: str, architecture: Any, parallel: Any, dtype: Any, is_cut: bool) -> CheckpointSize:
+    from megatron_dapo.bridge.megatron_layout import megatron_layout
+
     layout = megatron_layout(architecture, parallel, dtype)
     weights = sum(spec.num_bytes for rank in range(layout.num_ranks) for spec in layout.local_specs(rank).values())
-    copies = 1 if config.parallel.distributed_optimizer else parallel.data * parallel.context
-    return CheckpointSize(weights, architecture.num_parameters, copies, dtype.itemsize < 4)
+    copies = 1 if is_cut else parallel.data * parallel.context
+    return CheckpointSize(weights, architecture.num_parameters, copies, dtype.itemsize < 4, name)
 
 
 def existing_parent(path: Path) -> Path:

@@ -31,16 +31,18 @@ class Storage:
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """What a checkpoint is made of.
+    """What a checkpoint holds of one model.
 
     weight_bytes: parameters as all ranks hold them, replicas included. num_parameters: of the model.
-    optimizer_copies: 1 where the optimizer's state is cut over the data-parallel ranks, else their number.
+    optimizer_copies: 1 where the optimizer's state is cut over the data-parallel ranks, else their number. model: what
+    it is called.
     """
 
     weight_bytes: int
     num_parameters: int
     optimizer_copies: int
     has_masters: bool
+    model: str = "policy"
 
     @property
     def state_bytes(self) -> int:
@@ -55,7 +57,7 @@ class CheckpointSize:
         """The sum in words."""
         parts = f"{_MASTER if self.has_masters else 0} master + {_MOMENTS} two moments"
         return (
-            f"{size(self.weight_bytes)} weights of all ranks + {self.num_parameters:.4g} parameters x ({parts}) bytes "
+            f"{self.model}: {size(self.weight_bytes)} weights of all ranks + {self.num_parameters:.4g} parameters x ({parts}) bytes "
             f"x {self.optimizer_copies}"
         )
 
@@ -135,11 +137,14 @@ def engine_key_finding(path: str, problem: str) -> Finding:
     return ok("engine key", path)
 
 
-def checkpoint_storage(path: Path, free: int, kept: int, checkpoint: CheckpointSize, keep: int) -> Storage:
-    """Space of the checkpoint folder: `keep` checkpoints and the one being written; `kept` bytes are there already."""
-    needed = max(0, (keep + 1) * checkpoint.num_bytes - kept)
+def checkpoint_storage(path: Path, free: int, kept: int, models: Sequence[CheckpointSize], keep: int) -> Storage:
+    """Space of the checkpoint folder: `keep` checkpoints of all `models` and the one being written; `kept` bytes are
+    there already."""
+    num_bytes = sum(model.num_bytes for model in models)
+    needed = max(0, (keep + 1) * num_bytes - kept)
     formula = (
-        f"{keep + 1} checkpoints (checkpoint.keep + 1) of {size(checkpoint.num_bytes)} = {checkpoint.formula()}"
+        f"{keep + 1} checkpoints (checkpoint.keep + 1) of {size(num_bytes)} = "
+        + "; ".join(model.formula() for model in models)
         + (f", less {size(kept)} there" if kept else "")
     )
     fix = "free space, set checkpoint.folder to a larger disk, or lower checkpoint.keep"

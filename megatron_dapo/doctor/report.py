@@ -142,17 +142,18 @@ def _servers(config: Config, has_gpu: bool, model_bytes: int | None) -> Iterator
 
 def _storage(config: Config) -> Iterator[Finding]:
     try:
-        checkpoint = gather.checkpoint_size(config)
+        models = gather.checkpoint_sizes(config)
     except ValueError:
         return  # the model does not fit the layout: the recipe's findings say so
     folder, run = config.checkpoint_folder, config.run.folder
     kept = gather.used_bytes(folder)
-    storage = recipe.checkpoint_storage(folder, gather.free_bytes(folder), kept, checkpoint, config.checkpoint.keep)
+    storage = recipe.checkpoint_storage(folder, gather.free_bytes(folder), kept, models, config.checkpoint.keep)
     yield recipe.storage_finding(storage)
     if config.checkpoint.export_huggingface:
         beside = storage.needed if gather.same_disk(folder, run) else 0
-        width = 2 if checkpoint.has_masters else 4
-        export = recipe.export_storage(run, gather.free_bytes(run), checkpoint.num_parameters, width, beside)
+        width = 2 if models[0].has_masters else 4
+        num_parameters = sum(model.num_parameters for model in models)
+        export = recipe.export_storage(run, gather.free_bytes(run), num_parameters, width, beside)
         yield recipe.storage_finding(export)
 
 

@@ -53,11 +53,17 @@ def test_a_checkpoint_is_weights_masters_and_moments() -> None:
 
 def test_checkpoints_that_are_there_already_need_no_more_space() -> None:
     checkpoint = CheckpointSize(4000, 1000, 1, True)
-    fresh = recipe.checkpoint_storage(FOLDER, 48_000, 0, checkpoint, keep=2)
+    fresh = recipe.checkpoint_storage(FOLDER, 48_000, 0, [checkpoint], keep=2)
     assert fresh.needed == 3 * 16_000 and recipe.storage_finding(fresh).verdict == "ok"
-    resumed = recipe.checkpoint_storage(FOLDER, 16_000, 32_000, checkpoint, keep=2)
+    resumed = recipe.checkpoint_storage(FOLDER, 16_000, 32_000, [checkpoint], keep=2)
     assert resumed.needed == 16_000 and "less 32 kB" in resumed.formula
-    assert recipe.checkpoint_storage(FOLDER, 0, 1 << 40, checkpoint, keep=2).needed == 0
+    assert recipe.checkpoint_storage(FOLDER, 0, 1 << 40, [checkpoint], keep=2).needed == 0
+
+
+def test_a_critic_is_in_every_checkpoint() -> None:
+    models = [CheckpointSize(4000, 1000, 1, True), CheckpointSize(2000, 500, 1, True, "critic")]
+    both = recipe.checkpoint_storage(FOLDER, 0, 0, models, keep=1)
+    assert both.needed == 2 * (16_000 + 8_000) and "policy: 4 kB" in both.formula and "critic: 2 kB" in both.formula
 
 
 def test_exports_and_checkpoints_on_one_disk_add_up() -> None:
