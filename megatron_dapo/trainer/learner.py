@@ -219,8 +219,8 @@ class Learner:
         if not gap <= gate:
             raise MismatchError(
                 f"trainer and engine do not hold the same model: mean |log-prob difference| {gap:.3g} nats on the first batch, "
-                f"mismatch.step0_max_mean_abs allows {gate:.3g}. Check the model folder and the precision of both sides; raise the gate only "
-                "if the gap is understood (e.g. bfloat16 engines)"
+                f"mismatch.step0_max_mean_abs (sglang.fp8_step0_max_mean_abs of FP8 rollouts) allows {gate:.3g}. Check the model "
+                "folder and the precision of both sides; raise the gate only if the gap is understood (e.g. bfloat16 engines)"
             )
 
     @property
