@@ -80,26 +80,27 @@ class Sharing:
         """Each row [B, kv_heads, r, d] times the keys of its prefix [num_prefixes, kv_heads, P, d] ->
         [B, kv_heads, r, P], 0 in columns that none of its run uses.
         """
-        heads, repeats, columns = *queries.shape[1:3], keys.shape[2]
-        found = queries.new_zeros(sum(run.members.numel() for run in self.runs), heads, repeats, columns)
-        first = 0
+        parts = []
         for run in self.runs:
-            read = keys[run.start : run.stop, :, : run.width]
-            grouped = run.gather(queries) @ read.transpose(-1, -2)
-            found[first : first + run.members.numel(), ..., : run.width] = run.spread(grouped, repeats)
-            first += run.members.numel()
-        return found.index_select(0, self.places)
+            grouped = run.gather(queries) @ keys[run.start : run.stop, :, : run.width].transpose(-1, -2)
+            spread = run.spread(grouped, queries.shape[2])
+            unused = keys.shape[2] - run.width
+            parts.append(torch.nn.functional.pad(spread, (0, unused)) if unused else spread)
+        return self._rows(parts)
 
     def sums(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Each row [B, kv_heads, r, P] times the values of its prefix [num_prefixes, kv_heads, P, d] ->
         [B, kv_heads, r, d].
         """
-        parts = [
-            run.spread(run.gather(weights[..., : run.width]) @ values[run.start : run.stop, :, : run.width], repeats)
-            for repeats in (weights.shape[2],)
-            for run in self.runs
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, self.places)
+        parts = []
+        for run in self.runs:
+            grouped = run.gather(weights[..., : run.width]) @ values[run.start : run.stop, :, : run.width]
+            parts.append(run.spread(grouped, weights.shape[2]))
+        return self._rows(parts)
+
+    def _rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Each row from its place, of the places of all runs."""
+        return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).index_select(0, self.places)
 
 
 def _runs(counts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
