@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import pickle
 import random
-import re
 import threading
 import time
 from collections import Counter
@@ -24,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from delivery_simulation import SimulatedEngine, World, at_once, run_ranks, small_architecture
+from message_faults import PAYLOAD_FAULTS, Strike, payload_of, texts_of
 
 from megatron_dapo.bridge.engine_update import EngineState, UpdateTimeouts
 from megatron_dapo.bridge.transports.base import CoordinationError
@@ -62,31 +61,13 @@ class Truth:
 
 
 @dataclass
-class Strike:
-    """A fault and what it meets: one rank's texts of a message, and which of them the fault is about."""
+class EngineStrike(Strike):
+    """A fault that meets a message to a simulated engine."""
 
     engine: FaultyEngine
-    fault: Fault
-    texts: list[list[str]]  # of every rank
-    rank: int
-    at: int
-
-    @property
-    def random(self) -> random.Random:
-        return self.fault.random
-
-    @property
-    def own(self) -> list[str]:
-        """Of the struck rank."""
-        return self.texts[self.rank]
-
-    @property
-    def command(self) -> dict:
-        return json.loads(self.own[self.at])
 
     def carry_out(self) -> None:
-        """The message as it is now, in all ranks that it reaches."""
-        reached = [(m, _payload(texts)) for m, texts in zip(self.engine.models, self.texts) if texts]
+        reached = [(m, payload_of(texts)) for m, texts in zip(self.engine.models, self.texts) if texts]
         at_once([lambda m=m, p=p: self.engine.load(m, p) for m, p in reached])
 
     def receiver(self) -> Receiver:
@@ -133,14 +114,14 @@ class FaultyEngine(SimulatedEngine):
 
     def strike_or_load(self, payloads) -> None:
         fault, before = self.fault, self.num_commands
-        texts = [_texts(payload) for payload in payloads]
+        texts = [texts_of(payload) for payload in payloads]
         self.num_commands += len(texts[0])
         if fault is not None and fault.kind in MESSAGE_FAULTS:
             rank = fault.rank % len(texts)
             at = fault.command - before
             if not fault.fired and 0 <= at < len(texts[rank]):
                 fault.fired = True
-                MESSAGE_FAULTS[fault.kind](Strike(self, fault, texts, rank, at))
+                MESSAGE_FAULTS[fault.kind](EngineStrike(texts, rank, at, fault.random, self))
                 return
         super().update_weights_from_tensor(payloads)
 
@@ -159,54 +140,13 @@ def fault_call(fault: Fault) -> str:
     return CALLS[fault.command % len(CALLS)]
 
 
-def _texts(payload: bytes) -> list[str]:
-    return [text for text, _ in pickle.loads(payload)]
-
-
-def _payload(texts: list[str]) -> bytes:
-    return pickle.dumps([(text, torch.empty(0)) for text in texts])
-
-
-def dropped(strike: Strike) -> None:
-    """One command of one rank."""
-    del strike.own[strike.at]
-    strike.carry_out()
-
-
-def unheard(strike: Strike) -> None:
+def unheard(strike: EngineStrike) -> None:
     """The message reaches all ranks but one."""
     strike.own.clear()
     strike.carry_out()
 
 
-def doubled(strike: Strike) -> None:
-    """One command of a message, or the message."""
-    if strike.random.random() < 0.5:
-        strike.own.insert(strike.at, strike.own[strike.at])
-        strike.carry_out()
-        return
-    strike.carry_out()
-    strike.carry_out()
-
-
-def truncated(strike: Strike) -> None:
-    text = strike.own[strike.at]
-    strike.own[strike.at] = text[: strike.random.randrange(len(text))]
-    strike.carry_out()
-
-
-def reordered(strike: Strike) -> None:
-    """Two neighbours change places; a single command comes after the next message."""
-    own, at = strike.own, strike.at
-    if len(own) == 1:
-        strike.own.clear()
-    else:
-        other = at + 1 if at + 1 < len(own) else at - 1
-        own[at], own[other] = own[other], own[at]
-    strike.carry_out()
-
-
-def corrupted_bytes(strike: Strike) -> None:
+def corrupted_bytes(strike: EngineStrike) -> None:
     """One bit of a bucket; a command without a bucket finds one bit of the parameters changed."""
     command = strike.command
     if command["bucket"] is None:
@@ -228,7 +168,7 @@ def corrupted_bytes(strike: Strike) -> None:
 
 
 @contextlib.contextmanager
-def around(strike: Strike, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+def around(strike: EngineStrike, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
     """Something happens in the struck rank right before and right after it carries out the command."""
     receiver, original, struck = strike.receiver(), strike.receiver().handle, strike.command["id"]
 
@@ -251,7 +191,7 @@ def _nothing() -> None:
     pass
 
 
-def corrupted_memory(strike: Strike) -> None:
+def corrupted_memory(strike: EngineStrike) -> None:
     """A cosmic ray in the engine's memory before or after a command; behind the last one nobody looks any more."""
 
     def flip() -> None:
@@ -264,31 +204,19 @@ def corrupted_memory(strike: Strike) -> None:
         strike.carry_out()
 
 
-def corrupted_command(strike: Strike) -> None:
-    """A digit somewhere in the command becomes another (not of the version or the delivery's number: no lower one could
-    follow; nor of how many write and how long they may: that is waited for)."""
-    text = strike.own[strike.at]
-    sizes = r'"(version|number)":\d+|"(writers|wait_s)":[\d.]+'
-    spared = {i for match in re.finditer(sizes, text) for i in range(*match.span())}
-    place = strike.random.choice([i for i, c in enumerate(text) if c.isdigit() and i not in spared])
-    digit = strike.random.choice([d for d in "0123456789" if d != text[place]])
-    strike.own[strike.at] = text[:place] + digit + text[place + 1 :]
-    strike.carry_out()
-
-
-def delayed(strike: Strike) -> None:
+def delayed(strike: EngineStrike) -> None:
     """No answer in time; the message is carried out some time later, perhaps when the engine serves again."""
     strike.engine.late.append(strike.carry_out)
     time.sleep(2 * HASTY_MESSAGE_S + HASTY.transfer_s)
 
 
-def hanging(strike: Strike) -> None:
+def hanging(strike: EngineStrike) -> None:
     """One rank stands still in the middle of the message, longer than it may, and then goes on."""
     with around(strike, lambda: time.sleep(2 * HASTY_MESSAGE_S + HASTY.transfer_s), _nothing):
         strike.carry_out()
 
 
-def killed_engine(strike: Strike) -> None:
+def killed_engine(strike: EngineStrike) -> None:
     """All ranks end in the middle of the message."""
     for texts in strike.texts:
         del texts[strike.at :]
@@ -297,12 +225,7 @@ def killed_engine(strike: Strike) -> None:
     raise ConnectionError("connection reset by peer")
 
 
-def lost_answer(strike: Strike) -> None:
-    strike.carry_out()
-    raise ConnectionError("connection reset by peer")
-
-
-def stale_report(strike: Strike) -> None:
+def stale_report(strike: EngineStrike) -> None:
     """One rank's report area holds a good report on an earlier message."""
     strike.carry_out()
     command = strike.command
@@ -310,7 +233,7 @@ def stale_report(strike: Strike) -> None:
     _arena(strike.engine, strike.rank, command).write_report(json.dumps(report))
 
 
-def loader_fails(strike: Strike) -> None:
+def loader_fails(strike: EngineStrike) -> None:
     """The receiver of one rank runs into something nobody thought of."""
     receiver = strike.receiver()
 
@@ -330,19 +253,14 @@ def _arena(engine: FaultyEngine, rank: int, command: dict) -> Arena:
     return weight_loader._state_of(engine.models[rank]).arenas.mapped(ArenaSpec.from_json(command["channel"]["arena"]))
 
 
-MESSAGE_FAULTS: dict[str, Callable[[Strike], None]] = {
-    "dropped": dropped,
+MESSAGE_FAULTS: dict[str, Callable[[EngineStrike], None]] = {
+    **PAYLOAD_FAULTS,
     "unheard": unheard,
-    "doubled": doubled,
-    "truncated": truncated,
     "corrupted bytes": corrupted_bytes,
     "corrupted memory": corrupted_memory,
-    "corrupted command": corrupted_command,
     "delayed": delayed,
     "hanging": hanging,
-    "reordered": reordered,
     "killed engine": killed_engine,
-    "lost answer": lost_answer,
     "stale report": stale_report,
     "loader fails": loader_fails,
 }
