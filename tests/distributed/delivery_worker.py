@@ -61,6 +61,9 @@ def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
     world, engines, update, place = _build(
         arguments["ranks_per_node"], arguments["num_engines"], PATIENT, Path(arguments["folder"])
     )
+    for step in (1, 150, 1500):  # shorter and longer than what one meeting carries
+        everyone = update.coordinator.exchange("é" * step * rank, "values of several lengths", 20.0)
+        assert everyone == ["é" * step * other for other in range(dist.get_world_size())]
     for version in (1, 2):
         weights = world.weights(version)
         report = update.update(version, weights[rank])
