@@ -9,6 +9,7 @@ from dataclasses import replace
 from megatron_dapo.config.architecture import ArchitectureFacts
 from megatron_dapo.config.errors import Violation
 from megatron_dapo.config.layout_rules import ARCHITECTURE_RULES, world_rules
+from megatron_dapo.config.precision_rules import PRECISION_ARCHITECTURE_RULES
 from megatron_dapo.config.rule import nearest_divisor, violation
 from megatron_dapo.config.schema import Config
 
@@ -170,7 +171,8 @@ def critic_layout_rules(config: Config, world_size: int, architecture: Architect
     as_policy = config.model_copy(update={"parallel": config.critic_parallel, "critic": nobody_else})
     found = [*world_rules(as_policy, own or world_size)]
     if architecture is not None:
-        found += [one for rule in ARCHITECTURE_RULES for one in rule(as_policy, architecture)]
+        rules = (*ARCHITECTURE_RULES, *PRECISION_ARCHITECTURE_RULES)
+        found += [one for rule in rules for one in rule(as_policy, architecture)]
     for one in found:
         if one.path in _CRITIC_FIELDS:
             yield replace(

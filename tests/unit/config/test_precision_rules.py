@@ -109,3 +109,14 @@ def test_a_micro_batch_holds_the_longest_sequence_with_the_recipe_s_padding() ->
     [found] = validate(small)
     assert found.path == "training.micro_batch_tokens" and "= 512 or more" in found.suggestion
     assert validate(config) == []
+
+
+def test_a_critic_cut_otherwise_is_looked_at_too() -> None:
+    tree = {"algorithm": {"name": "vapo"}, "critic": {"parallel": {"tensor": 2}}, "parallel": {"num_processes": 2}}
+    config = make(recipe="fp8_blockwise").model_dump()
+    config = config_from_dict({**config, **{name: {**config[name], **values} for name, values in tree.items()}})
+    found = [violation for violation in validate(config, architecture=QWEN_HALF_B) if "multiple" in violation.values]
+    assert {violation.path for violation in found} == {"critic.parallel.tensor"}
+    assert (
+        "critic.parallel.tensor (2)" in found[0].formula and "a smaller critic.parallel.tensor" in found[0].suggestion
+    )
