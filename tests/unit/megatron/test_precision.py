@@ -18,6 +18,7 @@ from megatron_dapo.bridge.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, ex
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.sglang_layout import sglang_layout
 from megatron_dapo.megatron import precision as module
+from megatron_dapo.megatron.actor import ActorSettings
 from megatron_dapo.megatron.fp8_layers import Fp8NormColumnParallelLinear, Fp8RowParallelLinear
 from megatron_dapo.megatron.implementations import implementations
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
@@ -342,3 +343,16 @@ def test_the_log_names_recipe_and_reason(caplog: pytest.LogCaptureFixture) -> No
         build_actor(wide_model(), LAYOUT, settings_of())
     words = "fp8_blockwise, 4 of 4 layers, linear products by emulation in fp32 (asked for; there is no CUDA device)"
     assert f"precision: {words}" in caplog.text
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_changes_no_bit(recompute: str) -> None:
+    micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)]
+    found = []
+    for name in ("none", recompute):
+        actor = build_actor(
+            wide_model(), LAYOUT, ActorSettings(model=ModelSettings(recompute=name, precision=BLOCKWISE))
+        )
+        actor.accumulate_gradients(micro_batches, loss_fn, TEMPERATURE)
+        found.append(torch.cat([gradient.flatten() for gradient in actor.gradients().values()]).clone())
+    assert torch.equal(*found)
