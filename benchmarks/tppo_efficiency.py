@@ -89,7 +89,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = arguments.output or Path(temporary)
             recipes = (arguments.full_recipe, arguments.windows_recipe)
-            folders = arguments.runs or train(recipes, folder, arguments.overrides)
+            folders = arguments.runs or train(*recipes, folder, arguments.overrides)
             result = compare_runs(*folders, arguments.target)
         print(json.dumps({"benchmark": "tppo_efficiency", **result}, indent=2))
         return

@@ -32,11 +32,11 @@ def run_command(command: str, recipe: Path, run_folder: Path, overrides: Sequenc
     return run_folder
 
 
-def train(recipes: Sequence[Path], folder: Path, overrides: Sequence[str]) -> list[Path]:
-    """Run folders of the recipes, trained one after the other from one pretrained critic."""
-    pretrained = run_command("pretrain-value", recipes[0], folder / "value_pretraining", overrides)
+def train(full: Path, windows: Path, folder: Path, overrides: Sequence[str]) -> tuple[Path, Path]:
+    """Run folders of the two recipes, trained one after the other from one pretrained critic."""
+    pretrained = run_command("pretrain-value", full, folder / "value_pretraining", overrides)
     start = [*overrides, f"critic.path={pretrained / 'critic'}"]
-    return [run_command("train", recipe, folder / recipe.stem, start) for recipe in recipes]
+    return run_command("train", full, folder / "full", start), run_command("train", windows, folder / "windows", start)
 
 
 def run_report(folder: Path, responses_a_step: int, window: int | None) -> dict[str, Any]:
