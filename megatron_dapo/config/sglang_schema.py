@@ -58,8 +58,8 @@ class SglangConfig(Section):
 
     fp8_step0_max_mean_abs: float = 0.1
     """Takes the place of mismatch.step0_max_mean_abs where quantization = fp8: the gap of the first batch is then the
-    rounding's. Servers on GPUs round activations as well, so that fixed prompts are held against this, too, not
-    against the tighter one."""
+    rounding's. Servers on GPUs round activations as well, and so does a trainer in FP8; fixed prompts are then held
+    against this, too, not against the tighter one."""
 
     router: bool = False
     """Send generation through SGLang's router instead of balancing it here. Needs sglang_router beside SGLang, and at

@@ -24,6 +24,7 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.precision import RECIPES, recipe_name
 from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointStore, find_resume
 from megatron_dapo.recovery.deadlines import exit_with_stacks, watch
 from megatron_dapo.recovery.signals import StopRequest
@@ -212,8 +213,10 @@ def _parity(
     if engines.as_served is None:
         probe = ParityProbe(sequences, compare, config.mismatch.step0_max_mean_abs, group)
     else:
-        # Servers on GPUs round activations, which the trainer does not do after them.
-        gate = config.mismatch_gate if torch.cuda.is_available() else config.mismatch.step0_max_mean_abs
+        # Servers on GPUs round activations, and so does a trainer in FP8: neither does it as the other.
+        in_fp8 = RECIPES[recipe_name(config.precision.recipe, config.model.dtype)].is_fp8
+        rounds = torch.cuda.is_available() or in_fp8
+        gate = config.mismatch_gate if rounds else config.mismatch.step0_max_mean_abs
         probe = RoundedParityProbe(sequences, compare, gate, engines.as_served, group)
     return Parity(probe, engines.served, config.sglang.parity_interval)
 
