@@ -30,7 +30,7 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "for ever" to the backends
 _POLL_INTERVAL_S = 0.0005
-_TAG, _CLOSING_TAG = 0, 1
+DATA_TAG, ANSWER_TAG, _CLOSING_TAG = 0, 1, 2
 
 
 class PeerError(RuntimeError):
@@ -135,22 +135,23 @@ class PeerGroup:
         """Where tensors must be."""
         return torch.device(self.backend.device)
 
-    def send(self, tensor: torch.Tensor, to: int) -> Pending:
-        """Starts sending a contiguous tensor."""
-        return self._start("send", tensor, to, f"{tensor.nbytes} bytes to member {to}")
+    def send(self, tensor: torch.Tensor, to: int, tag: int = DATA_TAG) -> Pending:
+        """Starts sending a contiguous tensor. Messages of one tag arrive in the order they left, and gloo ends the
+        process where one is longer than what it is received into; NCCL knows no tags."""
+        return self._start("send", tensor, to, tag, f"{tensor.nbytes} bytes to member {to}")
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Pending:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = DATA_TAG) -> Pending:
         """Starts receiving exactly `tensor.nbytes` bytes into a contiguous tensor."""
-        return self._start("recv", tensor, source, f"{tensor.nbytes} bytes from member {source}")
+        return self._start("recv", tensor, source, tag, f"{tensor.nbytes} bytes from member {source}")
 
-    def _start(self, operation: str, tensor: torch.Tensor, peer: int, what: str) -> Pending:
+    def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Pending:
         assert tensor.is_contiguous(), f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous"
         assert 0 <= peer < self.size and peer != self.rank, f"member {self.rank} of {self.size} has no peer {peer}"
         group = self._group  # another thread may close it
         if group is None:
             raise PeerError(f"{what}: the group is closed")
         try:
-            work = getattr(group, operation)([tensor.detach()], peer, _TAG)
+            work = getattr(group, operation)([tensor.detach()], peer, tag)
         except RuntimeError as error:
             raise PeerError(f"{what}: {_first_line(error)}") from error
         pending = Pending(self, work, what, tensor)
@@ -163,7 +164,6 @@ class PeerGroup:
         if group is not None:
             self.backend.close(group, self.rank, self.size)
             self.under_way.clear()
-
 
 
 def join(

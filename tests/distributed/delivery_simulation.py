@@ -203,12 +203,12 @@ def break_sender(monkeypatch: pytest.MonkeyPatch, member: int) -> None:
     """Every message but the first that this member of a peer group sends fails, in later groups as well."""
     original, count = PeerGroup.send, 0
 
-    def send(self: PeerGroup, tensor: torch.Tensor, to: int):
+    def send(self: PeerGroup, tensor: torch.Tensor, to: int, *tag: int):
         nonlocal count
         count += self.rank == member
         if self.rank == member and count > 1:
             raise RuntimeError("a made-up failure")
-        return original(self, tensor, to)
+        return original(self, tensor, to, *tag)
 
     monkeypatch.setattr(PeerGroup, "send", send)
 

@@ -126,13 +126,13 @@ def broken(monkeypatch, operation: str, member: int, number: int, action: Callab
     """Lets `action(group)` happen in place of a member's send or receive number `number`."""
     original, counts = getattr(PeerGroup, operation), {}
 
-    def replaced(self: PeerGroup, tensor: torch.Tensor, peer: int):
+    def replaced(self: PeerGroup, tensor: torch.Tensor, peer: int, *tag: int):
         if self.rank == member:
             counts[member] = counts.get(member, -1) + 1
             if counts[member] == number:
                 changed = action(self)
                 tensor = tensor if changed is None else changed(tensor)
-        return original(self, tensor, peer)
+        return original(self, tensor, peer, *tag)
 
     monkeypatch.setattr(PeerGroup, operation, replaced)
 
@@ -162,6 +162,7 @@ def test_a_fault_that_comes_back_when_the_delivery_is_made_again(monkeypatch) ->
         reports = update_all(everyone, 2, world.weights(2))
         assert time.monotonic() - start < 15
     assert [report.is_complete for report in reports] == [False] * 4
+    assert reports[0].failures[0] == "trainer rank 2: RuntimeError: a made-up failure"
     assert engines[0].calls.count("tensor") == 3
     weights = world.weights(3)
     assert all(report.is_complete for report in update_all(everyone, 3, weights))

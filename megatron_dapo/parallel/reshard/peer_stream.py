@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dapo.parallel.peer_group import Address, PeerGroup, Pending
+from megatron_dapo.parallel.peer_group import ANSWER_TAG, Address, PeerGroup, Pending
 from megatron_dapo.parallel.reshard.delivery import Bucket, Part, Report
 
 DIRECT_BYTES = 256 << 10  # parts of at least this many bytes are messages of their own
@@ -55,7 +55,9 @@ class RoutedBucket:
         position = 0
         for member, (start, stop) in segments.items():
             if start != position or stop < start:
-                raise ValueError(f"delivery: member {member} sends bytes [{start}, {stop}), {position} was to come next")
+                raise ValueError(
+                    f"delivery: member {member} sends bytes [{start}, {stop}), {position} was to come next"
+                )
             position = stop
         if position != bucket.num_bytes:
             raise ValueError(f"delivery: members send {position} of {bucket.num_bytes} bytes of bucket {bucket.index}")
@@ -148,15 +150,21 @@ class Staging:
         fitting = [n for n, block in enumerate(self._free) if num_bytes <= block.numel() <= 2 * num_bytes]
         if fitting:
             block = self._free.pop(min(fitting, key=lambda n: self._free[n].numel()))
-        else:
-            block = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._taken += block.numel()
-        return block
+            self._taken += block.numel()
+            return block
+        self._taken += num_bytes
+        self._trim()
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, block: torch.Tensor) -> None:
         self._taken -= block.numel()
         self._free.append(block)
-        while sum(free.numel() for free in self._free) + self._taken > self._budget:
+        self._trim()
+
+    def _trim(self) -> None:
+        """Give up free blocks beyond the budget. What is taken may exceed it: one message may be larger, and a block that
+        is used again may be larger than its message."""
+        while self._free and sum(free.numel() for free in self._free) + self._taken > self._budget:
             self._free.pop(0)
 
 
@@ -329,10 +337,12 @@ def receive_report(group: PeerGroup, member: int, deadline: float) -> Report:
 
 
 def acknowledge(group: PeerGroup, member: int, deadline: float) -> None:
-    """Tells an engine rank that its last report has arrived."""
-    group.send(torch.zeros(1, dtype=torch.uint8, device=group.device), member).wait(deadline)
+    """Tells an engine rank that its last report has arrived. Where that failed, bytes of buckets may still be on their way
+    to it: what is waited for then must not be mistaken for them."""
+    group.send(torch.zeros(1, dtype=torch.uint8, device=group.device), member, ANSWER_TAG).wait(deadline)
 
 
 def receive_acknowledgement(group: PeerGroup, leader: int, deadline: float) -> None:
     """Waits shortly: connections that are closed too early can lose a report on its way."""
-    group.receive(torch.zeros(1, dtype=torch.uint8, device=group.device), leader).wait(min(deadline, time.monotonic() + _ACKNOWLEDGE_S))
+    received = group.receive(torch.zeros(1, dtype=torch.uint8, device=group.device), leader, ANSWER_TAG)
+    received.wait(min(deadline, time.monotonic() + _ACKNOWLEDGE_S))
