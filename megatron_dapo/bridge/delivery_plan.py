@@ -23,7 +23,7 @@ from megatron_dapo.parallel.reshard.planner import ReshardPlan, Transfer
 from megatron_dapo.parallel.reshard.word_checksum import part_checksum, signed
 
 DEFAULT_BUCKET_BYTES = 32 << 20
-_FORMAT_VERSION = 1  # part of the digest
+_FORMAT_VERSION = 2  # part of the digest
 
 
 class EngineLayout(Layout, Protocol):
@@ -67,7 +67,7 @@ class PlannedBucket:
     engine_rank: int
     index: int
     num_bytes: int
-    writes: tuple[Write, ...]  # by source, then in the order of the engine's parameters
+    writes: tuple[Write, ...]  # by source, each source's in the order in which it sends
 
     @property
     def header(self) -> Bucket:
@@ -88,7 +88,7 @@ class PlannedBucket:
 
 
 class DeliveryPlan:
-    """The buckets of every engine rank, of at most `bucket_bytes` each.
+    """The buckets of every engine rank, of at most `bucket_bytes` each; all its sources write into each of them.
 
     The parts of one parameter (a fused one included) stay in one bucket where they fit; a parameter larger than a
     bucket is cut along its rows. Engine ranks of one engine may have different numbers of buckets.
@@ -309,26 +309,49 @@ def _cut(box: Box, limit: int) -> Iterator[Box]:
 def _pack(
     writes: Sequence[Write], itemsizes: Mapping[str, int], bucket_bytes: int
 ) -> list[tuple[int, tuple[Write, ...]]]:
-    """Greedy runs of whole parameters, then of single writes where a parameter does not fit into one bucket."""
-    limit = bucket_bytes
-    units: dict[str, list[Write]] = {}
-    for write in writes:
-        units.setdefault(write.part.name, []).append(write)
+    """Greedy runs of whole parameters, and of single writes of those that do not fit into one bucket."""
     buckets: list[list[Write]] = []
-    filled = limit + 1
-    for name, unit in units.items():
-        sizes = [_aligned(write.part.box.volume * itemsizes[name]) for write in unit]
-        if filled + sum(sizes) > limit and filled:
+    filled = bucket_bytes + 1
+    for unit in _interleaved(_units(writes, itemsizes, bucket_bytes), itemsizes):
+        size = _num_bytes(unit, itemsizes)
+        # A write that its alignment makes larger than a bucket has one to itself: behind the last none is needed.
+        if filled and filled + size > bucket_bytes:
             buckets.append([])
             filled = 0
-        for write, size in zip(unit, sizes):
-            # An alignment beyond the limit is none: the last write of a bucket needs no padding behind it.
-            if filled and filled + write.part.box.volume * itemsizes[name] > limit:
-                buckets.append([])
-                filled = 0
-            buckets[-1].append(write)
-            filled += size
-    return [_place(bucket, itemsizes) for bucket in buckets if bucket]
+        buckets[-1] += unit
+        filled += size
+    return [_place(bucket, itemsizes) for bucket in buckets]
+
+
+def _units(writes: Sequence[Write], itemsizes: Mapping[str, int], limit: int) -> list[list[Write]]:
+    """What must not be torn apart: all writes of a parameter where they fit into a bucket, else each write."""
+    by_name: dict[str, list[Write]] = {}
+    for write in writes:
+        by_name.setdefault(write.part.name, []).append(write)
+    units: list[list[Write]] = []
+    for unit in by_name.values():
+        units += [unit] if _num_bytes(unit, itemsizes) <= limit else [[write] for write in unit]
+    return units
+
+
+def _interleaved(units: Sequence[list[Write]], itemsizes: Mapping[str, int]) -> list[list[Write]]:
+    """The units in an order in which all trainer ranks write all the time, each in proportion to what it has.
+
+    In the order of the engine's layers one pipeline stage would write after the other. Units of the same writers keep
+    their order, and lie as evenly along the way as if they had it for themselves.
+    """
+    totals: dict[frozenset[int], int] = {}
+    places: list[tuple[frozenset[int], float]] = []
+    for unit in units:
+        writers, size = frozenset(write.source for write in unit), _num_bytes(unit, itemsizes)
+        places.append((writers, totals.get(writers, 0) + size / 2))
+        totals[writers] = totals.get(writers, 0) + size
+    shares = [middle / max(1, totals[writers]) for writers, middle in places]
+    return [units[index] for index in sorted(range(len(units)), key=shares.__getitem__)]
+
+
+def _num_bytes(unit: Sequence[Write], itemsizes: Mapping[str, int]) -> int:
+    return sum(_aligned(write.part.box.volume * itemsizes[write.part.name]) for write in unit)
 
 
 def _place(writes: Sequence[Write], itemsizes: Mapping[str, int]) -> tuple[int, tuple[Write, ...]]:

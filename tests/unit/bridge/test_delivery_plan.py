@@ -141,6 +141,29 @@ def test_segments_tell_who_writes_which_bytes():
     assert end == bucket.num_bytes and torch.equal(joined, whole) and len(bucket.segments) > 1
 
 
+@pytest.mark.parametrize(
+    ("parallel", "bucket_bytes"),
+    [({"tensor": 2, "pipeline": 2}, 8192), ({"pipeline": 4}, 8192), ({"pipeline": 2}, 700)],
+)
+def test_pipeline_stages_write_side_by_side(parallel, bucket_bytes):
+    """Whichever stage a source belongs to: after any number of buckets it has written its share, but for one bucket."""
+    _, delivery = _plan(parallel, bucket_bytes=bucket_bytes)
+    for rank in range(2):
+        buckets = delivery.buckets(rank)
+        total = {source: 0 for source in delivery.sources(rank)}
+        for bucket in buckets:
+            for source, (start, stop) in bucket.segments.items():
+                total[source] += stop - start
+        assert len(total) > 1 and len(buckets) > 2
+        so_far, seen = dict.fromkeys(total, 0), 0
+        for bucket in buckets:
+            seen += bucket.num_bytes
+            for source, (start, stop) in bucket.segments.items():
+                so_far[source] += stop - start
+            share = seen / sum(total.values())
+            assert all(abs(so_far[source] - share * total[source]) <= bucket_bytes for source in total)
+
+
 def test_work_is_spread_over_replicas():
     """Four whole replicas and an engine beside none of them."""
     source, near = _plan({}, tensor_parallel=1)
