@@ -73,7 +73,6 @@ MODEL = {
 }
 
 
-
 # ---- environments
 
 
@@ -206,7 +205,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     python = mbridge_python(arguments.peer_python)
     load_before = os.getloadavg()[0]
     with ExitStack() as stack:
-        server = start_server(arguments.engine_python, folder, arguments.dtype, stack) if arguments.engine_python else None
+        server = (
+            start_server(arguments.engine_python, folder, arguments.dtype, stack) if arguments.engine_python else None
+        )
         specification = {
             "folder": str(folder),
             "model": str(folder / "model"),
@@ -248,7 +249,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang; without it there is no server")
-    parser.add_argument("--peer-python", type=Path, help="interpreter with mbridge; default: .venv-mbridge, made if absent")
+    parser.add_argument(
+        "--peer-python", type=Path, help="interpreter with mbridge; default: .venv-mbridge, made if absent"
+    )
     parser.add_argument("--output", type=Path, help="folder for logs; default: a temporary one")
     return parser.parse_args()
 

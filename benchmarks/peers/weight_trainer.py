@@ -1,6 +1,6 @@
 """One trainer rank of `weight_sync.py`: the actor, and the three ways its weights are moved, taking turns.
 
-    RANK=r WORLD_SIZE=n MASTER_ADDR=... MASTER_PORT=... python weight_trainer.py SPECIFICATION.json
+RANK=r WORLD_SIZE=n MASTER_ADDR=... MASTER_PORT=... python weight_trainer.py SPECIFICATION.json
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class Trainer:
         server = self.specification["server"]
         if server is None:
             return {0: SinkControl(self.sinks)}
-        return {0: SglangClient(server["url"], read_key(Path(server["key_file"])), dialect=dialect_of(server["version"]))}
+        return {
+            0: SglangClient(server["url"], read_key(Path(server["key_file"])), dialect=dialect_of(server["version"]))
+        }
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.actor.named_local_parameters().items()}
@@ -300,7 +302,8 @@ def sizes(trainer: Trainer) -> dict[str, Any]:
     engine_ranks = range(trainer.engine.num_ranks)
     shards = [sum(spec.num_bytes for spec in trainer.engine.local_specs(rank).values()) for rank in engine_ranks]
     received = {
-        name: getattr(update.transport, "received", None) or {rank: update.plan.num_bytes(rank) for rank in engine_ranks}
+        name: getattr(update.transport, "received", None)
+        or {rank: update.plan.num_bytes(rank) for rank in engine_ranks}
         for name, update in trainer.updates.items()
     }
     model = trainer.architecture.num_parameters * trainer.dtype.itemsize

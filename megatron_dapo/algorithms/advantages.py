@@ -193,9 +193,7 @@ def compute_advantages(estimator: AdvantageEstimator, inputs: AdvantageInputs) -
     included = inputs.in_statistics
     if included is None:
         included = torch.ones_like(inputs.rewards, dtype=torch.bool)
-    chosen = AdvantageInputs(
-        inputs.rewards[included], inputs.group_index[included], inputs.response_lengths[included]
-    )
+    chosen = AdvantageInputs(inputs.rewards[included], inputs.group_index[included], inputs.response_lengths[included])
     values = torch.zeros_like(inputs.rewards, dtype=torch.float64)
     values[included] = estimator(chosen)
     return Advantages(values.to(torch.float32), _diagnostics(chosen, values[included]))

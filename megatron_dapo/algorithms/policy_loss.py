@@ -68,9 +68,7 @@ def _clipped(
     return torch.where(below | above, bounded, ratio), below, above
 
 
-def _metrics(
-    inputs: PolicyLossInputs, token_loss: torch.Tensor, below: torch.Tensor, above: torch.Tensor
-) -> Metrics:
+def _metrics(inputs: PolicyLossInputs, token_loss: torch.Tensor, below: torch.Tensor, above: torch.Tensor) -> Metrics:
     """Sums over trained tokens. The approximate KL is of pi_old from pi, on tokens drawn from pi_old."""
     log_ratio = inputs.log_ratio().detach()
     zeros = torch.zeros_like(log_ratio)
@@ -105,9 +103,7 @@ class ClipHigher:
 
     def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
         advantages = inputs.trained_advantages()
-        ratio, below, above = _clipped(
-            inputs.log_ratio().exp(), advantages, self.clip_ratio_low, self.clip_ratio_high
-        )
+        ratio, below, above = _clipped(inputs.log_ratio().exp(), advantages, self.clip_ratio_low, self.clip_ratio_high)
         token_loss = -advantages * ratio
         return token_loss, _metrics(inputs, token_loss, below, above)
 

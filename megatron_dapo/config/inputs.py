@@ -22,7 +22,9 @@ def _missing(config: Config) -> Iterator[Violation]:
         yield _absent("model.path", model, "a Hugging Face folder that exists")
     critic = Path(config.critic.path)
     if config.has_critic and config.critic.path and not (critic / "config.json").is_file():
-        yield _absent("critic.path", critic, "a Hugging Face folder that exists (`megatron-dapo pretrain-value` writes one)")
+        yield _absent(
+            "critic.path", critic, "a Hugging Face folder that exists (`megatron-dapo pretrain-value` writes one)"
+        )
     yield from _absent_files("data.train_paths", config.data.train_paths)
     yield from _absent_files("data.eval_paths", config.data.eval_paths)
     if config.has_critic:

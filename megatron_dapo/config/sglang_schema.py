@@ -43,7 +43,8 @@ class SglangConfig(Section):
 
     transport: WeightTransport = "memory"
     """How weights reach the servers. memory: every engine rank's own shard through shared memory of the node (the host's,
-    on GPUs as well: slots on the device, shared by CUDA IPC, are written and wait for a GPU's test). peer: from all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face folder."""
+    on GPUs as well: slots on the device, shared by CUDA IPC, are written and wait for a GPU's test). peer: from all
+    trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face folder."""
 
     bucket_mb: int = 64
     """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""

@@ -37,7 +37,9 @@ def split_by_groups(group_indices: Sequence[int], groups_per_mini_batch: int, or
     return [[sample for group in part for sample in group] for part in parts]
 
 
-def split_by_samples(group_indices: Sequence[int], samples_per_mini_batch: int, order: Random | None) -> list[list[int]]:
+def split_by_samples(
+    group_indices: Sequence[int], samples_per_mini_batch: int, order: Random | None
+) -> list[list[int]]:
     """Samples by their number alone: a group may straddle mini-batches (its advantages were computed before, on the
     whole group)."""
     samples = list(range(len(group_indices)))

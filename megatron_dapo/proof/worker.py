@@ -74,8 +74,10 @@ def pose_problem(
         model = oracle.folder_model(settings.model) if settings.model else make_model()
         model = model.to(DTYPES[settings.dtype])  # the rounded weights are the ones both sides compute with
         config = model.config.to_dict()
-        weights = {} if settings.model else oracle.stored_tensors(
-            {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        weights = (
+            {}
+            if settings.model
+            else oracle.stored_tensors({name: tensor.clone() for name, tensor in model.state_dict().items()})
         )
         samples, answers = oracle.solve(model.to(communication_device()), make_batch(config["vocab_size"]))
         description, tensors = to_tensors(samples)

@@ -40,9 +40,7 @@ def experts(arguments: dict[str, Any]) -> dict[str, Any]:
     if dist.get_rank() == 0:
         right = load_file(folder / "layout0" / "trained" / "model.safetensors")
         for number, result in enumerate(trained):
-            result["weights"] = relative(
-                load_file(folder / f"layout{number}" / "trained" / "model.safetensors"), right
-            )
+            result["weights"] = relative(load_file(folder / f"layout{number}" / "trained" / "model.safetensors"), right)
     return {"parity": parity_of_layouts(arguments), "trained": trained}
 
 

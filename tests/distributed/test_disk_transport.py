@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from delivery_simulation import PATIENT, Meeting, SimulatedEngine, ThreadCoordinator, World, run_ranks, small_architecture
+from delivery_simulation import (
+    PATIENT,
+    Meeting,
+    SimulatedEngine,
+    ThreadCoordinator,
+    World,
+    run_ranks,
+    small_architecture,
+)
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.bridge.atomic_folder import atomic_folder

@@ -44,9 +44,7 @@ def generate(http: httpx.Client, prompts: list[list[int]], seeds: list[int], num
     sampling = [
         {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True, "sampling_seed": seed} for seed in seeds
     ]
-    answer = http.post(
-        "/generate", json={"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
-    )
+    answer = http.post("/generate", json={"input_ids": prompts, "sampling_params": sampling, "return_logprob": True})
     assert answer.status_code == 200, answer.text
     return answer.json()
 

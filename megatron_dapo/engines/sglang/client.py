@@ -299,7 +299,12 @@ class SglangClient:
     def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
         """Load a Hugging Face folder as the server sees it. Never repeated."""
         # The format by name: a server started with random weights would make some again.
-        body = {"model_path": str(folder), "load_format": "auto", "flush_cache": flush_cache, "abort_all_requests": False}
+        body = {
+            "model_path": str(folder),
+            "load_format": "auto",
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
         self._post("/update_weights_from_disk", body, self.timeouts.update_s)
 
     def begin_weight_update(self) -> None:

@@ -123,9 +123,7 @@ class Courier:
         result: Generation | EngineError
         client, deadline = delivery.client, delivery.client.timeouts.generate_s
         try:
-            answer = client.generate(
-                self._http(client), delivery.request, delivery.rid, vocab_size=self._vocab_size
-            )
+            answer = client.generate(self._http(client), delivery.request, delivery.rid, vocab_size=self._vocab_size)
             result = await asyncio.wait_for(answer, deadline + 1)
         except asyncio.TimeoutError:
             result = EngineTimeout(client.name, "POST /generate", f"no whole answer within {deadline:g} s")

@@ -12,9 +12,7 @@ from megatron_dapo.algorithms.aggregation import (
     sample_token_weights,
 )
 
-lengths_and_cut = st.lists(
-    st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12
-)
+lengths_and_cut = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12)
 
 
 def brute_force(mode: str, losses: list[torch.Tensor], groups: list[int], max_length: int) -> torch.Tensor:

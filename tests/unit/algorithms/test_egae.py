@@ -17,9 +17,7 @@ def by_definition(values, rewards, is_finished: bool, gamma: float, lam: float) 
     behind = 0.0 if is_finished else values[-1]
     following = values[1:] + [behind]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
-    return [
-        sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(values))) for t in range(len(values))
-    ]
+    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(values))) for t in range(len(values))]
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.99])

@@ -78,8 +78,9 @@ def test_masked_tokens_might_as_well_not_be_there(lengths, seed, lam):
     inputs = batch(lengths, seed, 0.5)
     trained = inputs.loss_mask > 0
     counts = torch.tensor([int(part.sum()) for part in trained.split(lengths)])
-    kept = ValueInputs(inputs.values[trained], inputs.rewards[trained], torch.ones(int(counts.sum())), counts,
-                       inputs.bootstrap)
+    kept = ValueInputs(
+        inputs.values[trained], inputs.rewards[trained], torch.ones(int(counts.sum())), counts, inputs.bootstrap
+    )
     whole, alone = estimate_values(inputs, 0.9, lam), estimate_values(kept, 0.9, lam)
     assert torch.equal(whole.advantages[trained], alone.advantages)
     assert not whole.advantages[~trained].any() and not whole.returns[~trained].any()
@@ -90,8 +91,9 @@ def test_what_stands_at_masked_tokens_does_not_matter():
     masked = inputs.loss_mask == 0
     assert masked.any()
     spoilt = inputs.values.masked_fill(masked, torch.nan)
-    dirty = ValueInputs(spoilt, inputs.rewards.masked_fill(masked, torch.inf), inputs.loss_mask, inputs.lengths,
-                        inputs.bootstrap)
+    dirty = ValueInputs(
+        spoilt, inputs.rewards.masked_fill(masked, torch.inf), inputs.loss_mask, inputs.lengths, inputs.bootstrap
+    )
     for key in ("advantages", "returns"):
         clean = getattr(estimate_values(inputs, 0.9, 0.95), key)
         assert torch.equal(getattr(estimate_values(dirty, 0.9, 0.95), key), clean)
@@ -99,9 +101,7 @@ def test_what_stands_at_masked_tokens_does_not_matter():
 
 def test_the_order_of_sequences_does_not_matter():
     first, second = batch([7], 0), batch([300], 1)
-    joined = ValueInputs(
-        *(torch.cat(pair) for pair in zip(vars(first).values(), vars(second).values(), strict=True))
-    )
+    joined = ValueInputs(*(torch.cat(pair) for pair in zip(vars(first).values(), vars(second).values(), strict=True)))
     together = estimate_values(joined, 0.99, 0.95).advantages
     apart = [estimate_values(each, 0.99, 0.95).advantages for each in (first, second)]
     torch.testing.assert_close(together, torch.cat(apart), rtol=1e-12, atol=1e-12)

@@ -49,6 +49,7 @@ def test_gradient_by_finite_differences():
     generator = torch.Generator().manual_seed(0)
     values, old, target = (torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(3))
     for loss in (SquaredError(), ClippedSquaredError(0.5, 0.6)):
+
         def total(values, loss=loss):
             return loss(ValueLossInputs(values, old, target, torch.ones(50)))[0]
 

@@ -46,8 +46,9 @@ def test_what_stands_at_masked_tokens_does_not_matter():
     values, mask = drawn()
     dirty = values.masked_fill(mask == 0, torch.nan)
     total = moments(dirty, mask)
-    assert torch.equal(whiten(dirty, mask, total.mean(), total.variance()),
-                       whiten(values, mask, total.mean(), total.variance()))
+    assert torch.equal(
+        whiten(dirty, mask, total.mean(), total.variance()), whiten(values, mask, total.mean(), total.variance())
+    )
 
 
 def test_limits_and_unknown_names():

@@ -84,7 +84,10 @@ def test_a_change_in_the_last_expert_is_found(make_folder, tmp_path, capsys):
     assert hf_to_megatron(folder, tmp_path / "cut", "--expert", 2) == 0
     _change(folder / "model.safetensors", "model.layers.3.mlp.experts.7.down_proj.weight")
     assert verify(folder, tmp_path / "cut") == 1
-    assert "rank_00001.safetensors 0.decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight: 1 of" in capsys.readouterr().out
+    assert (
+        "rank_00001.safetensors 0.decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight: 1 of"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_folder_from_before_experts_is_read(make_folder, tmp_path):

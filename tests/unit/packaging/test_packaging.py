@@ -135,6 +135,11 @@ def test_shell_scripts_parse_and_name_what_exists(repository: Path) -> None:
 )
 def test_make_quickstart_runs_the_train_command(repository: Path, flags: list[str], expected: str) -> None:
     done = subprocess.run(
-        ["make", "--no-print-directory", "-n", "quickstart", *flags], cwd=repository, capture_output=True, text=True, timeout=30, check=True
+        ["make", "--no-print-directory", "-n", "quickstart", *flags],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
     )
     assert done.stdout.strip().splitlines()[-1].rstrip().endswith(f"megatron-dapo train examples/quickstart/{expected}")

@@ -43,9 +43,7 @@ def test_expert_coordinates_follow_megatron_core_order(layout) -> None:
 
     size = layout.expert_tensor_size
     replicas = layout.world_size // (size * layout.expert * layout.pipeline)
-    generator = RankGenerator(
-        tp=size, ep=layout.expert, dp=replicas, pp=layout.pipeline, cp=1, order="tp-cp-ep-dp-pp"
-    )
+    generator = RankGenerator(tp=size, ep=layout.expert, dp=replicas, pp=layout.pipeline, cp=1, order="tp-cp-ep-dp-pp")
     for axis, token, count in (("tensor", "tp", size), ("expert", "ep", layout.expert), ("data", "dp", replicas)):
         for group in generator.get_ranks(token):
             assert [getattr(layout.expert_coordinates(rank), axis) for rank in group] == list(range(count))
