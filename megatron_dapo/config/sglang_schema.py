@@ -7,6 +7,7 @@ from typing import Literal
 from megatron_dapo.config.section import Section
 
 Placement = Literal["colocated", "disaggregated"]
+SharedMemory = Literal["host", "device"]
 WeightTransport = Literal["memory", "peer", "disk"]
 Quantization = Literal["none", "fp8"]
 
@@ -42,9 +43,12 @@ class SglangConfig(Section):
     devices of their own; with rollout.max_staleness above 0 the next batch is generated while this one is trained."""
 
     transport: WeightTransport = "memory"
-    """How weights reach the servers. memory: every engine rank's own shard through shared memory of the node (the host's,
-    on GPUs as well: slots on the device, shared by CUDA IPC, are written and wait for a GPU's test). peer: from all
-    trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face folder."""
+    """How weights reach the servers. memory: every engine rank's own shard through shared memory of the node. peer: from
+    all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face folder."""
+
+    shared_memory: SharedMemory = "host"
+    """Where the memory of transport = "memory" lies. host: in the machine's, on a GPU as well. device: on the GPU that an
+    engine rank shares with a trainer rank, opened by all through CUDA IPC; it has not run on a GPU yet."""
 
     bucket_mb: int = 64
     """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""

@@ -330,8 +330,21 @@ def _by_memory(site: _Site, fleet: Fleet, source: Layout, engines: EngineLayout)
         GroupCoordinator(site.node),
         peers=peers,
         message_timeout_s=site.config.sglang.update_timeout_seconds,
+        device=_shared_device(site.config.sglang.shared_memory),
     )
     return delivery, transport
+
+
+def _shared_device(where: str) -> torch.device:
+    """Where the slots of this rank lie. ValueError where there is no such device."""
+    if where == "host":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            'sglang.shared_memory = "device" takes memory of a GPU, and torch sees none here; set it to "host", or start '
+            "on GPUs with a CUDA build of torch"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _all_ranks(site: _Site) -> PeerGroup:
