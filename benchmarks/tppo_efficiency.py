@@ -21,8 +21,10 @@ training. `steps_ratio_for_goal`: 2.5 / `speedup_step`, how many times fewer ste
 `speedup_tokens_of_slots_never_idle`: the bound on `speedup_tokens` of any schedule. `most_responses_an_engine`: how many
 responses an engine may have at most for `speedup` to reach 2.0 and 2.5. `idle_share`: of all slots over the rollout's
 time, those without a response. Every assumption stands under `assumptions` in the output. `roofline` is computed, not
-measured; `flat` is the limit of engines that a response more costs nothing; the others are the measured curves of
-`results/tppo_engine_curve.json`, linear between their points and beyond them.
+measured; `flat` is the limit of engines that a response more costs nothing; the others are the curves of
+`results/tppo_engine_curve.json`, linear between their points and beyond them: `embedded` and `sglang` measured here,
+`published` by others on two H100. `clusters`: the paper's batch, length and window on clusters of different size and
+cut, as the paper does not say its own, with the room its contexts need (`tppo/clusters.py`).
 
 (a) METHOD, rollouts (`tppo/engine_runs.py`). One engine generates the simulation's lengths divided by 32,
 `--most-running` responses of which every one has a slot: whole, and in windows, each in turn. Before every step of
@@ -43,8 +45,10 @@ import json
 import tempfile
 from pathlib import Path
 
+from tppo.clusters import cluster_table, print_clusters
 from tppo.engine_runs import ENGINES, measure_curve, measure_rollout
-from tppo.simulation import print_tables, simulation
+from tppo.long_tail import write_task
+from tppo.simulation import headline, print_tables, simulation
 from tppo.training_runs import ROOT, compare_runs, train
 
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -70,6 +74,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="a.b=value", help="both recipes"
     )
+    parser.add_argument(
+        "--windows-set",
+        dest="windows_overrides",
+        action="append",
+        default=[],
+        metavar="a.b=value",
+        help="windows alone",
+    )
+    parser.add_argument(
+        "--long-tail", action="store_true", help="train on `tppo/long_tail.py`'s task, not the recipes'"
+    )
     parser.add_argument("--target", type=float, default=0.7, help="held-out avg@k to reach")
     parser.add_argument("--output", type=Path, help="folder of the runs; default: a temporary one")
     return parser.parse_args()
@@ -89,15 +104,20 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = arguments.output or Path(temporary)
             recipes = (arguments.full_recipe, arguments.windows_recipe)
-            folders = arguments.runs or train(*recipes, folder, arguments.overrides)
+            task = write_task(folder / "task") if arguments.long_tail else []
+            folders = arguments.runs or train(
+                *recipes, folder, [*task, *arguments.overrides], arguments.windows_overrides
+            )
             result = compare_runs(*folders, arguments.target)
         print(json.dumps({"benchmark": "tppo_efficiency", **result}, indent=2))
         return
     result = {"benchmark": "tppo_efficiency", **simulation(arguments.curve, arguments.prefill_cost)}
+    result["clusters"] = cluster_table(headline(arguments.curve, arguments.prefill_cost))
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
     print_tables(result)
+    print_clusters(result["clusters"])
 
 
 if __name__ == "__main__":

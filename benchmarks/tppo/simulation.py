@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from tppo.engines import Curve, Roofline, stored_curves, tick_lengths
 
-CURVES = Path(__file__).resolve().parents[1] / "results" / "tppo_engine_curve.json"
 MAX_TOKENS = 24576
 WINDOW = 8192
 NUM_RESPONSES = 512 * 16
@@ -20,35 +18,6 @@ WARMUP_STEPS, COUNTED_STEPS = 6, 20
 TRAINING_SHARE = 0.25  # of a full-synchronous step
 FORWARD, TRAIN = 1.0, 3.0  # cost of a token in one model
 GOAL = 2.5
-
-Curve = Sequence[tuple[float, float]]  # (responses running, seconds or relative length of a tick), ascending
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """A dense model in bf16 on the GPUs of one engine, by data sheets: nothing of it is measured."""
-
-    parameters: float = 32.8e9
-    context_bytes: float = 64 * 8 * 128 * 2 * 2  # keys and values of a token: layers, heads, head size, both, bf16
-    gpus: int = 8
-    bandwidth: float = 3.35e12  # of one GPU, bytes/s
-    flops: float = 0.6 * 989e12  # of one GPU, at 60 % of its peak
-    overhead: float = 2.5e-3  # of a tick: all-reduces, launches, sampling
-
-    def tick(self, running: float) -> float:
-        """Seconds without the reading of contexts: weights are read once, each response multiplies them."""
-        read = 2 * self.parameters / (self.gpus * self.bandwidth)
-        multiply = 2 * self.parameters * running / (self.gpus * self.flops)
-        return self.overhead + max(read, multiply)
-
-    def curve(self) -> Curve:
-        """Relative to one response."""
-        return [(n, self.tick(n) / self.tick(1)) for n in (1, 64, 128, 192, 256, 384, 512)]
-
-    @property
-    def context_cost(self) -> float:
-        """A token of context read by one response in one tick, in ticks of one response."""
-        return self.context_bytes / (self.gpus * self.bandwidth) / self.tick(1)
 
 
 @dataclass(frozen=True)
@@ -104,16 +73,6 @@ class StepCost:
     idle_share: float
 
 
-def tick_lengths(curve: Curve, most: int) -> torch.Tensor:
-    """[most + 1] tau(0..most), linear between the points of `curve` and beyond the last two; tau(0) = 0."""
-    sizes, seconds = (torch.tensor(column, dtype=torch.float64) for column in zip(*curve, strict=True))
-    running = torch.arange(1, most + 1, dtype=torch.float64)
-    left = (torch.searchsorted(sizes, running, right=True) - 1).clamp(0, len(curve) - 2)
-    slope = (seconds[left + 1] - seconds[left]) / (sizes[left + 1] - sizes[left])
-    found = seconds[left] + slope * (running - sizes[left])
-    return torch.cat([torch.zeros(1, dtype=torch.float64), found])
-
-
 def engine_times(new_tokens: torch.Tensor, ticks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[engines] how long each runs for responses of `new_tokens` [engines, responses] all begun at once, and the sum
     over its responses of how long each of them ran.
@@ -155,25 +114,42 @@ def synchronous_steps(setting: Setting, generator: torch.Generator) -> list[Step
     return steps
 
 
-def window_steps(setting: Setting, generator: torch.Generator) -> list[StepCost]:
-    """Steps that give every response at most a window."""
-    ticks = tick_lengths(setting.curve, setting.per_engine)
+def window_rollouts(
+    setting: Setting, generator: torch.Generator
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(whole lengths, context, new tokens), each [N], of the counted steps that give every response at most a window."""
     lengths, context = (torch.zeros(0, dtype=torch.int64) for _ in range(2))
-    steps = []
-    for _ in range(WARMUP_STEPS + COUNTED_STEPS):
+    for step in range(WARMUP_STEPS + COUNTED_STEPS):
         fresh = setting.tail.draw(setting.num_responses - lengths.numel(), generator)
         lengths, context = torch.cat([lengths, fresh]), torch.cat([context, torch.zeros_like(fresh)])
         new_tokens = (lengths - context).clamp(max=setting.window)
-        # Engines get unfinished and fresh responses in equal parts.
-        order = torch.arange(setting.num_responses).view(setting.per_engine, -1).t().reshape(-1)
-        seconds, idle = rollout_cost(new_tokens[order], context[order], setting, ticks)
+        if step >= WARMUP_STEPS:
+            # Engines get unfinished and fresh responses in equal parts.
+            order = torch.arange(setting.num_responses).view(setting.per_engine, -1).t().reshape(-1)
+            yield lengths[order], context[order], new_tokens[order]
         reached = context + new_tokens
-        finished = reached == lengths
+        lengths, context = lengths[reached < lengths], reached[reached < lengths]
+
+
+def window_steps(setting: Setting, generator: torch.Generator) -> list[StepCost]:
+    """Steps that give every response at most a window."""
+    ticks = tick_lengths(setting.curve, setting.per_engine)
+    steps = []
+    for lengths, context, new_tokens in window_rollouts(setting, generator):
+        seconds, idle = rollout_cost(new_tokens, context, setting, ticks)
+        reached = context + new_tokens
         # Policy: log-probs and training of the window with its context; critic: its values, and finished responses.
-        work = (FORWARD + TRAIN + FORWARD) * int(reached.sum()) + TRAIN * int(lengths[finished].sum())
+        work = (FORWARD + TRAIN + FORWARD) * int(reached.sum()) + TRAIN * int(lengths[reached == lengths].sum())
         steps.append(StepCost(seconds, int(new_tokens.sum()), work, idle))
-        lengths, context = lengths[~finished], reached[~finished]
-    return steps[WARMUP_STEPS:]
+    return steps
+
+
+def rollouts(setting: Setting, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(new tokens, context), each [N], of rollouts of both modes."""
+    whole = setting.tail.draw(setting.num_responses, torch.Generator().manual_seed(seed))
+    yield whole, torch.zeros_like(whole)
+    for _, context, new_tokens in window_rollouts(setting, torch.Generator().manual_seed(seed)):
+        yield new_tokens, context
 
 
 def simulate(setting: Setting, seed: int = 0) -> dict[str, float]:
@@ -219,16 +195,6 @@ def mean_step(steps: Sequence[StepCost]) -> StepCost:
     )
 
 
-def stored_curves() -> dict[str, Curve]:
-    """By name: the measured ones, relative to their first point, and the two that are computed."""
-    found: dict[str, Curve] = {}
-    if CURVES.is_file():
-        for name, entry in json.loads(CURVES.read_text(encoding="utf-8")).items():
-            one = entry["points"][0]["seconds_a_tick"]
-            found[name] = [(point["running"], point["seconds_a_tick"] / one) for point in entry["points"]]
-    return {**found, "roofline": Roofline().curve(), "flat": [(1, 1.0), (512, 1.0)]}
-
-
 def on_curve(setting: Setting, name: str) -> Setting:
     """`setting` with an engine of that name. ValueError where there is none."""
     curves = stored_curves()
@@ -257,11 +223,13 @@ TAILS = {
 def variants(setting: Setting) -> dict[str, dict[str, Setting]]:
     """What is varied around `setting`, by title and name."""
     roofline = on_curve(setting, "roofline")
+    published = on_curve(setting, "published")
     sizes = (8, 16, 32, 64, 128, 256, 512)
     return {
         "engine curve": {name: on_curve(setting, name) for name in stored_curves()},
         "responses an engine": {str(n): replace(setting, per_engine=n) for n in sizes},
         "responses an engine of 8 GPUs, roofline": {str(n): replace(roofline, per_engine=n) for n in sizes},
+        "responses an engine of 2 H100, published ticks": {str(n): replace(published, per_engine=n) for n in sizes[:4]},
         "window": {str(n): replace(setting, window=n) for n in (2048, 4096, 8192, 12288, 16384)},
         "tail": {name: replace(setting, tail=tail) for name, tail in TAILS.items()},
         "tail, roofline": {name: replace(roofline, tail=tail) for name, tail in TAILS.items()},
@@ -274,12 +242,14 @@ ASSUMPTIONS = {
     "goal": "2.5 in the paper is training time to the same score (60 % less of it, caption of figure 1): seconds a step times "
     "steps. Only seconds a step are simulated; steps_ratio_for_goal is how many times fewer steps would be left to do it",
     "a step": "512 x 16 responses: whole ones full-synchronous, one window of each with windows",
-    "slots": "every response has a slot of an engine at once; nothing waits for memory (256 responses of 6K tokens keep 0.4 TB)",
+    "slots": "every response has a slot of an engine at once; nothing waits for memory (clusters: is_room_enough)",
     "engines": "not public of the paper. 256 responses an engine are 32 engines; of 8 GPUs each, 256 GPUs. VAPO's authors "
     "name 128 GPUs for DAPO: 512 an engine of 8",
     "lengths": "log-normal cut at 24,576, the same for both modes; the paper's are not public in figures",
     "tick": "depends on the number of responses running; reading contexts is added for the roofline alone",
-    "roofline": "32.8B parameters in bf16 on 8 GPUs of 3.35 TB/s and 60 % of 989 TFLOP/s, 2.5 ms overhead; computed",
+    "roofline": "32.8B parameters in bf16 on 8 GPUs of 78 % of 3.35 TB/s and 60 % of 989 TFLOP/s, 2.5 ms overhead; "
+    "computed. The 78 % make it agree within a seventh with the published ticks of a 32B on two H100",
+    "published": "median inter-token latency of Qwen3-32B on two H100 by batch size, by the ML.ENERGY leaderboard: not ours",
     "refill": "slots that become free within a step stay empty until the next one, in both modes",
     "context": "of a response that goes on is prefilled at a tenth of the decoding cost per token",
     "training": "a quarter of a full-synchronous step; forward 1, forward and backward 3 a token and model; the policy's "
@@ -288,9 +258,14 @@ ASSUMPTIONS = {
 }
 
 
+def headline(curve_name: str, prefill_cost: float) -> Setting:
+    """The paper's batch, length and window on 32 engines of a named curve."""
+    return on_curve(Setting(stored_curves()["flat"], prefill_cost=prefill_cost), curve_name)
+
+
 def simulation(curve_name: str, prefill_cost: float) -> dict[str, Any]:
     """The headline, the table around it, and what was assumed."""
-    base = on_curve(Setting(stored_curves()["flat"], prefill_cost=prefill_cost), curve_name)
+    base = headline(curve_name, prefill_cost)
     found = simulate(base)
     curves = stored_curves()
     return {

@@ -32,11 +32,14 @@ def run_command(command: str, recipe: Path, run_folder: Path, overrides: Sequenc
     return run_folder
 
 
-def train(full: Path, windows: Path, folder: Path, overrides: Sequence[str]) -> tuple[Path, Path]:
+def train(
+    full: Path, windows: Path, folder: Path, overrides: Sequence[str], windows_overrides: Sequence[str]
+) -> tuple[Path, Path]:
     """Run folders of the two recipes, trained one after the other from one pretrained critic."""
     pretrained = run_command("pretrain-value", full, folder / "value_pretraining", overrides)
     start = [*overrides, f"critic.path={pretrained / 'critic'}"]
-    return run_command("train", full, folder / "full", start), run_command("train", windows, folder / "windows", start)
+    whole_run = run_command("train", full, folder / "full", start)
+    return whole_run, run_command("train", windows, folder / "windows", [*start, *windows_overrides])
 
 
 def run_report(folder: Path, responses_a_step: int, window: int | None) -> dict[str, Any]:
@@ -66,7 +69,11 @@ def run_report(folder: Path, responses_a_step: int, window: int | None) -> dict[
         "training_share": training / seconds,
         "idle_share": sum(idle) / len(idle),
         "evaluations": [
-            {"train_seconds": ends[min(int(one["train_step"]), len(steps))], "accuracy": one["eval/avg_at_k"]}
+            {
+                "train_step": int(one["train_step"]),
+                "train_seconds": ends[min(int(one["train_step"]), len(steps))],
+                "accuracy": one["eval/avg_at_k"],
+            }
             for one in evaluations
         ],
     }
@@ -74,8 +81,11 @@ def run_report(folder: Path, responses_a_step: int, window: int | None) -> dict[
 
 def compare(full: Mapping[str, Any], windows: Mapping[str, Any], target: float) -> dict[str, Any]:
     """The ratios, above 1 where windows are faster."""
-    to_target = {name: seconds_to(target, side["evaluations"]) for name, side in (("full", full), ("windows", windows))}
-    reached = all(seconds is not None for seconds in to_target.values())
+    sides = {"full": full, "windows": windows}
+    seconds, steps = (
+        {name: reached_at(target, side["evaluations"], clock) for name, side in sides.items()}
+        for clock in ("train_seconds", "train_step")
+    )
     return {
         "measured_speedup": full["seconds_a_rollout"] / windows["seconds_a_rollout"],
         "measured_speedup_tokens": windows["generated_tokens_per_s"] / full["generated_tokens_per_s"],
@@ -83,20 +93,28 @@ def compare(full: Mapping[str, Any], windows: Mapping[str, Any], target: float) 
         "measured_speedup_step_tokens": windows["trained_tokens_per_s"] / full["trained_tokens_per_s"],
         "idle_share": {"full": full["idle_share"], "windows": windows["idle_share"]},
         "target_accuracy": target,
-        "seconds_to_target": to_target,
-        "time_to_accuracy_ratio": to_target["full"] / to_target["windows"] if reached else None,
+        "seconds_to_target": seconds,
+        "time_to_accuracy_ratio": _ratio(seconds),
+        "steps_to_target": steps,
+        "steps_to_accuracy_ratio": _ratio(steps),
         "full": full,
         "windows": windows,
     }
 
 
-def seconds_to(target: float, evaluations: Sequence[Mapping[str, float]]) -> float | None:
-    """Training seconds at which the accuracy first reaches `target`, on the straight lines between evaluations."""
+def reached_at(target: float, evaluations: Sequence[Mapping[str, float]], clock: str) -> float | None:
+    """`clock` (seconds or steps) when the accuracy first reaches `target`, on the straight lines between evaluations."""
     for before, after in itertools.pairwise(evaluations):
         if before["accuracy"] < target <= after["accuracy"]:
             share = (target - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
-            return before["train_seconds"] + share * (after["train_seconds"] - before["train_seconds"])
+            return before[clock] + share * (after[clock] - before[clock])
     return None
+
+
+def _ratio(sides: Mapping[str, float | None]) -> float | None:
+    """Whole responses / windows; None where one of them never got there."""
+    full, windows = sides["full"], sides["windows"]
+    return full / windows if full is not None and windows is not None else None
 
 
 def compare_runs(full: Path, windows: Path, target: float) -> dict[str, Any]:
