@@ -202,20 +202,34 @@ def test_a_fault_leaves_the_engine_unserved_and_the_next_delivery_repairs_it(
     close_all(everyone)
 
 
-def test_a_slow_sender_ends_at_the_deadline(monkeypatch) -> None:
-    """The others fail with it, no rank later than the deadline and a little."""
+def test_a_slow_sender_ends_at_the_deadline_and_leaves_later_deliveries_alone(monkeypatch) -> None:
+    """The others fail with it, no rank later than the deadline and a little. When its thread wakes up at last, the group
+    of the next delivery is not its business."""
     world = World(small_architecture(), TP2_PP2, tensor_parallel=2, bucket_bytes=2048)
     engines = [PeerEngine(world.layout)]
-    timeouts = replace(PATIENT, transfer_s=3.0, grace_s=4.0)
-    everyone = updates(world, engines, timeouts)
+    everyone = updates(world, engines, replace(PATIENT, transfer_s=2.0, grace_s=3.0))
+    woken = threading.Event()
+
+    def sleep(group: PeerGroup) -> None:
+        time.sleep(7)
+        woken.set()
+
     with monkeypatch.context() as patch:
-        broken(patch, "send", 3, 2, lambda group: time.sleep(8))
+        broken(patch, "send", 3, 2, sleep)
         start = time.monotonic()
         reports = update_all(everyone, 1, world.weights(1))
-        assert time.monotonic() - start < 12
+        assert time.monotonic() - start < 6.5
     assert not any(getattr(report, "is_complete", False) for report in reports), reports
     assert engines[0].is_paused
-    time.sleep(5)
+    for update in everyone:
+        update.timeouts = PATIENT
+    groups = []
+    for version in (2, 3):
+        assert all(report.is_complete for report in update_all(everyone, version, world.weights(version)))
+        groups.append([update.transport._groups[0].name for update in everyone])
+        assert woken.wait(10)
+        time.sleep(0.5)  # for what the thread does then
+    assert groups[0] == groups[1]
     close_all(everyone)
 
 

@@ -182,17 +182,23 @@ class PeerTransport:
         meetings = self._arrange(order, engines, deadline)
         mine = [engine for engine in engines if self.rank in self.members(engine).trainers]
         shares = {engine: _Share(ExpectedChecksums(self.plan)) for engine in mine}
+        for engine in mine:
+            if meetings[engine].fresh:
+                self._drop(engine)
         calls = {
             e: Call(lambda e=e: self._deliver_one(order, e, meetings[e], sources, deadline, shares[e])) for e in mine
         }
         for engine, call in calls.items():
             try:
-                call.result(deadline, f"the delivery to engine {engine}")
+                # Kept here and not by the call: one that is given up must not touch the groups of later deliveries.
+                self._groups[engine] = call.result(deadline, f"the delivery to engine {engine}")
             # Whatever an engine's death looks like, it is the engine's failure and not this rank's.
             except Exception as error:
                 # A new one: the thread of a call that was given up may still write into the old one.
                 shares[engine] = _Share(ExpectedChecksums(self.plan), failure=reason_of(error))
                 self._drop(engine)
+        for engine in self.fleet.led_by(self.rank, mine):
+            self._joined_by[engine] = self.fleet.controls[engine]
         return shares, tuple(engine for engine in engines if not meetings[engine].fresh)
 
     def _outcome(self, shares: Mapping[int, _Share]) -> Delivered:
@@ -255,12 +261,13 @@ class PeerTransport:
 
     def _deliver_one(
         self, order: Order, engine: int, meeting: _Meeting, sources: Buffers, deadline: Deadline, share: _Share
-    ) -> None:
-        """This rank's part in the delivery to one engine. Raises what went wrong; the caller closes the group."""
+    ) -> PeerGroup:
+        """This rank's part in the delivery to one engine; returns the group, which the next one can use. Raises what went
+        wrong, and the group is closed."""
         start = time.perf_counter()
         members = self.members(engine)
         posted = self._post(order, engine, meeting, deadline) if self.fleet.leaders[engine] == self.rank else None
-        group = self._group(engine, members, meeting, deadline)
+        group = self._join(members, meeting, deadline) if meeting.fresh else self._groups[engine]
         share.seconds["join"] = time.perf_counter() - start
         try:
             # From the start: a failure of an engine rank must end the sending.
@@ -278,8 +285,9 @@ class PeerTransport:
             share.seconds["all"] = time.perf_counter() - start
         except BaseException:
             # Nobody is to wait for this rank.
-            self._drop(engine)
+            group.close()
             raise
+        return group
 
     def _send(
         self, engine: int, group: PeerGroup, sources: Buffers, deadline: Deadline, received: Sequence[Call[Report]]
@@ -294,10 +302,8 @@ class PeerTransport:
             _collect(received, Deadline(_CALL_GRACE_S))
             raise
 
-    def _group(self, engine: int, members: Members, meeting: _Meeting, deadline: Deadline) -> PeerGroup:
-        if not meeting.fresh:
-            return self._groups[engine]
-        self._drop(engine)
+    def _join(self, members: Members, meeting: _Meeting, deadline: Deadline) -> PeerGroup:
+        """A new group, once the engine's ranks have said that they come."""
         seconds = min(self.settings.connect_s, deadline.left_s)
         end = time.monotonic() + seconds
         notice = Notice(meeting.address, seconds)
@@ -305,7 +311,7 @@ class PeerTransport:
             said = notice.read(notice_key(meeting.name, members.of_engine_rank(engine_rank)), end - time.monotonic())
             if said != READY:
                 raise PeerError(said)
-        self._groups[engine] = join(
+        return join(
             meeting.address,
             meeting.name,
             members.of_trainer(self.rank),
@@ -313,9 +319,6 @@ class PeerTransport:
             timeout_s=end - time.monotonic(),
             backend=self.settings.backend,
         )
-        if self.fleet.leaders[engine] == self.rank:
-            self._joined_by[engine] = self.fleet.controls[engine]
-        return self._groups[engine]
 
     def _drop(self, engine: int) -> None:
         group = self._groups.pop(engine, None)
