@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -18,7 +19,8 @@ from rich.console import Console
 
 from megatron_dapo import __version__
 from megatron_dapo.cli import doctor
-from megatron_dapo.cli.plan import Plan, describe, make_plan
+from megatron_dapo.cli.plan import Plan, describe, describe_pretraining, make_plan
+from megatron_dapo.config import Config, pretraining_config
 
 app = typer.Typer(
     name="megatron-dapo",
@@ -44,6 +46,7 @@ LayoutOption = Annotated[
     Optional[str], typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")
 ]
 RunFolderOption = Annotated[Optional[Path], typer.Option(help="where the run writes; replaces run.folder")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
 
 
 @app.command()
@@ -52,9 +55,7 @@ def train(
     overrides: SetOption = None,
     layout: LayoutOption = None,
     run_folder: RunFolderOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")
-    ] = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face folder and summary.json."""
     plan = _plan(recipe, overrides, layout, run_folder, num_devices=None if dry_run else _num_devices())
@@ -66,27 +67,38 @@ def train(
 
 @app.command("pretrain-value")
 def pretrain_value(
-    recipe: RecipeArgument, overrides: SetOption = None, layout: LayoutOption = None, run_folder: RunFolderOption = None
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    run_folder: Annotated[
+        Optional[Path], typer.Option(help="where pretraining writes; default: value_pretraining in run.folder")
+    ] = None,
+    dry_run: DryRunOption = False,
 ) -> None:
-    """Train the critic alone, of the policy as it is; critic.path = RUN_FOLDER/critic then starts a run from it.
+    """Train the critic alone, of the policy as it is; critic.path = RUN_FOLDER/critic then starts a run from it."""
 
-    The run folder is run.folder/value_pretraining unless one is given.
-    """
-    folder = run_folder or _plan(recipe, overrides, layout, None, None).loaded.config.run.folder / "value_pretraining"
-    plan = _plan(recipe, overrides, layout, folder, _num_devices())
-    if not plan.loaded.config.has_critic:
-        typer.echo('error: algorithm.name = "dapo" has no critic; set ppo, vapo or tppo', err=True)
-        raise typer.Exit(REFUSED)
-    for line in describe(plan):
+    def adapt(config: Config) -> Config:
+        if not config.has_critic:
+            raise ValueError('algorithm.name = "dapo" has no critic; set ppo, vapo or tppo')
+        return pretraining_config(config, run_folder)
+
+    plan = _plan(recipe, overrides, layout, None, num_devices=None if dry_run else _num_devices(), adapt=adapt)
+    for line in describe_pretraining(plan):
         typer.echo(line)
-    raise typer.Exit(_run(recipe, plan, ("--pretrain-value",)))
+    if not dry_run:
+        raise typer.Exit(_run(recipe, plan, ("--pretrain-value", *([str(run_folder)] if run_folder else []))))
 
 
 def _plan(
-    recipe: Path, overrides: list[str] | None, layout: str | None, run_folder: Path | None, num_devices: int | None
+    recipe: Path,
+    overrides: list[str] | None,
+    layout: str | None,
+    run_folder: Path | None,
+    num_devices: int | None,
+    adapt: Callable[[Config], Config] = lambda config: config,
 ) -> Plan:
     try:
-        return make_plan(recipe, overrides or [], layout, run_folder, num_devices)
+        return make_plan(recipe, overrides or [], layout, run_folder, num_devices, adapt=adapt)
     except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(REFUSED) from None

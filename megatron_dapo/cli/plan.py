@@ -3,8 +3,8 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dapo.config import (
@@ -19,6 +19,7 @@ from megatron_dapo.config import (
     read_architecture,
     validate,
 )
+from megatron_dapo.config.optimizer_schema import OptimizerConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
 
@@ -40,16 +41,18 @@ def make_plan(
     run_folder: Path | None,
     num_devices: int | None,
     world_size: int | None = None,
+    adapt: Callable[[Config], Config] = lambda config: config,
 ) -> Plan:
     """Load, check everything, and raise ConfigError with all violations at once.
 
     `num_devices` accelerators are visible (0: run on the CPU; None: not for this machine). Without `world_size` the
-    processes are those the configuration asks for.
+    processes are those the configuration asks for. `adapt`: to what is run where that is not the recipe's own run.
     """
     merged = [*overrides]
     merged += layout_overrides(layout) if layout else []
     merged += [f"run.folder={run_folder}"] if run_folder else []
     loaded = load_config(recipe, merged)
+    loaded = replace(loaded, config=adapt(loaded.config))
     config = loaded.config
     architecture, problems = _architecture(config)
     processes = world_size or config.num_processes
@@ -99,10 +102,31 @@ def describe(plan: Plan) -> list[str]:
         f"{_overlong(config)}",
         f"loss: {algorithm.policy_loss}, ratio in [{1 - algorithm.clip_ratio_low:g}, "
         f"{1 + algorithm.clip_ratio_high:g}], {algorithm.aggregation}; advantage {_advantage(config)}",
-        f"learning rate: {optimizer.learning_rate:g} {optimizer.schedule} after {optimizer.warmup_steps} "
-        f"{optimizer.warmup_unit}s",
+        f"learning rate: {_rate(optimizer)}"
+        + (f"; critic {_rate(config.critic.optimizer)}" if config.has_critic else ""),
         f"output: {config.run.folder}",
     ]
+
+
+def describe_pretraining(plan: Plan) -> list[str]:
+    """The same of a critic's pretraining."""
+    config = plan.loaded.config
+    rollout, steps, critic = config.rollout, config.value_pretraining, config.critic
+    layout = critic_layout(config, plan.num_processes)
+    return [
+        f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes{_critic_processes(plan)}, "
+        f"{config.model.dtype}",
+        f"critic from {critic.path or config.model.path}, {layout.describe()}; {steps.min_steps} to {steps.max_steps} "
+        f"train steps of {rollout.prompts_per_step} prompts x {rollout.group_size} responses of at most "
+        f"{rollout.max_response_tokens} tokens",
+        f"learning rate: {_rate(critic.optimizer)}",
+        f"output: {config.run.folder}",
+    ]
+
+
+def _rate(optimizer: OptimizerConfig) -> str:
+    warmup = f"{optimizer.warmup_steps} {optimizer.warmup_unit}s"
+    return f"{optimizer.learning_rate:g} {optimizer.schedule} after {warmup}"
 
 
 def _critic_processes(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from megatron_dapo.config.layout_flag import layout_overrides
 from megatron_dapo.config.loader import LoadedConfig, config_from_dict, load_config, read_resolved, write_resolved
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid, schedule_steps, validate
+from megatron_dapo.config.value_pretraining import pretraining_config
 
 __all__ = [
     "ArchitectureFacts",
@@ -19,6 +20,7 @@ __all__ = [
     "layout_overrides",
     "load_config",
     "missing_inputs",
+    "pretraining_config",
     "read_architecture",
     "read_resolved",
     "require_valid",

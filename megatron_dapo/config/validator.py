@@ -442,7 +442,7 @@ def _is_dotted(name: str) -> bool:
 
 
 def _steps(config: Config) -> Iterator[Violation]:
-    run, optimizer = config.run, config.optimizer
+    run = config.run
     if 0 < run.max_generation_steps < run.total_steps:
         yield violation(
             config,
@@ -451,24 +451,31 @@ def _steps(config: Config) -> Iterator[Violation]:
             f"set run.max_generation_steps = {run.total_steps} or more, or 0",
             "run.total_steps",
         )
-    total = schedule_steps(config)
+    yield from _schedule(config, "optimizer", schedule_steps(config))
+    if config.has_critic:
+        yield from _schedule(config, "critic.optimizer", critic_schedule_steps(config))
+
+
+def _schedule(config: Config, path: str, total: int) -> Iterator[Violation]:
+    """`total`: steps of the run in the unit that the optimizer at `path` counts."""
+    optimizer = value_of(config, path)
     if total >= 1 and optimizer.schedule != "constant" and optimizer.warmup_steps >= total:
         yield violation(
             config,
-            "optimizer.warmup_steps",
-            f"optimizer.warmup_steps < the run's {optimizer.warmup_unit}s (else nothing is left to decay over)",
-            f"set optimizer.warmup_steps below {total}",
-            "optimizer.warmup_unit",
+            f"{path}.warmup_steps",
+            f"{path}.warmup_steps < the run's {optimizer.warmup_unit}s (else nothing is left to decay over)",
+            f"set {path}.warmup_steps below {total}",
+            f"{path}.warmup_unit",
             "run.total_steps",
             steps_of_the_run=total,
         )
     if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
         yield violation(
             config,
-            "optimizer.min_learning_rate",
-            "optimizer.min_learning_rate <= optimizer.learning_rate",
-            "lower optimizer.min_learning_rate",
-            "optimizer.learning_rate",
+            f"{path}.min_learning_rate",
+            f"{path}.min_learning_rate <= {path}.learning_rate",
+            f"lower {path}.min_learning_rate",
+            f"{path}.learning_rate",
         )
 
 
@@ -478,6 +485,17 @@ def schedule_steps(config: Config) -> int:
         return config.run.total_steps
     mini_batches = config.rollout.prompts_per_step // max(config.training.mini_batch_prompts, 1)
     return config.run.total_steps * mini_batches * config.training.epochs
+
+
+def critic_schedule_steps(config: Config) -> int:
+    """The same of the critic's schedule."""
+    critic = config.critic
+    if critic.optimizer.warmup_unit == "train_step":
+        return config.run.total_steps
+    mini_batches = config.rollout.prompts_per_step // max(
+        critic.mini_batch_prompts or config.training.mini_batch_prompts, 1
+    )
+    return config.run.total_steps * mini_batches * critic.epochs
 
 
 def _evaluation(config: Config) -> Iterator[Violation]:

@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_dapo.launch.environment import ProcessEnvironment, prepare_rendezvous, process_environment
@@ -22,7 +23,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
     parser.add_argument("--replay", type=Path, help="folder of a dumped rollout batch: train on it alone")
-    parser.add_argument("--pretrain-value", action="store_true", help="train the critic alone, of the policy as it is")
+    parser.add_argument(
+        "--pretrain-value",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="train the critic alone, of the policy as it is; FOLDER: where it writes, run.folder/value_pretraining if not given",
+    )
     return parser.parse_args(arguments)
 
 
@@ -35,9 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     _configure_logging(process)
     # Heavy imports come after the arguments are known to be right.
     from megatron_dapo.config.loader import load_config
+    from megatron_dapo.config.value_pretraining import pretraining_config
     from megatron_dapo.recovery.failure import failure_of, record_failure
 
     loaded = load_config(parsed.recipe, parsed.overrides)
+    if parsed.pretrain_value is not None:
+        folder = Path(parsed.pretrain_value) if parsed.pretrain_value else None
+        loaded = replace(loaded, config=pretraining_config(loaded.config, folder))
     run_folder = loaded.config.run.folder
     # Until the process ends: a second run must not write into the same folder.
     lock = FolderLock(run_folder) if process.rank == 0 else None
@@ -49,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
             from megatron_dapo.trainer.replay import run_replay
 
             run_replay(loaded, parsed.replay, process.rank, process.world_size)
-        elif parsed.pretrain_value:
+        elif parsed.pretrain_value is not None:
             from megatron_dapo.trainer.value_pretraining import run_value_pretraining
 
             run_value_pretraining(loaded, process.rank, process.world_size)

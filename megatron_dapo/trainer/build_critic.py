@@ -11,6 +11,7 @@ from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule, build_la
 from megatron_dapo.algorithms.value_loss import build_value_loss
 from megatron_dapo.bridge.critic import HeadStart
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.validator import critic_schedule_steps
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.trainer.actor_critic import ActorCriticSettings
@@ -20,7 +21,6 @@ from megatron_dapo.trainer.critic_advantages import AdvantageSettings
 from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
 from megatron_dapo.trainer.critic_state import load_training_state, save_training_state
 from megatron_dapo.trainer.export import replace_folder
-from megatron_dapo.trainer.learning_rate import LearningRateSchedule
 from megatron_dapo.trainer.pretraining import StopRule
 from megatron_dapo.trainer.run_world import RunWorld
 
@@ -75,17 +75,9 @@ def build_critic_learner(config: Config, critic: MegatronCritic) -> CriticLearne
         shuffle_seed=config.run.seed if training.shuffle else None,
         schedule_counts_optimizer_steps=section.optimizer.warmup_unit == "optimizer_step",
     )
+    schedule = learning_rate_schedule(section.optimizer, critic_schedule_steps(config))
     value_loss = build_value_loss(section.loss, bounds if section.loss == "clipped" else {})
-    return CriticLearner(critic, critic.layout, critic.rank, value_loss, settings, _schedule(config))
-
-
-def _schedule(config: Config) -> LearningRateSchedule:
-    optimizer, rollout = config.critic.optimizer, config.rollout
-    total = config.run.total_steps
-    if optimizer.warmup_unit == "optimizer_step":
-        mini = config.critic.mini_batch_prompts or config.training.mini_batch_prompts
-        total *= math.ceil(rollout.prompts_per_step / mini) * config.critic.epochs
-    return learning_rate_schedule(optimizer, total)
+    return CriticLearner(critic, critic.layout, critic.rank, value_loss, settings, schedule)
 
 
 def training_settings(config: Config) -> ActorCriticSettings:

@@ -11,13 +11,11 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_dapo.config.loader import LoadedConfig
-from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner
@@ -31,30 +29,9 @@ CRITIC = "critic"
 NUM_AVERAGED = 5  # newest train steps whose explained variance is reported
 
 
-def pretraining_config(config: Config) -> Config:
-    """The run's configuration with what pretraining does otherwise: every group is learned from, whole, none evaluated."""
-    rollout = config.rollout.model_copy(update={"filter_groups": False})
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(
-                update={"total_steps": config.value_pretraining.max_steps, "max_generation_steps": 0}
-            ),
-            "rollout": rollout,
-            "data": config.data.model_copy(
-                update={"train_paths": config.value_pretraining.train_paths or config.data.train_paths}
-            ),
-            # Returns are those of whole responses, and there are no advantages.
-            "algorithm": config.algorithm.model_copy(update={"name": "vapo"}),
-            "advantage_estimation": config.advantage_estimation.model_copy(update={"lambda_rule": "fixed"}),
-            "evaluation": config.evaluation.model_copy(update={"interval": 0, "at_start": False, "at_end": False}),
-        }
-    )
-
-
 def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> None:
-    """From the configuration to <run.folder>/critic. Every process of the run calls it."""
+    """From a configuration of `pretraining_config` to <run.folder>/critic. Every process of the run calls it."""
     start = time.perf_counter()
-    loaded = replace(loaded, config=pretraining_config(loaded.config))
     with prepared_run(loaded, rank, world_size, build_value_pretrainer) as run:
         learner = run.learner
         assert isinstance(learner, ActorCriticLearner)

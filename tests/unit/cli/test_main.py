@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import WORKER, app
+from megatron_dapo.config import load_config, pretraining_config
 from megatron_dapo.launch import local
+from megatron_dapo.launch.worker import parse_arguments
 from megatron_dapo.recovery.failure import Failure, record_failure
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 
@@ -46,6 +48,43 @@ def test_train_starts_the_workers_it_was_asked_for(recipe: Path, tmp_path: Path,
         and f"run.folder={folder}" in arguments
     )
     assert "TP2" in result.output and "accuracy after" in result.output and "0.900" in result.output
+
+
+PRETRAIN = ["--set", "algorithm.name=vapo", "--set", "rollout.filter_groups=false"]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_workers_pretrain_in_the_folder_that_is_watched(
+    given: bool, recipe: Path, tmp_path: Path, started: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "elsewhere" if given else Path("runs/run/value_pretraining")
+    result = runner.invoke(
+        app, ["pretrain-value", str(recipe), *PRETRAIN, *(["--run-folder", str(folder)] if given else [])]
+    )
+    assert result.exit_code == 0, result.output
+    ((_, arguments, _, run_folder),) = started
+    told = parse_arguments(arguments)
+    config = load_config(told.recipe, told.overrides).config
+    assert run_folder == folder
+    assert pretraining_config(config, Path(told.pretrain_value) if told.pretrain_value else None).run.folder == folder
+    assert "20 to 150 train steps" in result.output and f"output: {folder}" in result.output
+
+
+def test_pretraining_is_checked_as_what_it_is(recipe: Path, started: list) -> None:
+    """The policy's schedule over fewer steps than its warm-up says nothing; the critic's does."""
+    few = ["--set", "value_pretraining.min_steps=2", "--set", "value_pretraining.max_steps=2"]
+    policy = ["--set", "optimizer.schedule=linear", "--set", "optimizer.warmup_steps=4"]
+    result = runner.invoke(app, ["pretrain-value", str(recipe), *PRETRAIN, *few, *policy, "--dry-run"])
+    assert result.exit_code == 0 and started == [], result.output
+    critic = ["--set", "critic.optimizer.schedule=linear", "--set", "critic.optimizer.warmup_steps=4"]
+    result = runner.invoke(app, ["pretrain-value", str(recipe), *PRETRAIN, *few, *critic, "--dry-run"])
+    assert result.exit_code == 2 and "set critic.optimizer.warmup_steps below 2" in result.output
+
+
+def test_without_a_critic_there_is_nothing_to_pretrain(recipe: Path, started: list) -> None:
+    result = runner.invoke(app, ["pretrain-value", str(recipe)])
+    assert result.exit_code == 2 and started == [] and "has no critic; set ppo, vapo or tppo" in result.output
 
 
 def test_refusal_lists_everything_and_starts_nothing(recipe: Path, started: list) -> None:

@@ -75,6 +75,8 @@ THROUGH = {
     "critic.parallel.num_processes": "num_critic_processes",
     "optimizer.warmup_unit": "schedule_steps",
     "sglang.fp8_step0_max_mean_abs": "mismatch_gate",
+    "value_pretraining.train_paths": "pretraining_config",
+    "value_pretraining.max_steps": "pretraining_config",
 }
 # Their whole purpose is to let the validator accept something.
 CONFIRMATIONS = ("rollout.accept_bias", "sglang.accept_quantization_bias", "reward.confirm_both_overlong")
