@@ -247,10 +247,14 @@ class Call(Generic[Result]):
         self._outcome: list[Result] = []
         self._error: BaseException | None = None
         self._done = threading.Event()
-        threading.Thread(target=self._run, args=(function,), name="engine-call", daemon=True).start()
+        # A new thread would compute on GPU 0, whichever is this rank's.
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        threading.Thread(target=self._run, args=(function, gpu), name="engine-call", daemon=True).start()
 
-    def _run(self, function: Callable[[], Result]) -> None:
+    def _run(self, function: Callable[[], Result], gpu: int | None) -> None:
         try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
             self._outcome.append(function())
         # Carried to whoever waits.
         except BaseException as error:  # noqa: BLE001
