@@ -4,8 +4,8 @@ laid out.
 Planning is arithmetic on lengths, the same on every rank. It keeps: an equal number of micro-batches on every
 data-parallel rank (a multiple of the pipeline size under virtual pipelining), every sequence exactly once, no
 micro-batch above the limits. A micro-batch without a sequence is planned only where the counts leave no other way
-(fewer sequences than micro-batches are needed at the same number on every rank); it is packed as a few masked tokens
-that no sum sees.
+(fewer sequences than micro-batches are needed at the same number on every rank, such as fewer than there are ranks); it
+is packed as a few masked tokens that no sum sees.
 
 Packed, every per-token field stands at the position that PREDICTS the token (see `MicroBatch`): response token j of a
 sequence with prompt length n stands at position n + j - 1. Response tokens keep their targets and values where the loss
@@ -56,14 +56,10 @@ def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: M
 
     lengths: true token counts of the sequences (prompt + response). As few micro-batches as the limits allow; the
     largest come first, so that a memory error comes at once.
-    Raises ValueError where a sequence is larger than the token limit or a data-parallel rank would get no sequence.
+    Raises ValueError where a sequence is larger than the token limit.
     """
+    assert lengths, "a mini-batch has a sequence"
     num_ranks = layout.data
-    if len(lengths) < num_ranks:
-        raise ValueError(
-            f"mini-batch: {len(lengths)} sequences over {num_ranks} data-parallel ranks leave a rank without any; "
-            f"make the mini-batch at least {num_ranks} sequences or use fewer data-parallel ranks"
-        )
     sizes = [padded_length(length, layout.sequence_alignment) for length in lengths]
     capacity = _capacity(lengths, sizes, layout, limits)
     max_items = limits.max_sequences or None

@@ -68,9 +68,7 @@ class CriticSide(Protocol):
 
     def values(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]: ...
 
-    def learn(
-        self, samples: Sequence[TrainSample], train_step: int, fillers: Sequence[TrainSample] = ()
-    ) -> dict[str, float]: ...
+    def learn(self, samples: Sequence[TrainSample], train_step: int) -> dict[str, float]: ...
 
 
 class ActorCriticLearner:
@@ -105,7 +103,7 @@ class ActorCriticLearner:
             batch = estimate_advantages(samples, values, self._settings.advantages, penalties)
         result, critic_metrics = self._order.run(
             lambda: self._learn_policy(batch, train_step, mismatch_gate),
-            lambda: self.critic.learn(batch.critic_samples, train_step, fillers=samples),
+            lambda: self.critic.learn(batch.critic_samples, train_step),
         )
         self._watch(batch, critic_metrics["critic/loss"], train_step)
         return replace(result, metrics={**result.metrics, **batch.metrics, **critic_metrics})

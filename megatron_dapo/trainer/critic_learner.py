@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -101,13 +101,9 @@ class CriticLearner:
         outputs = self.critic.forward_values(micro_batches)
         return gather_response_tokens(outputs, micro_batches, samples, self.layout, self._rank)
 
-    def learn(
-        self, samples: Sequence[TrainSample], train_step: int, fillers: Sequence[TrainSample] = ()
-    ) -> dict[str, float]:
-        """`epochs` passes over `samples`, which have values and returns; metrics by the names of the schema.
-
-        fillers: samples of the batch that are not learned from; a few take part, masked, where there are fewer samples
-        than data-parallel ranks. Without samples nothing is done.
+    def learn(self, samples: Sequence[TrainSample], train_step: int) -> dict[str, float]:
+        """`epochs` passes over `samples`, which have values and returns; metrics by the names of the schema. Without samples
+        nothing is done.
         """
         if not samples:
             return _metrics({}, [], self._learning_rate(train_step), self.counters)
@@ -115,7 +111,7 @@ class CriticLearner:
         steps: list[StepResult] = []
         for epoch in range(self._settings.epochs):
             for part in self._split(samples, train_step, epoch):
-                steps.append(self._step([samples[index] for index in part], fillers, train_step))
+                steps.append(self._step([samples[index] for index in part], train_step))
                 for name, value in steps[-1].metrics.items():
                     totals[name] = totals.get(name, 0.0) + float(value)
         return _metrics(totals, steps, self._learning_rate(train_step), self.counters)
@@ -126,8 +122,8 @@ class CriticLearner:
         size = self._settings.samples_per_mini_batch
         return split_mini_batches([sample.group_index for sample in samples], size, split="samples", seed=order)
 
-    def _step(self, samples: list[TrainSample], fillers: Sequence[TrainSample], train_step: int) -> StepResult:
-        micro_batches = self._micro_batches([*samples, *self._masked(samples, fillers)], self._weigh)
+    def _step(self, samples: list[TrainSample], train_step: int) -> StepResult:
+        micro_batches = self._micro_batches(samples, self._weigh)
 
         def loss_fn(
             micro_batch: MicroBatch, values: torch.Tensor, index: int
@@ -143,15 +139,6 @@ class CriticLearner:
         result = self.critic.train_step(micro_batches, loss_fn, self._learning_rate(train_step))
         self._count(result)
         return result
-
-    def _masked(self, samples: Sequence[TrainSample], fillers: Sequence[TrainSample]) -> list[TrainSample]:
-        """As many masked samples as are needed for every data-parallel rank to have one; the shortest there are."""
-        missing = max(0, self.layout.data - len(samples))
-        names = {sample.sample_id for sample in samples}
-        others = sorted((one for one in fillers if one.sample_id not in names), key=lambda one: one.num_tokens)
-        if len(others) < missing:
-            others = [*others, *samples] * missing
-        return [_without_loss(sample) for sample in others[:missing]]
 
     def _weigh(self, samples: Sequence[TrainSample]) -> list[float]:
         trained = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
@@ -180,11 +167,6 @@ class CriticLearner:
             "policy's step is made",
             result.grad_norm,
         )
-
-
-def _without_loss(sample: TrainSample) -> TrainSample:
-    nothing = torch.zeros(sample.num_response_tokens)
-    return replace(sample, loss_mask=nothing, values=nothing, returns=nothing, positive_weight=0.0)
 
 
 def _metrics(

@@ -55,9 +55,7 @@ class CriticElsewhere:
         """See `CriticLearner.values`."""
         return receive_response_tokens(samples)
 
-    def learn(
-        self, samples: Sequence[TrainSample], train_step: int, fillers: Sequence[TrainSample] = ()
-    ) -> dict[str, float]:
+    def learn(self, samples: Sequence[TrainSample], train_step: int) -> dict[str, float]:
         """Nothing: what the critic learned is told afterwards."""
         return {}
 

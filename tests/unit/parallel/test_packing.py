@@ -30,7 +30,7 @@ LAYOUTS = [
     ParallelLayout(12, tensor=3, pipeline=2, sequence_parallel=True),
 ]
 layouts = st.sampled_from(LAYOUTS)
-ragged = st.lists(st.integers(2, 120), min_size=4, max_size=80)
+ragged = st.lists(st.integers(2, 120), min_size=1, max_size=80)
 
 
 def make_sample(length: int, prompt_length: int, seed: int = 0, name: str = "g/0") -> TrainSample:
@@ -55,7 +55,7 @@ def check_plan(plan, lengths, layout, limits) -> None:
         assert len(plan[0]) % layout.pipeline == 0
     assert sorted(index for rank in plan for part in rank for index in part) == list(range(len(lengths)))
     for rank in plan:
-        assert any(rank), "a rank without a sequence"
+        assert any(rank) or len(lengths) < layout.data, "a rank without a sequence"
         for part in rank:
             padded = padded_length(
                 sum(padded_length(lengths[index], layout.sequence_alignment) for index in part),
@@ -128,9 +128,13 @@ def test_budget_between_multiples_of_the_alignment_holds_no_more_than_it_says() 
         plan_micro_batches([9], layout, MicroBatchLimits(max_tokens=11))
 
 
-def test_fewer_sequences_than_ranks_is_an_error() -> None:
-    with pytest.raises(ValueError, match="3 sequences over 4 data-parallel ranks"):
-        plan_micro_batches([5, 6, 7], ParallelLayout(4), MicroBatchLimits(max_tokens=100))
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_ranks_without_a_sequence_have_masked_micro_batches(num_micro_batches: int) -> None:
+    """The last windows of a run, or what a filter left: fewer sequences than ranks."""
+    layout = ParallelLayout(4 * num_micro_batches, pipeline=num_micro_batches, virtual_pipeline=num_micro_batches)
+    plan = plan_micro_batches([5, 6, 7], layout, MicroBatchLimits(max_tokens=100))
+    assert sorted(map(sum, ([len(part) for part in rank] for rank in plan))) == [0, 1, 1, 1]
+    assert {len(rank) for rank in plan} == {num_micro_batches}
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_tokens": -1, "max_sequences": 2}])
