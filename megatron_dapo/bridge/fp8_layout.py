@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 
 from megatron_dapo.bridge.architecture import EMBEDDING, LM_HEAD, ROUTER
+from megatron_dapo.bridge.computed_layout import ComputedLayout, Held
 from megatron_dapo.bridge.sglang_layout import SglangLayout
 from megatron_dapo.ops.fp8 import BLOCK, E4M3
 from megatron_dapo.parallel.reshard.boxes import Box
@@ -124,7 +125,7 @@ def _constant(name: str) -> Piece:
     return Piece(name, (), (), name, ())
 
 
-class Fp8EngineLayout:
+class Fp8EngineLayout(ComputedLayout):
     """`EngineLayout` of engines that serve FP8: as `engines`, but for what `parameters` says."""
 
     def __init__(self, engines: SglangLayout, parameters: Fp8Parameters) -> None:
@@ -139,29 +140,18 @@ class Fp8EngineLayout:
             for piece in engines.pieces(rank)
             if piece.local in parameters.quantised
         )
-        self.tensors = _global_tensors(engines.tensors, self.quantised, parameters.constants)
-        self._cache: dict[int, tuple[tuple[Piece, ...], dict[str, TensorSpec]]] = {}
+        super().__init__(_global_tensors(engines.tensors, self.quantised, parameters.constants))
 
     @property
     def num_ranks(self) -> int:
         return self.engines.num_ranks
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        return self._rank(rank)[0]
+    def _place(self, rank: int) -> int:
+        return rank % self.tensor_parallel
 
-    def buffer_names(self, rank: int) -> frozenset[str]:
-        return frozenset(self.local_specs(rank))
-
-    def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
-        """See `EngineLayout`."""
-        return self._rank(rank)[1]
-
-    def _rank(self, rank: int) -> tuple[tuple[Piece, ...], dict[str, TensorSpec]]:
-        assert 0 <= rank < self.num_ranks, f"rank {rank} outside {self.num_ranks}"
-        tensor = rank % self.tensor_parallel
-        if tensor not in self._cache:
-            self._cache[tensor] = (tuple(self._pieces(tensor)), dict(self._specs(tensor)))
-        return self._cache[tensor]
+    def _hold(self, rank: int) -> Held:
+        tensor = self._place(rank)
+        return Held(tuple(self._pieces(tensor)), dict(self._specs(tensor)))
 
     def _pieces(self, rank: int) -> Iterator[Piece]:
         for piece in self.engines.pieces(rank):

@@ -20,13 +20,12 @@ from megatron_dapo.bridge.architecture import (
     VALUE_WEIGHT,
     ModelArchitecture,
 )
+from megatron_dapo.bridge.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
 from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
 from megatron_dapo.parallel.reshard.boxes import Box, intersect
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
 
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this times the tensor-parallel size
-
-Local = tuple[str, tuple[int, ...], tuple[Piece, ...]]  # name, shape, what fills it
 
 
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
@@ -35,7 +34,7 @@ def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class MegatronLayout:
+class MegatronLayout(ComputedLayout):
     """Layout of the actor's or critic's parameters (per tensor-parallel rank t of T):
 
     | local buffer | rows |
@@ -58,27 +57,13 @@ class MegatronLayout:
         self, architecture: ModelArchitecture, parallel: ParallelLayout, dtypes: Mapping[str, torch.dtype]
     ) -> None:
         _check_divisible(architecture, parallel)
+        super().__init__({name: TensorSpec(shape, dtypes[name]) for name, shape in architecture.shapes().items()})
         self.architecture = architecture
         self.parallel = parallel
-        self.tensors = {name: TensorSpec(shape, dtypes[name]) for name, shape in architecture.shapes().items()}
-        self._cache: dict[tuple[int, ...], tuple[tuple[Piece, ...], dict[str, TensorSpec]]] = {}
 
     @property
     def num_ranks(self) -> int:
         return self.parallel.world_size
-
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        return self._rank(rank)[0]
-
-    def buffer_names(self, rank: int) -> frozenset[str]:
-        return frozenset(self.local_specs(rank))
-
-    def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
-        """Shape and dtype of every local buffer of a rank, in model order."""
-        return self._rank(rank)[1]
-
-    def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        return {name: spec.shape for name, spec in self.local_specs(rank).items()}
 
     def model_parallel_ranks(self) -> tuple[int, ...]:
         """The ranks of the first replica of the dense tensors and of the experts: together one model."""
@@ -88,28 +73,27 @@ class MegatronLayout:
         dense, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
         return dense.data == dense.context == 0 or (self.architecture.experts is not None and experts.data == 0)
 
-    def _rank(self, rank: int) -> tuple[tuple[Piece, ...], dict[str, TensorSpec]]:
-        coordinates, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
-        key = (coordinates.tensor, coordinates.pipeline)
-        if self.architecture.experts is not None:
-            key += (experts.tensor, experts.expert)
-        if key not in self._cache:
-            locals_ = list(self._locals(coordinates.tensor, coordinates.pipeline, experts))
-            specs = {name: TensorSpec(shape, self._dtype_of(name, pieces)) for name, shape, pieces in locals_}
-            self._cache[key] = (tuple(piece for _, _, pieces in locals_ for piece in pieces), specs)
-        return self._cache[key]
+    def _place(self, rank: int) -> tuple[int, ...]:
+        dense, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
+        place = (dense.tensor, dense.pipeline)
+        return place if self.architecture.experts is None else (*place, experts.tensor, experts.expert)
 
-    def _dtype_of(self, local: str, pieces: tuple[Piece, ...]) -> torch.dtype:
+    def _hold(self, rank: int) -> Held:
+        dense, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
+        buffers = self._buffers(dense.tensor, dense.pipeline, experts)
+        return held((buffer, self._dtype_of(buffer)) for buffer in buffers)
+
+    def _dtype_of(self, buffer: Buffer) -> torch.dtype:
         # Only vocabulary rows can be all padding.
-        dtypes = {self.tensors[piece.tensor].dtype for piece in pieces} or {self.tensors[EMBEDDING].dtype}
+        dtypes = {self.tensors[piece.tensor].dtype for piece in buffer.pieces} or {self.tensors[EMBEDDING].dtype}
         if len(dtypes) > 1:
-            parts = sorted({f"{piece.tensor} {self.tensors[piece.tensor].dtype}" for piece in pieces})
+            parts = sorted({f"{piece.tensor} {self.tensors[piece.tensor].dtype}" for piece in buffer.pieces})
             raise ValueError(
-                f"{local} fuses tensors of different types, which Megatron cannot hold: {', '.join(parts)}"
+                f"{buffer.name} fuses tensors of different types, which Megatron cannot hold: {', '.join(parts)}"
             )
         return dtypes.pop()
 
-    def _locals(self, tensor: int, pipeline: int, experts: ExpertCoordinates) -> Iterator[Local]:
+    def _buffers(self, tensor: int, pipeline: int, experts: ExpertCoordinates) -> Iterator[Buffer]:
         parallel, architecture = self.parallel, self.architecture
         last_stage = parallel.virtual_pipeline - 1
         for stage in range(parallel.virtual_pipeline):
@@ -128,7 +112,7 @@ class MegatronLayout:
                 yield self._whole(f"{stage}.decoder.final_layernorm.weight", FINAL_NORM)
                 yield from self._head(f"{stage}.output_layer.", first_chunk, tensor)
 
-    def _head(self, local: str, first_chunk: bool, tensor: int) -> Iterator[Local]:
+    def _head(self, local: str, first_chunk: bool, tensor: int) -> Iterator[Buffer]:
         if self.architecture.head != LANGUAGE_MODEL:
             held = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
             yield from (self._whole(local + held[name], name) for name in self.architecture.head_shapes())
@@ -137,7 +121,7 @@ class MegatronLayout:
         elif not first_chunk:
             yield self._vocabulary(local + "weight", EMBEDDING, tensor)
 
-    def _attention(self, local: str, name: str, tensor: int) -> Iterator[Local]:
+    def _attention(self, local: str, name: str, tensor: int) -> Iterator[Buffer]:
         attention, qkv = local + "self_attention.", local + "self_attention.linear_qkv."
         yield self._whole(qkv + "layer_norm_weight", name + "input_layernorm.weight")
         yield self._qkv(qkv + "weight", name + "self_attn.{}_proj.weight", tensor)
@@ -150,13 +134,13 @@ class MegatronLayout:
             attention + "linear_proj.weight", name + "self_attn.o_proj.weight", tensor, self.parallel.tensor
         )
 
-    def _mlp(self, local: str, name: str, tensor: int) -> Iterator[Local]:
+    def _mlp(self, local: str, name: str, tensor: int) -> Iterator[Buffer]:
         size = self.parallel.tensor
         yield self._whole(local + "mlp.linear_fc1.layer_norm_weight", name + "post_attention_layernorm.weight")
         yield self._gate_up(local + "mlp.linear_fc1.weight", name + "mlp.", tensor, size)
         yield self._columns(local + "mlp.linear_fc2.weight", name + "mlp.down_proj.weight", tensor, size)
 
-    def _experts(self, local: str, name: str, place: ExpertCoordinates) -> Iterator[Local]:
+    def _experts(self, local: str, name: str, place: ExpertCoordinates) -> Iterator[Buffer]:
         assert self.architecture.experts is not None
         size = self.parallel.expert_tensor_size
         num_local = self.architecture.experts.num_experts // self.parallel.expert
@@ -168,34 +152,32 @@ class MegatronLayout:
             yield self._gate_up(here + "linear_fc1.weight", there, place.tensor, size)
             yield self._columns(here + "linear_fc2.weight", there + "down_proj.weight", place.tensor, size)
 
-    def _whole(self, local: str, name: str) -> Local:
-        shape = self.tensors[name].shape
-        zeros = (0,) * len(shape)
-        return local, shape, (Piece(name, zeros, shape, local, zeros),)
+    def _whole(self, local: str, name: str) -> Buffer:
+        return whole_tensor(name, self.tensors[name].shape, local)
 
-    def _columns(self, local: str, name: str, part: int, num_parts: int) -> Local:
+    def _columns(self, local: str, name: str, part: int, num_parts: int) -> Buffer:
         rows, columns = self.tensors[name].shape
         width = columns // num_parts
-        return local, (rows, width), (Piece(name, (0, part * width), (rows, width), local, (0, 0)),)
+        return Buffer(local, (rows, width), (Piece(name, (0, part * width), (rows, width), local, (0, 0)),))
 
-    def _vocabulary(self, local: str, name: str, tensor: int) -> Local:
+    def _vocabulary(self, local: str, name: str, tensor: int) -> Buffer:
         vocab_size, hidden = self.tensors[name].shape
         rows = padded_vocabulary(vocab_size, self.parallel.tensor) // self.parallel.tensor
         start = tensor * rows
         real = min(vocab_size - start, rows)
         pieces = (Piece(name, (start, 0), (real, hidden), local, (0, 0)),) if real > 0 else ()
-        return local, (rows, hidden), pieces
+        return Buffer(local, (rows, hidden), pieces)
 
-    def _gate_up(self, local: str, prefix: str, part: int, num_parts: int) -> Local:
+    def _gate_up(self, local: str, prefix: str, part: int, num_parts: int) -> Buffer:
         rows, hidden = self.tensors[prefix + "gate_proj.weight"].shape
         rows //= num_parts
         pieces = tuple(
             Piece(prefix + name + ".weight", (part * rows, 0), (rows, hidden), local, (position * rows, 0))
             for position, name in enumerate(("gate_proj", "up_proj"))
         )
-        return local, (2 * rows, hidden), pieces
+        return Buffer(local, (2 * rows, hidden), pieces)
 
-    def _qkv(self, local: str, pattern: str, tensor: int) -> Local:
+    def _qkv(self, local: str, pattern: str, tensor: int) -> Buffer:
         """Rows of rank `tensor` of the interleaved matrix of all heads; a bias is one without columns."""
         tail = self.tensors[pattern.format("q")].shape[1:]
         zeros = (0,) * len(tail)
@@ -212,7 +194,7 @@ class MegatronLayout:
                     Piece(pattern.format(projection), source, (size, *tail), local, (offset - mine.offset[0], *zeros))
                 )
             position += rows
-        return local, (num_rows, *tail), tuple(pieces)
+        return Buffer(local, (num_rows, *tail), tuple(pieces))
 
 
 def _interleaved_rows(architecture: ModelArchitecture) -> Iterator[tuple[str, int, int]]:

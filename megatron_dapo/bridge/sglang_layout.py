@@ -14,13 +14,12 @@ from functools import cached_property
 import torch
 
 from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
+from megatron_dapo.bridge.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec, local_holes
 
 VOCABULARY_MULTIPLE = 64  # the engine pads the vocabulary to a multiple of this
 CPU_INTERMEDIATE_MULTIPLE = 32  # on a CPU the engine pads intermediate sizes to a multiple of this times its size
-
-Local = tuple[str, tuple[int, ...], tuple[Piece, ...]]  # name, shape, what fills it
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def _cpu_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_par
 SIZES: Mapping[str, Callable[[ModelArchitecture, int, int], EngineSizes]] = {"cuda": _cuda_sizes, "cpu": _cpu_sizes}
 
 
-class SglangLayout:
+class SglangLayout(ComputedLayout):
     """Layout of `num_engines` equal engines; rank = engine * T + tensor-parallel rank t.
 
     | local buffer | content of rank t of T |
@@ -119,47 +118,30 @@ class SglangLayout:
         num_engines: int,
         sizes: EngineSizes,
     ) -> None:
+        super().__init__({name: TensorSpec(shape, dtype) for name, shape in architecture.shapes().items()})
         self.architecture = architecture
         self.tensor_parallel = tensor_parallel
         self.expert_parallel = expert_parallel
         self.num_engines = num_engines
         self.sizes = sizes
         self.dtype = dtype
-        self.tensors = {name: TensorSpec(shape, dtype) for name, shape in architecture.shapes().items()}
-        self._cache: dict[int, tuple[tuple[Piece, ...], dict[str, TensorSpec]]] = {}
 
     @property
     def num_ranks(self) -> int:
         return self.num_engines * self.tensor_parallel
-
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        return self._rank(rank)[0]
-
-    def buffer_names(self, rank: int) -> frozenset[str]:
-        return frozenset(self.local_specs(rank))
-
-    def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
-        """Shape and dtype of every parameter of a rank, in model order."""
-        return self._rank(rank)[1]
-
-    def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        return {name: spec.shape for name, spec in self.local_specs(rank).items()}
 
     def padding(self, rank: int) -> dict[str, tuple[Box, ...]]:
         """Boxes of the parameters, in local coordinates, that no tensor fills; they must be zero."""
         holes = local_holes(self.pieces(rank), self.local_shapes(rank))
         return {name: boxes for name, boxes in holes.items() if boxes}
 
-    def _rank(self, rank: int) -> tuple[tuple[Piece, ...], dict[str, TensorSpec]]:
-        assert 0 <= rank < self.num_ranks, f"rank {rank} outside {self.num_ranks}"
-        tensor = rank % self.tensor_parallel
-        if tensor not in self._cache:
-            locals_ = list(self._locals(tensor))
-            specs = {name: TensorSpec(shape, self.dtype) for name, shape, _ in locals_}
-            self._cache[tensor] = (tuple(piece for _, _, pieces in locals_ for piece in pieces), specs)
-        return self._cache[tensor]
+    def _place(self, rank: int) -> int:
+        return rank % self.tensor_parallel
 
-    def _locals(self, tensor: int) -> Iterator[Local]:
+    def _hold(self, rank: int) -> Held:
+        return held((buffer, self.dtype) for buffer in self._buffers(self._place(rank)))
+
+    def _buffers(self, tensor: int) -> Iterator[Buffer]:
         vocabulary = self._share(self.sizes.vocabulary)
         yield self._rows(EMBEDDING, [(EMBEDDING, tensor, vocabulary)])
         for layer in range(self.architecture.num_layers):
@@ -176,7 +158,7 @@ class SglangLayout:
         elif self.architecture.experts is not None:
             yield self._rows(LM_HEAD, [(EMBEDDING, tensor, vocabulary)])
 
-    def _attention(self, prefix: str, tensor: int) -> Iterator[Local]:
+    def _attention(self, prefix: str, tensor: int) -> Iterator[Buffer]:
         attention, head = prefix + "self_attn.", self.architecture.head_dim
         num_query = self._share(self.sizes.query_heads) * head
         yield self._whole(prefix + "input_layernorm.weight")
@@ -195,13 +177,13 @@ class SglangLayout:
         query = (f"{attention}q_proj.{kind}", tensor, self._share(self.sizes.query_heads) * head)
         return [query, *((f"{attention}{name}_proj.{kind}", tensor // replicas, rows) for name in "kv")]
 
-    def _mlp(self, prefix: str, tensor: int) -> Iterator[Local]:
+    def _mlp(self, prefix: str, tensor: int) -> Iterator[Buffer]:
         size = self._share(self.sizes.intermediate)
         parts = [(f"{prefix}{name}_proj.weight", tensor, size) for name in ("gate", "up")]
         yield self._rows(prefix + "gate_up_proj.weight", parts)
         yield self._columns(prefix + "down_proj.weight", tensor, size)
 
-    def _experts(self, prefix: str, tensor: int) -> Iterator[Local]:
+    def _experts(self, prefix: str, tensor: int) -> Iterator[Buffer]:
         experts, cut = self.architecture.experts, self.tensor_parallel // self.expert_parallel
         assert experts is not None, "a layer with experts in a dense model"
         rank, index = divmod(tensor, cut)
@@ -217,8 +199,8 @@ class SglangLayout:
                 gate_up_pieces.append(Piece(names[0], *rows, gate_up, (slot, 0, 0)))
                 gate_up_pieces.append(Piece(names[1], *rows, gate_up, (slot, size, 0)))
                 down_pieces.append(Piece(names[2], *columns, down, (slot, 0, 0)))
-        yield gate_up, (num_local, 2 * size, hidden), tuple(gate_up_pieces)
-        yield down, (num_local, hidden, size), tuple(down_pieces)
+        yield Buffer(gate_up, (num_local, 2 * size, hidden), tuple(gate_up_pieces))
+        yield Buffer(down, (num_local, hidden, size), tuple(down_pieces))
 
     @cached_property
     def _expert_names(self) -> dict[str, list[tuple[str, str, str]]]:
@@ -236,19 +218,17 @@ class SglangLayout:
     def _share(self, size: int) -> int:
         return size // self.tensor_parallel
 
-    def _whole(self, name: str) -> Local:
-        shape = self.tensors[name].shape
-        zeros = (0,) * len(shape)
-        return name, shape, (Piece(name, zeros, shape, name, zeros),)
+    def _whole(self, name: str) -> Buffer:
+        return whole_tensor(name, self.tensors[name].shape, name)
 
-    def _columns(self, name: str, index: int, width: int) -> Local:
+    def _columns(self, name: str, index: int, width: int) -> Buffer:
         """Columns [index * width, +width) of the padded matrix."""
         rows, columns = self.tensors[name].shape
         real = min(columns - index * width, width)
         pieces = (Piece(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
-        return name, (rows, width), pieces
+        return Buffer(name, (rows, width), pieces)
 
-    def _rows(self, local: str, parts: Sequence[tuple[str, int, int]]) -> Local:
+    def _rows(self, local: str, parts: Sequence[tuple[str, int, int]]) -> Buffer:
         """Rows of one or several tensors below each other; a part is (tensor, index, rows): rows [index * rows, +rows)
         of the padded tensor. A bias is a matrix without columns."""
         tail = self.tensors[parts[0][0]].shape[1:]
@@ -259,7 +239,7 @@ class SglangLayout:
             if real > 0:
                 pieces.append(Piece(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
             position += rows
-        return local, (position, *tail), tuple(pieces)
+        return Buffer(local, (position, *tail), tuple(pieces))
 
 
 def sglang_layout(
