@@ -1,0 +1,163 @@
+"""What unfinished responses cost a checkpoint: their tokens and log-probs as tensors, against all of the state in JSON.
+
+A collector of windows (T-PPO) is filled with responses that are all unfinished, by an engine that draws random tokens and
+log-probs, and its state is written and read as a checkpoint does it (`collector.json` and `collector.safetensors`), then
+as one JSON file, as checkpoints had it before. Files go to a temporary folder; whatever the machine caches is cached.
+
+    python benchmarks/window_state.py [--json] [--groups 64] [--group-size 16] [--tokens 12288]
+
+`size_ratio`, `write_ratio`, `read_ratio`: tensors / JSON. The defaults are an eighth of 512 x 16 responses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointWriter
+from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.settings import WindowSettings
+from megatron_dapo.rollout.state_tensors import join_state, split_state
+from megatron_dapo.rollout.windows import WindowCollector
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionRange
+
+VOCAB_SIZE = 151936
+PROMPT_TOKENS = 200
+
+
+class EndlessEngine:
+    """Every response runs into the limit of its window at once."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+        self._waiting: list[GenerationRequest] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._waiting += requests
+
+    def poll(self) -> list[Completion]:
+        waiting, self._waiting = self._waiting, []
+        return [self._completion(request) for request in waiting]
+
+    def abort(self) -> list[Completion]:
+        return []
+
+    def _completion(self, request: GenerationRequest) -> Completion:
+        count = request.sampling.max_new_tokens
+        generator = torch.Generator().manual_seed(request.seed % 2**63)
+        tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=generator)
+        logprobs = torch.randn(count, generator=generator).abs().neg()  # float32, as engines give them
+        versions = (VersionRange(0, count, self.policy_version),)
+        return Completion(request.request_id, tuple(tokens.tolist()), tuple(logprobs.tolist()), "length", versions)
+
+
+class NobodyScores:
+    def score_many(self, items: Any) -> dict[Any, Any]:
+        assert not list(items), "no response is finished"
+        return {}
+
+
+def filled_collector(num_groups: int, group_size: int, num_tokens: int) -> WindowCollector:
+    """One whose pool holds `num_groups` x `group_size` unfinished responses of `num_tokens`."""
+    prompts = {str(i): Prompt(str(i), (), tuple(range(PROMPT_TOKENS)), "1") for i in range(num_groups)}
+    sampling = SamplingParams(max_new_tokens=2 * num_tokens)
+    collector = WindowCollector(
+        stream=PromptStream(list(prompts), seed=0),
+        prompts=prompts,
+        engine=EndlessEngine(),
+        scorer=SampleScorer(NobodyScores(), lambda token_ids: ""),
+        settings=WindowSettings(group_size, sampling, seed=0, window_tokens=num_tokens),
+    )
+    batch = collector.collect(num_groups)
+    assert len(batch.groups) == num_groups, f"{len(batch.groups)} groups of {num_groups}"
+    return collector
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """(wall seconds, result)."""
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result
+
+
+def as_tensors(collector: WindowCollector, folder: Path) -> tuple[dict[str, float], Any]:
+    """Figures of a checkpoint's two files, and the state read back."""
+    names = ("collector.json", "collector.safetensors")
+
+    def write() -> None:
+        writer = CheckpointWriter(folder, rank=0)
+        document, tensors = split_state(collector.state_dict())
+        writer.save_json(names[0], document)
+        writer.save_tensors(names[1], tensors)
+
+    def read() -> Any:
+        checkpoint = Checkpoint(0, folder, files=dict.fromkeys(names), metadata={})
+        return join_state(checkpoint.load_json(names[0]), checkpoint.load_tensors(names[1]))
+
+    return _figures(write, read, [folder / name for name in names])
+
+
+def as_json(collector: WindowCollector, folder: Path) -> tuple[dict[str, float], Any]:
+    """The same of one JSON file."""
+    path = folder / "state.json"
+
+    def write() -> None:
+        CheckpointWriter(folder, rank=0).save_json(path.name, collector.state_dict())
+
+    return _figures(write, lambda: json.loads(path.read_text("utf-8")), [path])
+
+
+def _figures(write: Callable[[], Any], read: Callable[[], Any], paths: Sequence[Path]) -> tuple[dict[str, float], Any]:
+    write_seconds, _ = timed(write)
+    read_seconds, state = timed(read)
+    size = sum(path.stat().st_size for path in paths) / 1e9
+    return {"gigabytes": size, "write_seconds": write_seconds, "read_seconds": read_seconds}, state
+
+
+def measure(num_groups: int, group_size: int, num_tokens: int) -> dict[str, Any]:
+    """Both, of one collector; AssertionError where they do not read back the same."""
+    collector = filled_collector(num_groups, group_size, num_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        tensors, from_tensors = as_tensors(collector, Path(folder))
+        plain, from_json = as_json(collector, Path(folder))
+    assert from_tensors == from_json, "tensors and JSON give different states"
+    ratios = {
+        f"{name}_ratio": tensors[figure] / plain[figure]
+        for name, figure in (("size", "gigabytes"), ("write", "write_seconds"), ("read", "read_seconds"))
+    }
+    return {**ratios, "responses": num_groups * group_size, "tokens": num_tokens, "tensors": tensors, "json": plain}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=12288, help="of a response so far")
+    arguments = parser.parse_args()
+    result = {"benchmark": "window_state", **measure(arguments.groups, arguments.group_size, arguments.tokens)}
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    print(f"{result['responses']:,} unfinished responses of {result['tokens']:,} tokens")
+    for name in ("tensors", "json"):
+        row = result[name]
+        print(
+            f"{name:8} {row['gigabytes']:.3f} GB, written in {row['write_seconds']:.1f} s, read in {row['read_seconds']:.1f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
