@@ -136,6 +136,9 @@ class ActorCriticLearner:
         if not batch.critic_samples:
             logger.info("train step %d: no response is finished, the critic learns nothing", train_step + 1)
             return
+        if not batch.has_spread:
+            logger.info("train step %d: all returns are equal, there is nothing to explain", train_step + 1)
+            return
         explained = batch.metrics["critic/explained_variance"]
         self.critic.counters.remember(explained, loss, self._settings.history_length)
         if explained < self._settings.explained_variance_alarm:

@@ -42,6 +42,7 @@ class EstimatedBatch:
     policy_samples: list[TrainSample]
     critic_samples: list[TrainSample]
     metrics: dict[str, float]
+    has_spread: bool = True  # the critic's targets differ, so that there is something to explain
 
 
 def estimate_advantages(
@@ -51,20 +52,22 @@ def estimate_advantages(
     penalties: Sequence[torch.Tensor] | None = None,
 ) -> EstimatedBatch:
     """`values` [R] each, of the state every response token was drawn in; `penalties` [R] are taken off the tokens'
-    rewards (KL). A sample with a value that is not finite trains nothing and is counted.
+    rewards (KL). A sample with a value or penalty that is not finite trains nothing and is counted.
 
     ValueError where gamma or lambda lie outside [0, 1], or no sample has finite values.
     """
     penalties = penalties if penalties is not None else [torch.zeros_like(each) for each in values]
-    usable = [bool(torch.isfinite(each).all()) for each in values]
+    usable = [bool(torch.isfinite(torch.cat(pair)).all()) for pair in zip(values, penalties, strict=True)]
     if samples and not any(usable):
+        finite_values = any(bool(torch.isfinite(each).all()) for each in values)
+        what, whose = ("KL penalties", "the policy") if finite_values else ("critic's values", "the critic")
         raise ValueError(
-            f"none of the critic's values of {len(samples)} responses are finite: its weights are damaged; resume from "
-            "an earlier checkpoint"
+            f"none of the {what} of {len(samples)} responses are finite: the weights of {whose} are damaged; resume from an "
+            "earlier checkpoint"
         )
     judged = [_Judged.of(*each) for each in zip(samples, values, penalties, usable, strict=True)]
     policy, advantages_metrics = _policy_samples(judged, settings)
-    critic, value_metrics = _critic_samples(judged, settings)
+    critic, value_metrics, has_spread = _critic_samples(judged, settings)
     finished = [one.judgement.window.is_finished for one in judged]
     metrics = {
         **advantages_metrics,
@@ -72,7 +75,7 @@ def estimate_advantages(
         "critic/nonfinite_samples": float(usable.count(False)),
         "critic/finished_share": sum(finished) / max(1, len(finished)),
     }
-    return EstimatedBatch(policy, critic, metrics)
+    return EstimatedBatch(policy, critic, metrics, has_spread)
 
 
 @dataclass(frozen=True)
@@ -144,11 +147,11 @@ def _of_window(one: _Judged, mask: torch.Tensor, advantages: torch.Tensor) -> Tr
 
 def _critic_samples(
     judged: Sequence[_Judged], settings: AdvantageSettings
-) -> tuple[list[TrainSample], dict[str, float]]:
+) -> tuple[list[TrainSample], dict[str, float], bool]:
     """All tokens of finished responses, whatever window they are of, with values and targets.
 
     What of a response lies before its last window had its mask then; now it counts as a whole, so the mask is taken to
-    be that of its last token.
+    be that of its last token. The last of what is returned: whether the targets differ.
     """
     finished = [one for one in judged if one.is_finished and bool(one.sample.loss_mask.any())]
     lengths = torch.tensor([one.sample.num_response_tokens for one in finished], dtype=torch.int64)
@@ -161,7 +164,7 @@ def _critic_samples(
         replace(one.sample, loss_mask=whole, values=one.values, returns=target.to(torch.float32))
         for one, whole, target in zip(finished, masks, returns.split(lengths.tolist()), strict=True)
     ]
-    return samples, _explained(values, returns, mask, lengths)
+    return samples, *_explained(values, returns, mask, lengths)
 
 
 def _whole_mask(one: _Judged) -> torch.Tensor:
@@ -181,15 +184,17 @@ def _token_rewards(
 
 def _explained(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor
-) -> dict[str, float]:
-    """Of the critic as it was before this batch; 0 where the returns are all equal, of which nothing can be explained."""
+) -> tuple[dict[str, float], bool]:
+    """Of the critic as it was before this batch, and whether the returns differ; 0 where they do not, of which nothing can
+    be explained."""
     found = explained_variance(explained_variance_sums(values, returns, mask, lengths)) if len(lengths) else {}
     num_tokens = max(1.0, float(mask.sum()))
-    return {
+    metrics = {
         **{f"critic/{_EXPLAINED[part]}": found.get(part, 0.0) for part in PARTS},
         "critic/value_mean": float((values * mask).sum()) / num_tokens,
         "critic/return_mean": float((returns * mask).sum()) / num_tokens,
     }
+    return metrics, "all" in found
 
 
 _EXPLAINED = {part: f"explained_variance_{part}" if part != "all" else "explained_variance" for part in PARTS}

@@ -10,6 +10,7 @@ finite changes nothing, is counted, and leaves the policy's step alone.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -71,7 +72,9 @@ class CriticCounters:
     history: list[list[float]] = field(default_factory=list)
 
     def remember(self, explained_variance: float, loss: float, length: int) -> None:
-        """Add a train step to the history, which keeps the newest `length`."""
+        """Add a train step to the history, which keeps the newest `length`; one whose numbers are not finite says nothing."""
+        if not (math.isfinite(explained_variance) and math.isfinite(loss)):
+            return
         self.history = [*self.history, [explained_variance, loss]][-length:]
 
 

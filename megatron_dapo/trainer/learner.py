@@ -145,7 +145,7 @@ class Learner:
         self._phase = phase
 
     def learn(self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None) -> LearnResult:
-        """One pass over a rollout batch (`epochs` of them).
+        """One pass over a rollout batch (`epochs` of them). A mini-batch without a trained token makes no step.
 
         With `mismatch_gate` nothing is trained unless the mean |old - rollout log-prob| is at most that many nats. Raises
         MismatchError, TooManySkips; ValueError where a batch cannot be cut.
@@ -239,7 +239,17 @@ class Learner:
         if settings.aggregation == OVER_ROLLOUT:
             num_tokens = int(_trained_tokens(samples).sum())
             weigh = partial(_weigh_over_rollout, weight=rollout_token_weight(num_tokens, len(parts)))
-        return [self._mini_batch([samples[index] for index in part], weigh) for part in parts]
+        mini_batches = [self._mini_batch([samples[index] for index in part], weigh) for part in parts]
+        trained = [mini_batch for mini_batch in mini_batches if mini_batch.num_tokens]
+        if len(trained) < len(mini_batches):
+            # A step without a gradient would move the weights all the same, by momentum and decay.
+            logger.warning(
+                "train step %d: %d of %d mini-batches have no trained token and make no optimizer step",
+                train_step + 1,
+                len(mini_batches) - len(trained),
+                len(mini_batches),
+            )
+        return trained
 
     def _mini_batch(self, samples: list[TrainSample], weigh: WeighSamples) -> _MiniBatch:
         limits = MicroBatchLimits(max_tokens=self._settings.micro_batch_tokens)

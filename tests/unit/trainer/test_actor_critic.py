@@ -94,6 +94,15 @@ def test_an_alarm_names_the_step_and_both_numbers(caplog: pytest.LogCaptureFixtu
     assert "train step 5: the critic explains" in caplog.text and "0.9" in caplog.text
 
 
+def test_equal_returns_are_no_reason_for_an_alarm_and_no_step_of_the_history(caplog: pytest.LogCaptureFixture) -> None:
+    """The first windows of a run: the few responses that are finished are all wrong."""
+    learner = make(FakePolicy(), FakeCritic(), explained_variance_alarm=0.9)
+    with caplog.at_level(logging.INFO):
+        metrics = learner.learn([judged("0/0", 3, -1.0), judged("0/1", 2, -1.0)], 4).metrics
+    assert metrics["critic/explained_variance"] == 0.0 and learner.critic.counters.history == []
+    assert "all returns are equal" in caplog.text and "the critic explains" not in caplog.text
+
+
 def test_convergence_is_asked_of_the_history() -> None:
     learner = make(FakePolicy(), FakeCritic(), has_converged=lambda history: len(history) >= 2)
     assert not learner.has_converged()

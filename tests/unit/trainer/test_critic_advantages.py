@@ -117,6 +117,17 @@ def test_a_value_that_is_no_number_takes_its_sample_out_and_nothing_else() -> No
         estimate_advantages(samples, [values[0]] * 2, PLAIN)
 
 
+def test_so_does_a_penalty_that_is_no_number() -> None:
+    values, samples = [torch.zeros(3)] * 2, [judged("0/0", 3, 1.0), judged("0/1", 3, 1.0)]
+    broken = torch.tensor([0.0, float("nan"), 0.0])
+    batch = estimate_advantages(samples, values, PLAIN, [broken, torch.zeros(3)])
+    assert [sample.sample_id for sample in batch.critic_samples] == ["0/1"]
+    with pytest.raises(
+        ValueError, match="none of the KL penalties of 2 responses are finite: the weights of the policy"
+    ):
+        estimate_advantages(samples, values, PLAIN, [broken] * 2)
+
+
 def test_explained_variance_is_that_of_the_critic_that_made_the_advantages() -> None:
     samples = [judged("0/0", 2, 1.0), judged("0/1", 2, -1.0)]
     perfect = estimate_advantages(samples, [torch.ones(2), -torch.ones(2)], PLAIN).metrics

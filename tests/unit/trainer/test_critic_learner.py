@@ -81,3 +81,11 @@ def test_history_keeps_the_newest() -> None:
     for step in range(5):
         learner.counters.remember(step / 10, 1.0, length=3)
     assert learner.counters.history == [[0.2, 1.0], [0.3, 1.0], [0.4, 1.0]]
+
+
+def test_what_is_not_finite_is_not_remembered() -> None:
+    """A checkpoint holds the history as JSON, which knows no NaN: the run would end with the next one."""
+    learner = make_critic_learner(FakeCritic())
+    for explained, loss in ((0.1, 1.0), (0.2, float("nan")), (float("-inf"), 1.0), (0.3, float("inf"))):
+        learner.counters.remember(explained, loss, length=3)
+    assert learner.counters.history == [[0.1, 1.0]]

@@ -142,3 +142,15 @@ def test_the_gap_is_told_apart_by_the_age_of_tokens() -> None:
     for lag, share, gap in (("lag0", 0.25, 0.0), ("lag1", 0.5, 0.1), ("lag2plus", 0.25, 0.3)):
         assert metrics[f"mismatch/{lag}_token_share"] == pytest.approx(share)
         assert metrics[f"mismatch/{lag}_abs_logprob_diff_mean"] == pytest.approx(gap, abs=1e-6)
+
+
+def test_a_mini_batch_without_a_trained_token_makes_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    """AdamW would move the weights by momentum and decay."""
+    samples = [replace(one, loss_mask=one.loss_mask * (one.group_index >= 2)) for one in make_samples(6)]
+    actor = FakeActor()
+    result = make_learner(actor, epochs=2).learn(samples, train_step=4)
+    assert (actor.num_steps, result.num_optimizer_steps) == (4, 4), "two mini-batches of three, twice"
+    assert "train step 5: 1 of 3 mini-batches have no trained token" in caplog.text
+    nothing = [replace(one, loss_mask=torch.zeros(4)) for one in make_samples(2)]
+    result = make_learner(FakeActor(), epochs=1).learn(nothing, train_step=0, mismatch_gate=0.1)
+    assert result.num_optimizer_steps == 0 and result.metrics["actor/trained_tokens"] == 0
