@@ -39,7 +39,8 @@ from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSetting
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.server import ServerSettings, SglangServer
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.trainer.inputs import read_model_inputs
 from megatron_dapo.types import GenerationRequest, SamplingParams
 

@@ -44,7 +44,8 @@ from typing import Any
 import torch
 
 from megatron_dapo.engines.sglang.keys import create_key
-from megatron_dapo.engines.sglang.server import ServerSettings, SglangServer
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = Path(__file__).resolve().parent / "peers"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.server import ServerSettings, SglangServer
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.quantisation.probe import Sample
 
 

@@ -31,7 +31,9 @@ from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettin
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.resting import RestingClient
 from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter
-from megatron_dapo.engines.sglang.server import EngineServer, Expectation, ServerSettings, SglangServer
+from megatron_dapo.engines.sglang.served import Expectation
+from megatron_dapo.engines.sglang.server import EngineServer, SglangServer
+from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.launch.environment import rendezvous_host
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES

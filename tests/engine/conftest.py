@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_dapo.engines.sglang.keys import create_key
-from megatron_dapo.engines.sglang.server import ServerSettings, SglangServer
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
 VOCAB_SIZE = 300
 # The machine may be busy with other tests: starting takes about ten seconds of two cores.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.engines.sglang.server import EngineStartError
+from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.quantisation.engine_check import engine_logprobs
 from megatron_dapo.quantisation.probe import Sample, compare, logprobs_of
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.server import Expectation, SglangServer
+from megatron_dapo.engines.sglang.served import Expectation
+from megatron_dapo.engines.sglang.server import SglangServer
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -226,7 +227,8 @@ import json, sys, time
 from pathlib import Path
 from megatron_dapo.engines.sglang.keys import create_key
 from megatron_dapo.engines.sglang.processes import leftovers
-from megatron_dapo.engines.sglang.server import ServerSettings, SglangServer
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
 python, model, folder = map(Path, sys.argv[1:])
 settings = ServerSettings(

@@ -29,7 +29,8 @@ def free_bytes() -> int:
 def test_memory_is_released_measured_and_taken_back(device, model, engine_python, tmp_path) -> None:
     from megatron_dapo.engines.sglang.keys import create_key, read_key
     from megatron_dapo.engines.sglang.resting import RestingClient, wait_for_memory
-    from megatron_dapo.engines.sglang.server import ServerSettings, SglangServer
+    from megatron_dapo.engines.sglang.server import SglangServer
+    from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
     total = torch.cuda.mem_get_info()[1]
     settings = ServerSettings(

@@ -16,16 +16,11 @@ import psutil
 import pytest
 
 from megatron_dapo.engines.sglang import server as server_module
-from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.server import (
-    EngineStartError,
-    Expectation,
-    ServerSettings,
-    SglangServer,
-    command,
-    environment,
-)
+from megatron_dapo.engines.sglang.keys import create_key
+from megatron_dapo.engines.sglang.served import EngineStartError, Expectation
+from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_log import first_cause
+from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
 ENGINE = """#!{python}
 import json, os, signal, subprocess, sys, time
@@ -233,55 +228,9 @@ def test_an_interpreter_that_is_none(settings: Any, tmp_path: Path) -> None:
         SglangServer.start(settings(python=tmp_path / "missing"))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tensor_parallel": 0}, "must be at least 1"),
-        ({"dtype": "float8"}, "float8.*is not one of"),
-        ({"host": "0.0.0.0"}, "every interface"),
-        ({"gpus": (0, 1, 2)}, "3 for tensor_parallel 1"),
-    ],
-)
-def test_bad_settings(settings: Any, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        settings(**fields)
-
-
 def test_a_folder_without_a_model(settings: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a Hugging Face model folder"):
         SglangServer.start(settings(model_path=tmp_path))
-
-
-def test_the_key_is_not_in_the_command(settings: Any, tmp_path: Path) -> None:
-    some = settings(tensor_parallel=2, seeded=True, random_weights=True)
-    line = command(some, 1, 2, tmp_path)
-    assert read_key(some.key_file) not in " ".join(line)
-    assert {"--enable-deterministic-inference", "--skip-tokenizer-init"} <= set(line)
-    assert line[line.index("--load-format") + 1] == "dummy" and line[line.index("--tp-size") + 1] == "2"
-
-
-def test_fp8_is_asked_for_whatever_the_folder_says(settings: Any, tmp_path: Path) -> None:
-    assert "--json-model-override-args" not in command(settings(), 1, 2, tmp_path)
-    line = command(settings(quantization="fp8"), 1, 2, tmp_path)
-    override = json.loads(line[line.index("--json-model-override-args") + 1])
-    assert override["quantization_config"]["quant_method"] == "fp8"
-    assert override["quantization_config"]["weight_block_size"] == [128, 128]
-    with pytest.raises(ValueError, match="'int3' is not one of none, fp8"):
-        settings(quantization="int3")
-    with pytest.raises(ValueError, match="16 bits, not float32"):
-        settings(quantization="fp8", device="cuda", dtype="float32")
-
-
-def test_the_launchers_variables_do_not_reach_the_engine(settings: Any, tmp_path: Path) -> None:
-    inherited = {
-        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x",
-        "PYTHONHOME": "/x", "VIRTUAL_ENV": "/v", "PATH": "/bin", "HOME": "/root", "LD_LIBRARY_PATH": "/cuda",
-    }  # fmt: skip
-    found = environment(settings(tensor_parallel=2), tmp_path, inherited)
-    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "VIRTUAL_ENV"} & set(found)
-    assert "PYTHONHOME" not in found and found["PATH"] == "/bin" and found["LD_LIBRARY_PATH"] == "/cuda"
-    assert len(found["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2 and found["OMP_NUM_THREADS"] == "1"
-    assert found["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_server_given_by_its_url(settings: Any, start: Any) -> None:

@@ -1,0 +1,136 @@
+"""What a SGLang server says it serves, and whether that is what was asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.server_settings import DTYPES, WEIGHT_LOADER, ServerSettings
+from megatron_dapo.engines.sglang.versions import Dialect, dialect_of
+
+_CALL_S = 60.0
+_IMPOSSIBLE_TOKEN = 1 << 40
+
+
+class EngineStartError(RuntimeError):
+    """A server that ended, did not come up in time, or serves something else than was asked for."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a server has to serve. `seeded`: its deterministic mode is on."""
+
+    architecture: str
+    vocab_size: int
+    dtype: str
+    tensor_parallel: int
+    seeded: bool = False
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Expectation:
+        """From the model folder's config.json. ValueError where it does not say."""
+        file = settings.model_path / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+            architecture, vocab_size = str(config["architectures"][0]), int(config["vocab_size"])
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"{file}: cannot tell architectures and vocab_size from it ({error!r}); model_path must be a "
+                "Hugging Face model folder"
+            ) from error
+        return cls(architecture, vocab_size, DTYPES[settings.dtype], settings.tensor_parallel, settings.seeded)
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a healthy server says about itself."""
+
+    dialect: Dialect
+    model_path: str
+    architecture: str
+    vocab_size: int
+    dtype: str
+    tensor_parallel: int
+    max_total_tokens: int
+    seeded: bool
+    weight_loaders: tuple[str, ...]
+
+
+def open_http(url: str, key_file: Path) -> httpx.Client:
+    """Connections to a server, with its key."""
+    # No proxy from the environment: the key goes to the engine alone.
+    headers = {"Authorization": f"Bearer {read_key(key_file)}"}
+    return httpx.Client(base_url=url, headers=headers, timeout=_CALL_S, trust_env=False)
+
+
+def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInfo:
+    """What the server says it serves. EngineStartError where that is not what was asked for."""
+    info = _server_info(url, http)
+    pairs = {
+        "architecture": (info.architecture, expectation.architecture),
+        "vocab_size": (info.vocab_size, expectation.vocab_size),
+        "dtype": (info.dtype, expectation.dtype),
+        "tensor_parallel": (info.tensor_parallel, expectation.tensor_parallel),
+    }
+    wrong = [f"{name} {found}, not {wanted}" for name, (found, wanted) in pairs.items() if found != wanted]
+    if expectation.seeded and not info.seeded:
+        wrong.append("no seeds per request: start it with --enable-deterministic-inference")
+    if WEIGHT_LOADER not in info.weight_loaders:
+        wrong.append(f"no way to update its weights: start it with --custom-weight-loader {WEIGHT_LOADER}")
+    if wrong:
+        raise EngineStartError(f"it serves another model than was asked for ({info.model_path}): {'; '.join(wrong)}")
+    return info
+
+
+def _server_info(url: str, http: httpx.Client) -> ServerInfo:
+    server, model = _json(http, "/server_info"), _json(http, "/model_info")
+    try:
+        return ServerInfo(
+            dialect=dialect_of(str(server["version"])),
+            model_path=str(model["model_path"]),
+            architecture=str((model.get("architectures") or ["unknown"])[0]),
+            vocab_size=_vocab_size(http),
+            dtype=DTYPES.get(str(server["dtype"]), str(server["dtype"])),
+            tensor_parallel=int(server["tp_size"]),
+            max_total_tokens=int(server["max_total_num_tokens"]),
+            seeded=bool(server.get("enable_deterministic_inference")),
+            weight_loaders=tuple(server.get("custom_weight_loader") or ()),
+        )
+    except (KeyError, TypeError) as error:
+        raise EngineStartError(f"{url} does not answer like a SGLang server: {error!r}") from error
+
+
+def _vocab_size(http: httpx.Client) -> int:
+    """The vocabulary in use. No endpoint tells it, but the refusal of a token beyond it does; nothing is generated."""
+    body = {
+        "input_ids": [0],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [_IMPOSSIBLE_TOKEN],
+    }
+    answer = http.post("/generate", json=body)
+    match = re.search(r"valid range is \[0, (\d+)\)", answer.text)
+    if match is None:
+        raise EngineStartError(
+            f"cannot tell its vocabulary: /generate answers {answer.status_code} {answer.text[:200]}"
+        )
+    return int(match.group(1))
+
+
+def _json(http: httpx.Client, path: str) -> dict[str, Any]:
+    answer = http.get(path)
+    if answer.status_code == 401:
+        raise EngineStartError(f"it refuses the key ({path} answers 401): it was started with another one")
+    try:
+        document = answer.json() if answer.status_code == 200 else None
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise EngineStartError(f"{path} answers {answer.status_code} {answer.text[:200]!r}")
+    return document

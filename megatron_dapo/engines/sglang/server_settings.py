@@ -1,0 +1,194 @@
+"""What a SGLang server is started with: its settings, command line and environment, as pure functions."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+WEIGHT_LOADER = "megatron_dapo.engines.sglang.weight_loader.load"
+_PACKAGE_ROOT = Path(__file__).resolve().parents[3]
+# SGLang's names of element types -> ours.
+DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
+Quantization = Literal["none", "fp8"]
+# What takes the place of fields of the folder's config.json.
+_MODEL_OVERRIDES = {
+    "none": None,
+    "fp8": json.dumps(
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+            }
+        }
+    ),
+}
+# What the trainer's launcher set for the trainer's processes must not reach the engine's.
+_NOT_INHERITED = re.compile(
+    r"PYTHON|VIRTUAL_ENV|TORCHELASTIC|SGLANG_|SLURM_|TMPDIR$"
+    r"|(?:LOCAL_|GROUP_)?(?:RANK|WORLD_SIZE)$|MASTER_(?:ADDR|PORT)$"
+    r"|PYTORCH_(?:CUDA_)?ALLOC_CONF$"  # SGLang's memory saver refuses expandable segments
+)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """One server. What may differ between the servers of a run is the cores or GPUs they get."""
+
+    python: Path
+    """Interpreter of the environment SGLang is installed in."""
+    model_path: Path
+    """Hugging Face folder. Its weights are not read with `random_weights`."""
+    key_file: Path
+    log_folder: Path
+    device: Literal["cpu", "cuda"] = "cpu"
+    tensor_parallel: int = 1
+    dtype: str = "float32"
+    host: str = "127.0.0.1"
+    """Address to listen on: loopback, or that of one interface."""
+    max_running_requests: int = 128
+    max_total_tokens: int | None = None
+    """Tokens the KV cache holds; None: as many as fit into `memory_fraction` (a GPU), 65,536 (a CPU)."""
+    context_length: int | None = None
+    """Longest prompt + response; None: what the model's config.json allows."""
+    memory_fraction: float | None = None
+    """Share of the device's memory for weights and KV cache; None: SGLang's choice on a GPU, 0.3 on a CPU."""
+    memory_saver: bool = False
+    """Let weights and KV cache be released and resumed (engines that share a GPU with the trainer)."""
+    seeded: bool = False
+    """Tokens depend on the request's seed and not on what else runs in the batch (SGLang's deterministic mode)."""
+    quantization: Quantization = "none"
+    """fp8: linear layers in e4m3 with a scale for every 128 x 128 values, whatever the folder's config.json says."""
+    random_weights: bool = False
+    """Start with random weights instead of the folder's: for engines that are filled by a first update."""
+    random_seed: int = 0
+    start_timeout_s: float = 300.0
+    gpus: tuple[int, ...] = ()
+    """GPUs of this server, one a rank, by their numbers in the process that starts it; empty: the first ones visible."""
+    more_arguments: tuple[str, ...] = ()
+    """Further arguments for SGLang's server."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1 or self.max_running_requests < 1:
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel}, max_running_requests {self.max_running_requests}: "
+                "must be at least 1"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.host in ("0.0.0.0", "::", ""):
+            raise ValueError(f"host {self.host!r} means every interface: name the one the engine may be reached on")
+        if self.quantization not in _MODEL_OVERRIDES:
+            raise ValueError(f"quantization {self.quantization!r} is not one of {', '.join(_MODEL_OVERRIDES)}")
+        if self.quantization != "none" and self.device == "cuda" and self.dtype in ("float32", "float"):
+            raise ValueError("FP8 on a GPU takes activations of 16 bits, not float32: set model.dtype = bfloat16")
+        if self.gpus and len(self.gpus) != self.tensor_parallel:
+            raise ValueError(f"gpus {self.gpus}: {len(self.gpus)} for tensor_parallel {self.tensor_parallel}")
+
+
+def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: Path) -> list[str]:
+    """The command line of a server. It holds no secret."""
+    arguments = {
+        "api-key-file": settings.key_file.resolve(),
+        "scratch": scratch,
+        "model-path": settings.model_path.resolve(),
+        "host": settings.host,
+        "port": port,
+        "nccl-port": rendezvous_port,
+        "tp-size": settings.tensor_parallel,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "max-running-requests": settings.max_running_requests,
+        "max-total-tokens": settings.max_total_tokens,
+        "context-length": settings.context_length,
+        "mem-fraction-static": settings.memory_fraction,
+        "random-seed": settings.random_seed,
+        "load-format": "dummy" if settings.random_weights else None,
+        "custom-weight-loader": WEIGHT_LOADER,
+        "grammar-backend": "none",
+        "json-model-override-args": _MODEL_OVERRIDES[settings.quantization],
+    }
+    # Token ids in, token ids out: the server needs no tokenizer.
+    switches = ["skip-tokenizer-init", "skip-server-warmup"]
+    if settings.seeded:
+        switches.append("enable-deterministic-inference")
+    if settings.memory_saver:
+        switches.append("enable-memory-saver")
+    if settings.device == "cpu":
+        arguments |= _cpu_arguments(settings)
+        switches += ["disable-cuda-graph", "disable-overlap-schedule", "sleep-on-idle"]
+    valued = [text for name, value in arguments.items() if value is not None for text in (f"--{name}", str(value))]
+    return [
+        str(settings.python), "-m", "megatron_dapo.engines.sglang.serve",
+        *valued, *(f"--{name}" for name in switches), *settings.more_arguments,
+    ]  # fmt: skip
+
+
+def environment(settings: ServerSettings, scratch: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What the server's processes find in their environment."""
+    kept = {name: value for name, value in inherited.items() if not _NOT_INHERITED.match(name)}
+    kept |= {
+        "PYTHONPATH": str(_PACKAGE_ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(scratch),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # A server whose scheduler has crashed would hang for 65 s, to write dumps, before its connections break.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
+    }
+    if _is_loopback(settings.host):
+        kept["GLOO_SOCKET_IFNAME"] = "lo"
+    if settings.gpus:
+        kept[_VISIBLE] = _visible(settings.gpus, inherited.get(_VISIBLE))
+    return kept | (_cpu_environment(settings) if settings.device == "cpu" else {})
+
+
+def _visible(gpus: Sequence[int], inherited: str | None) -> str:
+    """GPUs by the names that a child of this process has to use: their numbers count what this process sees. ValueError
+    where it does not see so many."""
+    if inherited is None:
+        return ",".join(map(str, gpus))
+    names = [name.strip() for name in inherited.split(",") if name.strip()]
+    if max(gpus) >= len(names):
+        raise ValueError(
+            f"a server is to run on GPU {max(gpus)}, but this process sees {len(names)} ({_VISIBLE}={inherited}): let the "
+            "first process of a machine see all GPUs of the run"
+        )
+    return ",".join(names[gpu] for gpu in gpus)
+
+
+def _cpu_arguments(settings: ServerSettings) -> dict[str, Any]:
+    return {
+        "attention-backend": "torch_native",
+        "sampling-backend": "pytorch",
+        "mem-fraction-static": settings.memory_fraction or 0.3,
+        "max-total-tokens": settings.max_total_tokens or 65536,
+    }
+
+
+def _cpu_environment(settings: ServerSettings) -> dict[str, str]:
+    variables = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        _VISIBLE: "",
+        # Two threads on the tiny products of a small model were 40 times slower than one.
+        "OMP_NUM_THREADS": "1",
+        # Compiling the sampler takes longer than it ever saves on a CPU.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if settings.tensor_parallel > 1:
+        # SGLang wants one list of cores a rank where the ranks outnumber the memory nodes.
+        num_cores = os.cpu_count() or 1
+        cores = (str(rank % num_cores) for rank in range(settings.tensor_parallel))
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
+    return variables
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,91 @@
+"""What a server is started with: bad settings, its command line, and what it inherits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dapo.engines.sglang.keys import create_key, read_key
+from megatron_dapo.engines.sglang.server_settings import ServerSettings, command, environment
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., ServerSettings]:
+    """settings(**fields)."""
+
+    def make(**fields: Any) -> ServerSettings:
+        known = {"python": tmp_path / "python", "model_path": tmp_path, "log_folder": tmp_path}
+        return ServerSettings(**{**known, "key_file": create_key(tmp_path), **fields})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor_parallel": 0}, "must be at least 1"),
+        ({"dtype": "float8"}, "float8.*is not one of"),
+        ({"host": "0.0.0.0"}, "every interface"),
+        ({"gpus": (0, 1, 2)}, "3 for tensor_parallel 1"),
+    ],
+)
+def test_bad_settings(settings: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**fields)
+
+
+def test_the_key_is_not_in_the_command(settings: Any, tmp_path: Path) -> None:
+    some = settings(tensor_parallel=2, seeded=True, random_weights=True)
+    line = command(some, 1, 2, tmp_path)
+    assert read_key(some.key_file) not in " ".join(line)
+    assert {"--enable-deterministic-inference", "--skip-tokenizer-init"} <= set(line)
+    assert line[line.index("--load-format") + 1] == "dummy" and line[line.index("--tp-size") + 1] == "2"
+
+
+def test_fp8_is_asked_for_whatever_the_folder_says(settings: Any, tmp_path: Path) -> None:
+    assert "--json-model-override-args" not in command(settings(), 1, 2, tmp_path)
+    line = command(settings(quantization="fp8"), 1, 2, tmp_path)
+    override = json.loads(line[line.index("--json-model-override-args") + 1])
+    assert override["quantization_config"]["quant_method"] == "fp8"
+    assert override["quantization_config"]["weight_block_size"] == [128, 128]
+    with pytest.raises(ValueError, match="'int3' is not one of none, fp8"):
+        settings(quantization="int3")
+    with pytest.raises(ValueError, match="16 bits, not float32"):
+        settings(quantization="fp8", device="cuda", dtype="float32")
+
+
+def test_the_launchers_variables_do_not_reach_the_engine(settings: Any, tmp_path: Path) -> None:
+    inherited = {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x",
+        "PYTHONHOME": "/x", "VIRTUAL_ENV": "/v", "PATH": "/bin", "HOME": "/root", "LD_LIBRARY_PATH": "/cuda",
+    }  # fmt: skip
+    found = environment(settings(tensor_parallel=2), tmp_path, inherited)
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "VIRTUAL_ENV"} & set(found)
+    assert "PYTHONHOME" not in found and found["PATH"] == "/bin" and found["LD_LIBRARY_PATH"] == "/cuda"
+    assert len(found["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2 and found["OMP_NUM_THREADS"] == "1"
+    assert found["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize(
+    ("inherited", "expected"),
+    [({}, "2,3"), ({"CUDA_VISIBLE_DEVICES": "4, 5,6,7"}, "6,7"), ({"CUDA_VISIBLE_DEVICES": "GPU-a,b,c,d"}, "c,d")],
+)
+def test_gpus_are_counted_among_those_that_the_run_may_use(settings: Any, tmp_path: Path, inherited, expected) -> None:
+    found = environment(settings(device="cuda", tensor_parallel=2, gpus=(2, 3)), tmp_path, inherited)
+    assert found["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_gpus_beyond_those_that_the_run_may_use(settings: Any, tmp_path: Path) -> None:
+    one = settings(device="cuda", gpus=(1,))
+    with pytest.raises(ValueError, match=r"on GPU 1, but this process sees 1 \(CUDA_VISIBLE_DEVICES=5\)"):
+        environment(one, tmp_path, {"CUDA_VISIBLE_DEVICES": "5"})
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_trainers_allocator_is_its_own(settings: Any, tmp_path: Path, name: str) -> None:
+    """SGLang's memory saver ends a process with expandable segments, which trainers are often started with."""
+    assert name not in environment(settings(), tmp_path, {name: "expandable_segments:True"})
