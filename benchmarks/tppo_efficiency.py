@@ -59,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--curve", default="embedded", help="engine curve of the headline")
     parser.add_argument("--prefill-cost", type=float, default=0.1)
+    parser.add_argument("--responses-an-engine", type=int, default=16, help="of the headline; all are in the tables")
     parser.add_argument("--measure-curve", choices=list(ENGINES))
     parser.add_argument("--measure-rollout", choices=list(ENGINES))
     parser.add_argument("--model", type=Path, default=QUICKSTART / "base_model", help="of the curve")
@@ -111,8 +112,8 @@ def main() -> None:
             result = compare_runs(*folders, arguments.target)
         print(json.dumps({"benchmark": "tppo_efficiency", **result}, indent=2))
         return
-    result = {"benchmark": "tppo_efficiency", **simulation(arguments.curve, arguments.prefill_cost)}
-    result["clusters"] = cluster_table(headline(arguments.curve, arguments.prefill_cost))
+    setting = (arguments.curve, arguments.prefill_cost, arguments.responses_an_engine)
+    result = {"benchmark": "tppo_efficiency", **simulation(*setting), "clusters": cluster_table(headline(*setting))}
     if arguments.json:
         print(json.dumps(result, indent=2))
         return

@@ -208,7 +208,7 @@ def test_the_roofline_agrees_with_published_ticks(benchmark, repository: Path) -
 
 
 def test_a_cluster_of_few_small_engines_lacks_room_and_more_engines_save_more(benchmark) -> None:
-    base = replace(benchmark.headline("flat", 0.1), num_responses=1024)
+    base = replace(benchmark.headline("flat", 0.1, 16), num_responses=1024)
     small, large = (benchmark.cluster_row(benchmark.Cluster("H100", gpus, 2), base) for gpus in (16, 64))
     assert (small["responses_an_engine"], large["responses_an_engine"]) == (128, 32)
     assert small["speedup"] < large["speedup"]
