@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from megatron_dapo.config.layout_rules import ARCHITECTURE_RULES, world_rules
 from megatron_dapo.config.precision_rules import PRECISION_ARCHITECTURE_RULES
 from megatron_dapo.config.rule import nearest_divisor, violation
 from megatron_dapo.config.schema import Config
+from megatron_dapo.precision import micro_batch_multiple, token_multiple
 
 _CRITIC_ALONE = ("kl_reward_coefficient", "positive_example_coefficient")
 
@@ -38,15 +40,39 @@ def _critic_batches(config: Config) -> Iterator[Violation]:
             f"set critic.mini_batch_prompts = {nearest_divisor(prompts, mini)}, or 0",
             "rollout.prompts_per_step",
         )
+    # As large as the critic's own layout makes the longest sequence.
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if config.has_critic and 0 < config.critic.micro_batch_tokens < longest:
+    p = config.critic_parallel
+    alignment = micro_batch_multiple(
+        max(p.tensor, 1), max(p.context, 1), p.sequence_parallel, token_multiple(config.precision.recipe)
+    )
+    needed = math.ceil(longest / alignment) * alignment
+    own, policys = config.critic.micro_batch_tokens, config.training.micro_batch_tokens
+    # Where the policy's are too few even without padding, its own rule says so.
+    if config.has_critic and (0 < own < needed or (own == 0 and longest <= policys < needed)):
         yield violation(
             config,
             "critic.micro_batch_tokens",
-            "critic.micro_batch_tokens >= data.max_prompt_tokens + rollout.max_response_tokens",
-            f"set critic.micro_batch_tokens = {longest} or more, or 0",
+            "critic.micro_batch_tokens (0: training.micro_batch_tokens) >= max_prompt_tokens + max_response_tokens, padded to the "
+            "multiple of the critic's layout",
+            f"set critic.micro_batch_tokens = {needed} or more",
+            "training.micro_batch_tokens",
             "data.max_prompt_tokens",
             "rollout.max_response_tokens",
+            multiple=alignment,
+        )
+
+
+def _policy_learns(config: Config) -> Iterator[Violation]:
+    steps = config.run.total_steps
+    if config.policy_starts_at >= steps >= 1:
+        yield violation(
+            config,
+            "critic.warmup_train_steps",
+            "critic.warmup_train_steps < run.total_steps (else the policy never learns; `megatron-dapo pretrain-value` is for the "
+            "critic alone)",
+            f"set critic.warmup_train_steps = {steps - 1} or less",
+            "run.total_steps",
         )
 
 
@@ -202,4 +228,4 @@ def _more_processes(text: str) -> str:
     return re.sub(r"start (\d+) processes", r"set critic.parallel.num_processes = \1", text)
 
 
-CRITIC_RULES = (_only_with_critic, _critic_batches, _lambda_rules, _windows, _pretraining)
+CRITIC_RULES = (_only_with_critic, _critic_batches, _policy_learns, _lambda_rules, _windows, _pretraining)

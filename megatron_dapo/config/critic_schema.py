@@ -79,7 +79,8 @@ class CriticConfig(Section):
     """token_mean: all tokens of the optimizer step weigh the same. sample_mean: all responses do."""
 
     warmup_train_steps: int = 0
-    """Train steps at the beginning in which the critic learns and the policy does not."""
+    """Train steps at the beginning in which the critic learns and the policy does not, whose learning-rate schedule begins
+    after them."""
 
     explained_variance_alarm: float = -1.0
     """A warning names the step when the critic explains less than this share of the returns' variance. Values start to

@@ -539,6 +539,11 @@ class Config(Section):
         return self.algorithm.name != "dapo"
 
     @property
+    def policy_starts_at(self) -> int:
+        """The first train step, from 0, in which the policy learns; its schedule counts from there."""
+        return self.critic.warmup_train_steps if self.has_critic else 0
+
+    @property
     def critic_parallel(self) -> ParallelConfig:
         """How the critic is cut: what it does not say is as the policy's."""
         asked, policy = self.critic.parallel, self.parallel

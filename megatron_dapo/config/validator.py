@@ -480,11 +480,12 @@ def _schedule(config: Config, path: str, total: int) -> Iterator[Violation]:
 
 
 def schedule_steps(config: Config) -> int:
-    """Length of the run in the unit the learning-rate schedule counts."""
+    """The steps in which the policy learns, in the unit its learning-rate schedule counts."""
+    train_steps = config.run.total_steps - config.policy_starts_at
     if config.optimizer.warmup_unit == "train_step":
-        return config.run.total_steps
+        return train_steps
     mini_batches = config.rollout.prompts_per_step // max(config.training.mini_batch_prompts, 1)
-    return config.run.total_steps * mini_batches * config.training.epochs
+    return train_steps * mini_batches * config.training.epochs
 
 
 def critic_schedule_steps(config: Config) -> int:

@@ -28,6 +28,7 @@ def pretraining_config(config: Config, folder: Path | None = None) -> Config:
         "advantage_estimation": {"lambda_rule": "fixed"},
         # The policy's, which makes no step: how its rate would move over so few says nothing.
         "optimizer": {"schedule": "constant"},
+        "critic": {"warmup_train_steps": 0},
         "checkpoint": {"folder": checkpoints},
         "evaluation": {"interval": 0, "at_start": False, "at_end": False},
     }

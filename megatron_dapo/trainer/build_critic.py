@@ -94,7 +94,7 @@ def training_settings(config: Config) -> ActorCriticSettings:
         ),
         kl_coefficient=algorithm.kl_reward_coefficient,
         kl_estimator=algorithm.kl_reward_estimator,
-        policy_starts_at=config.critic.warmup_train_steps,
+        policy_starts_at=config.policy_starts_at,
         explained_variance_alarm=config.critic.explained_variance_alarm,
     )
 

@@ -202,6 +202,7 @@ def _learner_settings(config: Config) -> LearnerSettings:
         shuffle_seed=config.run.seed if training.shuffle else None,
         schedule_counts_optimizer_steps=config.optimizer.warmup_unit == "optimizer_step",
         max_consecutive_skips=training.max_consecutive_skips,
+        first_train_step=config.policy_starts_at,
         # A step's windows are of many groups, a few of each.
         samples_per_mini_batch=training.mini_batch_prompts * config.rollout.group_size if windows else 0,
     )

@@ -78,6 +78,7 @@ class LearnerSettings:
     shuffle_seed: int | None  # None keeps the order of the rollout batch
     schedule_counts_optimizer_steps: bool
     max_consecutive_skips: int
+    first_train_step: int = 0  # the schedule counts train steps from here
     samples_per_mini_batch: int = 0  # above 0 mini-batches are of so many samples, and groups may straddle them
 
 
@@ -335,12 +336,16 @@ class Learner:
             assert behaviour is not None, "a loss is computed where log-probs are"
             return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behaviour)
 
-        counted = self.counters.optimizer_steps if self._settings.schedule_counts_optimizer_steps else train_step
-        result = self._actor.train_step(
-            mini_batch.micro_batches, loss_fn, self._settings.temperature, self._schedule.at(counted)
-        )
+        rate = self._schedule.at(self._scheduled_step(self.counters.optimizer_steps, train_step))
+        result = self._actor.train_step(mini_batch.micro_batches, loss_fn, self._settings.temperature, rate)
         self._count(result)
         return result
+
+    def _scheduled_step(self, optimizer_step: int, train_step: int) -> int:
+        """The step of the learning-rate schedule, in its unit."""
+        settings = self._settings
+        step = optimizer_step if settings.schedule_counts_optimizer_steps else train_step - settings.first_train_step
+        return max(0, step)
 
     def _count(self, result: StepResult) -> None:
         counters = self.counters
@@ -370,7 +375,7 @@ class Learner:
         num_tokens = max(1.0, totals.get("num_tokens", 0.0))
         means = {name: totals.get(sums, 0.0) / num_tokens for name, sums in _TOKEN_MEANS.items()}
         norms = [step.grad_norm for step in steps]
-        counted = self.counters.optimizer_steps - 1 if self._settings.schedule_counts_optimizer_steps else train_step
+        scheduled = self._scheduled_step(self.counters.optimizer_steps - 1, train_step)
         return {
             **means,
             "actor/kl_loss": totals.get(f"kl_{self._objective.kl_estimator}_sum", 0.0) / num_tokens,
@@ -379,7 +384,7 @@ class Learner:
             "actor/loss": totals.get("loss_sum", 0.0) / max(1, len(steps)),
             "actor/grad_norm": sum(norms) / max(1, len(norms)),
             "actor/grad_norm_max": max(norms, default=0.0),
-            "actor/learning_rate": self._schedule.at(max(0, counted)),
+            "actor/learning_rate": self._schedule.at(scheduled),
             "actor/trained_tokens": float(
                 sum(mini_batch.num_tokens for mini_batch in mini_batches) * self._settings.epochs
             ),

@@ -74,6 +74,7 @@ THROUGH = {
     "parallel.num_processes": "require_valid",  # the processes there are must be those it asks for
     "critic.parallel.num_processes": "num_critic_processes",
     "optimizer.warmup_unit": "schedule_steps",
+    "critic.warmup_train_steps": "policy_starts_at",
     "sglang.fp8_step0_max_mean_abs": "mismatch_gate",
     "value_pretraining.train_paths": "pretraining_config",
     "value_pretraining.max_steps": "pretraining_config",

@@ -386,6 +386,17 @@ def test_nothing_divides_by_zero() -> None:
         ({"algorithm__kl_reward_coefficient": 0.1}, "algorithm.kl_reward_coefficient"),
         ({"algorithm__name": "vapo", "critic__mini_batch_prompts": 3}, "critic.mini_batch_prompts"),
         ({"algorithm__name": "vapo", "critic__micro_batch_tokens": 64}, "critic.micro_batch_tokens"),
+        # 96 tokens hold the longest sequence, but not as 5 context ranks of the critic cut it: 100.
+        (
+            {
+                "algorithm__name": "vapo",
+                "training__micro_batch_tokens": 96,
+                "critic__parallel__context": 5,
+                "parallel__num_processes": 5,
+            },
+            "critic.micro_batch_tokens",
+        ),
+        ({"algorithm__name": "ppo", "critic__warmup_train_steps": 100}, "critic.warmup_train_steps"),
         (
             {"algorithm__name": "vapo", "advantage_estimation__lambda_rule": "window"},
             "advantage_estimation.lambda_rule",

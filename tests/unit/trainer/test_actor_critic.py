@@ -48,6 +48,14 @@ def test_the_policy_stands_still_while_the_critic_warms_up() -> None:
     assert set(metrics[0]) == set(metrics[2]), "a step has the same metrics either way"
 
 
+def test_the_policys_warm_up_begins_when_the_policy_does() -> None:
+    policy = FakePolicy()
+    learner = make(policy, FakeCritic(), {"first_train_step": 2, "warmup_steps": 2}, policy_starts_at=2)
+    for step in range(5):
+        learner.learn(batch(), step)
+    assert policy.learning_rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
+
+
 def test_the_gate_holds_while_the_policy_stands_still() -> None:
     learner = make(FakePolicy(), FakeCritic(), policy_starts_at=math.inf)
     samples = batch()

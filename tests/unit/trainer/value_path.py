@@ -82,7 +82,7 @@ class FakePolicy:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.positive_nll = 0.0
+        self.learning_rates: list[float] = []
 
     def forward_logprobs(self, micro_batches, temperature):
         return [self._outputs(micro_batch) for micro_batch in micro_batches]
@@ -97,6 +97,7 @@ class FakePolicy:
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         self.num_steps += 1
+        self.learning_rates.append(learning_rate)
         return Result(totals)
 
 
@@ -114,6 +115,7 @@ def make_critic_learner(critic: FakeCritic, loss: str = "squared", aggregation: 
 
 
 def make_policy_learner(policy: FakePolicy, positive_coefficient: float = 0.0, **changes) -> Learner:
+    schedule = LearningRateSchedule(1e-3, changes.pop("warmup_steps", 0), 10)
     settings = LearnerSettings(
         groups_per_mini_batch=64,
         epochs=1,
@@ -127,7 +129,6 @@ def make_policy_learner(policy: FakePolicy, positive_coefficient: float = 0.0, *
         **changes,
     )
     loss = build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, None)
-    schedule = LearningRateSchedule(1e-3, 0, 10)
     layout = ParallelLayout(1)
     objective = PolicyObjective(loss, positive_coefficient=positive_coefficient)
     return Learner(policy, objective, layout, 0, settings, schedule, lambda name: nullcontext())
