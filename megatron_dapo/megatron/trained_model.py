@@ -148,9 +148,9 @@ class TrainedModel:
         """What went to host memory and came back so far."""
         return self._host.moved
 
-    def rest(self) -> None:
-        """Let go of what settings.offload names until it is needed again."""
-        kinds = OFFLOADS[self.settings.offload]
+    def rest(self, keep: Sequence[str] = ()) -> None:
+        """Let go of what settings.offload names until it is needed again; what is in `keep` stays where it is."""
+        kinds = OFFLOADS[self.settings.offload].difference(keep)
         if "gradients" in kinds:
             self._host.forget(self._tensors("gradients"))
         self._host.send(

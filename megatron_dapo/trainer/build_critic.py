@@ -46,7 +46,7 @@ def build_critic(config: Config, world: RunWorld, beside: Sequence[TrainedModel]
     critic = MegatronCritic.build(
         start, layout, settings, policy_folder=config.model.path, beside=beside, part=world.critic
     )
-    if load_training_state(start, critic, layout, critic.rank):
+    if load_training_state(start, critic, layout, critic.rank, critic.part.group):
         logger.info("the critic goes on with the optimizer state of %s", start)
     return critic
 

@@ -3,7 +3,8 @@
 training_state/layout.json                     the layout it is of
 training_state/rank_00000.safetensors, .json   a rank's fp32 masters, moments and steps
 
-Another layout starts from the folder's weights with moments of 0; that is said, not refused.
+Another layout, type of numbers or division of the state over ranks starts from the folder's weights with moments of 0; that
+is said, not refused.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -44,23 +47,36 @@ def save_training_state(folder: Path, model: Stateful, layout: ParallelLayout, r
         (target / "layout.json").write_text(json.dumps(asdict(layout)) + "\n", encoding="utf-8")
 
 
-def load_training_state(folder: Path, model: Stateful, layout: ParallelLayout, rank: int) -> bool:
-    """Put back what is there for this layout; False where there is nothing, or it is of another layout (logged)."""
+def load_training_state(
+    folder: Path, model: Stateful, layout: ParallelLayout, rank: int, group: dist.ProcessGroup | None = None
+) -> bool:
+    """Put back what is there for this layout; False where there is nothing, or it does not fit (logged). `group`: the ranks
+    of the model, all of which call this."""
     source = folder / FOLDER
     if not (source / "layout.json").is_file():
         return False
     saved = json.loads((source / "layout.json").read_text(encoding="utf-8"))
     if saved != asdict(layout):
-        logger.warning(
-            "%s is of another layout than the critic's (%s, now %s): its optimizer begins anew, from the same weights",
-            source,
-            saved,
-            asdict(layout),
-        )
+        _log_new_start(source, f"layout {saved}, now {asdict(layout)}")
         return False
     description = json.loads(_description(source, rank).read_text(encoding="utf-8"))
+    own = model.state_shards()[1]
+    different = [name for name in own if description.get(name) != own[name]]
+    if _anywhere(bool(different), group):
+        _log_new_start(source, ", ".join(different) or "the parts of other ranks")
+        return False
     model.load_state_shards(load_file(_tensors(source, rank)), description)
     return True
+
+
+def _anywhere(mine: bool, group: dist.ProcessGroup | None) -> bool:
+    return bool(max_over({"mine": float(mine)}, group)["mine"]) if dist.is_initialized() else mine
+
+
+def _log_new_start(source: Path, difference: str) -> None:
+    logger.warning(
+        "%s does not fit this critic (%s): its optimizer begins anew, from the same weights", source, difference
+    )
 
 
 def _tensors(folder: Path, rank: int) -> Path:

@@ -6,7 +6,8 @@
     weight_sync             the policy's weights
 
 What a phase needs comes back before it, and what it does not need leaves, so that at most one of the two models is there
-at a time. Other phases move nothing: a checkpoint is written from where the tensors are.
+at a time. A phase of a model that other processes hold moves nothing here, nor do other phases: a checkpoint is written from
+where the tensors are.
 """
 
 from __future__ import annotations
@@ -51,11 +52,10 @@ class ModelMoves:
 
     def __call__(self, phase: str) -> None:
         needed = NEEDED.get(phase)
-        if needed is None:
+        if needed is None or needed and not needed.keys() & self._models.keys():
             return
         for name, model in self._models.items():
-            if name not in needed:
-                model.rest()
+            model.rest(keep=needed.get(name, ()))
         for name, kinds in needed.items():
             if name in self._models:
                 self._models[name].come_back(kinds)

@@ -21,9 +21,10 @@ class FakeModel:
         self.here = {"gradients", "optimizer", "weights"}
         self.moved = Moved()
 
-    def rest(self) -> None:
-        self.moved += Moved(left=len(self.here) << 20, seconds=0.5)
-        self.here = set()
+    def rest(self, keep=()) -> None:
+        leaving = self.here - set(keep)
+        self.moved += Moved(left=len(leaving) << 20, seconds=0.5 * bool(leaving))
+        self.here -= leaving
 
     def come_back(self, kinds) -> None:
         self.moved += Moved(came_back=len(set(kinds) - self.here) << 20)
@@ -54,12 +55,28 @@ def test_a_train_step_has_one_of_policy_and_critic_on_the_device(models: dict[st
     assert seen["weight_sync"] == seen["checkpoint"] == {POLICY: ["weights"]}
 
 
-def test_a_process_without_a_model_moves_the_others(models: dict[str, FakeModel]) -> None:
-    moves = ModelMoves({CRITIC: models[CRITIC]})
+def test_the_optimizer_makes_room_for_engines_that_wake_up_for_new_weights(models: dict[str, FakeModel]) -> None:
+    """Without a critic whose update comes between."""
+    moves = ModelMoves({POLICY: models[POLICY]})
     moves("train")
-    assert not models[CRITIC].here
-    moves("train_critic")
-    assert models[CRITIC].here
+    assert models[POLICY].here == {"gradients", "optimizer", "weights"}
+    moves("weight_sync")
+    assert models[POLICY].here == {"weights"}
+
+
+def test_waiting_for_the_other_models_processes_moves_nothing(models: dict[str, FakeModel]) -> None:
+    policy, critic = ModelMoves({POLICY: models[POLICY]}), ModelMoves({CRITIC: models[CRITIC]})
+    for moves in (policy, critic):
+        moves("generate")
+    for phase in ("values", "logprobs", "train", "train_critic"):
+        critic(phase)
+    for phase in ("values", "train_critic"):  # the critic's ranks wait in "train", the policy's in "train_critic"
+        policy(phase)
+    assert models[CRITIC].here and not models[POLICY].here
+    policy("train")
+    moved = models[POLICY].moved
+    policy("train_critic")
+    assert models[POLICY].moved == moved
 
 
 def test_what_moved_in_a_step_is_said_once(models: dict[str, FakeModel], caplog: pytest.LogCaptureFixture) -> None:
