@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
-import launcher
 import pytest
 import torch
 from delivery_simulation import PATIENT, SimulatedEngine, World, run_ranks, small_architecture
-from launcher import run_distributed
+from launcher import RankProcess, output_of, run_distributed, start_job
 
-from megatron_dapo.bridge.transports import colocated
+from megatron_dapo.bridge.transports import machine_memory
 from megatron_dapo.engines.sglang import weight_loader
 from megatron_dapo.parallel.layout import ParallelLayout
 
@@ -31,15 +29,14 @@ def test_a_killed_sender_ends_the_update_everywhere(tmp_path):
     arenas, run = tmp_path / "arenas", tmp_path / "run"
     arenas.mkdir()
     run.mkdir()
-    (run / "arguments.json").write_text(json.dumps({"folder": str(arenas)}))
-    port = launcher.free_port()
-    processes = [launcher._start(f"{WORKER}:killed", rank, 4, port, run, 200.0) for rank in range(4)]
+    processes = [RankProcess() for _ in range(4)]
     try:
-        codes = [process.wait(timeout=200) for process in processes]
+        start_job(processes, f"{WORKER}:killed", run, 200.0, {"folder": str(arenas)})
+        codes = [process.wait(200.0) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    logs = "\n".join(launcher._tail(run, rank) for rank in range(4))
+    logs = "\n".join(output_of(run, rank) for rank in range(4))
     assert codes == [0, 0, 0, -signal.SIGKILL], logs
     for rank in range(3):
         seconds, message = (arenas / f"survivor{rank}").read_text().split(" ", 1)
@@ -48,29 +45,63 @@ def test_a_killed_sender_ends_the_update_everywhere(tmp_path):
     assert not [path for path in arenas.iterdir() if not path.name.startswith("survivor")]
 
 
-def test_slots_outside_the_arena(tmp_path, monkeypatch):
-    """The form for GPUs with its IPC handles replaced by a table: slots of the ranks beside the engine ranks, opened by
-    all others."""
-    opened: dict[str, torch.Tensor] = {}
+@pytest.fixture
+def handles(monkeypatch) -> dict[str, torch.Tensor]:
+    """IPC handles replaced by a table: handle -> the memory that was shared."""
+    shared: dict[str, torch.Tensor] = {}
 
     def share(tensor: torch.Tensor) -> dict[str, str]:
-        opened[str(id(tensor))] = tensor
+        shared[str(id(tensor))] = tensor
         return {"handle": str(id(tensor))}
 
-    for module in (colocated, weight_loader):
-        monkeypatch.setattr(module, "open_shared", lambda shared: opened[shared["handle"]])
-    monkeypatch.setattr(colocated, "share", share)
+    for module in (machine_memory, weight_loader):
+        monkeypatch.setattr(module, "open_shared", lambda handle: shared[handle["handle"]])
+    monkeypatch.setattr(machine_memory, "share", share)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(colocated, "torch", _CpuInsteadOfCuda())
+    monkeypatch.setattr(machine_memory, "torch", _CpuInsteadOfCuda())
+    return shared
+
+
+def test_slots_outside_the_arena(tmp_path, handles):
+    """The form for GPUs: slots of the ranks beside the engine ranks, opened by all others. They are never freed while an
+    engine may have them open: later deliveries use them again, and so does an engine that was restarted."""
     world = World(small_architecture(), ParallelLayout(4, tensor=2, pipeline=2), tensor_parallel=2)
     engines = [SimulatedEngine(world.layout)]
     updates = world.updates(engines, tmp_path, PATIENT)
     for update in updates:
-        update.transport.device = torch.device("cuda", 0)
+        update.transport._memory.device = torch.device("cuda", 0)
+    for version in (1, 2, 3):
+        weights = world.weights(version)
+        for outcome in run_ranks(4, lambda rank: updates[rank].update(version, weights[rank])):  # noqa: B023
+            assert outcome.is_complete, outcome
+        assert world.holds(engines[0], 0, world.expected(weights))
+        if version == 2:
+            engines[0] = SimulatedEngine(world.layout)
+            updates[0].fleet.controls[0] = engines[0]
+    assert len(handles) == 2
+
+
+def test_an_engine_that_cannot_open_the_slots_says_why(tmp_path, handles, monkeypatch):
+    def not_visible(handle: dict[str, str]) -> torch.Tensor:
+        raise ValueError("GPU x is not visible in this process")
+
+    monkeypatch.setattr(weight_loader, "open_shared", not_visible)
+    world = World(small_architecture(), ParallelLayout(2, tensor=2), tensor_parallel=2)
+    updates = world.updates([SimulatedEngine(world.layout)], tmp_path, PATIENT)
+    for update in updates:
+        update.transport._memory.device = torch.device("cuda", 0)
+    weights = world.weights(1)
+    for outcome in run_ranks(2, lambda rank: updates[rank].update(1, weights[rank])):
+        assert "begin: GPU x is not visible" in outcome.failures[0]
+
+
+def test_arenas_that_cannot_be_made_are_told_to_all_ranks(tmp_path):
+    """The others must not wait for a rank whose folder is gone."""
+    world = World(small_architecture(), ParallelLayout(4, tensor=2, pipeline=2), tensor_parallel=2)
+    updates = world.updates([SimulatedEngine(world.layout)], tmp_path / "gone", PATIENT)
     weights = world.weights(1)
     for outcome in run_ranks(4, lambda rank: updates[rank].update(1, weights[rank])):
-        assert outcome.is_complete, outcome
-    assert len(opened) == 2 and world.holds(engines[0], 0, world.expected(weights))
+        assert "No such file or directory" in outcome.failures[0]
 
 
 class _CpuInsteadOfCuda:

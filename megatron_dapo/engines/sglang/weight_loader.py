@@ -60,10 +60,16 @@ class Arenas:
             self._mapped = Arena(spec)
         return self._mapped
 
-    def stop(self) -> None:
-        """Whoever writes into the arena that is mapped need not go on."""
-        if self._mapped is not None:
+    def stop(self, commands: Sequence[Command]) -> None:
+        """Whoever writes into the arena that is mapped need not go on, where it is for these commands (none: they cannot
+        be read, so it may be)."""
+        if self._mapped is None:
+            return
+        number = commands[0].channel.get("number") if commands else None
+        if number is None:
             self._mapped.progress.stop()
+        else:
+            self._mapped.progress.stop_delivery(int(number))
 
 
 class ArenaChannel:
@@ -132,9 +138,16 @@ class CudaChannel(ArenaChannel):
 
     def __init__(self, channel: Mapping[str, Any], arenas: Arenas) -> None:
         super().__init__(channel, arenas)
-        self._slots = open_shared(channel["shared"]).view(NUM_SLOTS, -1)
+        self._shared = channel["shared"]
+        self._slots: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Opened here and not before: why it cannot be must reach the trainer in a report."""
+        super().begin()
+        self._slots = open_shared(self._shared).view(NUM_SLOTS, -1)
 
     def slots(self) -> torch.Tensor:
+        assert self._slots is not None, "the delivery has been begun"
         return self._slots
 
 
@@ -194,13 +207,15 @@ class _State:
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Carries out the commands in the names. Never raises: what goes wrong is in the report, or in the log where there
     is no way to report."""
+    commands: list[Command] = []
     try:
-        _serve(model, [Command.decode(text) for text, _ in named_tensors])
+        commands = [Command.decode(text) for text, _ in named_tensors]
+        _serve(model, commands)
     # The border of a process that an exception would kill.
     except Exception:
         logger.exception("a message to the weight loader could not be answered")
         with contextlib.suppress(Exception):
-            _state_of(model).arenas.stop()
+            _state_of(model).arenas.stop(commands)
 
 
 def _serve(model: torch.nn.Module, commands: Sequence[Command]) -> None:
@@ -217,11 +232,11 @@ def _serve(model: torch.nn.Module, commands: Sequence[Command]) -> None:
     channel = state.channel(commands[0])
     report = state.carry_out(commands, channel)
     channel.answer(report)
-    if report.op in _LAST_COMMANDS:
+    if not report.ok or report.op in _LAST_COMMANDS:
         state.close_channel()
 
 
-# Nothing of the same delivery comes behind these: handles of GPU memory are given back.
+# Nothing of the same delivery comes behind these, nor behind a failure: handles of GPU memory are given back.
 _LAST_COMMANDS = frozenset({"finish", "adopt"})
 
 

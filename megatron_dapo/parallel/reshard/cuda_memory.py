@@ -1,8 +1,8 @@
 """GPU memory that processes of one machine share by CUDA IPC handles, which travel as JSON.
 
 Written from PyTorch's own reductions (torch/multiprocessing/reductions.py); it has not run on a GPU yet. The owner must
-keep its tensor until all others have dropped theirs. Devices are named by their UUID: processes may number them
-differently.
+keep its tensor until all others have dropped theirs: torch counts one opening a handle, so that the first of several
+that drops it would set the memory free. Devices are named by their UUID: processes may number them differently.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ _BYTES_FIELDS = ("handle", "counter", "event")
 
 
 def share(tensor: torch.Tensor) -> dict[str, Any]:
-    """What another process needs to open the whole storage of a CUDA tensor (uint8)."""
-    device, handle, size, offset, counter, counter_offset, event, event_sync = tensor.untyped_storage()._share_cuda_()
+    """What another process needs to open the whole storage of a CUDA tensor (uint8). ValueError where the memory cannot be
+    shared."""
+    try:
+        parts = tensor.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        raise ValueError(
+            f"memory of GPU {tensor.device} cannot be shared with other processes ({str(error).splitlines()[0]}); where "
+            "PYTORCH_CUDA_ALLOC_CONF asks for expandable_segments, start without"
+        ) from error
+    device, handle, size, offset, counter, counter_offset, event, event_sync = parts
     return {
         "device": str(torch.cuda.get_device_properties(device).uuid),
         "handle": handle.hex(),

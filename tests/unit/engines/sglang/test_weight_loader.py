@@ -173,6 +173,17 @@ def test_an_arena_is_mapped_until_another_one_is_named(model, arena, tmp_path, c
     assert _send(model, successor, Command("5", "checksums", "g")).ok
 
 
+def test_a_late_message_does_not_stop_the_delivery_that_is_under_way(model, arena, tmp_path):
+    remove_arena(arena.spec)
+    current = Arena(create_arena(tmp_path, "y", 128))
+    current.progress.start(8)
+    assert _send(model, current, _whole("e", 4)[0], number=8).ok
+    with pytest.raises(ValueError, match="no report"):
+        _send(model, arena, _whole("d", 4)[0], number=7)
+    assert not current.progress.is_stopped
+    assert _send(model, current, *_whole("e", 4)[1:], number=8).ok
+
+
 def test_noise_and_checksums(model, arena):
     before = _send(model, arena, Command("1", "checksums", "d")).checksums
     assert _send(model, arena, Command("2", "randomise", seed=1)).ok
