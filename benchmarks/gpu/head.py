@@ -1,13 +1,14 @@
 """Time and memory of the log-prob head on a GPU, forward and backward, beside the peers that are installed.
 
-    python benchmarks/gpu/head.py [--json] [--save] [--only triton,te_fp8] [--device cuda]
+    python benchmarks/gpu/head.py [--json] [--save] [--only triton,te_fp8] [--shape 8192,4096,151936]
 
-Sides: this package's `reference`, `chunked`, `triton` and `te_fp8`; Liger's fused linear cross entropy, verl's and
-Apple's kernels where they can be imported. bf16 hidden states and weight; all backpropagate the log-probs to both. Every
-figure is the median over rounds of events on the device. Effective TFLOP/s count the three products that training needs
-(6 T H V), whatever a side computes twice; `tflops_with_recompute` counts a fourth (8 T H V). Peak memory is beyond what
-stood before and beyond the gradients. What is skipped stands in `skipped` with its reason; `--save` writes the result to
-benchmarks/results/. `--device cpu` with small sizes checks the program; its figures mean nothing.
+Cases are "<side> <tokens>x<width>x<vocabulary>". Sides: this package's `reference`, `chunked`, `triton` and `te_fp8`;
+Liger's fused linear cross entropy, verl's and Apple's kernels where they can be imported. bf16 hidden states and weight; all
+backpropagate the log-probs to both. Every figure is the median over rounds of events on the device. Effective TFLOP/s count
+the three products that training needs (6 T H V), whatever a side computes twice; `tflops_with_recompute` counts a fourth
+(8 T H V). Peak memory is beyond what stood before and beyond the gradients. `triton` also names the blocks it was compiled
+with, `--blocks 128,128,64,8,4` (tokens, columns, width, warps, stages) tries others. How it runs and what a result holds:
+`program.py`. `--tiny` checks the program on any machine; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -16,26 +17,34 @@ import argparse
 import importlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
+import program
 import torch
-from machine import machine_name, report, versions
+from program import Benchmark, Missing, Row, Rows, rounds_of
 
-from megatron_dapo.ops.head.choice import IMPLEMENTATIONS, Place, choose
+from megatron_dapo.ops.head.choice import IMPLEMENTATIONS, TRITON, Place, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Loss = Callable[[Inputs], torch.Tensor]
-SHAPES = ((8192, 4096, 151936), (32768, 5120, 151936))
+Shape = tuple[int, int, int]
+SHAPES: tuple[Shape, ...] = ((8192, 4096, 151936), (32768, 5120, 151936))
+TINY: Shape = (64, 128, 384)
 PACKAGES = ("torch", "triton", "transformer_engine", "liger_kernel", "verl", "cut_cross_entropy")
 # What the package's kernels are held to at the first shape.
 TRITON_TFLOPS, FP8_FORWARD_SPEEDUP = 550.0, 1.5
+LOSS_TOLERANCE = 0.01
 
 
 def own(name: str, place: Place) -> Loss:
-    """ValueError where it cannot run here."""
-    choose(name, place)
+    try:
+        choose(name, place)
+    except ValueError as error:
+        raise Missing(str(error)) from None
     return lambda inputs: -vocab_parallel_logprobs(*inputs, vocab_size=inputs[1].size(0), implementation=name)[0].mean()
 
 
@@ -58,7 +67,13 @@ PEERS: dict[str, Callable[[Place], Loss]] = {"liger": liger, "apple": apple, "ve
 
 
 def loss_of(side: str, place: Place) -> Loss:
-    return PEERS[side](place) if side in PEERS else own(side, place)
+    """Missing where it cannot run here."""
+    if side not in PEERS:
+        return own(side, place)
+    try:
+        return PEERS[side](place)
+    except Exception as error:  # noqa: BLE001 - a package that is there and broken fails with more than ImportError
+        raise Missing(f"{type(error).__name__}: {error}") from None
 
 
 class Stopwatch:
@@ -80,7 +95,8 @@ class Stopwatch:
         return begin.elapsed_time(end)
 
 
-def make_inputs(shape: tuple[int, int, int], device: torch.device) -> Inputs:
+@lru_cache(maxsize=1)
+def make_inputs(shape: Shape, device: torch.device) -> Inputs:
     num_tokens, width, vocab_size = shape
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device, "dtype": torch.bfloat16}
@@ -89,7 +105,7 @@ def make_inputs(shape: tuple[int, int, int], device: torch.device) -> Inputs:
     return hidden, weight, torch.randint(0, vocab_size, (num_tokens,), generator=generator, device=device)
 
 
-def measure(loss: Loss, inputs: Inputs, rounds: int, warm_up: int) -> dict[str, float]:
+def measure(loss: Loss, inputs: Inputs, arguments: argparse.Namespace) -> Row:
     """Median milliseconds of a forward pass as for old log-probs and of forward and backward, peak bytes, the loss."""
     watch = Stopwatch(inputs[0].device)
 
@@ -103,12 +119,12 @@ def measure(loss: Loss, inputs: Inputs, rounds: int, warm_up: int) -> dict[str, 
         value.backward()
         return value.detach()
 
-    for _ in range(warm_up):
+    for _ in range(arguments.warm_up):
         forward(), training()
     value = float(training())
     peak = _peak_bytes(training, inputs)
-    forward_ms = statistics.median(watch.measure(forward) for _ in range(rounds))
-    training_ms = statistics.median(watch.measure(training) for _ in range(rounds))
+    forward_ms = statistics.median(watch.measure(forward) for _ in rounds_of(arguments))
+    training_ms = statistics.median(watch.measure(training) for _ in rounds_of(arguments))
     flops = 2.0 * inputs[0].numel() * inputs[1].size(0)
     return {
         "forward_ms": forward_ms,
@@ -133,26 +149,55 @@ def _peak_bytes(training: Callable[[], torch.Tensor], inputs: Inputs) -> int:
     return torch.cuda.max_memory_allocated() - before - gradients
 
 
-def run_shape(
-    shape: tuple[int, int, int], sides: list[str], device: torch.device, rounds: int, warm_up: int
-) -> dict[str, Any]:
-    inputs = make_inputs(shape, device)
-    place, rows, skipped = Place.of(inputs[0], inputs[1]), {}, {}
-    for side in sides:
-        try:
-            rows[side] = measure(loss_of(side, place), inputs, rounds, warm_up)
-        except torch.cuda.OutOfMemoryError as error:
-            skipped[side] = f"out of memory: {error}"
-        except Exception as error:  # noqa: BLE001 - a peer that breaks is a line of the result, not its end
-            skipped[side] = f"{type(error).__name__}: {error}"
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return {"shape": dict(zip(("tokens", "width", "vocab"), shape, strict=True)), "sides": rows, "skipped": skipped}
+def name_of(side: str, shape: Shape) -> str:
+    return f"{side} {'x'.join(map(str, shape))}"
 
 
-def verdicts(row: dict[str, Any]) -> dict[str, bool]:
+def shapes_of(arguments: argparse.Namespace) -> list[Shape]:
+    asked = [tuple(int(size) for size in text.split(",")) for text in arguments.shape or ()]
+    return asked or ([TINY] if arguments.tiny else list(SHAPES))  # type: ignore[return-value]
+
+
+def cases(arguments: argparse.Namespace) -> list[str]:
+    """Those the targets are about first: time may end before the others."""
+    sides = (TRITON, *(name for name in reversed(IMPLEMENTATIONS) if name != TRITON), *PEERS)
+    return [name_of(side, shape) for shape in shapes_of(arguments) for side in sides]
+
+
+def measuring(arguments: argparse.Namespace) -> AbstractContextManager[Callable[[str], Row]]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    set_blocks(arguments.blocks)
+
+    def measure_case(case: str) -> Row:
+        side, _, sizes = case.partition(" ")
+        inputs = make_inputs(tuple(int(size) for size in sizes.split("x")), device)
+        row = measure(loss_of(side, Place.of(inputs[0], inputs[1])), inputs, arguments)
+        return row | ({"blocks": str(blocks_in_use(inputs[0]))} if side == TRITON and device.type == "cuda" else {})
+
+    return program.always(measure_case)
+
+
+def set_blocks(text: str) -> None:
+    """Have the 16-bit kernels compiled with other blocks."""
+    if not text:
+        return
+    fused = importlib.import_module("megatron_dapo.ops.head.fused")
+    tokens, columns, width, warps, stages = (int(number) for number in text.split(","))
+    for is_hopper in (True, False):
+        fused._BLOCKS[2, is_hopper] = fused.Blocks(tokens, columns, width, num_warps=warps, num_stages=stages)
+
+
+def blocks_in_use(hidden: torch.Tensor) -> Any:
+    return importlib.import_module("megatron_dapo.ops.head.fused")._blocks(hidden)
+
+
+def summary(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
+    return {"targets_met": verdicts(rows, SHAPES[0])}
+
+
+def verdicts(rows: Rows, shape: Shape) -> dict[str, bool]:
     """Whether the targets are met; only those that can be judged from what ran."""
-    sides = row["sides"]
+    sides = {side: rows[name] for side in (*IMPLEMENTATIONS, *PEERS) if (name := name_of(side, shape)) in rows}
     peers = [sides[name]["forward_backward_ms"] for name in PEERS if name in sides]
     found: dict[str, bool] = {}
     if "triton" in sides:
@@ -165,38 +210,26 @@ def verdicts(row: dict[str, Any]) -> dict[str, bool]:
     return found
 
 
+def complaints(rows: Rows) -> Iterator[tuple[str, str]]:
+    """A side whose loss is not that of the others computes something else."""
+    for shape in {name.partition(" ")[2] for name in rows}:
+        of_shape = {name: row["loss"] for name, row in rows.items() if name.endswith(f" {shape}")}
+        middle = statistics.median(of_shape.values())
+        for name, loss in of_shape.items():
+            if not abs(loss - middle) <= LOSS_TOLERANCE * middle:
+                yield name, f"its loss is {loss:.4f}, of all sides' the median {middle:.4f}"
+
+
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/")
-    parser.add_argument("--only", default="", help="sides, comma separated")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", action="append", help="tokens,width,vocab; may be repeated")
+    parser = program.parser(__doc__)
+    parser.add_argument("--shape", action="append", help="tokens,width,vocabulary; may be repeated")
+    parser.add_argument("--blocks", default="", help="tokens,columns,width,warps,stages of Triton's 16-bit kernels")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=3)
     return parser.parse_args()
 
 
-def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return {"benchmark": "gpu_head", "skipped": "torch sees no CUDA device"}
-    sides = arguments.only.split(",") if arguments.only else [*IMPLEMENTATIONS, *PEERS]
-    shapes = [tuple(int(size) for size in text.split(",")) for text in arguments.shape or ()] or list(SHAPES)
-    rows = [run_shape(shape, sides, device, arguments.rounds, arguments.warm_up) for shape in shapes]
-    return {
-        "benchmark": "gpu_head",
-        "machine": machine_name(device),
-        "versions": versions(PACKAGES),
-        "targets_met": verdicts(rows[0]) if device.type == "cuda" else {},
-        "rows": rows,
-    }
-
-
-def main() -> None:
-    arguments = parse()
-    report(run_all(arguments), arguments.json, arguments.save)
-
+HEAD = Benchmark("gpu_head", __file__, PACKAGES, cases, measuring, lambda rows: dict(complaints(rows)), summary)
 
 if __name__ == "__main__":
-    main()
+    program.run(HEAD, parse())

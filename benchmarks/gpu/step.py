@@ -18,23 +18,22 @@ stops. Sides run one after the other, each on a model of its own from the same s
                          tokens, L layers, D query heads x their size, s the length of each sequence (causal attention
                          does half of its square). What is computed twice (the head, recomputed activations) counts once
 
-What is skipped stands in `skipped` with its reason; `--save` writes benchmarks/results/gpu_step_<machine>.json. `--tiny`
-checks the program on any machine, FP8 emulated where there is no device; its figures mean nothing.
+How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine, FP8 emulated where there is no
+device; its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import program
 import torch
 import torch.distributed as dist
-from machine import bf16_peak, machine_name, report, versions
+from program import Benchmark, Missing, Row, Rows, bf16_peak, machine_name, median_s, rounds_of
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import MegatronLayout
@@ -196,128 +195,108 @@ def flops_of(architecture: ModelArchitecture, lengths: Sequence[int]) -> float:
     return 6.0 * weights * sum(lengths) + 6.0 * architecture.num_layers * width * squares
 
 
-def measure(side: Side, architecture: ModelArchitecture, work: Work, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Namespace) -> Row:
+    work, device = work_of(arguments), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lengths = draw_lengths(work)
-    actor, layout = build(side, architecture, arguments.recompute)
+    try:
+        actor, layout = build(side, architecture, arguments.recompute)
+    except (ValueError, ImportError) as error:  # a precision or head that cannot run here
+        raise Missing(str(error)) from None
     samples = make_samples(lengths, architecture.vocab_size)
     limits = MicroBatchLimits(max_tokens=work.micro_batch_tokens)
     micro_batches = build_micro_batches(samples, token_mean, layout, 0, limits)
-    cuda = torch.cuda.is_available()
-    losses, seconds = [], []
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(arguments.warm_up + arguments.rounds):
-        _finish(cuda)
-        started = time.perf_counter()
+    losses: list[float] = []
+
+    def train() -> None:
         result = actor.train_step(micro_batches, policy_gradient, 1.0, LEARNING_RATE)
-        _finish(cuda)
-        seconds.append(time.perf_counter() - started)
         losses.append(result.metrics["nll"])
         if not result.applied:
             raise ValueError(f"the gradients of step {len(losses)} were not finite")
-    step = statistics.median(seconds[arguments.warm_up :])
-    peak = bf16_peak(machine_name(torch.device("cuda"))) if cuda else None
-    tokens = sum(lengths)
+
+    for _ in range(arguments.warm_up):
+        train()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = median_s(train, device, rounds_of(arguments))
+    tflops = flops_of(architecture, lengths) / seconds / 1e12
+    peak = bf16_peak(machine_name(device))
     return {
-        "step_ms": 1e3 * step,
-        "tokens_per_second": tokens / step,
-        "tflops": flops_of(architecture, lengths) / step / 1e12,
-        "mfu": flops_of(architecture, lengths) / step / peak if peak else None,
+        "step_ms": 1e3 * seconds,
+        "tokens_per_second": sum(lengths) / seconds,
+        "tflops": tflops,
+        "mfu": tflops * 1e12 / peak if peak else None,
         "padded_tokens": sum(micro_batch.token_ids.numel() for micro_batch in micro_batches),
         "num_micro_batches": len(micro_batches),
+        "num_steps": len(losses),
         "first_nll": losses[0],
         "last_nll": losses[-1],
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
     }
 
 
-def _finish(cuda: bool) -> None:
-    if cuda:
-        torch.cuda.synchronize()
-
-
-def check_losses(rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """ValueError where a side does not compute what bf16 does."""
-    if "bf16" not in rows:
-        return
-    right = rows["bf16"]["first_nll"]
+def complaints(rows: Rows) -> Iterator[tuple[str, str]]:
+    """A side that does not compute what bf16 does."""
+    right = rows["bf16"]["first_nll"] if "bf16" in rows else None
     for name, row in rows.items():
-        if not abs(row["first_nll"] - right) <= LOSS_TOLERANCE * right:
-            raise ValueError(f"{name}: first loss {row['first_nll']:.4f}, of bf16 {right:.4f}: not the same model")
+        if right is not None and not abs(row["first_nll"] - right) <= LOSS_TOLERANCE * right:
+            yield name, f"first loss {row['first_nll']:.4f}, of bf16 {right:.4f}: not the same model"
 
 
-def run_sides(arguments: argparse.Namespace, architecture: ModelArchitecture, work: Work) -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    skipped: dict[str, str] = {}
-    for name in arguments.only.split(",") if arguments.only else SIDES:
-        if name not in SIDES:
-            raise ValueError(f"side {name!r} is unknown; choose of {', '.join(SIDES)}")
-        try:
-            rows[name] = measure(SIDES[name], architecture, work, arguments)
-        except torch.cuda.OutOfMemoryError as error:
-            skipped[name] = f"out of memory: {error}"
-        except (ValueError, ImportError) as error:
-            skipped[name] = str(error)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    check_losses(rows)
-    return {"sides": rows, "skipped": skipped}
-
-
-def speedups(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def speedups(rows: Rows) -> dict[str, float]:
     """Of every other side over bf16."""
     if "bf16" not in rows:
         return {}
     return {name: rows["bf16"]["step_ms"] / row["step_ms"] for name, row in rows.items() if name != "bf16"}
 
 
-def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    if not torch.cuda.is_available() and not arguments.tiny:
-        return {"benchmark": "gpu_step", "skipped": "torch sees no CUDA device; --tiny checks the program without one"}
-    model = "tiny" if arguments.tiny else arguments.model
-    architecture = architecture_of(model)
-    work = Work(700, 256, 200) if arguments.tiny else Work(arguments.step_tokens, arguments.micro_batch_tokens, 8192)
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+def model_of(arguments: argparse.Namespace) -> ModelArchitecture:
+    return architecture_of("tiny" if arguments.tiny else arguments.model)
+
+
+def work_of(arguments: argparse.Namespace) -> Work:
+    return Work(700, 256, 200) if arguments.tiny else Work(arguments.step_tokens, arguments.micro_batch_tokens, 8192)
+
+
+@contextmanager
+def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        result = run_sides(arguments, architecture, work)
+        yield lambda case: measure(SIDES[case], model_of(arguments), arguments)
     finally:
         dist.destroy_process_group()
+
+
+def summary(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
+    lengths = draw_lengths(work_of(arguments))
     return {
-        "benchmark": "gpu_step",
-        "machine": machine_name(torch.device("cuda" if cuda else "cpu")),
-        "model": model,
-        "num_parameters": architecture.num_parameters,
-        "tokens": sum(draw_lengths(work)),
-        "num_sequences": len(draw_lengths(work)),
-        "micro_batch_tokens": work.micro_batch_tokens,
-        "recompute": arguments.recompute,
-        "speedup_over_bf16": speedups(result["sides"]),
-        **result,
-        "versions": versions(PACKAGES),
+        "num_parameters": model_of(arguments).num_parameters,
+        "tokens": sum(lengths),
+        "num_sequences": len(lengths),
+        "speedup_over_bf16": speedups(rows),
     }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/")
+    parser = program.parser(__doc__)
     parser.add_argument("--model", choices=[name for name in MODELS if name != "tiny"], default="1.5b")
-    parser.add_argument("--only", default="", help=f"sides, comma separated, of {', '.join(SIDES)}")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--step-tokens", type=int, default=65536)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true", help="a small model on any machine, to check the program")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    arguments = parse()
-    report(run_all(arguments), arguments.json, arguments.save and not arguments.tiny)
-
+STEP = Benchmark(
+    "gpu_step",
+    __file__,
+    PACKAGES,
+    lambda arguments: list(SIDES),
+    measuring,
+    lambda rows: dict(complaints(rows)),
+    summary,
+)
 
 if __name__ == "__main__":
-    main()
+    program.run(STEP, parse())

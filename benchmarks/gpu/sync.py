@@ -1,6 +1,6 @@
 """Weights from a trainer into an engine on the same GPU, against the device's own copy.
 
-    python benchmarks/gpu/sync.py [--json] [--save] [--model 1.5b] [--engine-python PATH] [--bucket-mb 256] [--slots gpu,host]
+    python benchmarks/gpu/sync.py [--json] [--save] [--model 1.5b] [--engine-python PATH] [--bucket-mb 256] [--only gpu]
 
 The trainer's part of a Qwen2.5-shaped model in bf16 (TP1: all of it) is delivered by `EngineUpdate` over the colocated
 transport. The engine is a stock SGLang server where --engine-python names an interpreter that has one, else its weight
@@ -15,8 +15,8 @@ loader in a process of its own; either holds the parameters on the same GPU. The
     copy_gb_per_s      the same bytes from one tensor of the device to another, bucket by bucket, counted once
     vs_copy            seconds / those of the copy; a delivery through slots writes every byte twice, so 2 is the floor
 
-What is skipped stands in `skipped` with its reason; `--save` writes benchmarks/results/gpu_sync_<machine>.json. `--tiny`
-checks the program on any machine (slots in host memory where there is no GPU); its figures mean nothing.
+How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine (slots in host memory where
+there is no GPU); its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import program
 import torch
 import torch.distributed as dist
-from machine import machine_name, report, versions
+from program import Benchmark, Missing, Row, finish, median_s, rounds_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
@@ -54,7 +55,9 @@ from megatron_dapo.bridge.transports.base import Deadline, EngineControl, GroupC
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.server import EngineStartError, ServerSettings, SglangServer
+from megatron_dapo.engines.sglang.served import EngineStartError
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import Nodes
 from megatron_dapo.parallel.reshard.planner import plan
@@ -63,6 +66,7 @@ PACKAGES = ("torch", "sglang")
 DTYPE = torch.bfloat16
 SLOTS = ("gpu", "host")
 TINY_BUCKET = 1 << 18
+START_MARGIN_S = 30.0  # of a case's time, for what is not the server's start
 
 
 class Trainer:
@@ -104,7 +108,7 @@ class Trainer:
         order = Order(f"bytes-{self.version}", "bytes", self.version, (0,))
         self.control.begin_weight_update()
         with without_trainer_checksums():
-            _finish(self._device)
+            finish(self._device)
             start = time.perf_counter()
             outcome = update.transport.deliver(order, self.parameters, Deadline(DEADLINE_S))
             seconds = time.perf_counter() - start
@@ -113,21 +117,18 @@ class Trainer:
         self.control.end_weight_update()
         return seconds - max((report.seconds for report in outcome.reports.get(0, ())), default=0.0)
 
-    def copy(self, bucket_bytes: int) -> float:
+    def copy(self, bucket_bytes: int, rounds: Iterator[int]) -> float:
         """Seconds of the device's own copy of as many bytes."""
         source = torch.ones(self.num_bytes, dtype=torch.uint8, device=self._device)
         target = torch.zeros_like(source)
-        _finish(self._device)
-        start = time.perf_counter()
-        for one, other in zip(target.split(bucket_bytes), source.split(bucket_bytes), strict=True):
-            one.copy_(other)
-        _finish(self._device)
-        return time.perf_counter() - start
+        buckets = list(zip(target.split(bucket_bytes), source.split(bucket_bytes), strict=True))
 
+        def copy() -> None:
+            for one, other in buckets:
+                one.copy_(other)
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        copy()
+        return median_s(copy, self._device, rounds)
 
 
 @contextmanager
@@ -167,7 +168,7 @@ def start_loader(folder: Path, device: torch.device, stack: ExitStack) -> Engine
     return SinkControl([SinkClient(folder / "sink0.sock")])
 
 
-def start_server(folder: Path, device: torch.device, python: Path, stack: ExitStack) -> EngineControl:
+def start_server(folder: Path, device: torch.device, python: Path, timeout_s: float, stack: ExitStack) -> EngineControl:
     """A stock SGLang server with random weights."""
     settings = ServerSettings(
         python=python,
@@ -180,7 +181,7 @@ def start_server(folder: Path, device: torch.device, python: Path, stack: ExitSt
         max_total_tokens=4096,
         memory_fraction=0.3 if device.type == "cuda" else None,  # the trainer's weights are there as well
         random_weights=True,
-        start_timeout_s=600.0,
+        start_timeout_s=timeout_s,
     )
     server = SglangServer.start(settings)
     stack.callback(server.stop)
@@ -191,18 +192,17 @@ def start_server(folder: Path, device: torch.device, python: Path, stack: ExitSt
 # ---- measuring
 
 
-def measure(trainer: Trainer, slots: str, runs: int) -> dict[str, float]:
+def measure(trainer: Trainer, slots: str, arguments: argparse.Namespace) -> dict[str, float]:
     """After one to warm up each, in turns."""
     update = trainer.update(slots)
     ways: Mapping[str, Callable[[EngineUpdate], float]] = {
         "seconds": trainer.deliver,
         "verified_seconds": trainer.deliver_verified,
     }
-    rows: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(runs + 1):
-        for name, way in ways.items():
-            rows[name].append(way(update))
-    return {name: statistics.median(row[1:]) for name, row in rows.items()}
+    for way in ways.values():
+        way(update)
+    rows = [{name: way(update) for name, way in ways.items()} for _ in rounds_of(arguments)]
+    return {name: statistics.median(row[name] for row in rows) for name in ways}
 
 
 def figures(row: Mapping[str, float], num_bytes: int, copy_seconds: float) -> dict[str, float]:
@@ -210,87 +210,65 @@ def figures(row: Mapping[str, float], num_bytes: int, copy_seconds: float) -> di
         **row,
         "gb_per_s": num_bytes / row["seconds"] / 1e9,
         "verified_gb_per_s": num_bytes / row["verified_seconds"] / 1e9,
+        "copy_seconds": copy_seconds,
+        "copy_gb_per_s": num_bytes / copy_seconds / 1e9,
         "vs_copy": row["seconds"] / copy_seconds,
     }
 
 
-def run_engine(arguments: argparse.Namespace, folder: Path, device: torch.device) -> dict[str, Any]:
+@contextmanager
+def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
+    """With an engine that serves all cases."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bucket_bytes = TINY_BUCKET if arguments.tiny else arguments.bucket_mb << 20
-    rows: dict[str, Any] = {}
-    skipped: dict[str, str] = {}
-    with ExitStack() as stack:
-        python = arguments.engine_python
-        control = start_server(folder, device, python, stack) if python else start_loader(folder, device, stack)
-        trainer = Trainer(folder, device, bucket_bytes, control)
-        copies = [trainer.copy(bucket_bytes) for _ in range(arguments.runs + 1)][1:]
-        copy_seconds = statistics.median(copies)
-        for slots in arguments.slots.split(","):
-            if slots not in SLOTS:
-                raise ValueError(f"slots {slots!r} are unknown; choose of {', '.join(SLOTS)}")
-            if slots == "gpu" and device.type != "cuda":
-                skipped[slots] = "torch sees no CUDA device"
-                continue
-            try:
-                rows[slots] = figures(measure(trainer, slots, arguments.runs), trainer.num_bytes, copy_seconds)
-            except (RuntimeError, ValueError) as error:
-                skipped[slots] = f"{type(error).__name__}: {error}"
-        num_bytes = trainer.num_bytes
-    return {
-        "bytes": num_bytes,
-        "bucket_bytes": bucket_bytes,
-        "engine": "SGLang" if python else "weight loader in a process of its own, no server",
-        "copy_seconds": copy_seconds,
-        "copy_gb_per_s": num_bytes / copy_seconds / 1e9,
-        "slots": rows,
-        "skipped": skipped,
-    }
-
-
-def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    cuda = torch.cuda.is_available()
-    if not cuda and not arguments.tiny:
-        return {"benchmark": "gpu_sync", "skipped": "torch sees no CUDA device; --tiny checks the program without one"}
-    device = torch.device("cuda" if cuda else "cpu")
-    model = "tiny" if arguments.tiny else arguments.model
+    python = arguments.engine_python
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with tempfile.TemporaryDirectory(prefix="gpu-sync-") as temporary:
-            folder = Path(temporary)
-            (folder / "model").mkdir()
-            config = {**QWEN, **MODELS[model], "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
-            (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-            result = run_engine(arguments, folder, device)
-    except EngineStartError as error:
-        return {"benchmark": "gpu_sync", "skipped": f"the SGLang server did not start: {error}"}
-    finally:
-        dist.destroy_process_group()
-    return {
-        "benchmark": "gpu_sync",
-        "machine": machine_name(device),
-        "model": model,
-        "runs": arguments.runs,
-        **result,
-        "versions": versions(PACKAGES),
-    }
+    with tempfile.TemporaryDirectory(prefix="gpu-sync-") as temporary, ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        folder = Path(temporary)
+        write_config(folder / "model", "tiny" if arguments.tiny else arguments.model)
+        try:
+            control = (
+                start_server(folder, device, python, arguments.case_s - START_MARGIN_S, stack)
+                if python
+                else start_loader(folder, device, stack)
+            )
+        except EngineStartError as error:
+            raise Missing(f"the SGLang server did not start: {error}") from None
+        trainer = Trainer(folder, device, bucket_bytes, control)
+        copy_seconds = trainer.copy(bucket_bytes, rounds_of(arguments))
+
+        def measure_case(slots: str) -> Row:
+            if slots == "gpu" and device.type != "cuda":
+                raise Missing("torch sees no CUDA device")
+            found = figures(measure(trainer, slots, arguments), trainer.num_bytes, copy_seconds)
+            return {**found, "bytes": trainer.num_bytes, "bucket_bytes": bucket_bytes}
+
+        yield measure_case
+
+
+def write_config(folder: Path, model: str) -> None:
+    folder.mkdir()
+    config = {**QWEN, **MODELS[model], "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def summary(arguments: argparse.Namespace, rows: program.Rows) -> dict[str, Any]:
+    own = "weight loader in a process of its own, no server"
+    return {"engine": "SGLang" if arguments.engine_python else own}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--save", action="store_true", help="also write it to benchmarks/results/")
+    parser = program.parser(__doc__)
+    parser.set_defaults(case_s=300.0)
     parser.add_argument("--model", choices=[name for name in MODELS if name != "tiny"], default="1.5b")
     parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang; without it there is no server")
     parser.add_argument("--bucket-mb", type=int, default=256)
-    parser.add_argument("--slots", default=",".join(SLOTS), help="where buckets lie, comma separated")
-    parser.add_argument("--runs", type=int, default=7, help="timed runs of every way, after one to warm up")
-    parser.add_argument("--tiny", action="store_true", help="a small model on any machine, to check the program")
+    parser.add_argument("--rounds", type=int, default=7, help="timed runs of every way, after one to warm up")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    arguments = parse()
-    report(run_all(arguments), arguments.json, arguments.save and not arguments.tiny)
-
+SYNC = Benchmark("gpu_sync", __file__, PACKAGES, lambda arguments: list(SLOTS), measuring, summary=summary)
 
 if __name__ == "__main__":
-    main()
+    program.run(SYNC, parse())

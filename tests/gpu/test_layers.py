@@ -255,4 +255,4 @@ def test_the_shipped_step_benchmark_runs_small() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert "bf16" in found["sides"], found["skipped"]
+    assert "bf16" in found["cases"], found

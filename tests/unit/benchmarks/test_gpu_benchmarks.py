@@ -31,6 +31,11 @@ def sync(folder):
     return importlib.import_module("sync")
 
 
+@pytest.fixture(scope="module")
+def head(folder):
+    return importlib.import_module("head")
+
+
 def run(path: Path, *arguments: str) -> dict[str, Any]:
     root = path.parents[2]
     finished = subprocess.run(
@@ -86,11 +91,10 @@ def test_lengths_have_a_long_tail(step) -> None:
 
 def test_a_side_that_computes_something_else_is_an_error(step) -> None:
     rows = {"bf16": {"first_nll": 10.0}, "fp8_blockwise": {"first_nll": 10.1}}
-    step.check_losses(rows)
-    with pytest.raises(ValueError, match=r"fp8_blockwise: first loss 11\.0000, of bf16 10\.0000"):
-        step.check_losses({**rows, "fp8_blockwise": {"first_nll": 11.0}})
-    with pytest.raises(ValueError, match="not the same model"):
-        step.check_losses({**rows, "fp8_blockwise": {"first_nll": float("nan")}})
+    assert not dict(step.complaints(rows))
+    for wrong in (11.0, float("nan")):
+        found = dict(step.complaints({**rows, "fp8_blockwise": {"first_nll": wrong}}))
+        assert list(found) == ["fp8_blockwise"] and "of bf16 10.0000" in found["fp8_blockwise"]
 
 
 def test_speedups_are_over_bf16(step) -> None:
@@ -100,21 +104,48 @@ def test_speedups_are_over_bf16(step) -> None:
 
 def test_the_step_runs_at_a_tiny_size_with_emulated_fp8(folder) -> None:
     found = run(folder / "step.py", "--tiny", "--rounds", "1", "--warm-up", "1")
-    assert set(found["sides"]) == {"bf16", "fp8_blockwise", "fp8_blockwise_head"}
+    assert set(found["cases"]) == {"bf16", "fp8_blockwise", "fp8_blockwise_head"} and not found["failed"]
     assert "not emulated" in found["skipped"]["fp8_parameters"]
-    for row in found["sides"].values():
+    for row in found["cases"].values():
         assert row["last_nll"] != row["first_nll"] and row["tokens_per_second"] > 0
         assert found["tokens"] <= row["padded_tokens"]
-    assert found["sides"]["fp8_blockwise"]["first_nll"] != found["sides"]["bf16"]["first_nll"]
-    assert found["sides"]["fp8_blockwise"]["padded_tokens"] % 128 == 0
+    assert found["cases"]["fp8_blockwise"]["first_nll"] != found["cases"]["bf16"]["first_nll"]
+    assert found["cases"]["fp8_blockwise"]["padded_tokens"] % 128 == 0
 
 
 def test_the_sync_runs_at_a_tiny_size_with_a_loader_in_another_process(folder) -> None:
-    found = run(folder / "sync.py", "--tiny", "--runs", "1")
-    assert set(found["slots"]) == {"host"} and "no CUDA device" in found["skipped"]["gpu"]
-    row = found["slots"]["host"]
-    assert row["gb_per_s"] == pytest.approx(found["bytes"] / row["seconds"] / 1e9)
-    assert row["vs_copy"] == pytest.approx(row["seconds"] / found["copy_seconds"])
+    found = run(folder / "sync.py", "--tiny", "--rounds", "1")
+    assert set(found["cases"]) == {"host"} and "no CUDA device" in found["skipped"]["gpu"]
+    row = found["cases"]["host"]
+    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+    assert row["vs_copy"] == pytest.approx(row["seconds"] / row["copy_seconds"])
+
+
+def test_the_head_runs_at_a_tiny_size_and_says_what_is_missing(folder) -> None:
+    found = run(folder / "head.py", "--tiny", "--rounds", "1", "--warm-up", "1")
+    assert {"reference 64x128x384", "chunked 64x128x384", "te_fp8 64x128x384"} <= set(found["cases"])
+    assert {"liger 64x128x384", "verl 64x128x384", "apple 64x128x384"} <= set(found["skipped"])
+    losses = [row["loss"] for row in found["cases"].values()]
+    assert max(losses) - min(losses) < 0.01 * losses[0] and not found["failed"] and not found["not_run"]
+
+
+def test_targets_of_the_head_are_judged_from_what_ran(head) -> None:
+    shape = head.SHAPES[0]
+    triton = {"effective_tflops": 560.0, "forward_ms": 15.0, "forward_backward_ms": 50.0}
+    rows = {head.name_of("triton", shape): triton}
+    assert head.verdicts(rows, shape) == {"triton_tflops": True}
+    rows[head.name_of("liger", shape)] = {"forward_backward_ms": 49.0}
+    rows[head.name_of("te_fp8", shape)] = {"forward_ms": 9.0}
+    assert head.verdicts(rows, shape) == {
+        "triton_tflops": True,
+        "triton_not_slower_than_the_best_peer": False,
+        "te_fp8_forward_speedup": True,
+    }
+
+
+def test_a_side_of_the_head_with_another_loss_is_an_error(head) -> None:
+    rows = {f"{side} 1x2x3": {"loss": loss} for side, loss in (("a", 5.0), ("b", 5.01), ("c", 5.2))}
+    assert list(dict(head.complaints(rows))) == ["c 1x2x3"]
 
 
 def test_figures_of_the_sync(sync) -> None:
