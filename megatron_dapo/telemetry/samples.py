@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def sample_record(train_step: int, group: Group, index: int, advantage: float) -> dict[str, Any]:
-    """What is recorded of response `index` of `group`."""
+    """What is recorded of response `index` of `group`. `advantage`: a mean where its tokens' differ."""
     sample = group.samples[index]
     return {
         "train_step": train_step,

@@ -106,7 +106,8 @@ class ActorCriticLearner:
             lambda: self.critic.learn(batch.critic_samples, train_step),
         )
         self._watch(batch, critic_metrics["critic/loss"], train_step)
-        return replace(result, metrics={**result.metrics, **batch.metrics, **critic_metrics})
+        advantages = {one.sample_id: _mean_advantage(one) for one in batch.policy_samples}
+        return replace(result, metrics={**result.metrics, **batch.metrics, **critic_metrics}, advantages=advantages)
 
     def has_converged(self) -> bool:
         """By the critic's history, which is the same on every rank."""
@@ -150,3 +151,8 @@ class ActorCriticLearner:
                 explained,
                 self._settings.explained_variance_alarm,
             )
+
+
+def _mean_advantage(sample: TrainSample) -> float:
+    """Over the trained tokens; 0 without one."""
+    return float((sample.advantages * sample.loss_mask).sum() / sample.loss_mask.sum().clamp(min=1))

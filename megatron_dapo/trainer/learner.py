@@ -107,6 +107,9 @@ class LearnResult:
 
     metrics: dict[str, float]
     num_optimizer_steps: int
+    advantages: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by sample, where a critic made them: mean over its tokens
 
 
 class MismatchError(RuntimeError):

@@ -187,7 +187,7 @@ class TrainingLoop:
         with self._phases.phase("record"):
             if self._parts.recorder is not None and batch.rollout is not None:
                 self._progress.num_generated_tokens += batch.rollout.statistics.num_tokens
-                self._parts.recorder.batch(step, batch.rollout.groups, batch.samples)
+                self._parts.recorder.batch(step, batch.rollout.groups, batch.samples, result.advantages)
         # A row covers the time since the row before it: an evaluation or a checkpoint after a step is in the next one.
         times = self._phases.timer.finish_step()
         self._progress.train_seconds += training_seconds(times)

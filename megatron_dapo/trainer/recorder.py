@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.telemetry.batch_dump import dump_batch
@@ -101,16 +102,22 @@ class Recorder:
         """Write an evaluation of the policy after `train_step`."""
         self._evaluations.write(train_step, checked(EVALUATION_METRICS, metrics))
 
-    def batch(self, train_step: int, groups: Sequence[Group], samples: Sequence[TrainSample]) -> None:
-        """Write some responses for people, and the whole batch where a dump is due."""
-        by_id = {sample.sample_id: sample for sample in samples}
+    def batch(
+        self,
+        train_step: int,
+        groups: Sequence[Group],
+        samples: Sequence[TrainSample],
+        advantages: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Write some responses for people, and the whole batch where a dump is due. `advantages`: by sample, where they are not
+        in `samples` because a critic made them."""
         if self._samples is not None:
+            found = {sample.sample_id: _advantage(sample) for sample in samples} | dict(advantages)
+            chosen = choose(groups, self._telemetry.samples_per_step)
             self._samples.write(
                 [
-                    sample_record(
-                        train_step, groups[group], index, _advantage(by_id[groups[group].samples[index].sample_id])
-                    )
-                    for group, index in choose(groups, self._telemetry.samples_per_step)
+                    sample_record(train_step, groups[group], index, found[groups[group].samples[index].sample_id])
+                    for group, index in chosen
                 ]
             )
         if self._telemetry.dump_batches and train_step % self._telemetry.dump_batches == 0:

@@ -40,6 +40,12 @@ def test_both_are_trained_once_and_every_metric_is_in_the_schema() -> None:
     assert {name for name in STEP_METRICS if name.startswith("critic/")} <= set(result.metrics)
 
 
+def test_people_are_shown_what_the_critic_made_of_a_response() -> None:
+    result = make(FakePolicy(), FakeCritic()).learn(batch(), 0)
+    expected = {one.sample_id: pytest.approx(float(one.advantages.mean())) for one in make_estimates()}
+    assert result.advantages == expected and any(result.advantages.values())
+
+
 def test_the_policy_stands_still_while_the_critic_warms_up() -> None:
     policy, critic = FakePolicy(), FakeCritic()
     learner = make(policy, critic, policy_starts_at=2)
