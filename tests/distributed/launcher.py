@@ -1,8 +1,11 @@
 """Run a function in N gloo processes and fail with the output of the first rank that failed.
 
-`run_distributed("package.module:function", num_processes, arguments)` starts N fresh interpreters. Each joins the
-default gloo group and calls `function(arguments)`. `arguments` and the value that rank 0's function returns are JSON. A
+`run_distributed("package.module:function", num_processes, arguments)` joins N processes in a default gloo group of
+their own, and each calls `function(arguments)`. `arguments` and the value that rank 0's function returns are JSON. A
 folder holds each rank's output; the processes are killed at the deadline, and as soon as one of them fails.
+
+The processes are fresh interpreters. Those that came well through a function stand by for the next one, as importing
+torch and megatron-core takes longer than most checks; a function that leaves its process changed kills it or fails.
 
 The target may also be a file: "/path/to/file.py:function" (`target_in(__file__, "function")`), so that workers can live
 beside their test.
@@ -15,18 +18,23 @@ import importlib
 import importlib.util
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-POLL_INTERVAL_S = 0.05
+POLL_INTERVAL_S = 0.02
 OUTPUT_TAIL_CHARS = 6000
+TORCH_SEED = 67280421310721  # of a fresh interpreter
 
 
 def target_in(file: str, function: str) -> str:
@@ -41,60 +49,113 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass(frozen=True)
+class Job:
+    """What one rank of a run does, and the folder of the run."""
+
+    target: str
+    rank: int
+    num_processes: int
+    port: int
+    folder: str
+    timeout_s: float
+
+
+class RankProcess:
+    """A process that does jobs until one fails."""
+
+    def __init__(self) -> None:
+        parts = (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(Path(__file__).resolve())],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, parts))},
+            stdin=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        )
+        self._done: Path | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, job: Job) -> None:
+        assert self._process.stdin is not None
+        self._done = Path(job.folder) / f"done{job.rank}"
+        print(json.dumps(asdict(job)), file=self._process.stdin, flush=True)
+
+    def poll(self) -> int | None:
+        """0 where the job is done, the process's exit code where it ended before that, None as long as it works."""
+        assert self._done is not None, "no job was started"
+        return 0 if self._done.exists() else self._process.poll()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code of a process that its job ends."""
+        return self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+@cache
+def standing() -> list[RankProcess]:
+    """The processes of this interpreter that stand by; they end with it, as their input does."""
+    return []
+
+
+def _take(num_processes: int) -> list[RankProcess]:
+    ranks = standing()
+    ranks[:] = [rank for rank in ranks if rank.is_alive()]
+    ranks += [RankProcess() for _ in range(num_processes - len(ranks))]
+    return ranks[:num_processes]
+
+
+def start_job(ranks: Sequence[RankProcess], target: str, folder: Path, timeout_s: float, arguments: Any = None) -> None:
+    """Rank i's part of the run on `ranks[i]`."""
+    (folder / "arguments.json").write_text(json.dumps(arguments))
+    port = free_port()
+    for number, rank in enumerate(ranks):
+        _log(folder, number).touch()
+        rank.start(Job(target, number, len(ranks), port, str(folder), timeout_s))
+
+
 def run_distributed(target: str, num_processes: int, arguments: Any = None, timeout_s: float = 120.0) -> Any:
     """Call `target` in `num_processes` gloo ranks and return what rank 0's call returned.
 
     Raises AssertionError with the failing rank's output where a rank fails, TimeoutError where the deadline passes.
     """
     with tempfile.TemporaryDirectory(prefix="distributed-test-") as name:
-        folder = Path(name)
-        (folder / "arguments.json").write_text(json.dumps(arguments))
-        port = free_port()
-        processes = [_start(target, rank, num_processes, port, folder, timeout_s) for rank in range(num_processes)]
+        folder, ranks = Path(name), _take(num_processes)
         try:
-            _wait(processes, folder, timeout_s)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+            start_job(ranks, target, folder, timeout_s, arguments)
+            _wait(ranks, folder, timeout_s)
+        except BaseException:
+            for rank in ranks:
+                rank.kill()
+            raise
         return json.loads((folder / "result.json").read_text())
 
 
-def _start(
-    target: str, rank: int, num_processes: int, port: int, folder: Path, timeout_s: float
-) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    environment.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_processes),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-        PYTHONPATH=os.pathsep.join(
-            part for part in (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")) if part
-        ),
-    )
-    with (folder / f"rank{rank}.log").open("wb") as output:
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), target, str(folder), str(timeout_s)]
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
+def _wait(ranks: Sequence[RankProcess], folder: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [rank.poll() for rank in ranks]
         # The first failing rank in time is the cause; the others fail because it is gone.
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             cause = _first_failure(folder, failed)
-            raise AssertionError(f"rank {cause} failed with exit code {codes[cause]}:\n{_tail(folder, cause)}")
+            raise AssertionError(f"rank {cause} failed with exit code {codes[cause]}:\n{output_of(folder, cause)}")
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
-            tails = "\n".join(f"--- rank {rank}:\n{_tail(folder, rank)}" for rank in running)
+            tails = "\n".join(f"--- rank {rank}:\n{output_of(folder, rank)}" for rank in running)
             raise TimeoutError(f"ranks {running} still ran after {timeout_s} s:\n{tails}")
         time.sleep(POLL_INTERVAL_S)
 
@@ -105,8 +166,13 @@ def _first_failure(folder: Path, failed: list[int]) -> int:
     return min(stamped, key=stamped.__getitem__) if stamped else failed[0]
 
 
-def _tail(folder: Path, rank: int) -> str:
-    return (folder / f"rank{rank}.log").read_text(errors="replace")[-OUTPUT_TAIL_CHARS:]
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def output_of(folder: Path, rank: int) -> str:
+    """The end of what a rank wrote."""
+    return _log(folder, rank).read_text(errors="replace")[-OUTPUT_TAIL_CHARS:]
 
 
 def _load(target: str) -> Any:
@@ -122,26 +188,53 @@ def _load(target: str) -> Any:
     return getattr(module, function)
 
 
-def _worker(target: str, folder: Path, timeout_s: float) -> None:
+def _work(job: Job) -> None:
+    """One job in this process; what it raises ends the process."""
+    folder = Path(job.folder)
+    _write_into(_log(folder, job.rank))
     import torch
     import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(0.7 * timeout_s)  # a hang shows where every rank waits
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.num_processes),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+    )
+    faulthandler.dump_traceback_later(0.7 * job.timeout_s)  # a hang shows where every rank waits
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    rank = dist.get_rank()
+    torch.manual_seed(TORCH_SEED)
+    random.seed(job.rank)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
     try:
-        result = _load(target)(json.loads((folder / "arguments.json").read_text()))
+        result = _load(job.target)(json.loads((folder / "arguments.json").read_text()))
     except BaseException:
-        temporary = folder / f"failing{rank}"
-        temporary.write_text(str(time.time_ns()))
-        temporary.rename(folder / f"failed{rank}")
+        _leave(folder / f"failed{job.rank}", str(time.time_ns()))
         raise
-    if rank == 0:
+    if job.rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+    _leave(folder / f"done{job.rank}", "")
+
+
+def _write_into(file: Path) -> None:
+    """Standard output and error of this process go there."""
+    sys.stdout.flush()
+    with file.open("wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+
+
+def _leave(file: Path, text: str) -> None:
+    """Write it in one piece."""
+    temporary = file.with_suffix(".new")
+    temporary.write_text(text)
+    temporary.rename(file)
 
 
 if __name__ == "__main__":
-    _worker(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))
+    for line in sys.stdin:
+        _work(Job(**json.loads(line)))

@@ -7,31 +7,30 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from launcher import run_distributed, target_in
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.types import GenerationRequest, SamplingParams
 
-CONFIG = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    bos_token_id=0,
-    eos_token_id=2,
-    pad_token_id=0,
-    tie_word_embeddings=True,
-)
+CONFIG = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
 
 
 def make_engine() -> EmbeddedEngine:
@@ -98,23 +97,16 @@ def failing_driver(rank: int, folder: Path) -> None:
     (folder / f"failing_driver.{rank}").touch()
 
 
-def run_rank(rank: int, world_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-    )
-    try:
-        for scenario in (two_rounds, failing_rank, failing_driver):
-            scenario(rank, Path(folder))
-    finally:
-        dist.destroy_process_group()
+def three_ranks(folder: str) -> None:
+    for scenario in (two_rounds, failing_rank, failing_driver):
+        scenario(dist.get_rank(), Path(folder))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three ranks left behind after all scenarios (one start of processes serves all tests)."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, args=(3, str(folder)), nprocs=3, join=True)
+    run_distributed(target_in(__file__, "three_ranks"), 3, str(folder), timeout_s=150)
     return folder
 
 
