@@ -12,6 +12,9 @@ residual stream) is in the model's type, and masters and moments are fp32 in eve
 **Multiples.** Transformer Engine multiplies FP8 where every size is a multiple of 16. Blocks ask for 128: of a weight on
 a rank, so that its blocks are those of the served checkpoint; of a rank's own tokens, so that blocks of tokens are the
 same whether tensor ranks gather the tokens before or after rounding.
+
+An expert gets as many tokens as are routed to it, which no padding of a micro-batch aligns. Rows of zeros are put
+behind them on the rank that multiplies, up to the next multiple: they change no scale, no product and no gradient.
 """
 
 from __future__ import annotations
@@ -91,43 +94,55 @@ def padded_tokens(num_tokens: int, tensor: int, context: int, sequence_parallel:
 
 @dataclass(frozen=True)
 class LinearSizes:
-    """Sizes of a dense decoder's linear layers."""
+    """Sizes of a decoder's linear layers; 0 for those that no layer has."""
 
     hidden_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of a dense MLP
+    expert_intermediate_size: int = 0  # of one expert
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """`what`, of `size` on a rank, is no multiple of `multiple`."""
+    """`what`, of `size` on a rank, is no multiple of `multiple`. `cut`: which size of the layout divides it, "" if
+    none."""
 
     what: str
     size: int
     multiple: int
+    cut: str = ""
 
     def __str__(self) -> str:
         return f"{self.what} = {self.size} is no multiple of {self.multiple}"
 
 
-def misfits(recipe: str, sizes: LinearSizes, tensor: int) -> list[Misfit]:
-    """Sizes of weights on a tensor rank that the recipe cannot multiply, where the cuts themselves are even."""
+def misfits(recipe: str, sizes: LinearSizes, tensor: int, expert_tensor: int = 1) -> list[Misfit]:
+    """Sizes of weights on a tensor rank that the recipe cannot multiply, where the cuts themselves are even; experts
+    are cut over `expert_tensor` ranks."""
     multiple = RECIPES[recipe].size_multiple
-    return [Misfit(what, size, multiple) for what, size in _rank_sizes(sizes, tensor) if size % multiple]
+    whole = Misfit("hidden_size", sizes.hidden_size, multiple)
+    cut = [_cut(what, size, multiple, "tensor", tensor) for what, size in _cut_sizes(sizes)]
+    experts = _cut("moe_intermediate_size", sizes.expert_intermediate_size, multiple, "expert_tensor", expert_tensor)
+    return [one for one in (whole, *cut, experts) if one.size % multiple]
 
 
-def _rank_sizes(sizes: LinearSizes, tensor: int) -> Iterator[tuple[str, int]]:
+def _cut(what: str, size: int, multiple: int, axis: str, ranks: int) -> Misfit:
+    if ranks == 1:
+        return Misfit(what, size, multiple)
+    return Misfit(f"{what} / parallel.{axis} ({ranks})", size // ranks, multiple, axis)
+
+
+def _cut_sizes(sizes: LinearSizes) -> Iterator[tuple[str, int]]:
+    """What tensor ranks divide."""
     heads, groups, dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
-    cut = "" if tensor == 1 else f" / parallel.tensor ({tensor})"
-    yield "hidden_size", sizes.hidden_size
     yield (
-        f"QKV rows, (num_attention_heads {heads} + 2 num_key_value_heads {groups}) x head_dim {dim}{cut}",
-        (heads + 2 * groups) * dim // tensor,
+        f"QKV rows, (num_attention_heads {heads} + 2 num_key_value_heads {groups}) x head_dim {dim}",
+        (heads + 2 * groups) * dim,
     )
-    yield f"attention outputs, num_attention_heads {heads} x head_dim {dim}{cut}", heads * dim // tensor
-    yield f"intermediate_size{cut}", sizes.intermediate_size // tensor
+    yield f"attention outputs, num_attention_heads {heads} x head_dim {dim}", heads * dim
+    yield "intermediate_size", sizes.intermediate_size
 
 
 def has_served_blocks(head_dim: int) -> bool:

@@ -79,32 +79,30 @@ def _parameters(config: Config) -> Iterator[Violation]:
 
 def _shapes(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
     recipe, tensor = config.precision.recipe, config.parallel.tensor
-    if not _recipe(config).is_fp8 or tensor < 1:
-        return
-    if architecture.num_experts:
-        yield violation(
-            config,
-            "precision.recipe",
-            "a dense model for FP8 (experts get numbers of tokens that no padding of a micro-batch aligns)",
-            'set precision.recipe = ""',
-            num_experts=architecture.num_experts,
-        )
+    expert_tensor = config.parallel.expert_tensor or tensor
+    if not _recipe(config).is_fp8 or min(tensor, expert_tensor) < 1:
         return
     sizes = LinearSizes(
         architecture.hidden_size,
         architecture.num_attention_heads,
         architecture.num_key_value_heads,
         architecture.head_size,
-        architecture.intermediate_size,
+        architecture.intermediate_size if architecture.has_dense_layers else 0,
+        architecture.moe_intermediate_size if architecture.num_experts else 0,
     )
-    whole = {one.what for one in misfits(recipe, sizes, 1)}
-    for one in misfits(recipe, sizes, tensor):
+    fits_whole = not misfits(recipe, sizes, 1)
+    # Experts are cut as dense layers where nothing else is said.
+    cuts = {"tensor": "parallel.tensor", "expert_tensor": "parallel.expert_tensor"}
+    if config.parallel.expert_tensor == 0:
+        cuts["expert_tensor"] = "parallel.tensor"
+    for one in misfits(recipe, sizes, tensor, expert_tensor):
+        path = cuts[one.cut] if one.cut and fits_whole else ""
         yield violation(
             config,
-            "precision.recipe" if tensor == 1 or whole else "parallel.tensor",
+            path or "precision.recipe",
             f"{one.what} % {one.multiple} == 0 for precision.recipe = {recipe}",
-            'set precision.recipe = ""' + ("" if whole else ", or a smaller parallel.tensor"),
-            *(() if tensor == 1 or whole else ("precision.recipe",)),
+            'set precision.recipe = ""' + (f", or a smaller {path}" if path else ""),
+            *(("precision.recipe",) if path else ()),
             size=one.size,
             multiple=one.multiple,
         )

@@ -50,9 +50,12 @@ def normalise_probabilities(chunk: torch.nn.Module, normalise: bool) -> None:
             module.normalise = normalise
 
 
-def experts_spec() -> ModuleSpec:
-    """In place of an MLP: the router, and this rank's experts one after another under the names of SequentialMLP."""
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def experts_spec(
+    column: type[ColumnParallelLinear] = ColumnParallelLinear, row: type[RowParallelLinear] = RowParallelLinear
+) -> ModuleSpec:
+    """In place of an MLP: the router, and this rank's experts one after another under the names of SequentialMLP, each
+    of the given classes of linear layers."""
+    mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=mlp), router=SoftmaxFirstRouter),

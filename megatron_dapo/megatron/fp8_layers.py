@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 
 from megatron_dapo.megatron.norms import NormColumnParallelLinear
-from megatron_dapo.ops.fp8_linear import blockwise_linear
+from megatron_dapo.ops.fp8_linear import blockwise_linear, blockwise_linear_of_any
 
 
 class Fp8NormColumnParallelLinear(NormColumnParallelLinear):
@@ -46,6 +46,24 @@ class Fp8RowParallelLinear(RowParallelLinear):
         **unused: Any,
     ) -> torch.Tensor:
         return _multiply(input, weight, bias)
+
+
+class _ExpertProduct:
+    """An FP8 product of the tokens that were routed to an expert, however many. Their dispatcher communicates."""
+
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **unused: Any
+    ) -> torch.Tensor:
+        assert bias is None, "experts have no bias"
+        return blockwise_linear_of_any(input, weight)
+
+
+class Fp8ExpertColumnParallelLinear(_ExpertProduct, ColumnParallelLinear):
+    """[tokens, in] -> [tokens, this rank's rows] of one expert."""
+
+
+class Fp8ExpertRowParallelLinear(_ExpertProduct, RowParallelLinear):
+    """[tokens, this rank's columns] -> [tokens, out] of one expert; the ranks' outputs are summed by the dispatcher."""
 
 
 def _multiply(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

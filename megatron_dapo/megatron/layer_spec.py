@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -24,7 +24,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_dapo.megatron.attention import PackedAttention, PackedSelfAttention
 from megatron_dapo.megatron.experts import experts_spec, route_softmax_first
-from megatron_dapo.megatron.fp8_layers import Fp8NormColumnParallelLinear, Fp8RowParallelLinear
+from megatron_dapo.megatron.fp8_layers import (
+    Fp8ExpertColumnParallelLinear,
+    Fp8ExpertRowParallelLinear,
+    Fp8NormColumnParallelLinear,
+    Fp8RowParallelLinear,
+)
 from megatron_dapo.megatron.model_config import ModelConfig
 from megatron_dapo.megatron.norms import NormColumnParallelLinear, RMSNorm
 
@@ -32,14 +37,18 @@ logger = logging.getLogger(__name__)
 
 
 class LinearKinds(NamedTuple):
-    """The classes of a layer's linear layers: those with a norm, cut by rows, and those cut by columns."""
+    """The classes of a layer's linear layers: those with a norm, cut by rows, those cut by columns, and an expert's."""
 
     column: type[NormColumnParallelLinear]
     row: type[RowParallelLinear]
+    expert_column: type[ColumnParallelLinear]
+    expert_row: type[RowParallelLinear]
 
 
-IN_MODEL_TYPE = LinearKinds(NormColumnParallelLinear, RowParallelLinear)
-IN_FP8 = LinearKinds(Fp8NormColumnParallelLinear, Fp8RowParallelLinear)
+IN_MODEL_TYPE = LinearKinds(NormColumnParallelLinear, RowParallelLinear, ColumnParallelLinear, RowParallelLinear)
+IN_FP8 = LinearKinds(
+    Fp8NormColumnParallelLinear, Fp8RowParallelLinear, Fp8ExpertColumnParallelLinear, Fp8ExpertRowParallelLinear
+)
 
 
 def uses_transformer_engine() -> bool:
@@ -76,7 +85,8 @@ def _transformer_engine_block_spec(
     dense = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     if config.num_moe_experts is None:
         return dense
-    # One linear layer an expert, not one grouped layer for all: its parameters have the names of SequentialMLP.
+    # One linear layer an expert, not one grouped layer for all: its parameters have the names of SequentialMLP, which
+    # under FP8 puts zeros behind an expert's tokens up to a multiple of 16, and Transformer Engine takes none at all.
     sparse = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
     )
@@ -102,7 +112,7 @@ def own_layer_spec(config: ModelConfig, experts: bool, linear: LinearKinds = IN_
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm if experts else IdentityOp,
-        mlp=experts_spec() if experts else dense,
+        mlp=experts_spec(linear.expert_column, linear.expert_row) if experts else dense,
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)

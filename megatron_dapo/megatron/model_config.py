@@ -113,17 +113,16 @@ def _check_shapes(architecture: ModelArchitecture, layout: ParallelLayout, preci
     """ValueError where weights or tokens of a rank are not of the multiples that FP8 products need."""
     if not precision.is_fp8:
         return
-    recipe = RECIPES[precision.recipe]
-    if architecture.experts is not None:
-        raise ValueError(f"precision: {precision.recipe} is for dense models; experts multiply in the model's type")
+    recipe, experts = RECIPES[precision.recipe], architecture.experts
     sizes = LinearSizes(
         architecture.hidden_size,
         architecture.num_attention_heads,
         architecture.num_key_value_heads,
         architecture.head_dim,
-        architecture.intermediate_size,
+        architecture.intermediate_size if architecture.has_dense_layers else 0,
+        experts.intermediate_size if experts is not None else 0,
     )
-    found = misfits(precision.recipe, sizes, layout.tensor)
+    found = misfits(precision.recipe, sizes, layout.tensor, layout.expert_tensor_size)
     if found:
         raise ValueError(f"precision: {precision.recipe} cannot multiply: {'; '.join(map(str, found))}")
     if layout.token_multiple % recipe.token_multiple:

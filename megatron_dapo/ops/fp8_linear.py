@@ -25,6 +25,15 @@ def blockwise_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     return _BlockwiseLinear.apply(hidden, weight)
 
 
+def blockwise_linear_of_any(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`blockwise_linear` of any number of tokens, with zeros behind them up to the next multiple of 128, and 128 of them
+    where there is no token. They take part in no block's largest magnitude and in no sum, so that the result is what
+    fewer of them, or none, would give."""
+    num_tokens = hidden.size(0)
+    padding = max(1, -(-num_tokens // BLOCK)) * BLOCK - num_tokens
+    return blockwise_linear(torch.nn.functional.pad(hidden, (0, 0, 0, padding)), weight)[:num_tokens]
+
+
 def rounded_along_tokens(values: torch.Tensor) -> torch.Tensor:
     """[P, width] fp32, rounded under a scale for 128 tokens of a column."""
     return quantise_hidden(values.t()).widened().t()

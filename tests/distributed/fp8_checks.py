@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,19 @@ WIDE = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+
+# Experts that two tensor ranks may cut; every token has the ones of its own.
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {"dense": {}, "experts": EXPERTS}
 
 
 def wide_model(**changes: Any) -> Reference:
@@ -98,7 +111,7 @@ def _whole(actor: MegatronActor) -> dict[str, torch.Tensor]:
 
 def layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
     """Worker: errors of each layout against the replicated model in the same precision."""
-    want = wide_model()
+    want = wide_model(**FAMILIES[arguments["family"]])
     alone = build_actor(want, _layout({}), settings_of())
     # Every rank its own replica, all of the batch on each: nothing is cut.
     reference = _replicated(alone)
@@ -123,6 +136,5 @@ def _replicated(actor: MegatronActor) -> Reference:
 def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """Worker: see `actor_checks.resume`, in FP8."""
     cases: Sequence[dict[str, Any]] = arguments["cases"]
-    return [
-        resume_case(wide_model(), {**case, "layout": {**case["layout"], "token_multiple": TOKENS}}) for case in cases
-    ]
+    model = wide_model(**FAMILIES[arguments["family"]])
+    return [resume_case(model, {**case, "layout": {**case["layout"], "token_multiple": TOKENS}}) for case in cases]

@@ -176,22 +176,49 @@ def test_blockwise_products_of_transformer_engine_are_those_of_the_emulation(rec
     assert relative(layer.weight.grad, weight.grad) < 2 * BF16
 
 
-def wide_settings(precision: Any, **fields: Any) -> tuple[Any, Any, Any]:
+@pytest.mark.parametrize("num_tokens", [1, 16, 100, 128, 200])
+def test_an_expert_s_tokens_are_padded_to_what_the_emulation_computes(recipe, num_tokens) -> None:
+    """megatron-core puts zeros up to a multiple of 16 behind an expert's tokens, the emulation up to one of 128."""
+    recipe("fp8_blockwise")
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    from megatron_dapo.ops.fp8_linear import blockwise_linear_of_any
+
+    torch.manual_seed(0)
+    layer = te.Linear(256, 384, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    hidden = torch.randn(num_tokens, 256, device="cuda", dtype=torch.bfloat16)
+    upstream = torch.randn(num_tokens, 384, device="cuda", dtype=torch.bfloat16)
+    theirs, ours = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    with te.autocast(enabled=True, recipe=Float8BlockScaling()):
+        product = layer(torch.nn.functional.pad(theirs, (0, 0, 0, -num_tokens % 16)))[:num_tokens]
+    product.backward(upstream)
+    weight = layer.weight.detach().clone().requires_grad_()
+    emulated = blockwise_linear_of_any(ours, weight)
+    emulated.backward(upstream)
+    assert relative(product, emulated) < 2 * BF16
+    assert relative(theirs.grad, ours.grad) < 2 * BF16
+    assert relative(layer.weight.grad, weight.grad) < 2 * BF16
+
+
+def wide_settings(precision: Any, family: str = "dense", **fields: Any) -> tuple[Any, Any, Any]:
     """A model of sizes FP8 multiplies, its layout and settings."""
-    from fp8_checks import TOKENS, settings_of, wide_model
+    from fp8_checks import FAMILIES, TOKENS, settings_of, wide_model
 
     from megatron_dapo.parallel.layout import ParallelLayout
 
-    return wide_model(), ParallelLayout(1, token_multiple=TOKENS), settings_of(precision, "bfloat16", **fields)
+    model, layout = wide_model(**FAMILIES[family]), ParallelLayout(1, token_multiple=TOKENS)
+    return model, layout, settings_of(precision, "bfloat16", **fields)
 
 
+@pytest.mark.parametrize("family", ["dense", "experts"])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "fp8_current", "fp8_delayed"])
-def test_a_model_in_fp8_is_near_its_bf16_and_trains(recipe, name) -> None:
+def test_a_model_in_fp8_is_near_its_bf16_and_trains(recipe, name, family) -> None:
     from actor_checks import TEMPERATURE, loss_fn, ragged_batch
 
     from megatron_dapo.megatron.precision import Precision
 
-    want, layout, settings = wide_settings(recipe(name))
+    want, layout, settings = wide_settings(recipe(name), family)
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
     in_bf16 = build(want, layout, wide_settings(Precision("bf16"))[2]).forward_logprobs(micro_batches, TEMPERATURE)
     actor = build(want, layout, settings)

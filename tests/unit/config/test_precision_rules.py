@@ -18,6 +18,17 @@ QWEN_HALF_B = ArchitectureFacts(
     max_position_embeddings=32768,
 )
 
+EXPERTS = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6143,  # of no layer
+    "num_experts": 8,
+    "has_dense_layers": False,
+}
+SEQUENCE = {"tensor": 4, "sequence_parallel": True}
+
 
 def make(dtype: str = "float32", parallel: dict[str, Any] | None = None, **precision: Any) -> Config:
     return config_from_dict(
@@ -83,15 +94,48 @@ def test_fp8_parameters_need_the_distributed_optimizer() -> None:
         ),
         ({"intermediate_size": 5000}, {}, "precision.recipe", "intermediate_size % 128"),
         ({"head_dim": 60}, {}, "precision.recipe", "x head_dim 60 % 128"),
-        ({"num_experts": 8, "moe_intermediate_size": 128}, {}, "precision.recipe", "a dense model for FP8"),
+        (
+            {"num_experts": 8, "moe_intermediate_size": 192, "has_dense_layers": False},
+            {},
+            "precision.recipe",
+            "moe_intermediate_size % 128 == 0",
+        ),
+        (
+            {**EXPERTS, "moe_intermediate_size": 384},
+            {**SEQUENCE, "expert": 2},
+            "parallel.tensor",
+            "moe_intermediate_size / parallel.expert_tensor (4) % 128 == 0",
+        ),
+        (
+            {**EXPERTS, "moe_intermediate_size": 768},
+            {**SEQUENCE, "expert": 2, "expert_tensor": 4},
+            "parallel.expert_tensor",
+            "moe_intermediate_size / parallel.expert_tensor (4) % 128 == 0",
+        ),
     ],
 )
 def test_shapes_are_named_with_the_multiple(
     changes: dict[str, Any], parallel: dict[str, Any], path: str, words: str
 ) -> None:
-    found = validate(make(parallel=parallel, recipe="fp8_blockwise"), architecture=replace(QWEN_HALF_B, **changes))
+    config = make(parallel=parallel, recipe="fp8_blockwise")
+    found = validate(
+        config, world_size=16 if "expert" in parallel else None, architecture=replace(QWEN_HALF_B, **changes)
+    )
     assert found and {violation.path for violation in found} == {path}
     assert any(words in violation.formula for violation in found), [violation.formula for violation in found]
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel"),
+    [
+        ({**EXPERTS, "moe_intermediate_size": 768}, {}),
+        ({**EXPERTS, "moe_intermediate_size": 384}, {**SEQUENCE, "expert": 4, "expert_tensor": 1}),
+        ({**EXPERTS, "moe_intermediate_size": 768}, {"tensor": 2, "sequence_parallel": True, "expert": 8}),
+    ],
+)
+def test_experts_are_cut_over_their_own_ranks(changes: dict[str, Any], parallel: dict[str, Any]) -> None:
+    architecture = replace(QWEN_HALF_B, **changes)
+    assert validate(make(parallel=parallel, recipe="fp8_blockwise"), world_size=16, architecture=architecture) == []
 
 
 def test_layers_out_of_fp8_leave_some_and_fit_a_stage() -> None:

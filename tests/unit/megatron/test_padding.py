@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from actor_checks import TEMPERATURE, build_actor, loss_fn
-from fp8_checks import BLOCKWISE, settings_of, wide_model
+from fp8_checks import BLOCKWISE, FAMILIES, settings_of, wide_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,13 +89,19 @@ LENGTHS = [5, 17, 2, 70, 40, 8, 8]
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize(
-    ("precision", "multiples"), [(Precision(), (1, 16, 128, 384)), (BLOCKWISE, (128, 256, 512))], ids=["fp32", "fp8"]
+    ("precision", "family", "multiples"),
+    [
+        (Precision(), "dense", (1, 16, 128, 384)),
+        (BLOCKWISE, "dense", (128, 256, 512)),
+        (BLOCKWISE, "experts", (128, 256, 512)),
+    ],
+    ids=["fp32", "fp8", "experts in fp8"],
 )
-def test_real_tokens_do_not_notice_padding(precision: Precision, multiples: tuple[int, ...]) -> None:
+def test_real_tokens_do_not_notice_padding(precision: Precision, family: str, multiples: tuple[int, ...]) -> None:
     results = []
     for multiple in multiples:
         layout = ParallelLayout(1, token_multiple=multiple)
-        actor = build_actor(wide_model(), layout, settings_of(precision))
+        actor = build_actor(wide_model(**FAMILIES[family]), layout, settings_of(precision))
         batch = packed(LENGTHS, layout)
         [outputs] = actor.forward_logprobs([batch], TEMPERATURE)
         actor.accumulate_gradients([batch], loss_fn, TEMPERATURE)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from actor_checks import TEMPERATURE, build_actor, loss_fn, ragged_batch
-from fp8_checks import BLOCKWISE, TOKENS, WIDE, measured, settings_of, wide_model
+from fp8_checks import BLOCKWISE, EXPERTS, FAMILIES, TOKENS, WIDE, measured, settings_of, wide_model
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.bridge.architecture import ModelArchitecture
@@ -19,14 +19,25 @@ from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.bridge.sglang_layout import sglang_layout
 from megatron_dapo.megatron import precision as module
 from megatron_dapo.megatron.actor import ActorSettings
-from megatron_dapo.megatron.fp8_layers import Fp8NormColumnParallelLinear, Fp8RowParallelLinear
+from megatron_dapo.megatron.fp8_layers import (
+    Fp8ExpertColumnParallelLinear,
+    Fp8ExpertRowParallelLinear,
+    Fp8NormColumnParallelLinear,
+    Fp8RowParallelLinear,
+)
 from megatron_dapo.megatron.implementations import implementations
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
 from megatron_dapo.megatron.precision import Precision, multiplier, precision_fields
-from megatron_dapo.ops.fp8 import quantise_hidden, quantise_weight
+from megatron_dapo.ops.fp8 import BLOCK, quantise_hidden, quantise_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 
 LAYOUT = ParallelLayout(1, token_multiple=TOKENS)
+KINDS = (
+    Fp8NormColumnParallelLinear,
+    Fp8RowParallelLinear,
+    Fp8ExpertColumnParallelLinear,
+    Fp8ExpertRowParallelLinear,
+)
 MATRICES = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
@@ -160,6 +171,16 @@ def test_on_a_device_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hidden_size": 192}, LAYOUT, "hidden_size = 192 is no multiple of 128"),
         ({"intermediate_size": 200}, LAYOUT, "intermediate_size = 200 is no multiple of 128"),
         ({}, ParallelLayout(4, tensor=4, token_multiple=TOKENS), "/ parallel.tensor .4. = 64 is no multiple of 128"),
+        (
+            {**EXPERTS, "moe_intermediate_size": 200, "intermediate_size": 200},
+            LAYOUT,
+            "cannot multiply: moe_intermediate_size = 200 is no multiple of 128$",
+        ),
+        (
+            {**EXPERTS, "moe_intermediate_size": 384, "hidden_size": 256},
+            ParallelLayout(2, tensor=2, sequence_parallel=True, token_multiple=TOKENS),
+            "moe_intermediate_size / parallel.expert_tensor .2. = 192 is no multiple of 128",
+        ),
         ({}, ParallelLayout(1), "pads them to a multiple of 1; set token_multiple = 128"),
     ],
 )
@@ -194,31 +215,33 @@ pytestmark = pytest.mark.usefixtures("single_process")
 def test_only_the_layers_asked_for_multiply_in_fp8() -> None:
     precision = Precision("fp8_blockwise", bf16_first_layers=1, bf16_last_layers=1)
     actor = build_actor(wide_model(), LAYOUT, settings_of(precision))
-    kinds = (Fp8NormColumnParallelLinear, Fp8RowParallelLinear)
-    names = [name for name, part in actor.chunks[0].named_modules() if isinstance(part, kinds)]
+    names = [name for name, part in actor.chunks[0].named_modules() if isinstance(part, KINDS)]
     assert len(names) == 8 and {name.split("layers.")[1][0] for name in names} == {"1", "2"}
 
 
-def test_a_layer_multiplies_what_a_server_holds() -> None:
+@pytest.mark.parametrize(("family", "num_layers"), [("dense", 8), ("experts", 4 + 4 * 4)])
+def test_a_layer_multiplies_what_a_server_holds(family: str, num_layers: int) -> None:
     """quantise(master) is what each layer multiplies by, and what the bridge gives an engine, bit for bit."""
-    want = wide_model()
+    want = wide_model(**FAMILIES[family])
     actor = build_actor(want, LAYOUT, settings_of())
     parameters = {name: p.detach() for name, p in actor.named_local_parameters().items()}
     shards, _ = actor.state_shards()
     seen = {}
 
     def watch(part: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, None]) -> None:
-        hidden = inputs[0].flatten(0, 1)
-        weight = part.weight.detach()
+        hidden = inputs[0].flatten(0, -2)
+        weight, num_tokens = part.weight.detach(), len(hidden)
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, -num_tokens % BLOCK))
         product = quantise_hidden(hidden).widened() @ quantise_weight(weight).widened().t()
-        seen[id(part)] = torch.equal(product, outputs[0].flatten(0, 1))
+        same = torch.equal(product[:num_tokens], outputs[0].flatten(0, -2))
+        seen[id(part)] = seen.get(id(part), True) and same
 
     for part in actor.chunks[0].modules():
-        if isinstance(part, Fp8RowParallelLinear):
+        if isinstance(part, (Fp8RowParallelLinear, Fp8ExpertRowParallelLinear)):
             part.register_forward_hook(watch)
     micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)]
     actor.forward_logprobs(micro_batches, TEMPERATURE)
-    assert len(seen) == 8 and all(seen.values())
+    assert len(seen) == num_layers and all(seen.values())
 
     plain = sglang_layout(want.architecture, 1, torch.bfloat16)
     source = Fp8SourceLayout(actor.tensors, Fp8EngineLayout(plain, expected_parameters(plain)))
@@ -227,7 +250,7 @@ def test_a_layer_multiplies_what_a_server_holds() -> None:
     with Fp8Weights(source, 0, parameters).in_place():
         for name, parameter in parameters.items():
             assert torch.equal(parameter, quantised.get(name, before[name])), name
-    assert len(quantised) == 16
+    assert len(quantised) == 2 * num_layers
     assert not any(key.startswith("master/") for key in shards), "an fp32 parameter is its own master"
 
 
@@ -256,8 +279,9 @@ def test_masters_are_the_checkpoint_s_values() -> None:
         assert torch.isfinite(parameter).all(), name
 
 
-def test_training_sees_the_logprobs_of_the_forward_pass_and_that_pass_changes_nothing() -> None:
-    actor = build_actor(wide_model(), LAYOUT, settings_of(dtype="bfloat16"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_sees_the_logprobs_of_the_forward_pass_and_that_pass_changes_nothing(family: str) -> None:
+    actor = build_actor(wide_model(**FAMILIES[family]), LAYOUT, settings_of(dtype="bfloat16"))
     micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)]
     before = {name: value.clone() for name, value in _everything(actor).items()}
     old = actor.forward_logprobs(micro_batches, TEMPERATURE)
@@ -306,10 +330,12 @@ ROUNDING = math.sqrt((1 / 8) ** 2 / 12 * 3 / (8 * math.log(2)))
 PRODUCT = math.sqrt(2) * ROUNDING
 
 
-def test_fp8_differs_from_fp32_by_what_its_rounding_costs() -> None:
+@pytest.mark.parametrize("changes", [{}, {**EXPERTS, "num_experts_per_tok": 4}], ids=FAMILIES)
+def test_fp8_differs_from_fp32_by_what_its_rounding_costs(changes: dict[str, Any]) -> None:
     """A gradient comes through 4 products a layer forward and back, and one of its own; errors of either sign add up as
-    the root of their number. Twice that is allowed, half of it is there."""
-    want = wide_model()
+    the root of their number. Twice that is allowed, half of it is there. All experts are chosen: another choice would be
+    another function."""
+    want = wide_model(**changes)
     micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)]
     gradients, logprobs = [], []
     for precision in (Precision(), BLOCKWISE):
@@ -345,13 +371,16 @@ def test_the_log_names_recipe_and_reason(caplog: pytest.LogCaptureFixture) -> No
     assert f"precision: {words}" in caplog.text
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_changes_no_bit(recompute: str) -> None:
+def test_recompute_changes_no_bit(recompute: str, family: str) -> None:
     micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)]
     found = []
     for name in ("none", recompute):
         actor = build_actor(
-            wide_model(), LAYOUT, ActorSettings(model=ModelSettings(recompute=name, precision=BLOCKWISE))
+            wide_model(**FAMILIES[family]),
+            LAYOUT,
+            ActorSettings(model=ModelSettings(recompute=name, precision=BLOCKWISE)),
         )
         actor.accumulate_gradients(micro_batches, loss_fn, TEMPERATURE)
         found.append(torch.cat([gradient.flatten() for gradient in actor.gradients().values()]).clone())

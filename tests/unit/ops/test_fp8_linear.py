@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dapo.ops.fp8 import quantise_hidden, quantise_weight, rounding_bound
-from megatron_dapo.ops.fp8_linear import blockwise_linear
+from megatron_dapo.ops.fp8_linear import blockwise_linear, blockwise_linear_of_any
 
 POSITIVE = sorted(
     {m / 8 * 2.0**-6 for m in range(8)}
@@ -101,6 +101,25 @@ def test_sizes_without_whole_blocks_are_errors_that_name_them(sizes: tuple[int, 
 
 def test_no_token() -> None:
     assert blockwise_linear(torch.ones(0, 128), torch.ones(128, 128)).shape == (0, 128)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 127, 128, 200])
+def test_any_number_of_tokens_gives_the_products_of_those_tokens(inputs, num_tokens: int) -> None:
+    """The last block of tokens is the shorter one that is there: the oracle knows no padding."""
+    hidden, weight, gradient = inputs
+    h, w, g = hidden.detach()[:num_tokens].requires_grad_(), weight.detach(), gradient[:num_tokens]
+    output = blockwise_linear_of_any(h, weight)
+    output.backward(g)
+    close(output, rounded(h.detach(), 1, 128) @ rounded(w, 128, 128).T)
+    close(h.grad, rounded(g, 1, 128) @ rounded(w, 128, 128))
+    close(weight.grad, rounded(g, 128, 1).T @ rounded(h.detach(), 128, 1))
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zeros(inputs) -> None:
+    weight = inputs[1]
+    output = blockwise_linear_of_any(torch.ones(0, 128), weight)
+    output.sum().backward()
+    assert output.shape == (0, 256) and torch.equal(weight.grad, torch.zeros(256, 128))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
