@@ -15,7 +15,8 @@ from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.load import load_from_huggingface
 from megatron_dapo.bridge.random_weights import initialise_randomly
-from megatron_dapo.config.schema import AlgorithmConfig, Config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.config.training_schema import AlgorithmConfig
 from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.parallel_state import stand_aside

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from megatron_dapo.config.schema import Config, RewardConfig
+from megatron_dapo.config.rollout_schema import RewardConfig
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import PromptDataset, load_eval_prompts, load_prompts
 from megatron_dapo.data.template import PromptTemplate, StopTokens, resolve_stop_token_ids
 from megatron_dapo.evaluation.protocol import EvaluationProtocol

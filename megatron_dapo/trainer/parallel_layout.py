@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_dapo.config.schema import Config, ParallelConfig
+from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import token_multiple
 

@@ -7,7 +7,6 @@ import torch
 
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, expected_multiplier, wasted_fraction
 from megatron_dapo.algorithms.length_reward import overlong_keep_mask, soft_overlong_penalty
-from megatron_dapo.algorithms.registry import algorithm_names
 from megatron_dapo.algorithms.repetition import TailLoop, ngram_repetition, repetition, tail_loop, zlib_ratio
 
 
@@ -85,15 +84,3 @@ def test_repetition_tells_a_loop_from_prose():
     assert zlib_ratio(loop) < 0.05 < 0.4 < zlib_ratio(prose)
     assert repetition(loop).tail_loop == TailLoop(20, 100)
     assert zlib_ratio([]) == 1.0
-
-
-def test_registry_lists_every_kind():
-    names = algorithm_names()
-    assert names["advantage_estimator"] == ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
-    assert names["policy_loss"] == ("ppo_clip", "clip_higher", "gspo", "gspo_token", "cispo")
-    assert names["aggregation"] == ("token_mean", "sample_mean", "per_group", "dr_grpo", "seq_sum_mean")
-    assert names["kl_loss"] == ("k2", "k3") and names["kl_estimator"] == ("k1", "k2", "k3")
-    assert names["off_policy_method"] == ("tis", "mis", "icepop")
-    assert names["off_policy_level"] == ("token", "sequence", "geometric")
-    assert names["value_loss"] == ("squared", "clipped")
-    assert names["lambda_rule"] == ("fixed", "length_adaptive", "window")

@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import pytest
 
+from megatron_dapo.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS
-from megatron_dapo.algorithms.kl import KL_ESTIMATORS
+from megatron_dapo.algorithms.kl import KL_ESTIMATORS, KL_LOSSES
 from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES
-from megatron_dapo.algorithms.registry import algorithm_names
+from megatron_dapo.algorithms.off_policy import LEVELS, OFF_POLICY_METHODS
+from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES
-from megatron_dapo.config import critic_schema, schema
+from megatron_dapo.config import critic_schema, model_schema, training_schema
 from megatron_dapo.config.validator import VERIFIER_PRESETS
 from megatron_dapo.ops.head.choice import AUTO, IMPLEMENTATIONS
 from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.trainer.learner import OVER_ROLLOUT
 
 PAIRS = [
-    (schema.AdvantageName, "advantage_estimator", ()),
-    (schema.PolicyLossName, "policy_loss", ()),
-    (schema.Aggregation, "aggregation", (OVER_ROLLOUT,)),
-    (schema.KlEstimator, "kl_loss", ()),
-    (schema.Correction, "off_policy_method", ("none",)),
-    (schema.CorrectionLevel, "off_policy_level", ()),
+    (training_schema.AdvantageName, ADVANTAGE_ESTIMATORS, ()),
+    (training_schema.PolicyLossName, POLICY_LOSSES, ()),
+    (training_schema.Aggregation, AGGREGATIONS, (OVER_ROLLOUT,)),
+    (training_schema.KlEstimator, KL_LOSSES, ()),
+    (training_schema.Correction, OFF_POLICY_METHODS, ("none",)),
+    (training_schema.CorrectionLevel, LEVELS, ()),
 ]
 
 
-@pytest.mark.parametrize(("names", "kind", "own"), PAIRS, ids=[kind for _, kind, _ in PAIRS])
-def test_names_agree(names: Any, kind: str, own: tuple[str, ...]) -> None:
-    assert set(get_args(names)) == {*algorithm_names()[kind], *own}
+@pytest.mark.parametrize(("names", "table", "own"), PAIRS)
+def test_names_agree(names: Any, table: Mapping[str, Any], own: tuple[str, ...]) -> None:
+    assert set(get_args(names)) == {*table, *own}
 
 
 def test_names_of_the_value_path_agree() -> None:
     assert set(get_args(critic_schema.LambdaRuleName)) == set(LAMBDA_RULES)
     assert set(get_args(critic_schema.ValueLossName)) == set(VALUE_LOSSES)
     assert set(get_args(critic_schema.ValueAggregation)) < set(AGGREGATIONS)
-    assert set(get_args(schema.RewardKlEstimator)) == set(KL_ESTIMATORS)
+    assert set(get_args(training_schema.RewardKlEstimator)) == set(KL_ESTIMATORS)
 
 
 def test_names_of_the_log_prob_head_agree() -> None:
-    assert set(get_args(schema.LogprobImplementation)) == {AUTO, *IMPLEMENTATIONS}
+    assert set(get_args(model_schema.LogprobImplementation)) == {AUTO, *IMPLEMENTATIONS}
 
 
 def test_verifier_presets_agree() -> None:

@@ -1,0 +1,158 @@
+"""What a run is told of prompts, sampling and rewards: everything up to a scored group."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_dapo.config.section import InputPath, Section
+
+Template = Literal["chat", "plain"]
+Engine = Literal["embedded", "sglang"]
+Partial = Literal["restart", "continue"]
+OnExhausted = Literal["train_partial", "stop", "error"]
+
+
+class DataConfig(Section):
+    """Prompts to train and evaluate on."""
+
+    train_paths: tuple[InputPath, ...]
+    """Parquet or JSONL files in the DAPO-Math-17k schema. Relative: from the recipe's folder."""
+
+    eval_paths: tuple[InputPath, ...] = ()
+    """Held-out files in the same schema. Empty: no evaluation."""
+
+    template: Template = "chat"
+    """chat: the tokenizer's chat template. plain: the contents of the messages as they are, for models without a
+    template."""
+
+    max_prompt_tokens: int = 2048
+    """Longest prompt in tokens; longer ones are dropped and counted."""
+
+    deduplicate: bool = True
+    """Keep one of several equal (prompt, answer) rows, and say how many there were."""
+
+    shuffle_seed: int = 0
+    """Seed of the order of prompts, apart from run.seed so that two runs may share the order."""
+
+    max_epochs: int = 0
+    """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled and which groups are trained on."""
+
+    engine: Engine = "embedded"
+    """embedded: transformers generation inside the trainer's processes, fed by the weight bridge. sglang: SGLang
+    servers."""
+
+    prompts_per_step: int = 512
+    """Groups (prompts) of one rollout batch, i.e. of one train step."""
+
+    group_size: int = 16
+    """Responses per prompt."""
+
+    max_response_tokens: int = 1024
+    """Longest response in tokens, stop token included; a longer one is cut and counts as truncated."""
+
+    temperature: float = 1.0
+    """Sampling temperature of training rollouts; the trainer's log-probs are taken at the same temperature."""
+
+    top_p: float = 1.0
+    """Nucleus mass. Below 1 the engine renormalises what the trainer does not: refused unless accept_bias."""
+
+    top_k: int = 0
+    """Only the k likeliest tokens; 0: off. Above 0 it biases like top_p < 1: refused unless accept_bias."""
+
+    accept_bias: bool = False
+    """Allow top_p < 1 or top_k > 0 in training rollouts, knowing that the importance ratios are then wrong."""
+
+    oversample: float = 1.0
+    """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 fills a batch sooner when many groups are
+    filtered, at the price of surplus groups."""
+
+    max_generation_rounds: int = 10
+    """A generation round is prompts_per_step * oversample prompts; after this many in one step collecting ends as
+    on_exhausted says. 0: no limit."""
+
+    on_exhausted: OnExhausted = "train_partial"
+    """What happens when rounds or prompts run out: train on the full groups there are, stop cleanly with a checkpoint,
+    or fail."""
+
+    filter_groups: bool = True
+    """Dynamic sampling: keep a group only if accuracy_min < mean accuracy < accuracy_max, and refill the batch."""
+
+    accuracy_min: float = 0.0
+    """Exclusive lower bound on the mean accuracy (0..1, never the shaped reward) of a group that is kept."""
+
+    accuracy_max: float = 1.0
+    """Exclusive upper bound on the mean accuracy of a group that is kept."""
+
+    max_staleness: int = 0
+    """Policy versions a carried-over surplus group may be behind when it is trained; older ones are dropped and their
+    prompts queued again. Above 0 needs algorithm.off_policy.correction."""
+
+    partial: Partial = "restart"
+    """What becomes of responses that are unfinished when a batch is full: restart their prompts later, or continue them
+    from where they are in the next generation step, each token with the version that sampled it. continue has an effect
+    within max_staleness only."""
+
+    slots_per_rank: int = 64
+    """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""
+
+
+class OverlongPunishmentConfig(Section):
+    """Soft overlong punishment (DAPO eq. 13): 0 up to max_length - cache_length tokens, falling linearly to -factor at
+    max_length."""
+
+    enabled: bool = False
+    """Add the punishment to the reward."""
+
+    max_length: int = 20480
+    """Response tokens at which the punishment is full. Usually rollout.max_response_tokens."""
+
+    cache_length: int = 4096
+    """Response tokens over which the punishment grows, ending at max_length."""
+
+    factor: float = 1.0
+    """Full punishment as a positive number."""
+
+
+class RewardConfig(Section):
+    """The verifier, the processes it runs in, and what is added to its word."""
+
+    verifier: str = "dapo"
+    """Preset dapo (bit-compatible with the published scorer) or lenient (math-verify), or a user's function as
+    "package.module:function"."""
+
+    shadow_verifier: str = ""
+    """A second verifier whose disagreements are logged and that never changes a reward. "": none."""
+
+    answer_format: str = "auto"
+    """What the start-up self-test takes the prompts to ask for: auto reads it from them, answer_line ("Answer: ..."), boxed, or a
+    template of your own with {answer}."""
+
+    num_workers: int = 1
+    """Verifier processes. Raise it when the reward phase shows in the step time."""
+
+    timeout_seconds: float = 10.0
+    """Seconds one answer may take in a worker before that worker is killed and the outcome is "timeout"."""
+
+    memory_limit_mb: int = 2048
+    """Memory limit of one verifier process, in MiB."""
+
+    correct: float = 1.0
+    """Reward of a correct answer."""
+
+    incorrect: float = -1.0
+    """Reward of any other answer."""
+
+    overlong_punishment: OverlongPunishmentConfig = OverlongPunishmentConfig()
+    """Soft punishment of long responses, added to the reward."""
+
+    overlong_filter: bool = False
+    """Leave truncated responses out of the loss (their tokens leave the denominator, too). Not the same as the
+    punishment."""
+
+    confirm_both_overlong: bool = False
+    """Allow overlong_filter together with overlong_punishment, knowing that truncated responses then never feel the
+    punishment."""
