@@ -65,11 +65,3 @@ def without_tail(
     in_window = (back < tokens.lengths[:, None]) & ~is_finished.to(torch.bool)[:, None]
     kept[(tokens.last[:, None] - back)[in_window]] = 0
     return tokens.put(kept)
-
-
-def of_finished(loss_mask: torch.Tensor, lengths: torch.Tensor, is_finished: torch.Tensor) -> torch.Tensor:
-    """`loss_mask` [P] of the critic's batch: 0 on every token of a response that goes on, whose outcome is not known.
-
-    Here the tokens are those of ALL windows of a response, and the targets `gae.monte_carlo_returns`.
-    """
-    return loss_mask * is_finished.to(loss_mask.dtype).repeat_interleave(lengths, output_size=loss_mask.numel())

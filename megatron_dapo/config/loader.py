@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -276,8 +276,3 @@ def _close_choice(path: str, given: Any) -> str:
 
 def _violation(path: str, formula: str, suggestion: str, **values: Any) -> Violation:
     return Violation(path=path, formula=formula, suggestion=suggestion, values=values)
-
-
-def given_paths(loaded: LoadedConfig) -> Iterable[str]:
-    """Dotted paths of the values that do not come from the schema's defaults."""
-    return (path for path, origin in loaded.origins.items() if origin != DEFAULT_ORIGIN)

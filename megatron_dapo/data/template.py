@@ -16,13 +16,6 @@ logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, str]]
 
-# The prompt of the published recipe (arXiv 2503.14476): the verifier preset `dapo` reads the line it asks for.
-_DAPO_BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem."
-)
-_DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
-
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that is used here."""
@@ -35,11 +28,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str, **options: Any) -> list[int]: ...
 
     def decode(self, token_ids: Any, **options: Any) -> str: ...
-
-
-def dapo_messages(problem: str) -> tuple[Mapping[str, str], ...]:
-    """The chat turns the published recipe makes of a bare problem."""
-    return ({"role": "user", "content": f"{_DAPO_BEFORE}\n\n{problem}\n\n{_DAPO_AFTER}"},)
 
 
 # ---- templates

@@ -68,13 +68,6 @@ def load_verifier(name: str) -> Verifier:
     )
 
 
-def validate_gold(verifier: Verifier, answer: str) -> None:
-    """ValueError when no response could be right for this gold answer."""
-    problem = verifier.gold_problem(answer)
-    if problem is not None:
-        raise ValueError(f"gold answer {answer!r} is useless to verifier {verifier.name!r}: {problem}")
-
-
 def _load_preset(name: str) -> Verifier:
     module = importlib.import_module(PRESETS[name].module)
     assert module.TAIL_CHARACTERS == PRESETS[name].tail_characters, f"{name}: tail_characters out of step"

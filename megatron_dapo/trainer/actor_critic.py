@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_dapo.algorithms.kl import KL_ESTIMATORS
+from megatron_dapo.algorithms.token_rewards import token_divergence
 from megatron_dapo.trainer.critic_advantages import AdvantageSettings, EstimatedBatch, estimate_advantages
 from megatron_dapo.trainer.critic_learner import CriticCounters
 from megatron_dapo.trainer.learner import LearnerCounters, LearnResult
@@ -129,8 +129,10 @@ class ActorCriticLearner:
             return None
         with self._phase("logprobs"):
             policy, reference = self.policy.response_logprobs(samples)
-        estimator = KL_ESTIMATORS[settings.kl_estimator]
-        return [settings.kl_coefficient * estimator(*pair) for pair in zip(policy, reference, strict=True)]
+        return [
+            settings.kl_coefficient * token_divergence(settings.kl_estimator, *pair, torch.ones_like(pair[0]))
+            for pair in zip(policy, reference, strict=True)
+        ]
 
     def _watch(self, batch: EstimatedBatch, loss: float, train_step: int) -> None:
         """Record what the critic explained, where there was something to explain; say where it is too little."""

@@ -18,7 +18,7 @@ from megatron_dapo.algorithms.egae import extended_estimates, without_tail
 from megatron_dapo.algorithms.explained_variance import PARTS, explained_variance, explained_variance_sums
 from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
 from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule
-from megatron_dapo.algorithms.token_rewards import outcome_rewards
+from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards
 from megatron_dapo.algorithms.whitening import limited, moments, whiten
 from megatron_dapo.types import Judgement, TrainSample
 
@@ -179,7 +179,7 @@ def _token_rewards(
     """[P] the outcome on the last trained token of finished responses, less the tokens' penalties."""
     outcomes = torch.tensor([one.judgement.reward if one.is_finished else 0.0 for one in judged])
     penalties = _joined([one.penalties[start:] for one, start in zip(judged, starts, strict=True)])
-    return outcome_rewards(outcomes, mask, lengths) - penalties * (mask > 0)
+    return kl_shaped_rewards(outcome_rewards(outcomes, mask, lengths), penalties, mask, beta=1.0)
 
 
 def _explained(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms.egae import extended_estimates, of_finished, window_bootstrap, without_tail
+from megatron_dapo.algorithms.egae import extended_estimates, window_bootstrap, without_tail
 from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
 
 
@@ -100,9 +100,3 @@ def test_no_tail_leaves_the_mask_alone_and_a_negative_one_is_refused():
     assert without_tail(mask, lengths, finished, 0).tolist() == [1.0] * 4
     with pytest.raises(ValueError, match="at least 0"):
         without_tail(mask, lengths, finished, -1)
-
-
-def test_the_critic_sees_finished_responses_only():
-    mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
-    trained = of_finished(mask, torch.tensor([3, 2]), torch.tensor([True, False]))
-    assert trained.tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dapo.algorithms.egae import extended_estimates, of_finished, without_tail
+from megatron_dapo.algorithms.egae import extended_estimates, without_tail
 from megatron_dapo.algorithms.gae import ValueInputs, decoupled_estimates, estimate_values, monte_carlo_returns
 from megatron_dapo.algorithms.length_adaptive_lambda import WindowLambda
 from megatron_dapo.algorithms.token_rewards import outcome_rewards
@@ -55,7 +55,7 @@ def test_targets_of_the_critic_do_not_depend_on_the_cut(window: int, gamma: floa
     """It trains on the finished response from its first token; its windows and their values do not enter."""
     lengths, finished = torch.tensor([window + 2, 25]), torch.tensor([False, True])
     num_tokens = int(lengths.sum())
-    mask = of_finished(torch.ones(num_tokens), lengths, finished)
+    mask = finished.float().repeat_interleave(lengths)
     rewards = outcome_rewards(torch.tensor([0.0, 1.0], dtype=torch.float64), torch.ones(num_tokens), lengths)
     for seed in (0, 1):
         inputs = ValueInputs(random(num_tokens, seed), rewards, mask, lengths, torch.zeros(2, dtype=torch.float64))

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_dapo.rewards.verdict import Verdict
-from megatron_dapo.rewards.verifier import PRESETS, load_verifier, validate_gold, verdict_of
+from megatron_dapo.rewards.verifier import PRESETS, load_verifier, verdict_of
 from megatron_dapo.types import Score
 
 
@@ -83,12 +83,6 @@ def test_what_a_user_function_may_return(result, expected):
 def test_what_it_may_not_return(result):
     with pytest.raises(ValueError):
         verdict_of(result)
-
-
-def test_useless_gold_answers_are_an_error():
-    validate_gold(load_verifier("dapo"), "42")
-    with pytest.raises(ValueError, match="'' is useless to verifier 'dapo'"):
-        validate_gold(load_verifier("dapo"), "")
 
 
 def test_a_worker_loads_neither_torch_nor_sympy_for_dapo():
