@@ -10,7 +10,7 @@ import json
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,12 +283,13 @@ class World:
         session: str = "s",
         transport_of: Callable[..., Any] = ColocatedTransport,
     ) -> list[EngineUpdate]:
-        """One EngineUpdate a rank, sharing the given controls."""
+        """One EngineUpdate a rank, sharing the given controls; one that takes another's place in the list is its successor."""
         everyone = Meeting(self.size)
         machines = [Meeting(self.nodes.ranks_per_node) for _ in range(self.nodes.num_nodes)]
         result = []
         for rank in range(self.size):
-            fleet = Fleet(self.leaders, {e: c for e, c in enumerate(engines) if self.leaders[e] == rank})
+            led = [engine for engine, leader in enumerate(self.leaders) if leader == rank]
+            fleet = Fleet(self.leaders, LiveControls(engines, led))
             node = self.nodes.node_of(rank)
             transport = transport_of(
                 self.plan,
@@ -304,6 +305,22 @@ class World:
             coordinator = ThreadCoordinator(everyone, rank)
             result.append(EngineUpdate(self.plan, fleet, transport, coordinator, timeouts, session))
         return result
+
+
+class LiveControls(Mapping[int, Any]):
+    """engine -> its present process: a restarted engine takes the place of the dead one in the list."""
+
+    def __init__(self, engines: Sequence[Any], led: Sequence[int]) -> None:
+        self._engines, self._led = engines, led
+
+    def __getitem__(self, engine: int) -> Any:
+        return self._engines[engine]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._led)
+
+    def __len__(self) -> int:
+        return len(self._led)
 
 
 def small_architecture(tied: bool = False, **changes: Any) -> ModelArchitecture:

@@ -76,8 +76,7 @@ def test_slots_outside_the_arena(tmp_path, handles):
             assert outcome.is_complete, outcome
         assert world.holds(engines[0], 0, world.expected(weights))
         if version == 2:
-            engines[0] = SimulatedEngine(world.layout)
-            updates[0].fleet.controls[0] = engines[0]
+            engines[0] = SimulatedEngine(world.layout)  # restarted
     assert len(handles) == 2
 
 

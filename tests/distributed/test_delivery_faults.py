@@ -281,12 +281,12 @@ class FaultyTransport(ColocatedTransport):
 
     def _round(self, state, index, sources) -> None:
         fault = self.fault
-        if fault is not None and fault.rank % self.nodes.num_ranks == self.rank and index == fault.command % 2:
+        if fault is not None and fault.rank % self.node_group.size == self.rank and index == fault.command % 2:
             if fault.kind == "killed sender":
                 fault.fired = True
                 raise SystemExit
             if fault.kind == "sender fails":
-                buckets = self._buckets(state.engines, index)
+                buckets = self._places.buckets(state.engines, index)
                 fault.fired = any(bucket.writes_of(self.rank) for bucket in buckets)
                 sources = {}
         super()._round(state, index, sources)
@@ -321,11 +321,9 @@ class Trial:
         """A new life of the trainer; engines stay as they are."""
         self.version += 1
         session = f"life {self.version}"
-        updates = self.world.updates(self.engines, self.folder, PATIENT, transport_of=FaultyTransport, session=session)
-        for update in updates:
-            update.fleet = type(update.fleet)(update.fleet.leaders, _Live(update.fleet.controls, self.engines))
-            update.transport.fleet = update.fleet
-        self.updates = updates
+        self.updates = self.world.updates(
+            self.engines, self.folder, PATIENT, transport_of=FaultyTransport, session=session
+        )
 
     def weights(self) -> list[dict[str, torch.Tensor]]:
         weights = self.world.weights(self.version)
@@ -424,17 +422,6 @@ class Trial:
 def _arrive(messages: list[Callable[[], None]]) -> None:
     for message in messages:
         message()
-
-
-class _Live(dict):
-    """engine -> its present process: a restarted engine takes the place of the dead one."""
-
-    def __init__(self, led: dict[int, object], engines: list[FaultyEngine]) -> None:
-        super().__init__(led)
-        self._engines = engines
-
-    def __getitem__(self, engine: int) -> FaultyEngine:
-        return self._engines[engine]
 
 
 @pytest.mark.slow
