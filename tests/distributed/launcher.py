@@ -14,6 +14,7 @@ beside their test.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import json
@@ -215,9 +216,20 @@ def _work(job: Job) -> None:
     if job.rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
-    dist.destroy_process_group()
+    _leave_groups()
     faulthandler.cancel_dump_traceback_later()
     _leave(folder / f"done{job.rank}", "")
+
+
+def _leave_groups() -> None:
+    """Destroy all groups and drop what still holds them: each has threads and sockets."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    sys.excepthook = sys.__excepthook__  # torch's names the rank, once more with every default group
+    if parallel_state := sys.modules.get("megatron.core.parallel_state"):
+        parallel_state.destroy_model_parallel()
+    gc.collect()
 
 
 def _write_into(file: Path) -> None:

@@ -31,6 +31,7 @@ def run_members(scenario: str, ranks: tuple[int, ...], size: int = 3) -> dict[in
         rank: subprocess.Popen(
             [sys.executable, "-W", "ignore", str(WORKER), scenario, str(rank), str(size), *address],
             env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -39,7 +40,8 @@ def run_members(scenario: str, ranks: tuple[int, ...], size: int = 3) -> dict[in
     }
     outcomes = {}
     try:
-        for rank, process in processes.items():
+        # Member 1 may wait for the others, until its input ends.
+        for rank, process in sorted(processes.items(), key=lambda item: item[0] == 1):
             output, errors = process.communicate(timeout=90)
             if output:
                 outcomes[rank] = json.loads(output.splitlines()[-1])
