@@ -6,7 +6,7 @@
 #   examples/launch/node.sh examples/layouts/disaggregated_1node.toml MODEL TRAIN EVAL [--set a.b=value]...
 #
 # MODEL: Hugging Face folder. TRAIN, EVAL: parquet or JSONL files. Ctrl-C or SIGTERM ends the run with a checkpoint; the same command
-# continues it.
+# continues it. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO.
 set -euo pipefail
 
 if [ $# -lt 4 ]; then
@@ -18,4 +18,4 @@ layout=$(realpath "$1")
 cd "$(dirname "$0")/../.."
 shift 4
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-exec megatron-dapo train "$layout" "${settings[@]}" "$@"
+exec megatron-dapo "${COMMAND:-train}" "$layout" "${settings[@]}" "$@"

@@ -6,7 +6,7 @@
 #   sbatch --nodes=16 --ntasks-per-node=4 examples/launch/slurm.sh examples/layouts/disaggregated_16nodes.toml MODEL TRAIN EVAL [--set a.b=value]...
 #
 # Submit it from the root of the checkout. Ten minutes before the time limit every worker gets SIGTERM: the run saves and ends, and the
-# same command continues it.
+# same command continues it. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO.
 #SBATCH --gpus-per-node=8
 #SBATCH --time=48:00:00
 #SBATCH --signal=TERM@600
@@ -21,7 +21,11 @@ layout=$1
 settings=(--set "model.path=$2" --set "data.train_paths=['$3']" --set "data.eval_paths=['$4']")
 shift 4
 
-megatron-dapo train "$layout" "${settings[@]}" "$@" --dry-run
+command=${COMMAND:-train}
+megatron-dapo "$command" "$layout" "${settings[@]}" "$@" --dry-run
+if [ "$command" = pretrain-value ]; then
+    set -- "$@" --pretrain-value
+fi
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=29500 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 exec srun --kill-on-bad-exit=1 python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@"
