@@ -37,6 +37,16 @@ def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -
     config = loaded.config
     require_valid(config, world_size, read_architecture(config.model.path))
     initialize_process_group(config.run.wait_timeout_seconds)
+    metrics = replay(config, folder)
+    if rank == 0:
+        (folder / "replay.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+        logger.info("replayed train step %d: %s", metrics["train_step"], json.dumps(metrics))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def replay(config: Config, folder: Path) -> dict[str, float]:
+    """The metrics of the dumped step, "train_step" among them, in a default process group that exists. Collective."""
     world = run_world(config)
     batch = load_batch(folder)
     step = int(batch.metadata["train_step"]) - 1
@@ -45,14 +55,7 @@ def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -
     if step > 0:
         _restore(config, actor, learner, world, step)
     gate = config.mismatch_gate if step == 0 else None
-    result = learner.learn(batch.samples, step, gate)
-    if rank == 0:
-        (folder / "replay.json").write_text(
-            json.dumps({"train_step": step + 1, **result.metrics}, indent=1) + "\n", encoding="utf-8"
-        )
-        logger.info("replayed train step %d: %s", step + 1, json.dumps(result.metrics))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"train_step": step + 1, **learner.learn(batch.samples, step, gate).metrics}
 
 
 def _restore(

@@ -15,9 +15,9 @@ for folder in (ROOT, ROOT / "tests" / "distributed", ROOT / "tests" / "e2e"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from whole_runs import RUN_TIMEOUT_S, Finished  # noqa: E402
+from interruptions import Finished, finish  # noqa: E402
+from launcher import standing  # noqa: E402
 
-from megatron_dapo.proof.resume import ResumeProofSettings, make_reference  # noqa: E402
 from tools.prove_resume import write_recipe  # noqa: E402
 
 ORPHAN_S = 15.0
@@ -32,10 +32,12 @@ def reaper() -> None:
 
 @pytest.fixture(autouse=True)
 def no_orphans(reaper: None) -> Iterator[None]:
-    """No test leaves a process of its runs behind: no worker, no torchrun, no verifier."""
+    """No test leaves a process of its runs behind: no worker, no torchrun, no verifier. Ranks that stand by for
+    the next test are none of them."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    new = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    own = {rank.pid for rank in standing()}
+    new = [p for p in psutil.Process().children(recursive=True) if p not in before and p.pid not in own]
     _, left = psutil.wait_procs(new, timeout=ORPHAN_S)
     described = [_describe(process) for process in left]
     for process in left:
@@ -59,6 +61,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(recipe: Path, tmp_path_factory: pytest.TempPathFactory, reaper: None) -> Finished:
     """Five train steps at TP2, a checkpoint after each, evaluations before, in between and after."""
-    settings = ResumeProofSettings(recipe, "tp2", tmp_path_factory.mktemp("tp2"), run_timeout_s=RUN_TIMEOUT_S)
-    folder, _, seconds = make_reference(settings)
-    return Finished(settings, folder, seconds)
+    return finish(recipe, "tp2", tmp_path_factory.mktemp("tp2"))
+
+
+@pytest.fixture(scope="session")
+def finished_vapo(tmp_path_factory: pytest.TempPathFactory, reaper: None) -> Finished:
+    """Three train steps of policy, critic and reference policy at DP2."""
+    folder = tmp_path_factory.mktemp("vapo")
+    steps = ("run.total_steps=3", "algorithm.kl_reward_coefficient=0.05")
+    return finish(write_recipe(folder, "vapo"), "dp2", folder, *steps)

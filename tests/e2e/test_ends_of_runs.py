@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from whole_runs import NO_EVALUATION, Finished, Outcome, checkpoint_names, lines_of, train
+from interruptions import Finished
+from whole_runs import NO_EVALUATION, Outcome, checkpoint_names, lines_of, train
 
 from megatron_dapo.proof.compare_runs import checkpoint_steps
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("finished run")]
 
 MODES = ("train_partial", "stop", "error")
 ONE_EPOCH = (

@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, Finished, checkpoint_names, lines_of, train
+from interruptions import Finished, finish, kill_and_resume
+from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, checkpoint_names, lines_of, train
 
 from megatron_dapo.proof.compare_runs import checkpoint_steps, run_differences
-from megatron_dapo.proof.resume import (
-    ResumeProofSettings,
-    Run,
-    RunWasOver,
-    after_seconds,
-    kill_at,
-    make_reference,
-    resume_and_compare,
-)
+from megatron_dapo.proof.resume import Run
 
-pytestmark = pytest.mark.timeout(400)
-
-
-def killed_and_resumed(settings: ResumeProofSettings, reference: Path, folder: Path, seconds: float) -> str:
-    """What differs from the reference after a kill so long after start-up, or after the end of a faster run."""
-    try:
-        killed = kill_at(settings, folder, after_seconds(seconds)[1])
-    except RunWasOver:
-        return next(run_differences(reference, folder), "")
-    assert not killed.left, "outlived the kill"
-    assert not (folder / "summary.json").exists()
-    return resume_and_compare(settings, reference, folder)[1]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("finished run")]
 
 
 def test_kill_and_resume_with_tensor_parallelism(finished: Finished, tmp_path: Path) -> None:
-    seconds = random.uniform(0.1, 0.95) * finished.seconds
-    difference = killed_and_resumed(finished.settings, finished.folder, tmp_path / "killed", seconds)
-    assert difference == "", f"killed {seconds:.3f} s after start-up"
+    kill_and_resume(finished, tmp_path / "killed")
 
 
 def test_kill_and_resume_with_data_parallelism(recipe: Path, tmp_path: Path) -> None:
-    settings = ResumeProofSettings(recipe, "dp2", tmp_path, ("run.total_steps=3",), run_timeout_s=RUN_TIMEOUT_S)
-    reference, _, duration = make_reference(settings)
-    seconds = random.uniform(0.1, 0.95) * duration
-    difference = killed_and_resumed(settings, reference, tmp_path / "killed", seconds)
-    assert difference == "", f"killed {seconds:.3f} s after start-up"
+    kill_and_resume(finish(recipe, "dp2", tmp_path, "run.total_steps=3"), tmp_path / "killed")
 
 
 def signalled(run: Run, signum: int, after_steps: int) -> int:

@@ -7,26 +7,29 @@ values that travel from the critic's layout to the policy's, advantages, and bot
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
+from launcher import run_distributed, target_in
 from whole_runs import NO_EVALUATION, run_command, sets, train
 
 from tools.prove_resume import write_recipe
 
 pytestmark = pytest.mark.timeout(500)
 
-# Layout of the policy, and that of the critic: in the same processes, or in some of its own.
+WORKER = target_in(str(Path(__file__).with_name("value_layouts_worker.py")), "run")
+NUM_PROCESSES = 4
+ALGORITHMS = ("vapo", "tppo")
+# parallel.* and critic.parallel.*: the critic in the policy's processes, or in the last ones alone.
 LAYOUTS = {
-    "dp2": ("dp2", {"tensor": 2}),
-    "tp2sp": ("tp2sp", {"pipeline": 2, "tensor": 1}),
-    "cp2": ("cp2", {"tensor": 2, "context": 1}),
-    "tp2pp2": ("tp2pp2", {"tensor": 2, "pipeline": 1, "context": 2}),
-    "tp2 and one process": ("tp2", {"num_processes": 1, "tensor": 1}),
-    "tp2 and two processes": ("tp2", {"num_processes": 2, "tensor": 2}),
-    "dp2 and two stages": ("dp2", {"num_processes": 2, "tensor": 1, "pipeline": 2}),
-    "pp2 and two parts of a sequence": ("pp2", {"num_processes": 2, "pipeline": 1, "context": 2}),
+    "dp4": ({}, {"tensor": 2}),
+    "tp2sp": ({"tensor": 2, "sequence_parallel": "true"}, {"pipeline": 2, "tensor": 1}),
+    "cp2": ({"context": 2}, {"tensor": 2, "context": 1}),
+    "tp2pp2": ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 1, "context": 2}),
+    "dp3 and one process": ({}, {"num_processes": 1, "tensor": 1}),
+    "tp2 and two processes": ({"tensor": 2}, {"num_processes": 2, "tensor": 2}),
+    "dp2 and two stages": ({}, {"num_processes": 2, "tensor": 1, "pipeline": 2}),
+    "pp2 and two parts of a sequence": ({"pipeline": 2}, {"num_processes": 2, "pipeline": 1, "context": 2}),
 }
 # What a step of one optimizer step each comes to; norms are over all parameters of all ranks.
 COMPARED = (
@@ -50,38 +53,60 @@ WHOLE_STEP = (
     "run.total_steps=1",
     "optimizer.warmup_steps=0",
     "window.tokens=64",
+    *NO_EVALUATION,
 )
+Steps = dict[str, dict[str, float]]
 
 
-@pytest.fixture(scope="module", params=["vapo", "tppo"])
-def dumped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A recipe and the first rollout batch of its run."""
-    folder = tmp_path_factory.mktemp(request.param)
-    recipe = write_recipe(folder, request.param)
-    outcome = train(recipe, folder / "run", "tp1", *WHOLE_STEP, "telemetry.dump_batches=1", *NO_EVALUATION)
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Of each algorithm a recipe and the first rollout batch of its run."""
+    return {name: _dump(tmp_path_factory.mktemp(name), name) for name in ALGORITHMS}
+
+
+def _dump(folder: Path, algorithm: str) -> tuple[Path, Path]:
+    recipe = write_recipe(folder, algorithm)
+    outcome = train(recipe, folder / "run", "tp1", *WHOLE_STEP, "telemetry.dump_batches=1")
     assert outcome.code == 0, outcome.text
     return recipe, folder / "run" / "batches" / "step_000001"
 
 
-def test_every_pair_of_layouts_makes_the_same_step(dumped: tuple[Path, Path], tmp_path: Path) -> None:
-    recipe, batch = dumped
-    steps = {"tp1": replayed(recipe, batch, "tp1", {}, tmp_path)}
-    steps |= {name: replayed(recipe, batch, *pair, tmp_path / name) for name, pair in LAYOUTS.items()}
-    reference = steps["tp1"]
+@pytest.fixture(scope="module")
+def steps(dumped: dict[str, tuple[Path, Path]]) -> dict[str, Steps]:
+    """The dumped step of each algorithm under every pair of layouts; one start of processes for all."""
+    cases = [
+        {"recipe": str(recipe), "overrides": [*WHOLE_STEP, *_layouts(policy, critic)], "batch": str(batch)}
+        for recipe, batch in dumped.values()
+        for policy, critic in LAYOUTS.values()
+    ]
+    found = iter(run_distributed(WORKER, NUM_PROCESSES, cases, timeout_s=240))
+    return {algorithm: {pair: next(found) for pair in LAYOUTS} for algorithm in ALGORITHMS}
+
+
+def _layouts(policy: dict[str, int | str], critic: dict[str, int]) -> list[str]:
+    return [
+        f"{section}.{name}={size}"
+        for section, sizes in (("parallel", policy), ("critic.parallel", critic))
+        for name, size in sizes.items()
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_pair_of_layouts_makes_the_same_step(
+    algorithm: str, dumped: dict[str, tuple[Path, Path]], steps: dict[str, Steps], tmp_path: Path
+) -> None:
+    reference = _replayed_by_command(*dumped[algorithm], tmp_path)
     assert reference["actor/grad_norm"] > 0 and reference["critic/grad_norm"] > 0
-    for pair, step in steps.items():
+    assert steps[algorithm].keys() == LAYOUTS.keys()
+    for pair, step in steps[algorithm].items():
         for name in COMPARED:
             # A mean near 0 of numbers near 1 is compared on their scale.
             assert step[name] == pytest.approx(reference[name], rel=RELATIVE, abs=1e-6), f"{pair}: {name}"
 
 
-def replayed(recipe: Path, batch: Path, layout: str, critic: dict[str, int], folder: Path) -> dict[str, float]:
-    """The metrics of the dumped step under these layouts."""
-    copy = shutil.copytree(batch, folder / f"batch-{layout}")
-    overrides = [f"critic.parallel.{name}={size}" for name, size in critic.items()]
-    outcome = run_command(
-        "replay", str(recipe), str(copy), "--layout", layout, "--run-folder", str(folder / layout),
-        *sets([*WHOLE_STEP, *overrides, *NO_EVALUATION]),
-    )  # fmt: skip
+def _replayed_by_command(recipe: Path, batch: Path, folder: Path) -> dict[str, float]:
+    """The metrics of the step in one process."""
+    overrides = sets(WHOLE_STEP)
+    outcome = run_command("replay", str(recipe), str(batch), "--layout", "tp1", "--run-folder", str(folder), *overrides)
     assert outcome.code == 0, outcome.text
-    return json.loads((copy / "replay.json").read_text())
+    return json.loads((batch / "replay.json").read_text())

@@ -4,23 +4,14 @@ as exact as one that shares its processes."""
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
+from interruptions import finish, kill_and_resume
 from launcher import run_distributed, target_in
 from transformers import AutoModelForTokenClassification
-from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, lines_of, run_command, sets, train
+from whole_runs import NO_EVALUATION, lines_of, pretrain, train
 
-from megatron_dapo.proof.compare_runs import run_differences
-from megatron_dapo.proof.resume import (
-    ResumeProofSettings,
-    RunWasOver,
-    after_seconds,
-    kill_at,
-    make_reference,
-    resume_and_compare,
-)
 from tools.prove_resume import write_recipe
 
 pytestmark = pytest.mark.timeout(400)
@@ -70,9 +61,7 @@ def test_who_builds_a_model_cannot_stand_aside(ranks: list[dict]) -> None:
 def pretrained(vapo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a value pretraining of three steps."""
     folder = tmp_path_factory.mktemp("pretrained") / "run"
-    steps = ("value_pretraining.min_steps=2", "value_pretraining.max_steps=3", "value_pretraining.loss_slope=0")
-    overrides = sets([OWN, *steps, *NO_EVALUATION])
-    outcome = run_command("pretrain-value", str(vapo), "--layout", "tp2", "--run-folder", str(folder), *overrides)
+    outcome = pretrain(vapo, folder, OWN)
     assert outcome.code == 0, outcome.text
     assert "TP2 PP1 CP1 DP1 on 2 processes, the critic TP1 PP1 CP1 DP1 on 1 more" in outcome.text
     return folder
@@ -108,20 +97,8 @@ def test_it_ends_where_the_shared_processes_end(vapo: Path, tmp_path: Path) -> N
 
 
 def test_killed_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
-    overrides = ("run.total_steps=3", OWN)
-    settings = ResumeProofSettings(
-        write_recipe(tmp_path, "tppo"), "tp2", tmp_path, overrides, run_timeout_s=RUN_TIMEOUT_S
-    )
-    reference, _, duration = make_reference(settings)
-    seconds = random.uniform(0.1, 0.95) * duration
-    try:
-        killed = kill_at(settings, tmp_path / "killed", after_seconds(seconds)[1])
-    except RunWasOver:
-        assert next(run_differences(reference, tmp_path / "killed"), "") == ""
-        return
-    assert not killed.left, "outlived the kill"
-    difference = resume_and_compare(settings, reference, tmp_path / "killed")[1]
-    assert difference == "", f"killed {seconds:.3f} s after start-up"
+    finished = finish(write_recipe(tmp_path, "tppo"), "tp2", tmp_path, "run.total_steps=3", OWN)
+    kill_and_resume(finished, tmp_path / "killed")
 
 
 def test_what_stops_the_policy_is_the_runs_last_word(vapo: Path, tmp_path: Path) -> None:

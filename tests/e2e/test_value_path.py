@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
+from interruptions import Finished, finish, kill_and_resume
 from transformers import AutoModelForTokenClassification
-from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, lines_of, run_command, train
+from whole_runs import NO_EVALUATION, lines_of, pretrain, train
 
-from megatron_dapo.proof.compare_runs import run_differences
-from megatron_dapo.proof.resume import (
-    ResumeProofSettings,
-    RunWasOver,
-    after_seconds,
-    kill_at,
-    make_reference,
-    resume_and_compare,
-)
 from tools.prove_resume import require_windows_once, write_recipe
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("finished vapo run")]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +26,7 @@ def vapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pretrained(vapo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a value pretraining of three steps."""
     folder = tmp_path_factory.mktemp("pretrained") / "run"
-    steps = ("value_pretraining.min_steps=2", "value_pretraining.max_steps=3", "value_pretraining.loss_slope=0")
-    sets = [part for one in (*steps, *NO_EVALUATION) for part in ("--set", one)]
-    outcome = run_command("pretrain-value", str(vapo), "--layout", "tp2", "--run-folder", str(folder), *sets)
+    outcome = pretrain(vapo, folder)
     assert outcome.code == 0, outcome.text
     return folder
 
@@ -63,29 +52,15 @@ def test_training_goes_on_from_the_pretrained_critic(vapo: Path, pretrained: Pat
     assert row["critic/optimizer_steps"] > 0 and row["actor/positive_nll"] > 0
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "overrides"),
-    [("vapo", ()), ("tppo", ()), ("vapo", ('model.offload="all"', 'critic.offload="optimizer"'))],
-)
-def test_killed_and_resumed_it_is_the_same_run(algorithm: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    settings = ResumeProofSettings(
-        write_recipe(tmp_path, algorithm),
-        "dp2",
-        tmp_path,
-        ("run.total_steps=3", *overrides),
-        run_timeout_s=RUN_TIMEOUT_S,
-    )
-    reference, _, duration = make_reference(settings)
-    assert require_windows_once(reference / "samples.jsonl") > 0
-    seconds = random.uniform(0.1, 0.95) * duration
-    try:
-        killed = kill_at(settings, tmp_path / "killed", after_seconds(seconds)[1])
-    except RunWasOver:
-        assert next(run_differences(reference, tmp_path / "killed"), "") == ""
-        return
-    assert not killed.left, "outlived the kill"
-    difference = resume_and_compare(settings, reference, tmp_path / "killed")[1]
-    assert difference == "", f"killed {seconds:.3f} s after start-up"
+def test_killed_and_resumed_it_is_the_same_run(finished_vapo: Finished, tmp_path: Path) -> None:
+    assert require_windows_once(finished_vapo.folder / "samples.jsonl") > 0
+    kill_and_resume(finished_vapo, tmp_path / "killed")
+
+
+def test_killed_with_windows_unfinished_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
+    finished = finish(write_recipe(tmp_path, "tppo"), "dp2", tmp_path, "run.total_steps=3")
+    assert require_windows_once(finished.folder / "samples.jsonl") > 0
+    kill_and_resume(finished, tmp_path / "killed")
 
 
 REFUSALS = {
@@ -123,7 +98,7 @@ def test_a_critic_of_another_model_is_refused(vapo: Path, pretrained: Path, tmp_
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     torch.manual_seed(0)
     AutoModelForTokenClassification.from_config(config).save_pretrained(other)
-    outcome = train(vapo, tmp_path / "run", "tp2", f'critic.path="{other}"', *NO_EVALUATION)
+    outcome = train(vapo, tmp_path / "run", "tp1", f'critic.path="{other}"', *NO_EVALUATION)
     assert outcome.code == 1 and "num_layers" in outcome.last and "2" in outcome.last and "4" in outcome.last, (
         outcome.last
     )

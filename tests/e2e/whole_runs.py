@@ -11,25 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.proof.resume import ResumeProofSettings, Run
-
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 150.0
 COMMAND_TIMEOUT_S = 120.0
 
 NO_EVALUATION = ("data.eval_paths=[]", "evaluation.at_start=false", "evaluation.at_end=false", "evaluation.interval=0")
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run that was never interrupted, and what it takes to make another of the same configuration."""
-
-    settings: ResumeProofSettings
-    folder: Path
-    seconds: float  # after start-up
-
-    def run(self, folder: Path, *extra: str) -> Run:
-        return Run(self.settings, folder, extra)
+THREE_STEPS = ("value_pretraining.min_steps=2", "value_pretraining.max_steps=3", "value_pretraining.loss_slope=0")
 
 
 @dataclass(frozen=True)
@@ -66,6 +53,12 @@ def train(recipe: Path, folder: Path, layout: str, *overrides: str, limit: Calla
     """`megatron-dapo train` to its end; `layout` "" leaves it to the recipe."""
     arguments = [str(recipe), *(["--layout", layout] if layout else []), "--run-folder", str(folder), *sets(overrides)]
     return run_command("train", *arguments, limit=limit)
+
+
+def pretrain(recipe: Path, folder: Path, *overrides: str) -> Outcome:
+    """`megatron-dapo pretrain-value` at TP2 to its end, three steps from the start."""
+    chosen = sets([*THREE_STEPS, *NO_EVALUATION, *overrides])
+    return run_command("pretrain-value", str(recipe), "--layout", "tp2", "--run-folder", str(folder), *chosen)
 
 
 def sets(overrides: Sequence[str]) -> list[str]:

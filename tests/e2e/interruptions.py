@@ -1,0 +1,54 @@
+"""Runs that nobody interrupted, and runs of the same configuration that are killed and started again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from whole_runs import RUN_TIMEOUT_S
+
+from megatron_dapo.proof.compare_runs import run_differences
+from megatron_dapo.proof.resume import (
+    ResumeProofSettings,
+    Run,
+    RunWasOver,
+    after_seconds,
+    kill_at,
+    make_reference,
+    resume_and_compare,
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that was never interrupted, and what it takes to make another of the same configuration."""
+
+    settings: ResumeProofSettings
+    folder: Path
+    seconds: float  # after start-up
+
+    def run(self, folder: Path, *extra: str) -> Run:
+        return Run(self.settings, folder, extra)
+
+
+def finish(recipe: Path, layout: str, folder: Path, *overrides: str) -> Finished:
+    """Such a run, in `folder`; it keeps every checkpoint."""
+    settings = ResumeProofSettings(recipe, layout, folder, overrides, run_timeout_s=RUN_TIMEOUT_S)
+    reference, _, seconds = make_reference(settings)
+    return Finished(settings, reference, seconds)
+
+
+def kill_and_resume(finished: Finished, folder: Path, *overrides: str) -> None:
+    """Another run, killed (kill -9) at a random moment and started again, is the same run; `overrides` besides."""
+    settings = replace(finished.settings, overrides=(*finished.settings.overrides, *overrides))
+    seconds = random.uniform(0.1, 0.95) * finished.seconds
+    try:
+        killed = kill_at(settings, folder, after_seconds(seconds)[1])
+    except RunWasOver:
+        assert next(run_differences(finished.folder, folder), "") == ""
+        return
+    assert not killed.left, "outlived the kill"
+    assert not (folder / "summary.json").exists()
+    difference = resume_and_compare(settings, finished.folder, folder)[1]
+    assert difference == "", f"killed {seconds:.3f} s after start-up"
