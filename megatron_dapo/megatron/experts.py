@@ -18,6 +18,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from megatron_dapo.megatron.described import submodules_of
+
 
 class SoftmaxFirstRouter(TopKRouter):
     """Softmax over all experts, then the k most probable, whose probabilities are divided by their sum if the config
@@ -66,7 +68,7 @@ def route_softmax_first(layer: ModuleSpec) -> ModuleSpec:
     """The layer with experts that another specification made (Transformer Engine's), with the router above."""
     submodules = layer.submodules
     assert isinstance(submodules, TransformerLayerSubmodules), f"not a transformer layer: {submodules}"
-    submodules.mlp.submodules.router = SoftmaxFirstRouter
+    submodules_of(submodules.mlp).router = SoftmaxFirstRouter
     return layer
 
 

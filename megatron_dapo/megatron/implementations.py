@@ -14,6 +14,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron_dapo.megatron.described import class_of, submodules_of
 from megatron_dapo.megatron.layer_spec import block_spec, uses_transformer_engine
 from megatron_dapo.megatron.model_config import ModelConfig
 from megatron_dapo.megatron.precision import multiplier, why_multiplied
@@ -99,15 +100,16 @@ def _why_layers() -> str:
 
 def _mlp_modules(layer: ModuleSpec) -> tuple[Any, ...]:
     mlp = layer.submodules.mlp
-    experts = getattr(mlp.submodules, "experts", None)
+    parts = submodules_of(mlp)
+    experts = getattr(parts, "experts", None)
     if experts is not None:
         return mlp, experts
-    return mlp, mlp.submodules.linear_fc1, mlp.submodules.linear_fc2
+    return mlp, parts.linear_fc1, parts.linear_fc2
 
 
 def _names(*parts: Any) -> str:
     """Whose and which classes or functions; what does nothing is left out."""
-    kinds = [part.module if isinstance(part, ModuleSpec) else part for part in parts]
+    kinds = [class_of(part) for part in parts]
     unique = dict.fromkeys(kind for kind in kinds if kind is not None and kind is not IdentityOp)
     return ", ".join(f"{_owner(kind)} {_short(kind)}" for kind in unique)
 
