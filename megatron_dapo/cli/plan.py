@@ -19,6 +19,7 @@ from megatron_dapo.config import (
     read_architecture,
     validate,
 )
+from megatron_dapo.config.inputs import critics_of_other_models
 from megatron_dapo.config.optimizer_schema import OptimizerConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
@@ -73,7 +74,8 @@ def _architecture(config: Config) -> tuple[ArchitectureFacts | None, list[Violat
     if any(problem.path == "model.path" for problem in problems):
         return None, problems
     try:
-        return read_architecture(config.model.path), problems
+        policy = read_architecture(config.model.path)
+        return policy, [*problems, *critics_of_other_models(config, policy)]
     except ValueError as error:
         return None, [*problems, Violation("model.path", "a model folder this package knows", str(error))]
 

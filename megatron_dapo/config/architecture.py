@@ -45,6 +45,7 @@ def read_architecture(folder: str | Path) -> ArchitectureFacts:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid JSON ({error}); copy the model folder again") from None
+    document = document if isinstance(document, dict) else {}
     missing = [key for key in _KEYS.values() if not isinstance(document.get(key), int)]
     if missing:
         raise ValueError(f"{path}: no whole number under {', '.join(missing)}; not a decoder this package knows")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from pathlib import Path
@@ -80,6 +81,21 @@ def test_pretraining_is_checked_as_what_it_is(recipe: Path, started: list) -> No
     critic = ["--set", "critic.optimizer.schedule=linear", "--set", "critic.optimizer.warmup_steps=4"]
     result = runner.invoke(app, ["pretrain-value", str(recipe), *PRETRAIN, *few, *critic, "--dry-run"])
     assert result.exit_code == 2 and "set critic.optimizer.warmup_steps below 2" in result.output
+
+
+@pytest.mark.parametrize("changed", [{"num_hidden_layers": 2}, {"head_dim": 16}, None])
+def test_a_critic_of_another_model_is_refused_before_anything_starts(
+    changed: dict | None, recipe: Path, tmp_path: Path, started: list
+) -> None:
+    facts = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / "config.json").write_text(json.dumps({**facts, **changed} if changed else []))
+    critic = ["--set", f"critic.path={tmp_path / 'critic'}"]
+    result = runner.invoke(app, ["train", str(recipe), *PRETRAIN, *critic])
+    assert result.exit_code == 2 and started == [] and str(tmp_path / "critic") in result.output
+    if changed:
+        assert ("num_layers of critic and policy = (2, 4)" in result.output) == ("num_hidden_layers" in changed)
+        assert ("head size of critic and policy = (16, 8)" in result.output) == ("head_dim" in changed)
 
 
 def test_without_a_critic_there_is_nothing_to_pretrain(recipe: Path, started: list) -> None:
