@@ -202,6 +202,19 @@ def test_a_fault_leaves_the_engine_unserved_and_the_next_delivery_repairs_it(
     close_all(everyone)
 
 
+def test_a_lost_engine_rank_ends_the_delivery_to_the_other_one_at_once(monkeypatch) -> None:
+    """The other rank waits for a sender that is slow: its leader must not wait with it."""
+    world = World(small_architecture(), ParallelLayout(2, tensor=2), tensor_parallel=2, bucket_bytes=2048)
+    everyone = updates(world, [PeerEngine(world.layout)])
+    broken(monkeypatch, "receive", 2, 2, lambda group: group.close())
+    broken(monkeypatch, "send", 1, 2, lambda group: time.sleep(1.5))
+    start = time.monotonic()
+    reports = update_all(everyone, 1, world.weights(1))
+    assert time.monotonic() - start < 4
+    assert not any(report.is_complete for report in reports) and "member 2" in reports[0].failures[0]
+    close_all(everyone)
+
+
 def test_a_slow_sender_ends_at_the_deadline_and_leaves_later_deliveries_alone(monkeypatch) -> None:
     """The others fail with it, no rank later than the deadline and a little. When its thread wakes up at last, the group
     of the next delivery is not its business."""

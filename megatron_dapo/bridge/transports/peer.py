@@ -387,21 +387,27 @@ class PeerTransport:
         )
 
     def _watch(self, order: Order, engine: int, group: PeerGroup, op: str, deadline: Deadline) -> list[Call[Report]]:
-        """Waits in threads for each engine rank's report on one step. One that failed closes the group, so that nobody
-        goes on."""
+        """Waits in threads for each engine rank's report on one step. One that failed, or whose connection is lost, closes the
+        group, so that nobody goes on: the other engine ranks would wait for senders who do."""
         members = self.members(engine)
 
-        def watch(number: int, engine_rank: int) -> Report:
+        def hear(number: int, engine_rank: int) -> Report:
             member = members.of_engine_rank(engine_rank)
             report = receive_report(group, member, deadline.at)
             if not report.ok or op == "finish":
                 acknowledge(group, member, deadline.at)
             if not report.ok:
-                group.close()
                 raise ValueError(f"rank {number} of the engine, {report.op}: {report.message or 'failed'}")
             if (report.id, report.op) != (f"{order.delivery}/{engine_rank}", op):
                 raise ValueError(f"rank {number} of the engine reports on {report.op} {report.id!r}, expected {op}")
             return report
+
+        def watch(number: int, engine_rank: int) -> Report:
+            try:
+                return hear(number, engine_rank)
+            except BaseException:
+                group.close()
+                raise
 
         return [Call(lambda n=n, r=r: watch(n, r)) for n, r in enumerate(members.engine_ranks)]
 
