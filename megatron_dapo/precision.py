@@ -33,22 +33,39 @@ BY_DTYPE = ""  # asks for fp32 or bf16, as the model's type says
 class Recipe:
     """`size_multiple`: of both sizes of a linear layer's weight on a rank. `token_multiple`: of the tokens of a
     micro-batch that a rank computes. `dtype`: the model's type, where the recipe names it. `has_state`: beside the
-    parameters."""
+    parameters. `products`: what they are made of, in words."""
 
     is_fp8: bool = False
     size_multiple: int = 1
     token_multiple: int = 1
     dtype: str = ""
     has_state: bool = False
+    products: str = "in the type of the operands"
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         FP32: Recipe(dtype="float32"),
         BF16: Recipe(dtype="bfloat16"),
-        FP8_BLOCKWISE: Recipe(is_fp8=True, size_multiple=128, token_multiple=128),
-        FP8_CURRENT: Recipe(is_fp8=True, size_multiple=16, token_multiple=16),
-        FP8_DELAYED: Recipe(is_fp8=True, size_multiple=16, token_multiple=16, has_state=True),
+        FP8_BLOCKWISE: Recipe(
+            is_fp8=True,
+            size_multiple=128,
+            token_multiple=128,
+            products="e4m3 x e4m3, scales of 1 x 128 and 128 x 128, powers of two",
+        ),
+        FP8_CURRENT: Recipe(
+            is_fp8=True,
+            size_multiple=16,
+            token_multiple=16,
+            products="e4m3 forward, e5m2 gradients, a scale a tensor",
+        ),
+        FP8_DELAYED: Recipe(
+            is_fp8=True,
+            size_multiple=16,
+            token_multiple=16,
+            has_state=True,
+            products="e4m3 forward, e5m2 gradients, a scale a tensor of earlier steps",
+        ),
     }
 )
 _BY_DTYPE = {recipe.dtype: name for name, recipe in RECIPES.items() if recipe.dtype}

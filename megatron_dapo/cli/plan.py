@@ -23,6 +23,7 @@ from megatron_dapo.config.inputs import critics_of_other_models
 from megatron_dapo.config.optimizer_schema import OptimizerConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
+from megatron_dapo.trainer.precision_plan import precision_lines
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Plan:
     overrides: tuple[str, ...]  # all of them, for the processes that load the recipe again
     layout: ParallelLayout  # of the policy
     num_processes: int  # of the whole run
+    architecture: ArchitectureFacts | None = None  # of the policy
 
 
 def make_plan(
@@ -66,6 +68,7 @@ def make_plan(
         overrides=tuple(merged),
         layout=parallel_layout(config, processes),
         num_processes=processes,
+        architecture=architecture,
     )
 
 
@@ -98,6 +101,7 @@ def describe(plan: Plan) -> list[str]:
     return [
         f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes{_critic_processes(plan)}, "
         f"{config.model.dtype}",
+        *(precision_lines(config, plan.architecture, plan.layout) if plan.architecture else ()),
         f"a train step: {rollout.prompts_per_step} prompts x {rollout.group_size} responses, {mini_batches} optimizer "
         f"steps of {training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
         f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "

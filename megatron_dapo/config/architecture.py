@@ -21,6 +21,8 @@ class ArchitectureFacts:
     moe_intermediate_size: int = 0  # of one expert
     has_dense_layers: bool = True
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    vocab_size: int = 0  # 0: not said
+    tie_word_embeddings: bool = True
 
     @property
     def head_size(self) -> int:
@@ -60,4 +62,6 @@ def read_architecture(folder: str | Path) -> ArchitectureFacts:
         moe_intermediate_size=document.get("moe_intermediate_size") or 0,
         has_dense_layers=not experts or sparse_step > 1 or bool(document.get("mlp_only_layers")),
         head_dim=document.get("head_dim") or 0,
+        vocab_size=document.get("vocab_size") or 0,
+        tie_word_embeddings=bool(document.get("tie_word_embeddings", True)),
     )

@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_dapo.megatron.described import class_of, submodules_of
 from megatron_dapo.megatron.layer_spec import block_spec, uses_transformer_engine
 from megatron_dapo.megatron.model_config import ModelConfig
-from megatron_dapo.megatron.precision import multiplier, why_multiplied
+from megatron_dapo.megatron.precision import multiplier
 from megatron_dapo.ops.head.choice import AUTO, Place, choose
+from megatron_dapo.precision import RECIPES
 
 VOCABULARY_MULTIPLE = 128  # rows of a rank's part of the vocabulary are a multiple of it
 
@@ -71,7 +72,7 @@ def _precision(config: ModelConfig) -> Iterator[Implementation]:
     yield Implementation("precision", chosen.recipe, chosen.reason)
     left = count - config.num_fp8_layers
     kept = f"; {left} of {count} layers in {config.dtype_name}" if precision.is_fp8 and left else ""
-    yield Implementation("linear products", chosen.name, why_multiplied(chosen) + kept)
+    yield Implementation("linear products", chosen.name, RECIPES[chosen.recipe].products + kept)
     if precision.is_fp8:
         held = (
             "FP8, beside fp32 masters"

@@ -105,18 +105,6 @@ def multiplier(precision: Precision, dtype: str) -> Multiplier:
     return Multiplier(recipe, EMULATED, "asked for; there is no CUDA device")
 
 
-def why_multiplied(chosen: Multiplier) -> str:
-    """What the products are made of, for the table."""
-    return _PRODUCTS.get(chosen.recipe, "in the type of the operands")
-
-
-_PRODUCTS = {
-    FP8_BLOCKWISE: "e4m3 x e4m3, scales of 1 x 128 and 128 x 128, powers of two",
-    FP8_CURRENT: "e4m3 forward, e5m2 gradients, a scale a tensor",
-    FP8_DELAYED: "e4m3 forward, e5m2 gradients, a scale a tensor of earlier steps",
-}
-
-
 def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
