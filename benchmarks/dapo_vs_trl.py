@@ -175,7 +175,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], log: Path) -> N
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     with open(log, "w", encoding="utf-8") as stream:
         code = subprocess.run(
-            command, env={**inherited, **environment}, stdout=stream, stderr=subprocess.STDOUT
+            command, env={**inherited, **environment}, stdout=stream, stderr=subprocess.STDOUT, check=False
         ).returncode
     if code:
         tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]

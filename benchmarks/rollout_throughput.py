@@ -217,7 +217,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         rounds: list[dict[str, dict[str, float]]] = []
         for number in range(num_rounds):
             order = list(sides) if number % 2 else list(reversed(sides))
-            rounds.append({name: timed(lambda name=name: sides[name](number)) for name in order})
+            rounds.append({name: timed(lambda name=name, number=number: sides[name](number)) for name in order})
     return summary(rounds[1:], traffic, arguments)
 
 

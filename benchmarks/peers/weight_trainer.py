@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ class SharedFloor:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         specs: dict[int, ArenaSpec] = {}
-        for rank, sink in enumerate(trainer.sinks):
+        for rank in range(len(trainer.sinks)):
             specs[rank] = create_arena(default_folder(), f"floor{rank}", delivery.num_bytes(rank), 1)
         dist.broadcast_object_list(box := [specs])
         for rank, spec in box[0].items():
