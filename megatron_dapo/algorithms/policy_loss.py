@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dapo.algorithms.kl import LOG_RATIO_LIMIT, KL_ESTIMATORS
+from megatron_dapo.algorithms.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
 from megatron_dapo.algorithms.segments import identity, segment_sum
 from megatron_dapo.algorithms.tables import build
 

@@ -101,7 +101,7 @@ def export_model(
         writer = _on_rank_zero(group, device, lambda: stack.enter_context(writer_context))
         for batch in _batches(reshard.destination.tensors, batch_bytes):
             gathered = _gather(reshard, batch, parameters, group, rank, device)
-            _on_rank_zero(group, device, lambda: _write(writer, source, layout, gathered))
+            _on_rank_zero(group, device, lambda tensors=gathered: _write(writer, source, layout, tensors))
         _on_rank_zero(group, device, lambda: _finish(stack, writer, source, layout))
         return ExportReport(
             path=Path(target),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -15,11 +15,11 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    recipe: Annotated[Optional[Path], typer.Argument(help="check also what this recipe needs")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help="check also what this recipe needs")] = None,
     overrides: Annotated[
-        Optional[list[str]], typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")
+        list[str] | None, typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")
     ] = None,
-    layout: Annotated[Optional[str], typer.Option(help="parallel layout, e.g. tp2pp1; replaces the recipe's")] = None,
+    layout: Annotated[str | None, typer.Option(help="parallel layout, e.g. tp2pp1; replaces the recipe's")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Check packages, GPUs and their libraries, and what a recipe needs; the first conflict is the last line.

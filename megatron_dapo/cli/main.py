@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -40,12 +40,12 @@ CONVERTERS = {"hf-to-megatron": "hf_to_megatron", "megatron-to-hf": "megatron_to
 
 RecipeArgument = Annotated[Path, typer.Argument(help="TOML recipe, e.g. examples/quickstart/quickstart.toml")]
 SetOption = Annotated[
-    Optional[list[str]], typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")
+    list[str] | None, typer.Option("--set", metavar="a.b=value", help="override a value; may be repeated")
 ]
 LayoutOption = Annotated[
-    Optional[str], typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")
+    str | None, typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")
 ]
-RunFolderOption = Annotated[Optional[Path], typer.Option(help="where the run writes; replaces run.folder")]
+RunFolderOption = Annotated[Path | None, typer.Option(help="where the run writes; replaces run.folder")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
 
 
@@ -71,7 +71,7 @@ def pretrain_value(
     overrides: SetOption = None,
     layout: LayoutOption = None,
     run_folder: Annotated[
-        Optional[Path], typer.Option(help="where pretraining writes; default: value_pretraining in run.folder")
+        Path | None, typer.Option(help="where pretraining writes; default: value_pretraining in run.folder")
     ] = None,
     dry_run: DryRunOption = False,
 ) -> None:
@@ -167,10 +167,10 @@ def replay(
 def evaluate(
     recipe: RecipeArgument,
     model: Annotated[
-        Optional[Path], typer.Option(help="Hugging Face folder; default: model.path of the recipe")
+        Path | None, typer.Option(help="Hugging Face folder; default: model.path of the recipe")
     ] = None,
     overrides: SetOption = None,
-    output: Annotated[Optional[Path], typer.Option(help="write the whole result, protocol included, as JSON")] = None,
+    output: Annotated[Path | None, typer.Option(help="write the whole result, protocol included, as JSON")] = None,
 ) -> None:
     """Evaluate a Hugging Face folder on the recipe's held-out data, in this process."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
@@ -202,7 +202,7 @@ def evaluate(
 def check_loss(
     processes: Annotated[int, typer.Option(min=1, help="processes to start; layouts that fit them are compared")] = 4,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    model: Annotated[Optional[Path], typer.Option(help="Hugging Face folder; default: a small random model")] = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face folder; default: a small random model")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
     """Prove that the gradient does not depend on layout, packing, micro-batches or accumulation."""
@@ -216,12 +216,12 @@ def plan_sync(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     layout: LayoutOption = None,
-    world_size: Annotated[Optional[int], typer.Option(min=1, help="trainer ranks; default: the layout's")] = None,
-    engine_tp: Annotated[Optional[int], typer.Option(min=1, help="ranks of an engine; default: sglang.tensor")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="trainer ranks; default: the layout's")] = None,
+    engine_tp: Annotated[int | None, typer.Option(min=1, help="ranks of an engine; default: sglang.tensor")] = None,
     engine_ep: Annotated[
-        Optional[int], typer.Option(min=1, help="expert-parallel ranks of an engine; default: sglang.expert")
+        int | None, typer.Option(min=1, help="expert-parallel ranks of an engine; default: sglang.expert")
     ] = None,
-    engines: Annotated[Optional[int], typer.Option(min=1, help="default: as many as fit the trainer's ranks")] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="default: as many as fit the trainer's ranks")] = None,
     device: Annotated[str, typer.Option(help="where the engines run: cuda or cpu (they pad differently)")] = "cuda",
     ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
     within_node: Annotated[float, typer.Option(help="GB/s of a rank to ranks of its node, each direction")] = 400.0,

@@ -43,7 +43,8 @@ class Lead:
         try:
             result = body()
         except CommandFailed as failure:
-            raise failure.error  # the others know already: they failed in the same command
+            # The others know already: they failed in the same command. The error keeps its own cause.
+            raise failure.error  # noqa: B904
         except BaseException as error:
             self._announce({"op": FINISH, "error": f"{type(error).__name__}: {error}"})
             raise

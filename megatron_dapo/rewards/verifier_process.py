@@ -22,7 +22,7 @@ QUEUE_SECONDS = 0.005  # how much work is sent ahead, in seconds of its recent s
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker: a short allow-list, this process's import path, and one thread."""
     allowed = {name: environ[name] for name in ENVIRONMENT_ALLOW_LIST if name in environ}
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     import_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     # A fixed hash seed: sympy's order of terms, and with it what it manages to simplify, depends on it.
     return {**allowed, **threads, "PYTHONPATH": import_path, "PYTHONHASHSEED": "0"}

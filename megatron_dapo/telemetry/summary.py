@@ -13,7 +13,6 @@ from rich.table import Table
 
 from megatron_dapo.telemetry.progress import duration
 
-
 EXPLAINED = "explained_variance"  # in `extra` where a critic was pretrained
 
 

@@ -168,7 +168,7 @@ class Learner:
         totals: dict[str, float] = {}
         steps: list[StepResult] = []
         with self._phase("train"):
-            for epoch in range(self._settings.epochs):
+            for _epoch in range(self._settings.epochs):
                 for mini_batch in mini_batches:
                     steps.append(self._step(mini_batch, train_step, mismatch))
                     _add(totals, steps[-1].metrics)
