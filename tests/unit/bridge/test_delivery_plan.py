@@ -107,7 +107,7 @@ def test_every_element_is_delivered_once_and_verified(data):
 
 @pytest.mark.parametrize("bucket_bytes", [700, 2048, 5000])
 def test_a_parameter_stays_in_one_bucket_where_it_fits(bucket_bytes):
-    source, delivery = _plan({"tensor": 2, "pipeline": 2}, bucket_bytes=bucket_bytes)
+    _source, delivery = _plan({"tensor": 2, "pipeline": 2}, bucket_bytes=bucket_bytes)
     for rank in range(2):
         homes: dict[str, set[int]] = {}
         sizes: dict[str, int] = {}
@@ -150,7 +150,7 @@ def test_pipeline_stages_write_side_by_side(parallel, bucket_bytes):
     _, delivery = _plan(parallel, bucket_bytes=bucket_bytes)
     for rank in range(2):
         buckets = delivery.buckets(rank)
-        total = {source: 0 for source in delivery.sources(rank)}
+        total = dict.fromkeys(delivery.sources(rank), 0)
         for bucket in buckets:
             for source, (start, stop) in bucket.segments.items():
                 total[source] += stop - start

@@ -369,7 +369,7 @@ def test_error_lists_every_violation() -> None:
 
 def test_validator_needs_no_torch() -> None:
     code = "import sys, megatron_dapo.config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_nothing_divides_by_zero() -> None:

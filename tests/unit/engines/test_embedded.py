@@ -14,18 +14,18 @@ from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSetting
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
-SIZES = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    bos_token_id=0,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 CONFIGS = {
     "qwen2 tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2 untied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),

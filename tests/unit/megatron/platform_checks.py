@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+
 from megatron_dapo.megatron.platform import PATCHES, Replacement
 
 

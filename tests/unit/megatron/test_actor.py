@@ -16,6 +16,7 @@ from actor_checks import (
     sequences,
     train,
 )
+
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from megatron_dapo.megatron.attention import (
     PackedAttention,
     PackedSequences,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from actor_checks import make_micro_batch, sequences
+
 from megatron_dapo.megatron.context import PER_TOKEN_FIELDS, context_token_index, slice_for_context
 from megatron_dapo.parallel.layout import ParallelLayout
 

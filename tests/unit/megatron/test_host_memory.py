@@ -62,7 +62,8 @@ def test_touching_what_is_away_ends_the_process() -> None:
         "tensor = torch.ones(100000)\nHostMemory().send([tensor[:7]])\n{}\nprint('alive')"
     )
     for touch in ("tensor.sum()", "tensor.add_(1)", "tensor[5:9].clone()", ""):
-        run = subprocess.run([sys.executable, "-c", program.format(touch)], capture_output=True, text=True)
+        command = [sys.executable, "-c", program.format(touch)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ("alive" in run.stdout) == (touch == ""), f"{touch}: {run}"
 
 

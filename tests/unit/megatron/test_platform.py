@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from megatron_dapo.megatron.platform import PATCHES, install_cpu_platform
 
 ROOT = Path(__file__).resolve().parents[3]

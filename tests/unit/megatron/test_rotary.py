@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from megatron_dapo.bridge.architecture import RopeScaling
 from megatron_dapo.megatron.rotary import inverse_frequencies
 

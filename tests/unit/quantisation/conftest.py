@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_dapo.quantisation.probe import Sample
 
@@ -33,11 +33,37 @@ def model() -> Any:
         dtype="float32",
         architectures=["Qwen2ForCausalLM"],
     )
-    built = Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():  # far from uniform: wrong weights must show
-        for parameter in built.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(2.0)
-    return built
+    return _far_from_uniform(Qwen2ForCausalLM(config).eval())
+
+
+@pytest.fixture
+def expert_model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=320,
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        dtype="float32",
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    return _far_from_uniform(Qwen3MoeForCausalLM(config).eval())
+
+
+@torch.no_grad()
+def _far_from_uniform(model: Any) -> Any:
+    """Wrong weights must show."""
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(2.0)
+    return model
 
 
 @pytest.fixture

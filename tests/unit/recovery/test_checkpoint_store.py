@@ -227,19 +227,18 @@ def wrap(real):
 store = CheckpointStore(sys.argv[1], keep=1)
 write = lambda step: lambda writer: [writer.save_json(f"{name}.json", [step] * 500) for name in "abc"]
 save_checkpoint(store, 1, write(1))
-for name in %r:
+for name in CALLS:
     setattr(os, name, wrap(getattr(os, name)))
 save_checkpoint(store, 2, write(2))
 save_checkpoint(store, 2, write(2))
 print(calls)
-""" % (CALLS,)
+""".replace("CALLS", repr(CALLS))
 
 
 def run_killed(folder: Path, point: int) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).resolve().parents[3])
-    return subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder), str(point), root], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", KILLED, str(folder), str(point), root]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_kill_at_random_write_points(tmp_path: Path) -> None:
@@ -294,9 +293,9 @@ class Ranks:
 def test_several_ranks(store: CheckpointStore) -> None:
     def save(step: int) -> Callable[[int, Callable[[bool], bool]], object]:
         def work(rank: int, agree: Callable[[bool], bool]) -> object:
-            write = lambda writer: writer.save_tensors(
-                f"rank_{rank}.safetensors", {"w": torch.full((8,), float(rank + step))}
-            )
+            def write(writer) -> None:
+                writer.save_tensors(f"rank_{rank}.safetensors", {"w": torch.full((8,), float(rank + step))})
+
             return save_checkpoint(store, step, write, rank=rank, num_ranks=3, agree=agree)
 
         return work

@@ -81,7 +81,8 @@ def stuck_in_here():
 with watch("a lost rank", 0.4, lambda: "rank 1", exit_with_stacks(Path(sys.argv[2]), rank=3)):
     stuck_in_here()
 """
-    done = subprocess.run([sys.executable, "-c", code, ROOT, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", code, ROOT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == EXIT_CODE
     assert "stuck_in_here" in done.stderr and "stuck_in_here" in (tmp_path / "stacks_rank_3.txt").read_text()
     assert "waiting for a lost rank" in done.stderr.splitlines()[-1]

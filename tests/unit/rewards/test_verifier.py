@@ -93,5 +93,5 @@ def test_a_worker_loads_neither_torch_nor_sympy_for_dapo():
         "heavy = {'torch', 'numpy', 'sympy', 'transformers', 'asyncio'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -175,7 +175,7 @@ def test_resuming_gives_the_batches_of_the_uninterrupted_run(
     def reseed(world: object, step: int) -> None:
         world.engine._random.seed(step)
 
-    arguments = dict(oversample=oversample, max_staleness=max_staleness, partial=partial, max_epochs=None)
+    arguments = {"oversample": oversample, "max_staleness": max_staleness, "partial": partial, "max_epochs": None}
     reference = make_world(MIXED * 4, **arguments)
     expected = []
     for step in range(8):

@@ -128,7 +128,7 @@ def test_a_response_over_the_bound_starts_again_and_is_counted(make_world: Calla
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_an_engine_that_dies_costs_no_token(make_world: Callable, max_staleness: int) -> None:
     """The engine gives responses back unfinished by itself; the batches are those of an engine that never does."""
-    arguments = dict(max_staleness=max_staleness, partial="continue")
+    arguments = {"max_staleness": max_staleness, "partial": "continue"}
     calm, shaken = make_world(MIXED * 20, **arguments), make_world(MIXED * 20, abort_rate=0.3, **arguments)
     for _ in range(4):
         expected, actual = calm.collector.collect(6), shaken.collector.collect(6)

@@ -17,15 +17,15 @@ from megatron_dapo.rollout.collector import Collector, CollectorSettings
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.types import Prompt, SamplingParams
 
-CONFIG = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-)
+CONFIG = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 
 
 def make_engine() -> EmbeddedEngine:

@@ -197,7 +197,7 @@ def test_an_error_nobody_asked_for_is_logged(make_world: Callable, caplog: pytes
 @pytest.mark.parametrize("trial", range(4))
 def test_a_state_taken_at_any_time_is_a_consistent_cut(make_world: Callable, trial: int) -> None:
     """Saved while collections run, restored in a new process: every prompt is trained or filtered exactly once."""
-    arguments = dict(max_staleness=2, partial="continue", oversample=1.5, group_size=8)
+    arguments = {"max_staleness": 2, "partial": "continue", "oversample": 1.5, "group_size": 8}
     world = make_world([0.5] * 120, jitter=trial, **arguments)
     trained: list[str] = []
     version = 0

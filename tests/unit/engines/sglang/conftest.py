@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_server import FakeServer  # noqa: E402
+from fake_server import FakeServer
 
 
 @pytest.fixture

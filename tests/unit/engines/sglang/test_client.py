@@ -190,7 +190,7 @@ def test_a_dead_server_is_gone_at_once(server: FakeServer) -> None:
 
 def test_idempotent_calls_survive_a_lost_connection_and_updates_are_never_repeated(server: FakeServer) -> None:
     client = client_of(server, FAST)
-    server.faults = {path: "reset" for path in ("/pause_generation", "/update_weights_from_tensor")}
+    server.faults = dict.fromkeys(("/pause_generation", "/update_weights_from_tensor"), "reset")
     with pytest.raises(EngineGone):
         client.pause("abort")
     with pytest.raises(EngineGone):
