@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
+from safetensors.torch import load_file, save_file
+
 from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
@@ -26,8 +29,6 @@ from megatron_dapo.megatron.precision import Precision
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import MicroBatch
-from megatron.core.tensor_parallel import mappings
-from safetensors.torch import load_file, save_file
 
 VOCABULARY = 300  # not a multiple of 128 x TP: the last rows are padding
 ENTROPY_WEIGHT = 0.05

@@ -58,7 +58,7 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: UpdateTimeouts, fold
 def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Two versions into two engines, on one machine or on two; every byte compared with the executor's."""
     rank = dist.get_rank()
-    world, engines, update, place = _build(
+    world, engines, update, _place = _build(
         arguments["ranks_per_node"], arguments["num_engines"], PATIENT, Path(arguments["folder"])
     )
     for step in (1, 150, 1500):  # shorter and longer than what one meeting carries
@@ -82,7 +82,7 @@ def killed(arguments: dict[str, Any]) -> dict[str, Any]:
     """Rank 3 is killed in the middle of the second version: the others hear of it in time, and nothing is resumed."""
     rank = dist.get_rank()
     hasty = UpdateTimeouts(30, 10, 10, 10, 10, 10, 5)
-    world, engines, update, place = _build(4, 1, hasty, Path(arguments["folder"]))
+    world, engines, update, _place = _build(4, 1, hasty, Path(arguments["folder"]))
     assert update.update(1, world.weights(1)[rank]).is_complete
     weights = world.weights(2)
     if rank == 3:

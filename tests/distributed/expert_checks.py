@@ -16,13 +16,14 @@ from actor_checks import (
     parity_of_layouts,
     sequences,
 )
+from safetensors.torch import load_file
+
 from megatron_dapo.bridge.convert import first_difference
 from megatron_dapo.bridge.export import export_to_huggingface
 from megatron_dapo.bridge.replicas import drifted_replicas
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
-from safetensors.torch import load_file
 
 # Some micro-batches have so few tokens that experts, and whole expert ranks, get none.
 TINY_AND_LARGE = ((2,), (1,), (5, 17, 1, 30), (3,), (64,), (1, 1), (9,), (2, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ def sync(rank: int, world: int, folder: Path, output: Path) -> None:
             update.verify(doubled, engine)
             if rank == 2:
                 engine["model.norm.weight"][3] += 1
-            message = fails(RuntimeError, lambda: update.verify(doubled, engine))
+            message = fails(RuntimeError, partial(update.verify, doubled, engine))
             assert ("model.norm.weight" in message) == (rank == 2), message
 
 
@@ -129,7 +130,8 @@ def export(rank: int, world: int, folder: Path, output: Path) -> None:
             after = {k: v for file in target.glob("*.safetensors") for k, v in load_file(file).items()}
             assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
         error, text = (ValueError, "exists already") if rank == 0 else (RuntimeError, "failed on rank 0")
-        assert text in fails(error, lambda: export_to_huggingface(target, folder, layout, parameters, dist.group.WORLD))
+        again = partial(export_to_huggingface, target, folder, layout, parameters, dist.group.WORLD)
+        assert text in fails(error, again)
 
 
 def mismatch(rank: int, world: int, folder: Path, output: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from interruptions import Finished
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from interruptions import Finished
 from whole_runs import lines_of, run_command
 
 from megatron_dapo.proof.compare_runs import run_differences

@@ -21,10 +21,10 @@ cpu.prepare_imports()
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp  # noqa: E402
-from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.distributed import parallel_state  # noqa: E402
 from sglang.srt.layers.moe.utils import initialize_moe_config  # noqa: E402
 from sglang.srt.runtime_context import get_parallel, publish  # noqa: E402

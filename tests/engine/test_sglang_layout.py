@@ -112,6 +112,7 @@ def loaded(tmp_path_factory, engine_python, repository):
         capture_output=True,
         text=True,
         timeout=400,
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return root, cases
