@@ -18,8 +18,9 @@ import contextlib
 import re
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,7 +31,8 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "for ever" to the backends
 _POLL_INTERVAL_S = 0.0005
-DATA_TAG, ANSWER_TAG, _CLOSING_TAG = 0, 1, 2
+_LOOK_INTERVAL_S = 0.5
+DATA_TAG, ANSWER_TAG, _NEVER_SENT_TAG = 0, 1, 2
 
 
 class PeerError(RuntimeError):
@@ -103,19 +105,16 @@ class MeetingPlace:
 class Pending:
     """A message under way. Its tensor must not change before `wait` returned; the group keeps it alive until then."""
 
-    def __init__(self, group: PeerGroup, work: Any, what: str, tensor: torch.Tensor) -> None:
+    def __init__(self, group: PeerGroup, peer: int, work: Any, what: str, tensor: torch.Tensor) -> None:
+        self.peer = peer
+        self.work = work
+        self.what = what
         self._group = group
-        self._work = work
-        self._what = what
         self._tensor = tensor
 
     def wait(self, deadline: float) -> None:
-        """Returns when the message has left or arrived; PeerError at `deadline` (of time.monotonic) or on a failure."""
-        try:
-            self._group.backend.wait(self._work, max(_SHORTEST_WAIT_S, deadline - time.monotonic()))
-        except RuntimeError as error:
-            raise PeerError(f"{self._what}: {_first_line(error)}") from error
-        self._group.under_way.discard(self)
+        """`PeerGroup.wait` for this message."""
+        self._group.wait([self], deadline)
 
 
 class PeerGroup:
@@ -154,9 +153,25 @@ class PeerGroup:
             work = getattr(group, operation)([tensor.detach()], peer, tag)
         except RuntimeError as error:
             raise PeerError(f"{what}: {_first_line(error)}") from error
-        pending = Pending(self, work, what, tensor)
+        pending = Pending(self, peer, work, what, tensor)
         self.under_way.add(pending)
         return pending
+
+    def wait(self, messages: Sequence[Pending], deadline: float) -> None:
+        """Returns when all messages have left or arrived; PeerError at `deadline` (of time.monotonic) or on a failure."""
+        self.backend.wait(self, messages, deadline)
+        self.under_way.difference_update(messages)
+
+    def check(self, message: Pending) -> None:
+        """PeerError where the connection of a message is lost."""
+        group = self._group
+        if group is None:
+            raise PeerError(f"{message.what}: the group is closed")
+        try:
+            # Nobody sends it; where the connection is lost it cannot be asked for.
+            group.recv([torch.zeros(1, dtype=torch.uint8, device=self.device)], message.peer, _NEVER_SENT_TAG)
+        except RuntimeError as error:
+            raise _failed(message, error) from error
 
     def close(self) -> None:
         """Closes the connections: whoever waits for this member fails at once. Harmless when repeated."""
@@ -221,18 +236,46 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _wait_gloo(work: Any, seconds: float) -> None:
-    work.wait(timedelta(seconds=seconds))
+def _failed(message: Pending, error: RuntimeError) -> PeerError:
+    return PeerError(f"{message.what}: {_first_line(error)}")
 
 
-def _wait_nccl(work: Any, seconds: float) -> None:
+def _wait_gloo(group: PeerGroup, messages: Sequence[Pending], deadline: float) -> None:
+    """gloo forgets a message that it is writing at the moment in which the connection breaks: its wait lasts to the
+    deadline, and nothing wakes it (one that is made in pieces would break all connections at the end of the first). So
+    another thread waits, and this one looks now and then whether the connections are there."""
+    ended = threading.Event()
+    failures: list[PeerError] = []
+
+    def wait() -> None:
+        for message in messages:
+            try:
+                message.work.wait(timedelta(seconds=max(_SHORTEST_WAIT_S, deadline - time.monotonic())))
+            except RuntimeError as error:
+                failures.append(_failed(message, error))
+                break
+        ended.set()
+
+    threading.Thread(target=wait, name="peer-wait", daemon=True).start()
+    while not ended.wait(_LOOK_INTERVAL_S):
+        for message in {message.peer: message for message in messages}.values():
+            group.check(message)
+    if failures:
+        raise failures[0]
+
+
+def _wait_nccl(group: PeerGroup, messages: Sequence[Pending], deadline: float) -> None:
     """NCCL's own wait only orders streams; a deadline for the host needs the work to be watched."""
-    end = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > end:
-            raise RuntimeError(f"timed out after {seconds:.1f} s")
-        time.sleep(_POLL_INTERVAL_S)
-    work.wait()
+    start = time.monotonic()
+    for message in messages:
+        try:
+            while not message.work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"timed out after {time.monotonic() - start:.1f} s")
+                time.sleep(_POLL_INTERVAL_S)
+            message.work.wait()
+        except RuntimeError as error:
+            raise _failed(message, error) from error
 
 
 def _close_gloo(group: Any, rank: int, size: int) -> None:
@@ -242,7 +285,7 @@ def _close_gloo(group: Any, rank: int, size: int) -> None:
     for peer in range(size):
         if peer != rank:
             with contextlib.suppress(RuntimeError):
-                never_sent = group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _CLOSING_TAG)
+                never_sent = group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _NEVER_SENT_TAG)
                 never_sent.wait(timedelta(seconds=_SHORTEST_WAIT_S))
 
 
@@ -255,7 +298,7 @@ class Backend:
     """How a member is made, waits and closes, and where its tensors are."""
 
     make: Callable[[dist.Store, int, int, timedelta, str], Any]
-    wait: Callable[[Any, float], None]
+    wait: Callable[[PeerGroup, Sequence[Pending], float], None]
     close: Callable[[Any, int, int], None]
     device: str
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,37 @@ def test_closing_reaches_all_members_also_where_one_is_gone_already() -> None:
         held.wait(start + 20)
     for group in groups:
         group.close()
+
+
+class Forgotten:
+    """A work that gloo has forgotten: nothing but the deadline ends its wait."""
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("timed out")
+
+
+@pytest.mark.parametrize("who", ["the other member", "this member"])
+def test_a_message_that_gloo_forgets_is_not_waited_for_behind_a_lost_connection(who: str) -> None:
+    """Seen once in some ten runs on a busy machine: the connection broke in the moment in which a send was written."""
+    place = MeetingPlace()
+    groups = dict[int, Any]()
+
+    def meet(rank: int) -> None:
+        groups[rank] = join(place.address, "name", rank, 2, timeout_s=20)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    message = groups[0].send(torch.zeros(8), 1)
+    message.work = Forgotten()
+    threading.Timer(0.7, groups[1 if who == "the other member" else 0].close).start()
+    start = time.monotonic()
+    with pytest.raises(PeerError, match="32 bytes to member 1"):
+        message.wait(start + 15)
+    assert 0.6 < time.monotonic() - start < 5
 
 
 def test_a_member_that_never_comes() -> None:

@@ -194,7 +194,7 @@ def send_buckets(group: PeerGroup, buckets: Iterable[Outgoing], staging: Staging
 
     def leave() -> None:
         pending, blocks = under_way.popleft()
-        wait_all(pending, deadline)
+        group.wait(pending, deadline)
         for block in blocks:
             staging.give_back(block)
 
@@ -225,11 +225,6 @@ def _leaves_directly(outgoing: Outgoing, message: Message) -> bool:
         return False
     values = outgoing.values(part)
     return values.dtype == outgoing.dtypes[part.name] and values.is_contiguous()
-
-
-def wait_all(pending: Iterable[Pending], deadline: float) -> None:
-    for message in pending:
-        message.wait(deadline)
 
 
 def _pack(outgoing: Outgoing, message: Message, out: torch.Tensor) -> torch.Tensor:
@@ -286,7 +281,7 @@ def receive_buckets(
 
     def land() -> int:
         bucket, where, landings, pending = under_way.popleft()
-        wait_all(pending, deadline)
+        group.wait(pending, deadline)
         for landing in landings:
             if landing.block is not None:
                 _unpack(landing, where)
