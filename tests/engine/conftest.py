@@ -1,8 +1,9 @@
-"""Real SGLang servers: their interpreter, tiny models to serve, and a factory that leaves no server behind."""
+"""Real SGLang servers: their interpreter, tiny models to serve, and factories that leave no server behind."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ import pytest
 from megatron_dapo.engines.sglang.keys import create_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
+
+# What tests import: modules beside them, and simulated trainers.
+FOLDER = Path(__file__).parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "distributed")]
 
 VOCAB_SIZE = 300
 # The machine may be busy with other tests: starting takes about ten seconds of two cores.
@@ -74,29 +79,80 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_key(tmp_path_factory.mktemp("key"))
 
 
+class Servers:
+    """Starts servers and ends those it started."""
+
+    def __init__(self, python: Path, key_file: Path, logs: Callable[[], Path]) -> None:
+        self._python, self._key_file, self._logs = python, key_file, logs
+        self._started: list[SglangServer] = []
+        self._shared: dict[tuple[Any, ...], SglangServer] = {}
+
+    def start(self, model_path: Path, *, wait: bool = True, **fields: Any) -> SglangServer:
+        settings = ServerSettings(
+            **{
+                "python": self._python,
+                "model_path": model_path,
+                "key_file": self._key_file,
+                "log_folder": self._logs(),
+                "start_timeout_s": START_TIMEOUT_S,
+                **fields,
+            }
+        )
+        self._started.append(SglangServer.start(settings, index=len(self._started)))
+        if wait:
+            self._started[-1].wait_until_healthy()
+        return self._started[-1]
+
+    def shared(self, model_path: Path, number: int = 0, *, wait: bool = True, **fields: Any) -> SglangServer:
+        """The server of these settings that was asked for before, while it lives."""
+        key = (model_path, number, *sorted(fields.items()))
+        if key not in self._shared or not self._shared[key].is_alive():
+            self._shared[key] = self.start(model_path, wait=wait, **fields)
+        return self._shared[key]
+
+    def kill(self) -> None:
+        for server in self._started:
+            server.kill()
+
+
 @pytest.fixture(scope="module")
 def server_factory(
     engine_python: Path, key_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., SglangServer]]:
     """`server_factory(model_path, **fields of ServerSettings)`: a started, healthy server, killed after the module."""
-    servers: list[SglangServer] = []
+    servers = Servers(engine_python, key_file, lambda: tmp_path_factory.mktemp("engine_logs"))
+    yield servers.start
+    servers.kill()
 
-    def start(model_path: Path, *, wait: bool = True, **fields: Any) -> SglangServer:
-        settings = ServerSettings(
-            **{
-                "python": engine_python,
-                "model_path": model_path,
-                "key_file": key_file,
-                "log_folder": tmp_path_factory.mktemp("engine_logs"),
-                "start_timeout_s": START_TIMEOUT_S,
-                **fields,
-            }
-        )
-        servers.append(SglangServer.start(settings, index=len(servers)))
-        if wait:
-            servers[-1].wait_until_healthy()
-        return servers[-1]
 
-    yield start
-    for server in servers:
-        server.kill()
+@pytest.fixture(scope="session")
+def shared_servers(engine_python: Path, key_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Servers that several modules use. One that a test has killed is replaced when it is asked for again."""
+    servers = Servers(engine_python, key_file, lambda: tmp_path_factory.mktemp("engine_logs"))
+    yield servers
+    servers.kill()
+
+
+@pytest.fixture(scope="session")
+def filled_server(shared_servers: Servers) -> Callable[..., SglangServer]:
+    """`filled_server(model_path, tensor_parallel)`: it starts with random weights; who delivers has a session of his own."""
+
+    def server(model_path: Path, tensor_parallel: int = 1) -> SglangServer:
+        fields = {"tensor_parallel": tensor_parallel, "random_weights": True, "max_total_tokens": 4096}
+        return shared_servers.shared(model_path, **fields)
+
+    return server
+
+
+@pytest.fixture(scope="session")
+def seeded_servers(shared_servers: Servers, tiny_model: Path) -> Callable[[int], list[SglangServer]]:
+    """`seeded_servers(count)`: they listen to seeds, serve the tied model as it is and have a context of 512 tokens."""
+
+    def servers(count: int) -> list[SglangServer]:
+        fields = {"seeded": True, "context_length": 512, "wait": False}
+        found = [shared_servers.shared(tiny_model, number, **fields) for number in range(count)]
+        for server in found:
+            server.wait_until_healthy()
+        return found
+
+    return servers

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +16,19 @@ from typing import Any
 
 import pytest
 import torch
+from delivery_simulation import World, run_ranks
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from delivery_simulation import World, run_ranks  # noqa: E402
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.engine_update import EngineState, UpdateReport, UpdateTimeouts
+from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder
+from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.reshard.arena import PREFIX
 
-from megatron_dapo.bridge.architecture import ModelArchitecture  # noqa: E402
-from megatron_dapo.bridge.engine_update import EngineState, UpdateReport, UpdateTimeouts  # noqa: E402
-from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder  # noqa: E402
-from megatron_dapo.engines.sglang.client import SglangClient, Timeouts  # noqa: E402
-from megatron_dapo.engines.sglang.keys import read_key  # noqa: E402
-from megatron_dapo.engines.sglang.server import SglangServer  # noqa: E402
-from megatron_dapo.parallel.layout import ParallelLayout  # noqa: E402
-from megatron_dapo.parallel.reshard.arena import PREFIX  # noqa: E402
+pytestmark = pytest.mark.xdist_group("filled servers")
 
 NUM_RANKS = 4
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 299 - 1, 44, 3]
@@ -94,10 +93,10 @@ class Setup:
 
 
 @pytest.fixture(scope="module", params=["tied, one rank", "untied, two ranks"])
-def setup(request, server_factory, tiny_model, tiny_model_untied) -> Setup:
+def setup(request, filled_server, tiny_model, tiny_model_untied) -> Setup:
     tied = request.param == "tied, one rank"
     folder, tensor_parallel = (tiny_model, 1) if tied else (tiny_model_untied, 2)
-    server = server_factory(folder, tensor_parallel=tensor_parallel, random_weights=True, max_total_tokens=4096)
+    server = filled_server(folder, tensor_parallel)
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.dialect)
     world = World(
         ModelArchitecture.from_folder(folder),
@@ -142,7 +141,7 @@ def test_one_message_brings_all_buckets_through_memory_that_is_kept(setup):
     updates = setup.world.updates([control], default_folder(), PATIENT, message_timeout_s=100.0, session="test")
     for scale, num_messages in ((1.3, 2), (0.7, 3), (1.1, 4)):
         version, shards = next(VERSIONS), setup.shards(scale)
-        outcomes = run_ranks(NUM_RANKS, lambda rank: updates[rank].update(version, shards[rank]), 280)
+        outcomes = run_ranks(NUM_RANKS, lambda r, v=version, s=shards: updates[r].update(v, s[r]), 280)
         assert all(isinstance(outcome, UpdateReport) and outcome.is_complete for outcome in outcomes), outcomes
         assert control.num_messages == num_messages and setup.world.plan.num_buckets(0) > 3
         assert setup.gap(scale) < TOLERANCE
@@ -154,7 +153,7 @@ class CorruptedTransport(ColocatedTransport):
     def _announce(self, state, bucket) -> None:
         own = bucket.writes_of(self.rank)
         if (bucket.engine_rank, bucket.index) == (0, 1) and own:
-            state.arenas[0].slots[1][own[0].part.byte_offset] ^= 1
+            state.memory.slots[0][1][own[0].part.byte_offset] ^= 1
         super()._announce(state, bucket)
 
 

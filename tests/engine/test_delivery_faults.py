@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -12,18 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from delivery_simulation import World, run_ranks
+from message_faults import HARMLESS_AT_TIMES, PAYLOAD_FAULTS, Strike, payload_of, texts_of
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from delivery_simulation import World, run_ranks  # noqa: E402
-from message_faults import HARMLESS_AT_TIMES, PAYLOAD_FAULTS, Strike, payload_of, texts_of  # noqa: E402
-
-from megatron_dapo.bridge.architecture import ModelArchitecture  # noqa: E402
-from megatron_dapo.bridge.engine_update import UpdateReport, UpdateTimeouts  # noqa: E402
-from megatron_dapo.bridge.transports.colocated import default_folder  # noqa: E402
-from megatron_dapo.engines.sglang.client import SglangClient, Timeouts  # noqa: E402
-from megatron_dapo.engines.sglang.keys import read_key  # noqa: E402
-from megatron_dapo.parallel.layout import ParallelLayout  # noqa: E402
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.engine_update import UpdateReport, UpdateTimeouts
+from megatron_dapo.bridge.transports.colocated import default_folder
+from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.parallel.layout import ParallelLayout
 
 NUM_RANKS = 2
 NUM_FAULTS = 30  # for each server
@@ -31,7 +28,7 @@ PATIENT = UpdateTimeouts(120, 120, 120, 120, 200, 120, 60)
 LONGEST_S = 60.0  # of an update with a fault; no reason to wait for any deadline
 TOKENS = [5, 6, 7, 250, 9, 31]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("filled servers")]
 
 
 @dataclass
@@ -66,8 +63,8 @@ class FaultyControl:
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_faults_on_the_way_to_a_server(tensor_parallel: int, server_factory, tiny_model_untied: Path) -> None:
-    server = server_factory(tiny_model_untied, tensor_parallel=tensor_parallel, random_weights=True)
+def test_faults_on_the_way_to_a_server(tensor_parallel: int, filled_server, tiny_model_untied: Path) -> None:
+    server = filled_server(tiny_model_untied, tensor_parallel)
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.dialect)
     architecture = ModelArchitecture.from_folder(tiny_model_untied)
     parallel = ParallelLayout(NUM_RANKS, tensor=2)

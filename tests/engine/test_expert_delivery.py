@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from delivery_simulation import World, run_ranks
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from delivery_simulation import World, run_ranks  # noqa: E402
-
-from megatron_dapo.bridge.architecture import ModelArchitecture  # noqa: E402
-from megatron_dapo.bridge.engine_update import UpdateTimeouts  # noqa: E402
-from megatron_dapo.bridge.transports.colocated import default_folder  # noqa: E402
-from megatron_dapo.engines.sglang.client import SglangClient, Timeouts  # noqa: E402
-from megatron_dapo.engines.sglang.keys import read_key  # noqa: E402
-from megatron_dapo.engines.sglang.server import SglangServer  # noqa: E402
-from megatron_dapo.parallel.layout import ParallelLayout  # noqa: E402
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.engine_update import UpdateTimeouts
+from megatron_dapo.bridge.transports.colocated import default_folder
+from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.parallel.layout import ParallelLayout
 
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 298, 44, 3]
 PATIENT = UpdateTimeouts(120, 120, 120, 120, 200, 120, 60)

@@ -12,18 +12,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
-from delivery_simulation import World, run_ranks  # noqa: E402
-from fp8_world import Fp8World, in_fp8, save_model, transformers_logprobs, weights_of  # noqa: E402
+from delivery_simulation import World, run_ranks
+from fp8_world import Fp8World, in_fp8, save_model, transformers_logprobs, weights_of
 
-from megatron_dapo.bridge.architecture import ModelArchitecture  # noqa: E402
-from megatron_dapo.bridge.engine_update import UpdateReport, UpdateTimeouts  # noqa: E402
-from megatron_dapo.bridge.fp8_layout import SCALES, expected_parameters, read_parameters  # noqa: E402
-from megatron_dapo.bridge.served_parameters import served_parameters  # noqa: E402
-from megatron_dapo.bridge.sglang_layout import sglang_layout  # noqa: E402
-from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder  # noqa: E402
-from megatron_dapo.engines.sglang.client import SglangClient, Timeouts  # noqa: E402
-from megatron_dapo.engines.sglang.keys import read_key  # noqa: E402
-from megatron_dapo.parallel.layout import ParallelLayout  # noqa: E402
+from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.bridge.engine_update import UpdateReport, UpdateTimeouts
+from megatron_dapo.bridge.fp8_layout import SCALES, expected_parameters, read_parameters
+from megatron_dapo.bridge.served_parameters import served_parameters
+from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder
+from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.parallel.layout import ParallelLayout
 
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 300, 44, 3]
 PATIENT = UpdateTimeouts(120, 120, 120, 120, 200, 120, 60)
@@ -126,7 +126,7 @@ class CorruptedScale(ColocatedTransport):
     def _announce(self, state, bucket) -> None:
         for write in bucket.writes_of(self.rank):
             if write.part.name.endswith("layers.0.self_attn.qkv_proj.weight" + SCALES) and bucket.engine_rank == 0:
-                state.arenas[0].slots[bucket.index % 2][write.part.byte_offset] ^= 1
+                state.memory.slots[0][bucket.index % 2][write.part.byte_offset] ^= 1
         super()._announce(state, bucket)
 
 

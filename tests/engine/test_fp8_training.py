@@ -14,9 +14,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
-from fp8_world import save_model  # noqa: E402
+from fp8_world import save_model
 
-from tools.prove_resume import QUICKSTART, write_recipe  # noqa: E402
+from tools.prove_resume import QUICKSTART, write_recipe
 
 RUN_S = 400.0
 NUM_STEPS = 3

@@ -21,6 +21,8 @@ from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, Sg
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
+pytestmark = pytest.mark.xdist_group("seeded servers")
+
 VOCAB_SIZE = 300
 CONTEXT_LENGTH = 512
 DEADLINE_S = 240.0
@@ -28,13 +30,9 @@ TIMEOUTS = Timeouts(generate_s=DEADLINE_S, control_s=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
-def servers(server_factory: Callable[..., SglangServer], tiny_model: Path) -> list[SglangServer]:
-    """Two servers that listen to seeds. The last test of the module kills one."""
-    options = {"seeded": True, "context_length": CONTEXT_LENGTH, "wait": False}
-    servers = [server_factory(tiny_model, **options) for _ in range(2)]
-    for server in servers:
-        server.wait_until_healthy()
-    return servers
+def servers(seeded_servers: Callable[[int], list[SglangServer]]) -> list[SglangServer]:
+    """Two servers. The last test of the module kills one."""
+    return seeded_servers(2)
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,15 @@ Trainer ranks are threads of this process; the engine's ranks are the server's o
 
 from __future__ import annotations
 
+import secrets
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from delivery_simulation import Meeting, ThreadCoordinator, World, break_sender, run_ranks
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -26,10 +27,7 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.parallel.layout import ParallelLayout
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
-from delivery_simulation import Meeting, ThreadCoordinator, World, break_sender, run_ranks  # noqa: E402
-
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("filled servers")]
 
 PROMPT = [5, 6, 7, 200, 9, 31]
 TIMEOUTS = UpdateTimeouts(120, 120, 120, 120, 120, 120, 60)
@@ -66,13 +64,14 @@ class Site:
         assert self.client.weight_version == str(version)
 
     def updates(self, transport_of: Callable[[Fleet, ThreadCoordinator], Transport]) -> list[EngineUpdate]:
-        meeting = Meeting(self.world.size)
+        """One a trainer rank, of a trainer that begins to live now."""
+        meeting, session = Meeting(self.world.size), secrets.token_hex(8)
         result = []
         for rank in range(self.world.size):
             fleet = Fleet([0], {0: self.client} if rank == 0 else {})
             coordinator = ThreadCoordinator(meeting, rank)
             transport = transport_of(fleet, coordinator)
-            result.append(EngineUpdate(self.world.plan, fleet, transport, coordinator, TIMEOUTS, "session"))
+            result.append(EngineUpdate(self.world.plan, fleet, transport, coordinator, TIMEOUTS, session))
         return result
 
     def by_peers(self) -> list[EngineUpdate]:
@@ -80,9 +79,8 @@ class Site:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def site(request, server_factory, tiny_model_untied: Path) -> Site:
-    server = server_factory(tiny_model_untied, tensor_parallel=request.param, random_weights=True)
-    return make_site(server, tiny_model_untied, request.param)
+def site(request, filled_server, tiny_model_untied: Path) -> Site:
+    return make_site(filled_server(tiny_model_untied, request.param), tiny_model_untied, request.param)
 
 
 def make_site(server: SglangServer, folder: Path, tensor_parallel: int) -> Site:
@@ -152,9 +150,9 @@ def exporter(site: Site, rank: int) -> Callable[[Path, Tensors], None]:
 FIRST = "0.embedding.word_embeddings.weight"
 
 
-def test_a_killed_server_and_its_successor(server_factory, tiny_model_untied: Path) -> None:
+def test_a_killed_server_and_its_successor(filled_server, tiny_model_untied: Path) -> None:
     """The death is found out in seconds; the successor gets a group of its own and the whole version."""
-    site = make_site(server_factory(tiny_model_untied, random_weights=True), tiny_model_untied, 1)
+    site = make_site(filled_server(tiny_model_untied), tiny_model_untied, 1)
     everyone = site.by_peers()
     assert all(report.is_complete for report in update_all(everyone, 1, site.weights(1)))
     real = PeerTransport._send
@@ -170,7 +168,7 @@ def test_a_killed_server_and_its_successor(server_factory, tiny_model_untied: Pa
     assert not any(report.is_complete for report in reports)
     assert reports[0].seconds < 60
 
-    server = server_factory(tiny_model_untied, random_weights=True)
+    server = filled_server(tiny_model_untied)
     successor = replace(site, server=server, client=make_site(server, tiny_model_untied, 1).client)
     everyone[0].fleet.controls[0] = successor.client
     reports = update_all(everyone, 2, successor.weights(2))

@@ -21,12 +21,14 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import SglangServer
 
+pytestmark = pytest.mark.xdist_group("seeded servers")
+
 PROMPT = [5, 6, 7, 8, 9]
 
 
 @pytest.fixture(scope="module")
-def server(server_factory: Callable[..., SglangServer], tiny_model: Path) -> SglangServer:
-    return server_factory(tiny_model, seeded=True)
+def server(seeded_servers: Callable[[int], list[SglangServer]]) -> SglangServer:
+    return seeded_servers(1)[0]
 
 
 @pytest.fixture(scope="module")

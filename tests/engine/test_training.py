@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
+from sglang_runs import ENVIRONMENT, command
 
 from megatron_dapo.engines.sglang.router import is_installed
 from tools.prove_resume import write_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS, GROUPS, GROUP_SIZE = 3, 6, 4
 RUN_S = 540.0
 pytestmark = pytest.mark.timeout(RUN_S + 30)
@@ -80,30 +78,16 @@ def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
     runs: list[Run] = []
 
     def start(*overrides: str) -> Run:
-        settings = [
-            'rollout.engine="sglang"',
-            f'sglang.python="{engine_python}"',
+        settings = (
             "sglang.bucket_mb=1",  # of 2.9 MB: a delivery takes several
             f"run.total_steps={NUM_STEPS}",
-            "data.eval_paths=[]",
-            "evaluation.interval=0",
-            "evaluation.at_start=false",
-            "evaluation.at_end=false",
             "checkpoint.export_huggingface=false",
-            "mismatch.step0_max_mean_abs=1e-4",
             *overrides,
-        ]
+        )
         folder, log = tmp_path / "run", tmp_path / "run.log"
-        command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train"]
-        command += [str(write_recipe(tmp_path)), "--layout", "tp2", "--run-folder", str(folder)]
-        command += [part for setting in settings for part in ("--set", setting)]
+        started = command(write_recipe(tmp_path), folder, engine_python, *settings)
         with open(log, "wb") as stream:
-            process = subprocess.Popen(
-                command,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            )
+            process = subprocess.Popen(started, stdout=stream, stderr=subprocess.STDOUT, env=ENVIRONMENT)
         runs.append(Run(folder, process, log))
         return runs[-1]
 
