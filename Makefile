@@ -80,14 +80,16 @@ quickstart-vapo quickstart-tppo: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/$(subst -,_,$@).toml $(if $(LAYOUT),--layout $(LAYOUT)) \
 		--set critic.path=runs/$@/value_pretraining/critic $(ARGS)
 
-# Unit tests share the cores; tests that start processes of their own run one after the other.
+# Tests share the two cores: many wait for processes to start. Files that share a run or a server stay in one process,
+# and what is collected first starts first.
+BESIDE := -n 2 --dist loadgroup --no-loadscope-reorder
+
 test: .venv .venv-sglang .venv-triton .venv-modelopt
 	@status=0; \
 	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 || status=1; \
-	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q $(TRITON_TESTS) || status=1; \
+	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q -n 2 $(TRITON_TESTS) || status=1; \
 	$(RUN) PYTHONPATH=.venv-modelopt .venv/bin/python -m pytest -q $(MODELOPT_TESTS) || status=1; \
-	$(RUN) .venv/bin/python -m pytest -q tests --ignore=tests/unit --ignore=tests/engine || status=1; \
-	$(RUN) .venv/bin/python -m pytest -q tests/engine || status=1; \
+	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) tests/engine tests/e2e tests/distributed tests/gpu || status=1; \
 	exit $$status
 
 # On a machine with a GPU and the packages of requirements/: what it cannot run it says.
@@ -106,7 +108,7 @@ smoke-gpu:
 	$(HERE) $(PYTHON) -m tools.check_smoke $(SMOKE)
 
 test-engine: .venv $(SGLANG_VENV)
-	$(RUN) MEGATRON_DAPO_ENGINE_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python .venv/bin/python -m pytest -q tests/engine
+	$(RUN) MEGATRON_DAPO_ENGINE_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python .venv/bin/python -m pytest -q $(BESIDE) tests/engine
 
 clean:
 	rm -rf .venv .venv-sglang* .venv-triton .venv-modelopt build dist runs *.egg-info .pytest_cache .hypothesis

@@ -1,4 +1,5 @@
-"""What holds for every test: one thread a process, no network, and the gpu marker skips with its reason."""
+"""What holds for every test: one thread a process, no network, files in one piece, and the gpu marker skips with its
+reason."""
 
 from __future__ import annotations
 
@@ -10,10 +11,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest  # noqa: E402
+import pytest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _keep_files_together(items)
+    _skip_without_accelerator(items)
+
+
+def _keep_files_together(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup` one process runs all tests of a file, and of files that share what is slow to make."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
+
+
+def _skip_without_accelerator(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
