@@ -29,6 +29,7 @@ from megatron_dapo.bridge.huggingface_writer import copy_side_files
 from megatron_dapo.data.dataset import load_prompts
 from megatron_dapo.quantisation import calibrate
 from megatron_dapo.quantisation.engine_check import engine_logprobs
+from megatron_dapo.quantisation.experts import separate_experts
 from megatron_dapo.quantisation.formats import Format, Tolerance, check_device, check_shapes
 from megatron_dapo.quantisation.probe import Difference, Sample, compare, logprobs_of, sample_responses
 from megatron_dapo.quantisation.stored import load_dequantised, read_json
@@ -106,6 +107,7 @@ def quantise(
     model = _load(source, device)
     calibration, checks = _samples(model, source, prompts)
     before = [logprobs_of(model, sample) for sample in checks]
+    separate_experts(model)
     dtype = model.dtype
     with atomic_folder(target) as folder:
         _write(model, entry, calibration, source, folder)
@@ -146,8 +148,6 @@ def _check_source(source: Path, entry: Format) -> int:
     if not source.is_dir():
         raise ValueError(f"{source} is no folder; give the Hugging Face folder that a run has written")
     architecture = ModelArchitecture.from_folder(source)
-    if architecture.experts is not None:
-        raise ValueError(f"{source}: {architecture.model_type} has experts, which are not quantised here")
     with HuggingFaceFolder(source) as folder:
         folder.check(architecture)
         num_bytes = folder.num_bytes

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_dapo.bridge.huggingface import HuggingFaceFolder
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantise_hidden
+from megatron_dapo.quantisation.experts import separate_experts
 
 Tensors = Mapping[str, torch.Tensor]
 # The tensors of one matrix by what follows its module's name -> [rows, columns] fp32.
@@ -38,6 +39,7 @@ def load_dequantised(folder: Path, algorithm: str, dtype: torch.dtype, device: t
     widen, round_inputs = ALGORITHMS[algorithm]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plain_config(folder), dtype=dtype)
+    separate_experts(model)
     model = model.to_empty(device=device)
     _initialise_buffers(model, device)
     with HuggingFaceFolder(folder) as stored:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_dapo.bridge.huggingface import HuggingFaceFolder
 from tools import quantize
@@ -20,27 +21,46 @@ needs_modelopt = pytest.mark.skipif(
 FEW = ["--num-calibration", "6", "--num-check", "4", "--response-tokens", "16"]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, repository: Path) -> Path:
-    """Random weights in the shape of Qwen2.5, with the quickstart's tokenizer."""
-    folder = tmp_path_factory.mktemp("model") / "trained"
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+}
+EXPERTS = {
+    "head_dim": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+
+
+def save_model(folder: Path, repository: Path, config_class: Any, model_class: Any, **fields: Any) -> Path:
+    """Random weights with the quickstart's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(repository / "examples/quickstart/base_model")
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config = config_class(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SHAPE, **fields)
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model_class(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, repository: Path) -> Path:
+    """In the shape of Qwen2.5."""
+    return save_model(tmp_path_factory.mktemp("model") / "trained", repository, Qwen2Config, Qwen2ForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def expert_source(tmp_path_factory, repository: Path) -> Path:
+    """In the shape of Qwen3-MoE."""
+    folder = tmp_path_factory.mktemp("experts") / "trained"
+    return save_model(folder, repository, Qwen3MoeConfig, Qwen3MoeForCausalLM, **EXPERTS)
 
 
 @pytest.fixture
@@ -53,8 +73,10 @@ def quantise(source: Path, target: Path, name: str, prompts: str, *more: str) ->
 
 
 @needs_modelopt
+@pytest.mark.parametrize("model", ["source", "expert_source"])
 @pytest.mark.parametrize("name", ["fp8", "fp8_blockwise", "int4_awq"])
-def test_a_model_is_quantised_and_accepted(source, tmp_path, prompts, name, capsys) -> None:
+def test_a_model_is_quantised_and_accepted(request, model, tmp_path, prompts, name, capsys) -> None:
+    source = request.getfixturevalue(model)
     assert quantise(source, tmp_path / name, name, prompts, *FEW, "--json") == quantize.OK
     report = json.loads(capsys.readouterr().out)
     stored = json.loads((tmp_path / name / "quantisation.json").read_text())
