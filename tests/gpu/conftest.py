@@ -1,4 +1,7 @@
-"""Shared cases of the other tests on the path, the device, one process with NCCL, and skips with their reasons."""
+"""Shared cases of the other tests on the path, the device, one process with NCCL, and skips with their reasons.
+
+`--stand-in` runs what can run on a device that is none: see `stand_in.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,19 @@ from megatron_dapo.megatron.precision import Precision, multiplier
 from megatron_dapo.ops.head.choice import Place, choose
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("tests/unit/ops", "tests/distributed", "benchmarks/gpu", "benchmarks/peers"):
+for folder in ("tests/gpu", "tests/unit/ops", "tests/distributed", "benchmarks/gpu", "benchmarks/peers"):
     sys.path.insert(0, str(ROOT / folder))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stand-in", action="store_true", help="stand in for CUDA and for Transformer Engine's kernels")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--stand-in", default=False):
+        import stand_in
+
+        stand_in.install()
 
 
 @pytest.fixture
