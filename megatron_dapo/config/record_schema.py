@@ -26,7 +26,8 @@ class CheckpointConfig(Section):
     if it holds none."""
 
     export_huggingface: bool = True
-    """Write the trained policy as a Hugging Face folder, <run.folder>/huggingface, when the run ends."""
+    """Write the trained policy as a Hugging Face folder, <run.folder>/huggingface, when the run ends, and the critic, where
+    there is one, as <run.folder>/critic."""
 
 
 class EvaluationConfig(Section):

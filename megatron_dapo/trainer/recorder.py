@@ -55,6 +55,11 @@ class RunPaths:
         return self.folder / "huggingface"
 
     @property
+    def critic(self) -> Path:
+        """With the state of its optimizer: `critic.path` of another run."""
+        return self.folder / "critic"
+
+    @property
     def summary(self) -> Path:
         return self.folder / "summary.json"
 

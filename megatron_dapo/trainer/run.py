@@ -34,6 +34,7 @@ from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.telemetry.trend import TrendSettings
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner
+from megatron_dapo.trainer.build_critic import export_critic_folder
 from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
@@ -67,8 +68,8 @@ def run_training(loaded: LoadedConfig, rank: int, world_size: int) -> None:
     start = time.perf_counter()
     with prepared_run(loaded, rank, world_size, build_learner) as run:
         reason = run.loop.run()
-        export = _export(loaded.config, run.actor, run.world, reason)
-        run.summarise(reason, {"huggingface": export} if export else {}, time.perf_counter() - start)
+        exports = _exports(run, reason)
+        run.summarise(reason, exports, time.perf_counter() - start)
 
 
 @dataclass
@@ -281,17 +282,31 @@ def _loop_settings(config: Config) -> LoopSettings:
     )
 
 
-def _export(config: Config, actor: MegatronActor | None, world: RunWorld, reason: str) -> Path | None:
-    """The trained policy as a Hugging Face folder, where the run came to its end; an earlier one is replaced once the
-    new one is whole. None on ranks that hold nothing of it.
+def _exports(run: Run, reason: str) -> dict[str, Path]:
+    """What was trained as Hugging Face folders by their names, where the run came to its end; earlier ones are replaced once
+    the new ones are whole.
     """
-    has_source = any(config.model.path.glob("*.safetensors"))  # a random policy has no folder whose form it could take
-    if actor is None or not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL or not has_source:
-        return None
+    config = run.config
+    has_source = any(config.model.path.glob("*.safetensors"))  # random models have no folder whose form they could take
+    if not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL or not has_source:
+        return {}
+    paths = RunPaths(config.run.folder)
+    if run.actor is not None:
+        _export_policy(config, run.actor, run.world, paths.huggingface)
+    if not isinstance(run.learner, ActorCriticLearner):
+        return {"huggingface": paths.huggingface}
+    critic = local_critic(run.learner)
+    if critic is not None:
+        export_critic_folder(config, critic, paths.critic)
+    dist.barrier()  # whoever holds one of them waits for the other
+    return {"huggingface": paths.huggingface, "critic": paths.critic}
+
+
+def _export_policy(config: Config, actor: MegatronActor, world: RunWorld, target: Path) -> None:
     tensors, group = actor.tensors, world.policy.group
     parameters = {name: tensor.detach() for name, tensor in actor.named_local_parameters().items()}
-    return replace_folder(
-        RunPaths(config.run.folder).huggingface,
+    replace_folder(
+        target,
         lambda folder: export_to_huggingface(folder, config.model.path, tensors, parameters, group),
         group,
     )

@@ -16,22 +16,24 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.config.loader import LoadedConfig
+from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner
-from megatron_dapo.trainer.build_critic import export_critic_folder
+from megatron_dapo.trainer.build_critic import critic_start, export_critic_folder
 from megatron_dapo.trainer.build_learner import build_value_pretrainer
+from megatron_dapo.trainer.recorder import RunPaths
 from megatron_dapo.trainer.run import STOPPED_BY_SIGNAL, Run, local_critic, prepared_run
 
 logger = logging.getLogger(__name__)
 
-CRITIC = "critic"
 NUM_AVERAGED = 5  # newest train steps whose explained variance is reported
 
 
 def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> None:
     """From a configuration of `pretraining_config` to <run.folder>/critic. Every process of the run calls it."""
     start = time.perf_counter()
+    _require_weights(loaded.config)
     with prepared_run(loaded, rank, world_size, build_value_pretrainer) as run:
         learner = run.learner
         assert isinstance(learner, ActorCriticLearner)
@@ -43,9 +45,9 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> N
         explained = sum(newest) / max(1, len(newest))
         exports = {}
         if reason != STOPPED_BY_SIGNAL:
-            critic, exports[CRITIC] = local_critic(learner), loaded.config.run.folder / CRITIC
+            critic, exports["critic"] = local_critic(learner), RunPaths(loaded.config.run.folder).critic
             if critic is not None:
-                export_critic_folder(loaded.config, critic, exports[CRITIC])
+                export_critic_folder(loaded.config, critic, exports["critic"])
             dist.barrier()  # ranks without the critic wait until it is whole
         run.summarise(reason, exports, time.perf_counter() - start, {EXPLAINED: explained})
         logger.info(
@@ -55,6 +57,16 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> N
             run.progress.train_step,
             explained,
             len(newest),
+        )
+
+
+def _require_weights(config: Config) -> None:
+    """ValueError where the critic could not be written in the end: it takes the form of the folder it started from."""
+    folder = critic_start(config)
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"value pretraining: {folder} holds no weights, so that the critic would learn the returns of a random policy and have "
+            "no folder whose form it could take; set model.path to a model with weights"
         )
 
 

@@ -50,6 +50,12 @@ def test_training_goes_on_from_the_pretrained_critic(vapo: Path, pretrained: Pat
     assert f"the critic goes on with the optimizer state of {critic}" in outcome.text
     row = lines_of(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["critic/optimizer_steps"] > 0 and row["actor/positive_nll"] > 0
+    assert any(sample["advantage"] for sample in lines_of(tmp_path / "run" / "samples.jsonl"))
+    trained = AutoModelForTokenClassification.from_pretrained(tmp_path / "run" / "critic")
+    before = AutoModelForTokenClassification.from_pretrained(critic)
+    assert not torch.equal(trained.score.weight, before.score.weight)
+    folders = json.loads((tmp_path / "run" / "summary.json").read_text())["folders"]
+    assert folders["critic"] == str(tmp_path / "run" / "critic") and "huggingface" in folders
 
 
 def test_killed_and_resumed_it_is_the_same_run(finished_vapo: Finished, tmp_path: Path) -> None:
