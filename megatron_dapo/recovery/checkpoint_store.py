@@ -2,8 +2,7 @@
 loaded.
 
     <folder>/step_000123.tmp/     while ranks write: their files, and one part of the manifest a rank
-<folder>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file) and
-renamed
+    <folder>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file) and renamed
 
 A kill at any point leaves either the old folder or the new one. Old checkpoints are deleted only after the new one is
 in place. This module knows neither torch.distributed nor what is saved: ranks agree through a callable, content comes

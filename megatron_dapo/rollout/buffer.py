@@ -42,12 +42,10 @@ class BufferStatistics:
 
 
 class ReplayBuffer:
-    """Groups waiting to be trained.
+    """Groups waiting to be trained. Wherever a policy version is asked for, it is the one that the batch being made will train.
 
     Args:
         max_staleness: policy versions a group may be behind the one it trains; 0: only groups of that version.
-
-    Wherever a policy version is asked for, it is the one that the batch being made will train.
         strategy: name in TAKE_STRATEGIES.
     """
 
