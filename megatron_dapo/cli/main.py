@@ -21,6 +21,7 @@ from megatron_dapo import __version__
 from megatron_dapo.cli import doctor
 from megatron_dapo.cli.plan import Plan, describe, describe_pretraining, make_plan
 from megatron_dapo.config import Config, pretraining_config
+from megatron_dapo.config.critic_schema import CriticConfig
 
 app = typer.Typer(
     name="megatron-dapo",
@@ -166,16 +167,14 @@ def replay(
 @app.command("eval")
 def evaluate(
     recipe: RecipeArgument,
-    model: Annotated[
-        Path | None, typer.Option(help="Hugging Face folder; default: model.path of the recipe")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face folder; default: model.path of the recipe")] = None,
     overrides: SetOption = None,
     output: Annotated[Path | None, typer.Option(help="write the whole result, protocol included, as JSON")] = None,
 ) -> None:
     """Evaluate a Hugging Face folder on the recipe's held-out data, in this process."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
-    plan = _plan(recipe, chosen, "tp1", None, num_devices=None)
+    plan = _plan(recipe, chosen, "tp1", None, num_devices=None, adapt=_without_critic)
     config = plan.loaded.config
     if not config.data.eval_paths:
         typer.echo(
@@ -196,6 +195,11 @@ def evaluate(
         typer.echo(f"{name}: {estimate.value:.4f}  [{estimate.low:.4f}, {estimate.high:.4f}]")
     for name, rate in result.rates.items():
         typer.echo(f"{name}: {rate:.4g}")
+
+
+def _without_critic(config: Config) -> Config:
+    """An evaluation needs none: it may be cut for other machines, or not be there any more."""
+    return config.model_copy(update={"critic": CriticConfig()})
 
 
 @app.command("check-loss")

@@ -151,6 +151,18 @@ def test_eval_refuses_without_data(recipe: Path) -> None:
     assert result.exit_code == 2 and "data.eval_paths is empty" in result.output
 
 
+def test_eval_does_not_ask_for_the_critic(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron_dapo.cli.evaluate", types.ModuleType("evaluate"))
+
+    def reached(*arguments: object) -> None:
+        raise ValueError("it evaluates")
+
+    sys.modules["megatron_dapo.cli.evaluate"].evaluate_folder = reached
+    critic = ["--set", "critic.parallel.tensor=2", "--set", "critic.path=/gone"]
+    result = runner.invoke(app, ["eval", str(recipe), *PRETRAIN, *critic])
+    assert "error: it evaluates" in result.output, result.output
+
+
 def test_convert_hands_over_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     got = []
     package, module = (
