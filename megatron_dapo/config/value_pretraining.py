@@ -12,12 +12,17 @@ SUBFOLDER = "value_pretraining"  # of the run's folder, and of its checkpoints' 
 def pretraining_config(config: Config, folder: Path | None = None) -> Config:
     """Every group is learned from, whole, none is evaluated, and the policy makes no step. `folder`: where it writes.
 
-    It never writes where the run itself will: a run that found these checkpoints would go on from them.
+    It never writes where the run itself will: a run that found these checkpoints would go on from them. A critic.path that
+    names what pretraining is to write is where the run starts from; pretraining itself then starts from the policy.
     """
+    folder = folder or config.run.folder / SUBFOLDER
+    start = config.critic.path
+    if start and Path(start).resolve() == (folder / "critic").resolve():
+        start = ""
     checkpoints = str(Path(config.checkpoint.folder) / SUBFOLDER) if config.checkpoint.folder else ""
     changes = {
         "run": {
-            "folder": folder or config.run.folder / SUBFOLDER,
+            "folder": folder,
             "total_steps": config.value_pretraining.max_steps,
             "max_generation_steps": 0,
         },
@@ -28,7 +33,7 @@ def pretraining_config(config: Config, folder: Path | None = None) -> Config:
         "advantage_estimation": {"lambda_rule": "fixed"},
         # The policy's, which makes no step: how its rate would move over so few says nothing.
         "optimizer": {"schedule": "constant"},
-        "critic": {"warmup_train_steps": 0},
+        "critic": {"path": start, "warmup_train_steps": 0},
         "checkpoint": {"folder": checkpoints},
         "evaluation": {"interval": 0, "at_start": False, "at_end": False},
     }

@@ -42,6 +42,14 @@ def test_it_never_writes_where_the_run_will() -> None:
     assert (given.run.folder, given.checkpoint_folder) == (Path("/elsewhere"), Path("/ck/value_pretraining"))
 
 
+def test_a_recipe_may_name_the_critic_that_its_pretraining_writes() -> None:
+    written = "runs/quickstart-vapo/value_pretraining/critic"
+    assert pretraining_config(load_config(VAPO, [f"critic.path={written}"]).config).critic.path == ""
+    assert pretraining_config(load_config(VAPO, ["critic.path=reward_model"]).config).critic.path == "reward_model"
+    elsewhere = pretraining_config(load_config(VAPO, [f"critic.path={written}"]).config, Path("/elsewhere"))
+    assert elsewhere.critic.path == written
+
+
 def test_few_steps_are_enough_whatever_the_policys_schedule() -> None:
     few = ["value_pretraining.min_steps=2", "value_pretraining.max_steps=2"]
     policy = [*few, 'optimizer.schedule="linear"', "optimizer.warmup_steps=8"]
