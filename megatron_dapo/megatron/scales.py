@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+VALUES_A_PRODUCT = 3  # scales forward: of input, weight and output
 NEW = {"scale": 1.0, "amax_history": 0.0}  # of a module that has not multiplied yet
 
 
@@ -48,9 +49,11 @@ def load_scales(
 ) -> None:
     """Put back what `scales` gave. `prepare` makes the state of a module that has not multiplied yet. ValueError where
     the modules are others."""
-    paths = {name.rpartition(".")[0].rpartition(".")[0] for name in tensors}
     for path, module in _modules(chunks):
-        if path in paths and not any(direction in module.fp8_meta for direction in DIRECTIONS):
+        forward = tensors.get(f"{path}.{DIRECTIONS[0]}.scale")
+        if forward is not None and not any(direction in module.fp8_meta for direction in DIRECTIONS):
+            # A module learns it in its first pass, and cannot make its state before.
+            module.fp8_meta["num_gemms"] = forward.numel() // VALUES_A_PRODUCT
             prepare(module)
     here = scales(chunks)
     if set(here) != set(tensors):

@@ -272,6 +272,31 @@ def test_weights_held_as_fp8_are_the_rounded_masters(recipe) -> None:
     assert checked == 4 * actor.architecture.num_layers
 
 
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize(
+    ("name", "fp8_parameters"),
+    [("bf16", False), ("fp8_blockwise", False), ("fp8_blockwise", True), ("fp8_delayed", False)],
+)
+def test_a_loaded_state_is_the_saved_one_and_goes_on(recipe, name, fp8_parameters) -> None:
+    """Two steps, the state as a checkpoint holds it, another model from other weights: the same bits, and the next step."""
+    from actor_checks import TEMPERATURE, Reference, differing, loss_fn, ragged_batch, snapshot
+
+    want, layout, settings = wide_settings(dataclasses.replace(recipe(name), fp8_parameters=fp8_parameters))
+    micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
+    whole = build(want, layout, settings)
+    for _ in range(2):
+        assert whole.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3).applied
+    tensors, description = whole.state_shards()
+    saved = {key: tensor.cpu().clone() for key, tensor in tensors.items()}
+    others = {key: 0.5 * tensor for key, tensor in want.weights.items()}
+    resumed = build(Reference(want.architecture, others, 0.0, {}, ()), layout, settings)
+    resumed.load_state_shards(saved, description)
+    assert not differing(saved, {key: tensor.cpu() for key, tensor in snapshot(resumed).items()})
+    steps = [model.train_step(micro_batches, loss_fn, TEMPERATURE, 1e-3) for model in (whole, resumed)]
+    assert steps[0].metrics["loss"] == pytest.approx(steps[1].metrics["loss"], rel=1e-3)
+    assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-2)
+
+
 def test_the_shipped_step_benchmark_runs_small(request) -> None:
     """The program of benchmarks/gpu/step.py on the device, in a process of its own."""
     if request.config.getoption("--stand-in", default=False):

@@ -24,10 +24,12 @@ class Fp8Module(torch.nn.Module):
             self.fp8_meta["scaling_fwd"] = SimpleNamespace(recipe="blocks")
             return
         for direction in ("scaling_fwd", "scaling_bwd"):
-            state = SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(4, 3))
+            count = 3 * self.fp8_meta["num_gemms"]  # known from the first pass on
+            state = SimpleNamespace(scale=torch.ones(count), amax_history=torch.zeros(4, count))
             self.fp8_meta.setdefault(direction, state)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.fp8_meta["num_gemms"] = 1
         self.prepare()
         if self.delayed:
             state = self.fp8_meta["scaling_fwd"]
