@@ -148,7 +148,11 @@ _STEP = [
     *_section(
         "critic",
         ("loss", "1", "value loss, mean over trained tokens (0 without a critic, like all of this section)"),
-        ("explained_variance", "1", "1 - Var(return - value) / Var(return), of the critic before this step's update"),
+        (
+            "explained_variance",
+            "1",
+            "1 - Var(return - value) / Var(return), of the critic before this step's update; 0 where all returns are equal",
+        ),
         ("explained_variance_first_decile", "1", "the same over the first tenth of each response"),
         ("explained_variance_middle_decile", "1", "over the middle tenth"),
         ("explained_variance_last_decile", "1", "over the last tenth"),
@@ -161,7 +165,11 @@ _STEP = [
         ("learning_rate", "1", "of its next optimizer step"),
         ("optimizer_steps", "steps", "optimizer steps of the critic applied, so far"),
         ("skipped_optimizer_steps", "steps", "skipped for a gradient that was not finite, so far"),
-        ("nonfinite_samples", "responses", "left out of this step because the critic's values were not finite"),
+        (
+            "nonfinite_samples",
+            "responses",
+            "left out of this step because a value of the critic or a KL penalty was not finite",
+        ),
         ("finished_share", "fraction", "share of the step's responses that are finished (below 1 with windows)"),
     ),
     *_section(
