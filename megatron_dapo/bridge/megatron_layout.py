@@ -65,14 +65,6 @@ class MegatronLayout(ComputedLayout):
     def num_ranks(self) -> int:
         return self.parallel.world_size
 
-    def model_parallel_ranks(self) -> tuple[int, ...]:
-        """The ranks of the first replica of the dense tensors and of the experts: together one model."""
-        return tuple(rank for rank in range(self.num_ranks) if self._is_first_replica(rank))
-
-    def _is_first_replica(self, rank: int) -> bool:
-        dense, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
-        return dense.data == dense.context == 0 or (self.architecture.experts is not None and experts.data == 0)
-
     def _place(self, rank: int) -> tuple[int, ...]:
         dense, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
         place = (dense.tensor, dense.pipeline)

@@ -191,11 +191,6 @@ class EmbeddedEngine:
     def prefix_reuse(self) -> PrefixReuse:
         return self._prefix_reuse
 
-    @property
-    def num_active(self) -> int:
-        """Sequences that hold a slot."""
-        return len(self._rows)
-
     def check(self, request: GenerationRequest) -> None:
         """ValueError where this engine could never serve `request`."""
         check_request(request, max_length=self.settings.max_length, vocab_size=self._vocab_size)

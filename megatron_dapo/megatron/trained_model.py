@@ -133,11 +133,6 @@ class TrainedModel:
         self.come_back(("weights",))
         return named_local_parameters(self.chunks)
 
-    def weights_changed(self) -> None:
-        """Tell the optimizer that the parameters were written from outside: fp32 masters are taken from them again."""
-        self.come_back(("optimizer", "weights"))
-        self.optimizer.reload_model_params()
-
     def gradients(self) -> dict[str, torch.Tensor]:
         """Live fp32 gradients after `accumulate_gradients`, summed over data and context ranks."""
         self.come_back(("gradients",))

@@ -28,10 +28,6 @@ class Nodes:
     def ranks_of(self, node: int) -> range:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
-    def is_leader(self, rank: int) -> bool:
-        """Whether `rank` is the first of its node."""
-        return rank % self.ranks_per_node == 0
-
 
 def nodes_from_names(names: Sequence[str]) -> Nodes:
     """Nodes from the machine name of every rank. ValueError where one has more ranks than another, or ranks apart."""

@@ -154,19 +154,6 @@ class Coordinator(Protocol):
         """Element-wise sum of int64 vectors of equal length; wraps modulo 2^64."""
 
 
-class SoloCoordinator:
-    """A single rank agrees with itself."""
-
-    rank = 0
-    size = 1
-
-    def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
-        return [value]
-
-    def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
-        return values
-
-
 class GroupCoordinator:
     """Agreement over a torch.distributed group; a gloo group, whose waits have deadlines.
 
