@@ -152,7 +152,8 @@ def seeded_servers(shared_servers: Servers, tiny_model: Path) -> Callable[[int],
         fields = {"seeded": True, "context_length": 512, "wait": False}
         found = [shared_servers.shared(tiny_model, number, **fields) for number in range(count)]
         for server in found:
-            server.wait_until_healthy()
+            if server.info is None:  # it has just been started, and its time to do so is running
+                server.wait_until_healthy()
         return found
 
     return servers

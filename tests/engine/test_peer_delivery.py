@@ -84,8 +84,8 @@ def site(request, filled_server, tiny_model_untied: Path) -> Site:
 
 
 def make_site(server: SglangServer, folder: Path, tensor_parallel: int) -> Site:
-    info = server.wait_until_healthy()
-    client = SglangClient(server.url, read_key(server.key_file), dialect=info.dialect)
+    assert server.info is not None
+    client = SglangClient(server.url, read_key(server.key_file), dialect=server.info.dialect)
     layout = ParallelLayout(4, tensor=2, pipeline=2)
     architecture = ModelArchitecture.from_folder(folder)
     world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=100_000)
