@@ -42,18 +42,6 @@ class WindowSummary:
     def continued_share(self) -> float:
         return self.num_continued / max(1, self.num_windows)
 
-    def metrics(self) -> dict[str, float]:
-        """Flat numbers for the log."""
-        return {
-            "windows": float(self.num_windows),
-            "windows_finished": float(self.num_finished),
-            "windows_finished_share": self.finished_share,
-            "windows_per_finished": self.windows_per_finished,
-            "windows_waiting": float(self.num_waiting),
-            "windows_continued_share": self.continued_share,
-            "windows_prefix_tokens": float(self.num_prefix_tokens),
-        }
-
 
 @dataclass(frozen=True)
 class CollectStatistics:
@@ -84,38 +72,6 @@ class CollectStatistics:
     dropped_lengths: LengthSummary  # of filtered groups
     aborted_lengths: LengthSummary  # of groups given up, as far as they got
     windows: WindowSummary | None = None  # None: responses are generated in one piece
-
-    def metrics(self) -> dict[str, float]:
-        """Flat numbers for the log."""
-        num_scored = max(1, sum(self.verdicts.values()))
-        num_responses = max(1, self.num_responses)
-        num_dropped_tokens = self.dropped_lengths.mean * self.dropped_lengths.num_responses
-        num_settled_tokens = self.num_kept_tokens + num_dropped_tokens + self.num_discarded_tokens
-        return {
-            "groups_started": float(self.num_started),
-            **{f"groups_{verdict}": float(count) for verdict, count in self.verdicts.items()},
-            **{f"share_{verdict}": count / num_scored for verdict, count in self.verdicts.items()},
-            "groups_aborted": float(self.num_aborted),
-            "groups_stale": float(self.num_stale),
-            "groups_unfinished": float(self.num_unfinished),
-            "responses_continued": float(self.num_continued),
-            "groups_carried_over": float(self.num_carried_over),
-            "groups_left_over": float(self.num_left_over),
-            "tokens": float(self.num_tokens),
-            "tokens_discarded": float(self.num_discarded_tokens),
-            "kept_token_share": self.num_kept_tokens / max(1.0, num_settled_tokens),
-            "responses": float(self.num_responses),
-            "truncated_share": self.num_truncated / num_responses,
-            "duplicate_completions_in_group": self.num_duplicates / num_responses,
-            "accuracy": self.mean_accuracy,
-            "reward": self.mean_reward,
-            **{f"outcome_{outcome}": count / num_responses for outcome, count in self.outcomes.items()},
-            "length_kept_mean": self.kept_lengths.mean,
-            "length_kept_max": float(self.kept_lengths.max),
-            "length_dropped_mean": self.dropped_lengths.mean,
-            "length_aborted_mean": self.aborted_lengths.mean,
-            **(self.windows.metrics() if self.windows else {}),
-        }
 
 
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
