@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_dapo.parallel.reshard.checksum import box_checksum
 from megatron_dapo.parallel.reshard.executors import Buffers
 from megatron_dapo.parallel.reshard.layout import Layout, piece_view
-from megatron_dapo.parallel.reshard.planner import HolderGroups, held_regions
+from megatron_dapo.parallel.reshard.regions import HolderGroups, held_regions
 
 
 def drifted_replicas(layout: Layout, parameters: Buffers, group: dist.ProcessGroup | None) -> list[str]:

@@ -17,7 +17,8 @@ from megatron_dapo.parallel.reshard.boxes import Box, whole
 from megatron_dapo.parallel.reshard.checksum import box_checksum
 from megatron_dapo.parallel.reshard.executors import DEFAULT_BUCKET_BYTES, Buffers, execute_distributed
 from megatron_dapo.parallel.reshard.layout import Layout, Piece, ReplicatedLayout, TensorSpec, piece_view
-from megatron_dapo.parallel.reshard.planner import Transfer, owned_boxes, plan
+from megatron_dapo.parallel.reshard.planner import Transfer, plan
+from megatron_dapo.parallel.reshard.regions import owned_boxes
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,14 @@ numbers are keyed by the absolute position: under unchanged weights it becomes t
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
+from transformers import AutoConfig
 
 from megatron_dapo.engines.base import (
     PrefixReuse,
@@ -32,8 +30,9 @@ from megatron_dapo.engines.base import (
     check_request_ids,
     finish_reason_of,
 )
+from megatron_dapo.engines.embedded_model import check_config, empty_model, stored_parts
 from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
-from megatron_dapo.engines.slot_cache import Sharing, SlotCache, register_attention
+from megatron_dapo.engines.slot_cache import Sharing, SlotCache
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
 
 if TYPE_CHECKING:
@@ -97,9 +96,9 @@ class EmbeddedEngine:
     """
 
     def __init__(self, config: PreTrainedConfig, settings: EmbeddedEngineSettings):
-        _check_config(config)
+        check_config(config)
         self.settings = settings
-        self._model = _empty_model(config, settings)
+        self._model = empty_model(config, settings.dtype, settings.device)
         self._vocab_size = int(config.vocab_size)
         self._version = -1
         self._prefix_reuse = PrefixReuse()
@@ -156,7 +155,7 @@ class EmbeddedEngine:
         name of its own.
         """
         named = ((name, parameter.data) for name, parameter in self._model.named_parameters())
-        return {stored: part for name, tensor in named for stored, part in _stored_parts(name, tensor)}
+        return {stored: part for name, tensor in named for stored, part in stored_parts(name, tensor)}
 
     @property
     def policy_version(self) -> int:
@@ -437,59 +436,6 @@ class EmbeddedEngine:
 def _context(request: GenerationRequest) -> tuple[int, ...]:
     """What the first new token depends on."""
     return request.prompt_ids + (request.prefix.token_ids if request.prefix else ())
-
-
-def _check_config(config: PreTrainedConfig) -> None:
-    """ValueError for attention that a cache of whole columns cannot serve."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ValueError(
-            f"embedded engine: {config.model_type} uses layers of kind {sorted(kinds)}, "
-            "only full_attention is supported; "
-            "switch sliding windows off in config.json (use_sliding_window false) or use another engine"
-        )
-    missing = [
-        name
-        for name in ("num_hidden_layers", "num_key_value_heads", "vocab_size")
-        if getattr(config, name, None) is None
-    ]
-    if missing:
-        raise ValueError(f"embedded engine: the config of {config.model_type} has no {', '.join(missing)}")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise ValueError(
-            f"embedded engine: attn_logit_softcapping = {config.attn_logit_softcapping} ({config.model_type}) "
-            "is not supported"
-        )
-
-
-def _stored_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A parameter under the names that folders have. transformers holds a layer's experts in one tensor; folders, and
-    so the bridge, know each expert's matrices, which are views of it."""
-    prefix, _, kind = name.rpartition(".")
-    if not prefix.endswith(".mlp.experts"):
-        yield name, tensor
-        return
-    for expert, whole in enumerate(tensor):
-        parts = whole.chunk(len(_FUSED_EXPERTS[kind]))
-        for projection, part in zip(_FUSED_EXPERTS[kind], parts, strict=True):
-            yield f"{prefix}.{expert}.{projection}.weight", part
-
-
-_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-
-def _empty_model(config: PreTrainedConfig, settings: EmbeddedEngineSettings) -> torch.nn.Module:
-    """The model with all weights NaN, in inference state."""
-    own_config = copy.deepcopy(config)  # building a model writes its attention implementation into the config
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            own_config, dtype=settings.dtype, attn_implementation=register_attention(), experts_implementation="eager"
-        )
-    model.tie_weights()
-    model.to(settings.device).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.fill_(float("nan"))
-    return model
 
 
 def _chunks(prefixes: list[_Prefix], max_tokens: int) -> list[list[_Prefix]]:

@@ -18,7 +18,7 @@ from megatron_dapo.bridge.replicas import drifted_replicas
 from megatron_dapo.bridge.weight_sync import WeightSync, replica_sync
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.layout import ExplicitLayout, Piece, TensorSpec, flat_range_pieces
-from megatron_dapo.parallel.reshard.planner import owned_boxes
+from megatron_dapo.parallel.reshard.regions import owned_boxes
 
 Tensors = dict[str, torch.Tensor]
 

@@ -22,7 +22,8 @@ from megatron_dapo.parallel.reshard.layout import (
     flat_range_pieces,
     piece_view,
 )
-from megatron_dapo.parallel.reshard.planner import assign_owners, owned_boxes, plan
+from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.parallel.reshard.regions import assign_owners, owned_boxes
 
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "golden.json").read_text())["systems"]
 

@@ -1,0 +1,69 @@
+"""transformers' model as the embedded engine holds it: empty until the bridge fills it, under the names of folders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from megatron_dapo.engines.slot_cache import register_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# transformers' fused parameter of a layer's experts -> the projections it is made of.
+_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """ValueError for attention that a cache of whole columns cannot serve."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(
+            f"embedded engine: {config.model_type} uses layers of kind {sorted(kinds)}, "
+            "only full_attention is supported; "
+            "switch sliding windows off in config.json (use_sliding_window false) or use another engine"
+        )
+    missing = [
+        name
+        for name in ("num_hidden_layers", "num_key_value_heads", "vocab_size")
+        if getattr(config, name, None) is None
+    ]
+    if missing:
+        raise ValueError(f"embedded engine: the config of {config.model_type} has no {', '.join(missing)}")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise ValueError(
+            f"embedded engine: attn_logit_softcapping = {config.attn_logit_softcapping} ({config.model_type}) "
+            "is not supported"
+        )
+
+
+def stored_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A parameter under the names that folders have. transformers holds a layer's experts in one tensor; folders, and
+    so the bridge, know each expert's matrices, which are views of it."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith(".mlp.experts"):
+        yield name, tensor
+        return
+    for expert, whole in enumerate(tensor):
+        parts = whole.chunk(len(_FUSED_EXPERTS[kind]))
+        for projection, part in zip(_FUSED_EXPERTS[kind], parts, strict=True):
+            yield f"{prefix}.{expert}.{projection}.weight", part
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype, device: str | torch.device) -> torch.nn.Module:
+    """The model with all weights NaN, in inference state."""
+    own_config = copy.deepcopy(config)  # building a model writes its attention implementation into the config
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            own_config, dtype=dtype, attn_implementation=register_attention(), experts_implementation="eager"
+        )
+    model.tie_weights()
+    model.to(device).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+    return model
