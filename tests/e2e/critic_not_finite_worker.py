@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from not_finite_worker import samples
+from learners import build, judged_samples
 
-from megatron_dapo.config.loader import load_config
 from megatron_dapo.parallel.collectives import all_gather_json
-from megatron_dapo.telemetry.metrics import PHASES
-from megatron_dapo.telemetry.phases import PhaseTimer
-from megatron_dapo.trainer.build_learner import build_actor, build_learner
-from megatron_dapo.trainer.run_world import run_world
-from megatron_dapo.types import Judgement, Window
 
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank saw, in rank order."""
     overrides = [*arguments["overrides"], "parallel.num_processes=2", "critic.epochs=1"]
-    config = load_config(Path(arguments["recipe"]), overrides).config
-    world = run_world(config)
-    actor = build_actor(config, world)
-    learner = build_learner(config, actor, world, PhaseTimer(list(PHASES)).phase)
-    judged = [
-        replace(sample, judgement=Judgement((-1.0) ** index, index % 2 == 0, Window()))
-        for index, sample in enumerate(samples(2, 40))
-    ]
-    models = {"policy": actor, "critic": learner.critic.critic}
+    built = build(arguments["recipe"], overrides)
+    learner, judged = built.learner, judged_samples(2, 40)
+    models = {"policy": built.actor, "critic": learner.critic.critic}
     sound = learner.critic._value_loss
 
     def spoilt(inputs):

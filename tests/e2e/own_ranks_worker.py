@@ -5,36 +5,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
-from not_finite_worker import samples
+from learners import build, judged_samples
 
-from megatron_dapo.config.loader import load_config
 from megatron_dapo.megatron.parallel_state import stand_aside
 from megatron_dapo.parallel.collectives import all_gather_json
-from megatron_dapo.telemetry.metrics import PHASES
-from megatron_dapo.telemetry.phases import PhaseTimer
-from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.run import local_critic
-from megatron_dapo.trainer.run_world import run_world
-from megatron_dapo.types import Judgement, Window
+from megatron_dapo.trainer.run_world import RunWorld
 
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank saw, in rank order."""
-    config = load_config(Path(arguments["recipe"]), arguments["overrides"]).config
-    world = run_world(config)
-    actor = build_actor(config, world)
-    learner = build_learner(config, actor, world, PhaseTimer(list(PHASES)).phase)
+    built = build(arguments["recipe"], arguments["overrides"])
+    actor, learner = built.actor, built.learner
     model = actor or local_critic(learner)
     assert model is not None and (actor is None) != (local_critic(learner) is None), "a rank holds one of the two"
-    judged = [
-        replace(sample, judgement=Judgement((-1.0) ** index, index % 2 == 0, Window()))
-        for index, sample in enumerate(samples(2, 40))
-    ]
+    judged = judged_samples(2, 40)
     intervals: list[tuple[float, float]] = []
     model.train_step = meeting(model.train_step, intervals)
     first = learner.learn(judged, 0)
@@ -49,7 +38,7 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             "metrics": [first.metrics, second.metrics],
             "policy": asdict(learner.policy.counters),
             "critic": asdict(learner.critic.counters),
-            "groups_not_mine": refusal(world),
+            "groups_not_mine": refusal(built.world),
         }
     )
 
@@ -76,7 +65,7 @@ def spoilt(value_loss: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-def refusal(world: Any) -> str:
+def refusal(world: RunWorld) -> str:
     """A process that belongs to a part cannot stand aside while that part builds."""
     part, layout = (
         (world.policy, world.policy_layout) if world.policy.is_member else (world.critic, world.critic_layout)
