@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -26,6 +27,7 @@ VOCABULARY_MULTIPLE = 128  # rows of a rank's part of the vocabulary are a multi
 # First part of a module's name -> whose it is.
 _OWNERS = {
     "transformer_engine": "Transformer Engine",
+    "transformer_engine_torch": "Transformer Engine",
     "apex": "NVIDIA apex",
     "amp_C": "NVIDIA apex",
     "torch": "torch",
@@ -116,7 +118,9 @@ def _names(*parts: Any) -> str:
 
 
 def _short(kind: Callable[..., Any]) -> str:
-    return getattr(kind, "__qualname__", None) or getattr(kind, "__name__", None) or repr(kind)
+    # A compiled function's qualified name is of the binding's making.
+    names = ("__name__",) if isinstance(kind, BuiltinFunctionType) else ("__qualname__", "__name__")
+    return next((found for name in names if (found := getattr(kind, name, None))), None) or repr(kind)
 
 
 def _owner(kind: Callable[..., Any]) -> str:

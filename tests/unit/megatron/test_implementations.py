@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import BuiltinFunctionType
 
 import megatron.core.optimizer as megatron_optimizer
 import pytest
@@ -51,6 +52,11 @@ def test_the_optimizer_is_the_one_megatron_took(monkeypatch: pytest.MonkeyPatch)
     fused = type("FusedAdam", (), {"__module__": "apex.optimizers.fused_adam"})
     monkeypatch.setattr(megatron_optimizer, "Adam", fused)
     assert table()["optimizer"] == "NVIDIA apex FusedAdam"
+
+
+def test_compiled_functions_have_their_plain_name() -> None:
+    assert isinstance(torch._C._get_cudnn_enabled, BuiltinFunctionType)
+    assert module._names(torch._C._get_cudnn_enabled) == "torch _get_cudnn_enabled"
 
 
 @pytest.mark.parametrize(
