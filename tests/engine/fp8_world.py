@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from megatron_dapo.bridge.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, re
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.ops.fp8 import quantise_weight
 from megatron_dapo.parallel.reshard.planner import plan
+from tools.prove_resume import QUICKSTART
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
@@ -67,6 +71,33 @@ def save_model(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
                 parameter.mul_(3.0)
     model.save_pretrained(folder)
     return folder
+
+
+CUT_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}  # of 64, which a TP of 2 cuts inside blocks
+
+
+def save_quickstart_model(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
+    """The same with the quickstart's tokenizer."""
+    base = QUICKSTART / "base_model"
+    vocab_size = json.loads((base / "config.json").read_text())["vocab_size"]
+    save_model(folder, family, **{"vocab_size": vocab_size, "pad_token_id": 0, **changes})
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, folder / name)
+    return folder
+
+
+# Of a run with that model: weights nobody trained, which solve nothing.
+RANDOM_MODEL_SETTINGS = (
+    'sglang.quantization="fp8"',
+    "sglang.parity_interval=1",
+    "rollout.filter_groups=false",
+    "rollout.oversample=1.0",
+    "rollout.max_staleness=0",
+    "sglang.fp8_step0_max_mean_abs=0.2",
+)
+# Servers against the trainer with the same FP8 weights, and against what is trained: mean and largest in nats.
+PARITY = re.compile(r"parity with server 0 on \d+ prompts: mean \|d log-prob\| (\S+), max (\S+)$", re.M)
+ROUNDING = re.compile(r"server 0 serves rounded weights: mean \|d log-prob\| (\S+), max (\S+) against", re.M)
 
 
 def weights_of(folder: Path, scale: float) -> dict[str, torch.Tensor]:

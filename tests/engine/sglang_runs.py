@@ -21,12 +21,12 @@ SETTINGS = (
 )
 
 
-def command(recipe: Path, folder: Path, python: Path, *overrides: str) -> list[str]:
-    """`megatron-dapo train` at TP2 in `folder`, with servers of the interpreter `python`."""
+def command(recipe: Path, folder: Path, python: Path, *overrides: str, layout: str = "tp2") -> list[str]:
+    """`megatron-dapo train` in `folder`, with servers of the interpreter `python`."""
     settings = (*SETTINGS, f'sglang.python="{python}"', *overrides)
     return [
         *(sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(recipe)),
-        *("--layout", "tp2", "--run-folder", str(folder)),
+        *("--layout", layout, "--run-folder", str(folder)),
         *(part for setting in settings for part in ("--set", setting)),
     ]
 

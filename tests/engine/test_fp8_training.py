@@ -3,77 +3,44 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fp8_world import CUT_HEADS, PARITY, RANDOM_MODEL_SETTINGS, ROUNDING, save_quickstart_model
+from sglang_runs import ENVIRONMENT, RUN_S, command
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-from fp8_world import save_model
+from tools.prove_resume import write_recipe
 
-from tools.prove_resume import QUICKSTART, write_recipe
-
-RUN_S = 400.0
 NUM_STEPS = 3
+SETTINGS = (
+    *RANDOM_MODEL_SETTINGS,
+    "sglang.bucket_mb=1",
+    "rollout.max_response_tokens=32",
+    f"run.total_steps={NUM_STEPS}",
+    "checkpoint.export_huggingface=false",
+)
 pytestmark = pytest.mark.timeout(RUN_S + 30)
-PARITY = re.compile(r"parity with server 0 on \d+ prompts: mean \|d log-prob\| (\S+), max (\S+)$", re.M)
-ROUNDING = re.compile(r"server 0 serves rounded weights: mean \|d log-prob\| (\S+), max (\S+) against", re.M)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A random model with the quickstart's tokenizer; 6 heads of 64, which the trainer's TP 2 cuts inside blocks."""
-    base = QUICKSTART / "base_model"
-    vocab_size = json.loads((base / "config.json").read_text())["vocab_size"]
-    folder = save_model(
-        tmp_path / "model", vocab_size=vocab_size, num_attention_heads=6, num_key_value_heads=6, pad_token_id=0
-    )
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(base / name, folder / name)
-    return folder
+    return save_quickstart_model(tmp_path / "model", **CUT_HEADS)
 
 
-def train(tmp_path: Path, repository: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train"]
-    command += [str(write_recipe(tmp_path)), "--layout", "tp2", "--run-folder", str(tmp_path / "run")]
-    command += [part for setting in settings for part in ("--set", setting)]
-    environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
-
-
-def settings_of(model: Path, engine_python: Path) -> list[str]:
-    return [
-        f'model.path="{model}"',
-        'rollout.engine="sglang"',
-        f'sglang.python="{engine_python}"',
-        'sglang.quantization="fp8"',
-        "sglang.bucket_mb=1",
-        "sglang.parity_interval=1",
-        "rollout.filter_groups=false",  # a random model solves nothing
-        "rollout.oversample=1.0",
-        "rollout.max_staleness=0",
-        "rollout.max_response_tokens=32",
-        f"run.total_steps={NUM_STEPS}",
-        "data.eval_paths=[]",
-        "evaluation.interval=0",
-        "evaluation.at_start=false",
-        "evaluation.at_end=false",
-        "checkpoint.export_huggingface=false",
-        "mismatch.step0_max_mean_abs=1e-4",
-        "sglang.fp8_step0_max_mean_abs=0.2",  # weights of a model that nobody trained
-    ]
+def train(
+    tmp_path: Path, model: Path, python: Path, *settings: str, layout: str = "tp2"
+) -> subprocess.CompletedProcess[str]:
+    overrides = (f'model.path="{model}"', *SETTINGS, *settings)
+    started = command(write_recipe(tmp_path), tmp_path / "run", python, *overrides, layout=layout)
+    return subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
 @pytest.mark.parametrize("transport", ["memory", "peer"])
-def test_a_corrected_run_in_fp8(transport: str, model, engine_python, repository, tmp_path) -> None:
+def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) -> None:
     placement = {"memory": "colocated", "peer": "disaggregated"}[transport]
     where = [f'sglang.transport="{transport}"', f'sglang.placement="{placement}"']
-    finished = train(tmp_path, repository, *settings_of(model, engine_python), *where)
+    finished = train(tmp_path, model, engine_python, *where)
     log = finished.stdout + finished.stderr
     assert finished.returncode == 0, log[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -88,9 +55,24 @@ def test_a_corrected_run_in_fp8(transport: str, model, engine_python, repository
     assert len({mean for mean, _ in rounding}) > 1  # the weights change
 
 
-def test_without_a_correction_nothing_starts(model, engine_python, repository, tmp_path) -> None:
-    settings = [*settings_of(model, engine_python), 'algorithm.off_policy.correction="none"']
-    refused = train(tmp_path, repository, *settings)
+def test_experts_that_train_in_fp8_are_served_in_fp8(engine_python, tmp_path) -> None:
+    """Both sides multiply by the same weights. What is left between them, and is in both comparisons, is the trainer's
+    rounding of activations."""
+    whole_heads = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = save_quickstart_model(tmp_path / "model", "qwen3_moe", **whole_heads)
+    settings = ('precision.recipe="fp8_blockwise"', "run.total_steps=1", "optimizer.warmup_steps=0")
+    finished = train(tmp_path, model, engine_python, *settings, layout="tp2ep2etp1sp")
+    log = finished.stdout + finished.stderr
+    assert finished.returncode == 0, log[-3000:]
+    assert "experts in layers 1 to 2 of 2, e4m3 x e4m3" in log
+    parity, rounding = PARITY.findall(log), ROUNDING.findall(log)
+    assert len(parity) == len(rounding) == 2
+    for (served, _), (trained, _) in zip(parity, rounding, strict=True):
+        assert 1e-3 < float(served) < 0.3 and abs(float(served) - float(trained)) < 0.05 * float(served)
+
+
+def test_without_a_correction_nothing_starts(model, engine_python, tmp_path) -> None:
+    refused = train(tmp_path, model, engine_python, 'algorithm.off_policy.correction="none"')
     assert refused.returncode != 0
     assert "sglang.accept_quantization_bias = true" in refused.stdout + refused.stderr
     assert not (tmp_path / "run" / "engines").exists()

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fp8_world import CUT_HEADS, PARITY, RANDOM_MODEL_SETTINGS, ROUNDING, save_quickstart_model
 from sglang_runs import ENVIRONMENT, command
 
 from megatron_dapo.engines.sglang.router import is_installed
@@ -99,12 +100,12 @@ def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
             process.kill()
 
 
-def check_samples(run: Run) -> None:
+def check_samples(run: Run, num_steps: int = NUM_STEPS) -> None:
     """Every step trained as many responses as it should, none twice, each token with a version that existed."""
     samples = run.rows("samples.jsonl")
     ids = [sample["sample_id"] for sample in samples]
-    assert len(set(ids)) == len(ids) == NUM_STEPS * GROUPS * GROUP_SIZE
-    for step in range(1, NUM_STEPS + 1):
+    assert len(set(ids)) == len(ids) == num_steps * GROUPS * GROUP_SIZE
+    for step in range(1, num_steps + 1):
         assert sum(sample["train_step"] == step for sample in samples) == GROUPS * GROUP_SIZE
     for sample in samples:
         ranges = sample["versions"]
@@ -141,6 +142,29 @@ def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Ru
     check_samples(run)
     for row in run.rows("metrics.jsonl"):
         assert row["mismatch/abs_logprob_diff_mean"] < 1e-4
+    check_nothing_is_left(run)
+
+
+def test_a_killed_engine_in_fp8_is_filled_with_rounded_weights_again(train: Callable[..., Run], tmp_path: Path) -> None:
+    """kill -9 in the middle of the first rollout: the next server serves the same rounding of the same weights."""
+    model = save_quickstart_model(tmp_path / "model", **CUT_HEADS)
+    settings = ("rollout.max_response_tokens=128", "run.total_steps=1", "optimizer.warmup_steps=0")
+    run = train(f'model.path="{model}"', *RANDOM_MODEL_SETTINGS, *settings)
+    run.wait_until("the first rollout", lambda: run.said("engine_0.log", "Decode batch") > 0)
+    run.kill_engine()
+    summary = run.finish()
+    assert summary["stopped"] == "finished" and summary["train_steps"] == 1
+    assert sorted(path.name for path in run.engines.glob("*.log")) == ["engine_0.1.log", "engine_0.log"]
+    check_samples(run, num_steps=1)
+    # The killed server before, the new one behind the step: as the trainer with the same FP8 weights, no nearer to what
+    # is trained than rounding lets it be.
+    log = run.log.read_text(errors="replace")
+    parity, rounding = PARITY.findall(log), ROUNDING.findall(log)
+    assert len(parity) == len(rounding) == 2
+    assert all(float(mean) < 1e-4 for mean, _ in parity)
+    assert all(1e-3 < float(mean) < 0.2 for mean, _ in rounding)
+    [row] = run.rows("metrics.jsonl")
+    assert 1e-3 < row["mismatch/abs_logprob_diff_mean"] < 0.2
     check_nothing_is_left(run)
 
 
