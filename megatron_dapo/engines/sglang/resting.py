@@ -21,27 +21,30 @@ _POLL_S = 0.05
 class RestingClient(SglangClient):
     """`SglangClient` of such a server. What is released comes back by the next weight update."""
 
-    is_resting = False
+    _released: frozenset[str] = frozenset()  # SGLang ends where something is to come back that was not released
 
     def rest(self) -> None:
-        """Release cache and weights. The server must have no request."""
-        if not self.is_resting:
+        """Release cache and weights, what of them is there. The server must have no request."""
+        tags = tuple(tag for tag in (CACHE, WEIGHTS) if tag not in self._released)
+        if tags:
             self.flush_cache()
-            self.release_memory((CACHE, WEIGHTS))
-            self.is_resting = True
+            self.release_memory(tags)
+            self._released |= set(tags)
 
     def begin_weight_update(self) -> None:
         """Bring the memory of the weights back, then open the session."""
-        if self.is_resting:
-            self.resume_memory((WEIGHTS,))
+        self._bring_back(WEIGHTS)
         super().begin_weight_update()
 
     def resume(self) -> None:
         """Bring the cache back, then generate again."""
-        if self.is_resting:
-            self.resume_memory((CACHE,))
-            self.is_resting = False
+        self._bring_back(CACHE)
         super().resume()
+
+    def _bring_back(self, tag: str) -> None:
+        if tag in self._released:
+            self.resume_memory((tag,))
+            self._released -= {tag}
 
 
 def wait_for_memory(free_bytes: Callable[[], int], before: int, expected: int, timeout_s: float) -> int:

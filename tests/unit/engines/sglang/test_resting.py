@@ -45,6 +45,27 @@ def test_weights_come_back_before_and_the_cache_after_the_delivery() -> None:
     assert client.calls == [("/continue_generation",)]  # awake: nothing to bring back
 
 
+def test_an_update_that_is_begun_again_brings_nothing_back_twice() -> None:
+    """SGLang's scheduler ends by a KeyError where memory comes back that was not away."""
+    client = Recorded()
+    client.rest()
+    client.begin_weight_update()
+    client.begin_weight_update()  # the session could not be opened, or the delivery failed
+    client.rest()
+    client.begin_weight_update()
+    client.resume()
+    assert client.calls == [
+        ("/flush_cache",),
+        ("/release_memory_occupation", "kv_cache", "weights"),
+        ("/resume_memory_occupation", "weights"),
+        ("/flush_cache",),
+        ("/release_memory_occupation", "weights"),
+        ("/resume_memory_occupation", "weights"),
+        ("/resume_memory_occupation", "kv_cache"),
+        ("/continue_generation",),
+    ]
+
+
 def test_release_is_over_when_the_device_says_so() -> None:
     readings = iter([100, 100, 350, 420])
     assert wait_for_memory(lambda: next(readings), before=100, expected=300, timeout_s=5.0) == 320
