@@ -32,6 +32,7 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.versions import dialect_of
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import Nodes
 from megatron_dapo.parallel.peer_group import Address, MeetingPlace, join
@@ -165,21 +166,21 @@ class SharedFloor:
         self._trainer = trainer
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        specs: dict[int, ArenaSpec] = {}
-        for rank in range(len(trainer.sinks)):
-            specs[rank] = create_arena(default_folder(), f"floor{rank}", delivery.num_bytes(rank), 1)
-        dist.broadcast_object_list(box := [specs])
-        for rank, spec in box[0].items():
+        made = [
+            create_arena(default_folder(), f"floor{rank}", delivery.num_bytes(rank), 1)
+            for rank in range(len(trainer.sinks))
+        ]
+        specs = [ArenaSpec.from_json(value) for value in broadcast_json([spec.to_json() for spec in made])]
+        for rank, spec in enumerate(specs):
             sizes = [_bytes_between(delivery, source, rank) for source in range(trainer.size)]
             start, size = sum(sizes[: trainer.rank]), sizes[trainer.rank]
             slot = Arena(spec).slots[0]
             self._parts.append((slot[start : start + size], torch.ones(size, dtype=torch.uint8)))
-        for rank, sink in enumerate(trainer.sinks):
-            spec = box[0][rank]
+        for spec, sink in zip(specs, trainer.sinks):
             sink.start({"op": "map", "path": spec.path, "num_bytes": spec.num_bytes})
             sink.wait()
         dist.barrier()
-        for spec in specs.values():
+        for spec in made:
             remove_arena(spec)
 
     def copy(self) -> None:
@@ -201,7 +202,7 @@ class Floor:
         self._bucket_bytes = delivery.bucket_bytes
         own = {rank: _bytes_between(delivery, trainer.rank, rank) for rank in engine_ranks}
         self._buffers = {rank: torch.ones(size, dtype=torch.uint8) for rank, size in own.items() if size}
-        facts: list[Any] = [None]
+        facts: list[Any] = []
         if trainer.rank == 0:
             self._place = MeetingPlace()
             facts = [self._place.address.host, self._place.address.port, self._place.new_name()]
@@ -217,8 +218,7 @@ class Floor:
                         "num_bytes": {source: size for source, size in sizes.items() if size},
                     }
                 )
-        dist.broadcast_object_list(box := [facts])
-        host, port, name = box[0]
+        host, port, name = broadcast_json(facts)
         size = trainer.size + len(engine_ranks)
         self._group = join(Address(host, port), name, trainer.rank, size, timeout_s=DEADLINE_S)
         for sink in trainer.sinks:
