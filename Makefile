@@ -83,9 +83,9 @@ quickstart-vapo quickstart-tppo: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/$(subst -,_,$@).toml $(if $(LAYOUT),--layout $(LAYOUT)) \
 		--set critic.path=runs/$@/value_pretraining/critic $(ARGS)
 
-# Tests share the two cores: many wait for processes to start. Files that share a run or a server stay in one process,
-# and what is collected first starts first.
-BESIDE := -n 2 --dist loadgroup --no-loadscope-reorder
+# Tests share the two cores: many wait for processes to start. Files that share a run or a server stay in one process
+# (tests/conftest.py), and what is collected first starts first.
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv .venv-sglang .venv-triton .venv-modelopt
 	@status=0; \

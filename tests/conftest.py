@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported anywhere: tests run beside each other, and tiny matrices lose by being split.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,20 +14,37 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+# Files that share a run or servers, which are slow to make.
+TOGETHER = {
+    "e2e/test_finished_run": "finished run",
+    "e2e/test_interrupted_runs": "finished run",
+    "e2e/test_ends_of_runs": "finished run",
+    "e2e/test_offload": "finished vapo run",
+    "e2e/test_value_path": "finished vapo run",
+    "engine/test_delivery": "filled servers",
+    "engine/test_delivery_faults": "filled servers",
+    "engine/test_peer_delivery": "filled servers",
+    "engine/test_generation": "seeded servers",
+    "engine/test_server": "seeded servers",
+}
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`: one process runs all tests of a file, and of the files that belong together."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class TogetherScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get("/".join(Path(file).with_suffix("").parts[-2:]), file)
+
+    return TogetherScheduling(config, log)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _keep_files_together(items)
-    _skip_without_accelerator(items)
-
-
-def _keep_files_together(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` one process runs all tests of a file, and of files that share what is slow to make."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
-
-
-def _skip_without_accelerator(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

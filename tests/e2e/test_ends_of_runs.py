@@ -14,7 +14,7 @@ from whole_runs import NO_EVALUATION, Outcome, checkpoint_names, lines_of, train
 
 from megatron_dapo.proof.compare_runs import checkpoint_steps
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("finished run")]
+pytestmark = pytest.mark.timeout(240)
 
 MODES = ("train_partial", "stop", "error")
 ONE_EPOCH = (

@@ -15,7 +15,7 @@ from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, checkpoint_names, lines_of,
 from megatron_dapo.proof.compare_runs import checkpoint_steps, run_differences
 from megatron_dapo.proof.resume import Run
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("finished run")]
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_kill_and_resume_with_tensor_parallelism(finished: Finished, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from whole_runs import lines_of, pretrain, train
 from megatron_dapo.proof.compare_runs import run_differences
 from tools.prove_resume import write_recipe
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("finished vapo run")]
+pytestmark = pytest.mark.timeout(400)
 
 OFFLOADED = ('model.offload="all"', 'critic.offload="all"')
 

@@ -13,7 +13,7 @@ from whole_runs import NO_EVALUATION, lines_of, pretrain, train
 
 from tools.prove_resume import require_windows_once, write_recipe
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("finished vapo run")]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,6 @@ from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.arena import PREFIX
 
-pytestmark = pytest.mark.xdist_group("filled servers")
-
 NUM_RANKS = 4
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 299 - 1, 44, 3]
 TOLERANCE = 1e-5

@@ -28,7 +28,7 @@ PATIENT = UpdateTimeouts(120, 120, 120, 120, 200, 120, 60)
 LONGEST_S = 60.0  # of an update with a fault; no reason to wait for any deadline
 TOKENS = [5, 6, 7, 250, 9, 31]
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("filled servers")]
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass

@@ -21,8 +21,6 @@ from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, Sg
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
-pytestmark = pytest.mark.xdist_group("seeded servers")
-
 VOCAB_SIZE = 300
 CONTEXT_LENGTH = 512
 DEADLINE_S = 240.0

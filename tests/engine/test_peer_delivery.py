@@ -27,7 +27,7 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.parallel.layout import ParallelLayout
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("filled servers")]
+pytestmark = pytest.mark.timeout(900)
 
 PROMPT = [5, 6, 7, 200, 9, 31]
 TIMEOUTS = UpdateTimeouts(120, 120, 120, 120, 120, 120, 60)

@@ -21,8 +21,6 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import SglangServer
 
-pytestmark = pytest.mark.xdist_group("seeded servers")
-
 PROMPT = [5, 6, 7, 8, 9]
 
 
