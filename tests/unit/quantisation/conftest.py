@@ -18,21 +18,22 @@ def modelopt() -> None:
         pytest.skip("nvidia-modelopt is not installed: make .venv-modelopt, then PYTHONPATH=.venv-modelopt")
 
 
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
+
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=320,
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        dtype="float32",
-        architectures=["Qwen2ForCausalLM"],
-    )
+    config = Qwen2Config(**SIZES, intermediate_size=384, architectures=["Qwen2ForCausalLM"])
     return _far_from_uniform(Qwen2ForCausalLM(config).eval())
 
 
@@ -40,19 +41,12 @@ def model() -> Any:
 def expert_model() -> Any:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=320,
-        hidden_size=256,
+        **SIZES,
         moe_intermediate_size=128,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        dtype="float32",
         architectures=["Qwen3MoeForCausalLM"],
     )
     return _far_from_uniform(Qwen3MoeForCausalLM(config).eval())
