@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.bridge.sglang_layout import SglangLayout, sglang_layout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.executors import execute_distributed
 from megatron_dapo.parallel.reshard.planner import plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_dapo.bridge.convert import megatron_to_huggingface
-from megatron_dapo.bridge.huggingface_writer import DEFAULT_SHARD_BYTES
+from megatron_dapo.checkpoints.convert import megatron_to_huggingface
+from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_dapo.bridge.convert import first_difference
+from megatron_dapo.checkpoints.convert import first_difference
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_dapo.bridge.atomic_folder import atomic_folder
+from megatron_dapo.checkpoints.atomic_directory import atomic_folder
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "quickstart" / "base_model"
 SEED = 0

@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from program import Benchmark, Missing, Row, Rows, bf16_peak, machine_name, median_s, rounds_of
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.precision import Precision

@@ -46,13 +46,13 @@ sys.path.insert(0, str(PEERS))
 from step import MODELS, QWEN
 from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet
-from megatron_dapo.bridge.megatron_layout import megatron_layout
-from megatron_dapo.bridge.sglang_layout import sglang_layout
 from megatron_dapo.bridge.transports.base import Deadline, EngineControl, GroupCoordinator, Order
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.served import EngineStartError

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.engines.sglang import weight_loader
 from megatron_dapo.parallel.peer_group import Address, PeerGroup, join
 

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from mbridge_export import MbridgeExport
 from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet
-from megatron_dapo.bridge.random_weights import initialise_randomly
-from megatron_dapo.bridge.sglang_layout import sglang_layout
 from megatron_dapo.bridge.transports.base import Deadline, EngineControl, GroupCoordinator, Order
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder
 from megatron_dapo.bridge.transports.peer import PeerTransport
 from megatron_dapo.bridge.weight_sync import replica_sync
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.random_weights import initialise_randomly
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.versions import dialect_of

@@ -1,4 +1,4 @@
-"""Where models live: Hugging Face folders, Megatron layouts, and moving weights between them.
+"""The weight sync: moves the actor's weights into the rollout engines.
 
-Imports neither megatron nor sglang nor transformers: names, shapes and boxes are arithmetic on a config.json.
+Imports neither megatron nor sglang nor transformers.
 """

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_dapo.bridge.fp8_layout import KV_SCALE_VALUE, SCALES, Fp8SourceLayout, block_box
+from megatron_dapo.checkpoints.fp8_layout import KV_SCALE_VALUE, SCALES, Fp8SourceLayout, block_box
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, block_multiplier
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.executors import Buffers

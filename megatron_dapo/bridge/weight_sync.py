@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.reshard.boxes import Box, whole
 from megatron_dapo.parallel.reshard.checksum import box_checksum
 from megatron_dapo.parallel.reshard.executors import DEFAULT_BUCKET_BYTES, Buffers, execute_distributed

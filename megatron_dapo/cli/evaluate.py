@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
 from megatron_dapo.config import Config
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.evaluation.protocol import EvaluationResult

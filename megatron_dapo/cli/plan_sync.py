@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.bridge.architecture import DTYPES, ModelArchitecture
-from megatron_dapo.bridge.megatron_layout import megatron_layout
-from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.config import layout_overrides, load_config
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.layout import Layout, ShiftedLayout

@@ -175,7 +175,7 @@ _ROLLOUT = {"embedded": lambda config: "transformers inside the trainer's proces
 
 def attention_shape(config: Config) -> tuple[int, int, int]:
     """(head_dim, query heads, key-value heads) of a tensor-parallel rank."""
-    from megatron_dapo.bridge.architecture import ModelArchitecture
+    from megatron_dapo.checkpoints.architecture import ModelArchitecture
 
     architecture = ModelArchitecture.from_folder(config.model.path)
     tensor = max(1, config.parallel.tensor)
@@ -204,8 +204,8 @@ def _try_attention(name: str, environment: dict[str, str], arguments: dict[str, 
 
 def model_problem(config: Config) -> tuple[str, str]:
     """(why the model folder cannot be read or "", what it holds). Headers of weights are read, tensors are not."""
-    from megatron_dapo.bridge.architecture import ModelArchitecture
-    from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+    from megatron_dapo.checkpoints.architecture import ModelArchitecture
+    from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
 
     folder = config.model.path
     try:
@@ -239,7 +239,7 @@ def sglang_facts(config: Config) -> SglangFacts:
 
 def model_bytes(config: Config) -> int:
     """Of the served weights."""
-    from megatron_dapo.bridge.architecture import DTYPES, ModelArchitecture
+    from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
 
     return ModelArchitecture.from_folder(config.model.path).num_parameters * DTYPES[config.model.dtype].itemsize
 
@@ -258,7 +258,7 @@ def key_problem(path: str) -> str:
 def checkpoint_sizes(config: Config) -> list[CheckpointSize]:
     """Of the policy on the run's layout, and of the critic where there is one. ValueError where a model does not fit its
     layout."""
-    from megatron_dapo.bridge.architecture import DTYPES, ModelArchitecture
+    from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
     from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
 
     architecture, dtype = ModelArchitecture.from_folder(config.model.path), DTYPES[config.model.dtype]
@@ -270,7 +270,7 @@ def checkpoint_sizes(config: Config) -> list[CheckpointSize]:
 
 
 def _checkpoint_size(name: str, architecture: Any, parallel: Any, dtype: Any, is_cut: bool) -> CheckpointSize:
-    from megatron_dapo.bridge.megatron_layout import megatron_layout
+    from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 
     layout = megatron_layout(architecture, parallel, dtype)
     weights = sum(spec.num_bytes for rank in range(layout.num_ranks) for spec in layout.local_specs(rank).values())

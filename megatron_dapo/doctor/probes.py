@@ -78,7 +78,7 @@ def implementation_table(
 ) -> list[dict[str, str]]:
     """The actor's table for the model in a folder; without one, for a small dense decoder. `precision`: fields of
     `megatron.precision.Precision`; `head`: the log-prob head that is asked for."""
-    from megatron_dapo.bridge.architecture import ModelArchitecture
+    from megatron_dapo.checkpoints.architecture import ModelArchitecture
     from megatron_dapo.megatron.implementations import implementations
     from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
     from megatron_dapo.megatron.precision import Precision

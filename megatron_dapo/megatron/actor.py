@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.bridge.architecture import LANGUAGE_MODEL, ModelArchitecture
-from megatron_dapo.bridge.load import load_from_huggingface
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, ModelArchitecture
+from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.head import HeadSettings, TokenOutputs, implementation, token_outputs
 from megatron_dapo.megatron.implementations import describe, implementations
 from megatron_dapo.megatron.model import unwrap

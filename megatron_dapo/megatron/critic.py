@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_dapo.bridge.architecture import TOKEN_VALUE, ModelArchitecture
-from megatron_dapo.bridge.critic import (
+from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture
+from megatron_dapo.checkpoints.critic import (
     HeadStart,
     critic_architecture,
     export_critic,
     initialise_critic_randomly,
     load_critic,
 )
-from megatron_dapo.bridge.export import ExportReport
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.export import ExportReport
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.schedule import Loss
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
 from megatron_dapo.parallel.layout import ParallelLayout

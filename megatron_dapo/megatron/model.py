@@ -27,8 +27,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.bridge.architecture import LANGUAGE_MODEL, TOKEN_VALUE, ModelArchitecture
-from megatron_dapo.bridge.megatron_layout import padded_vocabulary
+from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, TOKEN_VALUE, ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import padded_vocabulary
 from megatron_dapo.megatron.experts import normalise_probabilities
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import ModelConfig, describe_precision

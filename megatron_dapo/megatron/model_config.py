@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.megatron.experts import layer_pattern
 from megatron_dapo.megatron.precision import Precision, multiplier, precision_fields
 from megatron_dapo.parallel.layout import ParallelLayout

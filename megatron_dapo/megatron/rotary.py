@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_dapo.bridge.architecture import RopeScaling
+from megatron_dapo.checkpoints.architecture import RopeScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.fp8_utils import get_fp8_recipe
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.megatron import schedule, state
 from megatron_dapo.megatron.host_memory import HostMemory, Moved, own_memory
 from megatron_dapo.megatron.masters import load_exactly, set_masters

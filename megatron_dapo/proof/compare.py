@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.collectives import communication_device, sum_over
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.layout import Piece, local_holes, piece_view

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.load import load_from_huggingface
-from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.launch.environment import prepare_rendezvous, process_environment
 from megatron_dapo.megatron.actor import ActorSettings, Loader, MegatronActor, TokenOutputs

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.atomic_folder import atomic_folder, refuse_existing
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder
-from megatron_dapo.bridge.huggingface_writer import copy_side_files
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.atomic_directory import atomic_folder, refuse_existing
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface_writer import copy_side_files
 from megatron_dapo.data.dataset import load_prompts
 from megatron_dapo.quantisation import calibrate
 from megatron_dapo.quantisation.engine_check import engine_logprobs

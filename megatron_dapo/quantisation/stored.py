@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantise_hidden
 from megatron_dapo.quantisation.experts import separate_experts
 

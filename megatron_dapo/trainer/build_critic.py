@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule, build_lambda_rule
 from megatron_dapo.algorithms.value_loss import build_value_loss
-from megatron_dapo.bridge.critic import HeadStart
+from megatron_dapo.checkpoints.critic import HeadStart
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import critic_schedule_steps
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, EngineLayout
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, Transport, UpdateTimeouts
-from megatron_dapo.bridge.export import export_to_huggingface
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
 from megatron_dapo.bridge.served_parameters import served_parameters
-from megatron_dapo.bridge.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.bridge.transports.base import GroupCoordinator
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.peer import PeerSettings, PeerTransport
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.sglang.client import EngineError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings

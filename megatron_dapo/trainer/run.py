@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.export import export_to_huggingface
+from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.config.architecture import read_architecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.schema import Config

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.context import context_token_index
 from megatron_dapo.megatron.head import TokenOutputs

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, UpdateTimeouts
-from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.bridge.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.bridge.transports.base import CoordinationError
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.engines.sglang import weight_loader
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import Nodes

@@ -18,9 +18,9 @@ from actor_checks import (
 )
 from safetensors.torch import load_file
 
-from megatron_dapo.bridge.convert import first_difference
-from megatron_dapo.bridge.export import export_to_huggingface
 from megatron_dapo.bridge.replicas import drifted_replicas
+from megatron_dapo.checkpoints.convert import first_difference
+from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout

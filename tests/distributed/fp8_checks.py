@@ -19,9 +19,9 @@ from actor_checks import (
     resume_case,
 )
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.huggingface import huggingface_layout
-from megatron_dapo.bridge.random_weights import random_normal
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.huggingface import huggingface_layout
+from megatron_dapo.checkpoints.random_weights import random_normal
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.precision import Precision

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.export import export_to_huggingface
-from megatron_dapo.bridge.load import load_from_huggingface
-from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.bridge.replicas import drifted_replicas
 from megatron_dapo.bridge.weight_sync import WeightSync, replica_sync
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.layout import ExplicitLayout, Piece, TensorSpec, flat_range_pieces
 from megatron_dapo.parallel.reshard.regions import owned_boxes

@@ -19,9 +19,9 @@ from delivery_simulation import (
 )
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.bridge.atomic_folder import atomic_folder
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet
 from megatron_dapo.bridge.transports.disk import DiskTransport
+from megatron_dapo.checkpoints.atomic_directory import atomic_folder
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.layout import ReplicatedLayout, SingleHolderLayout

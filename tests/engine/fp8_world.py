@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan
-from megatron_dapo.bridge.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, read_parameters
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, read_parameters
 from megatron_dapo.ops.fp8 import quantise_weight
 from megatron_dapo.parallel.reshard.planner import plan
 from tools.prove_resume import QUICKSTART

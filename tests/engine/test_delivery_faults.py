@@ -15,9 +15,9 @@ from delivery_simulation import World, run_ranks
 from message_faults import HARMLESS_AT_TIMES, PAYLOAD_FAULTS, Strike, payload_of, texts_of
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.engine_update import UpdateReport, UpdateTimeouts
 from megatron_dapo.bridge.transports.colocated import default_folder
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.parallel.layout import ParallelLayout

@@ -10,9 +10,9 @@ import torch
 from delivery_simulation import World, run_ranks
 from safetensors.torch import load_file
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.engine_update import UpdateTimeouts
 from megatron_dapo.bridge.transports.colocated import default_folder
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer

@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from delivery_simulation import World, run_ranks
 from fp8_world import Fp8World, in_fp8, save_model, transformers_logprobs, weights_of
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.engine_update import UpdateReport, UpdateTimeouts
-from megatron_dapo.bridge.fp8_layout import SCALES, expected_parameters, read_parameters
 from megatron_dapo.bridge.served_parameters import served_parameters
-from megatron_dapo.bridge.sglang_layout import sglang_layout
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.fp8_layout import SCALES, expected_parameters, read_parameters
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.parallel.layout import ParallelLayout

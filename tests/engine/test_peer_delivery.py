@@ -17,11 +17,11 @@ from delivery_simulation import Meeting, ThreadCoordinator, World, break_sender,
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.atomic_folder import atomic_folder
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, Transport, UpdateTimeouts
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.peer import PeerTransport
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.atomic_directory import atomic_folder
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer

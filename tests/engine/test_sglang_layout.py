@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.layout import SingleHolderLayout
 from megatron_dapo.parallel.reshard.planner import plan

@@ -17,13 +17,14 @@ LAYERS = {
     **dict.fromkeys(("types", "precision", "config"), 0),
     **dict.fromkeys(("algorithms", "rewards", "data"), 1),
     **dict.fromkeys(("parallel", "ops"), 2),
-    **dict.fromkeys(("megatron", "engines", "bridge"), 3),
+    **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),
     **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation", "quantisation"), 4),
     **dict.fromkeys(("trainer", "launch", "proof", "doctor", "cli"), 5),
 }
 # (importer, imported) within one layer, beside the programs of layer 5 among themselves.
 SIDEWAYS = {
-    ("megatron", "bridge"),  # the actor is a layout of the bridge's tensors
+    ("megatron", "checkpoints"),  # the actor is a layout of a checkpoint's tensors
+    ("bridge", "checkpoints"),  # a weight sync goes from one layout to another
 }
 # External module -> the only packages that may import it.
 HEAVY = {

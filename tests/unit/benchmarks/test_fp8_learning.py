@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from fp8_learning import FIGURES, QUICKSTART, table, widen
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.precision import LinearSizes, misfits
 
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums, local_box, part_values, write_parts
-from megatron_dapo.bridge.megatron_layout import megatron_layout
-from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.delivery import PART_ALIGNMENT, Receiver

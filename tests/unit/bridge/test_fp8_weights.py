@@ -13,9 +13,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.bridge.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, write_parts
-from megatron_dapo.bridge.fp8_layout import (
+from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.checkpoints.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
+from megatron_dapo.checkpoints.fp8_layout import (
     SCALES,
     Fp8EngineLayout,
     Fp8Parameters,
@@ -23,9 +24,8 @@ from megatron_dapo.bridge.fp8_layout import (
     expected_parameters,
     read_parameters,
 )
-from megatron_dapo.bridge.fp8_weights import Fp8Weights
-from megatron_dapo.bridge.megatron_layout import megatron_layout
-from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.ops.fp8 import quantise_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.delivery import Receiver

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.export import export_to_huggingface
-from megatron_dapo.bridge.load import load_from_huggingface
-from megatron_dapo.bridge.megatron_layout import megatron_layout
 from megatron_dapo.bridge.weight_sync import WeightSync, replica_sync
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.planner import plan

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = {
@@ -31,7 +31,7 @@ CONFIG = {
 }
 CHILD = """
 import sys
-from megatron_dapo.bridge.convert import huggingface_to_megatron, megatron_to_huggingface
+from megatron_dapo.checkpoints.convert import huggingface_to_megatron, megatron_to_huggingface
 
 def memory(field):
     lines = open("/proc/self/status").read().splitlines()

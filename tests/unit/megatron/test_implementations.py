@@ -9,7 +9,7 @@ import megatron.core.optimizer as megatron_optimizer
 import pytest
 import torch
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.doctor.probes import _SMALL
 from megatron_dapo.megatron import implementations as module
 from megatron_dapo.megatron.implementations import implementations

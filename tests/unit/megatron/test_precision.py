@@ -13,10 +13,10 @@ from actor_checks import TEMPERATURE, build_actor, loss_fn, ragged_batch
 from fp8_checks import BLOCKWISE, EXPERTS, FAMILIES, TOKENS, WIDE, measured, settings_of, wide_model
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, expected_parameters
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
-from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, expected_parameters
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.megatron import precision as module
 from megatron_dapo.megatron.actor import ActorSettings
 from megatron_dapo.megatron.fp8_layers import (

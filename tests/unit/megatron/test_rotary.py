@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dapo.bridge.architecture import RopeScaling
+from megatron_dapo.checkpoints.architecture import RopeScaling
 from megatron_dapo.megatron.rotary import inverse_frequencies
 
 PARAMETERS = [

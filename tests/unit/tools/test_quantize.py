@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
 from tools import quantize
 
 needs_modelopt = pytest.mark.skipif(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.config.architecture import read_architecture
 from megatron_dapo.precision import LinearSizes, has_served_blocks, misfits

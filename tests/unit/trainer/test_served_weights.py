@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.fp8_layout import Fp8EngineLayout, expected_parameters
 from megatron_dapo.bridge.fp8_weights import single_rank
-from megatron_dapo.bridge.megatron_layout import megatron_layout
-from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, expected_parameters
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.ops.fp8 import quantise_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.served_weights import WEIGHTS

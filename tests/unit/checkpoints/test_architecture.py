@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_dapo.bridge.architecture import ModelArchitecture, RopeScaling
+from megatron_dapo.checkpoints.architecture import ModelArchitecture, RopeScaling
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.bridge.safetensors_file import SafetensorsReader, SafetensorsWriter
+from megatron_dapo.checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter
 from megatron_dapo.parallel.reshard.boxes import Box, flat_range_boxes
 from megatron_dapo.parallel.reshard.layout import TensorSpec
 

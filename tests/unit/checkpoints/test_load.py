@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.load import load_from_huggingface
-from megatron_dapo.bridge.megatron_layout import megatron_layout, padded_vocabulary
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout, padded_vocabulary
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.layout import check_layout
 

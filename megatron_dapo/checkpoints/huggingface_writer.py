@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dapo.bridge.architecture import DTYPES, ModelArchitecture
-from megatron_dapo.bridge.atomic_folder import atomic_folder
-from megatron_dapo.bridge.huggingface import INDEX_FILE, SINGLE_FILE, HuggingFaceFolder, untouched_names
-from megatron_dapo.bridge.safetensors_file import SafetensorsWriter
+from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
+from megatron_dapo.checkpoints.atomic_directory import atomic_folder
+from megatron_dapo.checkpoints.huggingface import INDEX_FILE, SINGLE_FILE, HuggingFaceFolder, untouched_names
+from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
 from megatron_dapo.parallel.reshard.layout import TensorSpec
 
 DEFAULT_SHARD_BYTES = 5_000_000_000

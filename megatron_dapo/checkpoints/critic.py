@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.architecture import (
+from megatron_dapo.checkpoints.architecture import (
     FINAL_NORM,
     HEADS,
     LANGUAGE_MODEL,
@@ -32,12 +32,12 @@ from megatron_dapo.bridge.architecture import (
     VALUE_WEIGHT,
     ModelArchitecture,
 )
-from megatron_dapo.bridge.export import DEFAULT_BATCH_BYTES, ExportReport, export_model
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder
-from megatron_dapo.bridge.huggingface_writer import DEFAULT_SHARD_BYTES
-from megatron_dapo.bridge.load import LoadReport, fill
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
-from megatron_dapo.bridge.random_weights import RandomReader, random_normal
+from megatron_dapo.checkpoints.export import DEFAULT_BATCH_BYTES, ExportReport, export_model
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES
+from megatron_dapo.checkpoints.load import LoadReport, fill
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.random_weights import RandomReader, random_normal
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.executors import Buffers, PieceReader
 from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec

@@ -6,9 +6,9 @@ import hashlib
 
 import torch
 
-from megatron_dapo.bridge.huggingface import huggingface_layout
-from megatron_dapo.bridge.load import LoadReport, fill
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.huggingface import huggingface_layout
+from megatron_dapo.checkpoints.load import LoadReport, fill
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.executors import Buffers
 from megatron_dapo.parallel.reshard.layout import Piece

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder, huggingface_layout, untouched_names
-from megatron_dapo.bridge.huggingface_writer import copy_untouched, huggingface_writer, written_names
-from megatron_dapo.bridge.safetensors_file import SafetensorsWriter
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder, huggingface_layout, untouched_names
+from megatron_dapo.checkpoints.huggingface_writer import copy_untouched, huggingface_writer, written_names
+from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
 
 
 def _copy(source: HuggingFaceFolder, architecture: ModelArchitecture, target: Path, **options) -> None:

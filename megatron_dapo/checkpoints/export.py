@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder, untouched_names
-from megatron_dapo.bridge.huggingface_writer import (
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder, untouched_names
+from megatron_dapo.checkpoints.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     NO_FIELDS,
     HuggingFaceWriter,
@@ -22,8 +22,8 @@ from megatron_dapo.bridge.huggingface_writer import (
     output_specs,
     written_names,
 )
-from megatron_dapo.bridge.load import check_buffers
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.load import check_buffers
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.reshard.executors import DEFAULT_BUCKET_BYTES, Buffers, execute_distributed
 from megatron_dapo.parallel.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.parallel.reshard.planner import ReshardPlan, plan

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.bridge import delivery_plan
-from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, MixtureOfExperts, ModelArchitecture
-from megatron_dapo.bridge.megatron_layout import megatron_layout
-from megatron_dapo.bridge.sglang_layout import sglang_layout
+from megatron_dapo.checkpoints.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, MixtureOfExperts, ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.layout import ShiftedLayout, check_layout, piece_view

@@ -2,10 +2,10 @@
 
 import torch
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.huggingface import huggingface_layout
-from megatron_dapo.bridge.megatron_layout import megatron_layout
-from megatron_dapo.bridge.random_weights import initialise_randomly
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.huggingface import huggingface_layout
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.checkpoints.random_weights import initialise_randomly
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.planner import plan

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.atomic_folder import plain_file_name
-from megatron_dapo.bridge.safetensors_file import SafetensorsFiles, SafetensorsReader
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.atomic_directory import plain_file_name
+from megatron_dapo.checkpoints.safetensors_file import SafetensorsFiles, SafetensorsReader
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
 

@@ -18,9 +18,9 @@ from functools import cached_property
 
 import torch
 
-from megatron_dapo.bridge.architecture import EMBEDDING, LM_HEAD, ROUTER
-from megatron_dapo.bridge.computed_layout import ComputedLayout, Held
-from megatron_dapo.bridge.sglang_layout import SglangLayout
+from megatron_dapo.checkpoints.architecture import EMBEDDING, LM_HEAD, ROUTER
+from megatron_dapo.checkpoints.computed_layout import ComputedLayout, Held
+from megatron_dapo.checkpoints.sglang_layout import SglangLayout
 from megatron_dapo.ops.fp8 import BLOCK, E4M3
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.layout import Layout, Piece, TensorSpec

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.bridge.architecture import HEADS, ModelArchitecture
-from megatron_dapo.bridge.atomic_folder import atomic_folder
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder, untouched_names
-from megatron_dapo.bridge.huggingface_writer import (
+from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
+from megatron_dapo.checkpoints.atomic_directory import atomic_folder
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder, untouched_names
+from megatron_dapo.checkpoints.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     copy_side_files,
     copy_untouched,
     huggingface_writer,
     written_names,
 )
-from megatron_dapo.bridge.load import check_complete, zero_padding
-from megatron_dapo.bridge.megatron_folder import (
+from megatron_dapo.checkpoints.load import check_complete, zero_padding
+from megatron_dapo.checkpoints.megatron_checkpoint import (
     MANIFEST_FILE,
     UNTOUCHED_FILE,
     MegatronFolder,
@@ -34,8 +34,8 @@ from megatron_dapo.bridge.megatron_folder import (
     one_replica,
     rank_file,
 )
-from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.bridge.safetensors_file import SafetensorsWriter
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
 from megatron_dapo.parallel.reshard.executors import execute_from_reader
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
 from megatron_dapo.parallel.reshard.planner import ReshardPlan, Transfer, plan

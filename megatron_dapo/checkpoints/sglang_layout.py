@@ -13,8 +13,8 @@ from functools import cached_property
 
 import torch
 
-from megatron_dapo.bridge.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
-from megatron_dapo.bridge.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
+from megatron_dapo.checkpoints.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
+from megatron_dapo.checkpoints.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec, local_holes
 

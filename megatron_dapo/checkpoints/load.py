@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.bridge.huggingface import HuggingFaceFolder
-from megatron_dapo.bridge.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.executors import Buffers, PieceReader, execute_from_reader
 from megatron_dapo.parallel.reshard.layout import Layout, Piece, local_holes

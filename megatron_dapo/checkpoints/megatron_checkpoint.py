@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.bridge.architecture import HEADS, ModelArchitecture
-from megatron_dapo.bridge.huggingface import untouched_names
-from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.bridge.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsFiles, SafetensorsReader
+from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
+from megatron_dapo.checkpoints.huggingface import untouched_names
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsFiles, SafetensorsReader
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.boxes import Box, whole
 from megatron_dapo.parallel.reshard.executors import execute_from_reader

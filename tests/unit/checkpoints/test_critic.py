@@ -12,21 +12,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.bridge.architecture import ModelArchitecture
-from megatron_dapo.bridge.convert import (
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.convert import (
     first_difference,
     huggingface_to_megatron,
     megatron_to_huggingface,
 )
-from megatron_dapo.bridge.critic import (
+from megatron_dapo.checkpoints.critic import (
     HeadStart,
     critic_architecture,
     export_critic,
     initialise_critic_randomly,
     load_critic,
 )
-from megatron_dapo.bridge.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.bridge.random_weights import initialise_randomly
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.random_weights import initialise_randomly
 from megatron_dapo.parallel.layout import ParallelLayout
 
 SIZES = {

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megatron_dapo.bridge.architecture import (
+from megatron_dapo.checkpoints.architecture import (
     EMBEDDING,
     FINAL_NORM,
     LANGUAGE_MODEL,
@@ -20,7 +20,7 @@ from megatron_dapo.bridge.architecture import (
     VALUE_WEIGHT,
     ModelArchitecture,
 )
-from megatron_dapo.bridge.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
+from megatron_dapo.checkpoints.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
 from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
 from megatron_dapo.parallel.reshard.boxes import Box, intersect
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
