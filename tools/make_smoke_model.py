@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_dapo.checkpoints.atomic_directory import atomic_folder
+from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "quickstart" / "base_model"
 SEED = 0
@@ -59,7 +59,7 @@ def write(target: Path, size: str) -> None:
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
-    with atomic_folder(target) as folder:
+    with atomic_directory(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

@@ -73,7 +73,7 @@ class Trainer:
     """The weights and the updates that carry them."""
 
     def __init__(self, folder: Path, device: torch.device, bucket_bytes: int, control: EngineControl) -> None:
-        architecture = ModelArchitecture.from_folder(folder / "model")
+        architecture = ModelArchitecture.from_directory(folder / "model")
         tensors = megatron_layout(architecture, ParallelLayout(1), DTYPE)
         self.engine = sglang_layout(architecture, 1, DTYPE, device=device.type)
         self.parameters = {

@@ -93,7 +93,7 @@ class Sink:
 
     def _specs(self) -> dict[str, Any]:
         specification = self._specification
-        architecture = ModelArchitecture.from_folder(specification["model"])
+        architecture = ModelArchitecture.from_directory(specification["model"])
         layout = sglang_layout(
             architecture,
             specification["engine_tensor"],

@@ -25,7 +25,7 @@ from megatron_dapo.bridge.transports.colocated import ColocatedTransport, defaul
 from megatron_dapo.bridge.transports.peer import PeerTransport
 from megatron_dapo.bridge.weight_sync import replica_sync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.random_weights import initialise_randomly
+from megatron_dapo.checkpoints.random_weights import initialize_randomly
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key
@@ -53,14 +53,14 @@ class Trainer:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.dtype = getattr(torch, specification["dtype"])
         self.folder = Path(specification["folder"])
-        self.architecture = ModelArchitecture.from_folder(specification["model"])
+        self.architecture = ModelArchitecture.from_directory(specification["model"])
         layout = ParallelLayout(self.size, tensor=specification["tensor"], pipeline=specification["pipeline"])
         settings = ActorSettings(model=ModelSettings(dtype=specification["dtype"]))
         self.actor = MegatronActor(
             self.architecture,
             layout,
             settings,
-            lambda parameters, tensors: initialise_randomly(SEED, tensors, dist.get_rank(), parameters),
+            lambda parameters, tensors: initialize_randomly(SEED, tensors, dist.get_rank(), parameters),
         )
         self.mbridge = MbridgeExport(Path(specification["model"]), self.actor, self.dtype)
         self.sinks = self._sinks()

@@ -43,7 +43,7 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
         self._touched = layout.touched(rank)
         self._pieces: dict[str, list[Piece]] = {}  # quantised buffer -> its pieces
         for piece in layout.master.pieces(rank):
-            if piece.tensor in layout.quantised:
+            if piece.tensor in layout.quantized:
                 self._pieces.setdefault(piece.local, []).append(piece)
         self._multipliers = {n: block_multiplier(m) for n, m in self._magnitudes(largest).items()}
 

@@ -113,7 +113,7 @@ class MixtureOfExperts:
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int  # of one expert
-    normalise: bool  # the chosen experts' probabilities are divided by their sum
+    normalize: bool  # the chosen experts' probabilities are divided by their sum
     layers: frozenset[int]  # of the model; the others have a dense MLP
 
 
@@ -141,7 +141,7 @@ class ModelArchitecture:
     head: str = LANGUAGE_MODEL  # one of HEADS
 
     @classmethod
-    def from_folder(
+    def from_directory(
         cls, folder: str | Path, *, neutral_fields: Collection[str] = (), heads: Collection[str] = (LANGUAGE_MODEL,)
     ) -> ModelArchitecture:
         """`from_config` of the folder's config.json."""
@@ -321,12 +321,12 @@ def _experts(config: Mapping[str, Any]) -> MixtureOfExperts | None:
     per_token = _positive(config, "num_experts_per_tok")
     if per_token > num_experts:
         raise ValueError(f"config.json: num_experts_per_tok {per_token} is more than num_experts {num_experts}")
-    normalise = _required(config, "norm_topk_prob")
-    if not isinstance(normalise, bool):
-        raise ValueError(f"config.json: norm_topk_prob = {normalise!r} must be true or false")
+    normalize = _required(config, "norm_topk_prob")
+    if not isinstance(normalize, bool):
+        raise ValueError(f"config.json: norm_topk_prob = {normalize!r} must be true or false")
     layers = _layers_with_experts(config)
     return (
-        MixtureOfExperts(num_experts, per_token, _positive(config, "moe_intermediate_size"), normalise, layers)
+        MixtureOfExperts(num_experts, per_token, _positive(config, "moe_intermediate_size"), normalize, layers)
         if layers
         else None
     )

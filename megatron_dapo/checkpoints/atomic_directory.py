@@ -24,7 +24,7 @@ def refuse_existing(target: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(target: str | Path) -> Iterator[Path]:
+def atomic_directory(target: str | Path) -> Iterator[Path]:
     """Yields a temporary folder beside `target` that becomes `target` at the end, or is removed on any error.
 
     Raises ValueError where `target` exists (before anything is written, and again before the rename).

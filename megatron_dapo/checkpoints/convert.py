@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
-from megatron_dapo.checkpoints.atomic_directory import atomic_folder
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder, untouched_names
+from megatron_dapo.checkpoints.atomic_directory import atomic_directory
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     copy_side_files,
@@ -28,8 +28,8 @@ from megatron_dapo.checkpoints.load import check_complete, zero_padding
 from megatron_dapo.checkpoints.megatron_checkpoint import (
     MANIFEST_FILE,
     UNTOUCHED_FILE,
-    MegatronFolder,
-    is_megatron_folder,
+    MegatronCheckpoint,
+    is_megatron_checkpoint,
     manifest,
     one_replica,
     rank_file,
@@ -52,7 +52,7 @@ class ConversionReport:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """The first thing in which two models differ."""
 
     name: str
@@ -79,7 +79,7 @@ def huggingface_to_megatron(
     Raises ValueError where the source is incomplete, does not fit its config.json or the parallel sizes, or `target`
     exists; OSError where the disk is full. Then nothing of `target` is left.
     """
-    architecture = ModelArchitecture.from_folder(source, heads=HEADS)
+    architecture = ModelArchitecture.from_directory(source, heads=HEADS)
     parallel = one_replica(
         tensor=tensor,
         pipeline=pipeline,
@@ -87,7 +87,7 @@ def huggingface_to_megatron(
         expert=expert,
         expert_tensor=expert_tensor,
     )
-    with HuggingFaceFolder(source) as folder, atomic_folder(target) as output:
+    with HFCheckpoint(source) as folder, atomic_directory(target) as output:
         folder.check(architecture)
         folder.check_aliases(architecture)
         layout = megatron_layout(architecture, parallel, folder.dtypes(architecture))
@@ -102,7 +102,7 @@ def huggingface_to_megatron(
         copy_side_files(folder.path, output)
         content = json.dumps(manifest(layout, folder.specs, file_bytes), indent=1)
         (output / MANIFEST_FILE).write_text(content + "\n", encoding="utf-8")
-        MegatronFolder(output, architecture).close()  # complete and as announced, or no output
+        MegatronCheckpoint(output, architecture).close()  # complete and as announced, or no output
         return ConversionReport(len(folder.specs), len(file_bytes), folder.bytes_read, sum(file_bytes.values()))
 
 
@@ -110,7 +110,7 @@ def megatron_to_huggingface(
     source: str | Path, target: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> ConversionReport:
     """Writes the Megatron folder `source` as a Hugging Face folder: names, types and side files it came from."""
-    with MegatronFolder(source) as folder:
+    with MegatronCheckpoint(source) as folder:
         architecture = folder.architecture
         with huggingface_writer(target, folder, architecture, shard_bytes=shard_bytes) as writer:
             for name in architecture.shapes():
@@ -124,7 +124,7 @@ def megatron_to_huggingface(
         )
 
 
-def _write_rank(path: Path, rank: int, reshard: ReshardPlan, folder: HuggingFaceFolder) -> int:
+def _write_rank(path: Path, rank: int, reshard: ReshardPlan, folder: HFCheckpoint) -> int:
     layout = reshard.destination
     locals_ = dict(_local_parts(layout, rank, reshard))
 
@@ -162,7 +162,7 @@ def _local_parts(
 
 
 def _filled(
-    local: str, spec: TensorSpec, transfers: list[Transfer], pieces: tuple[Piece, ...], folder: HuggingFaceFolder
+    local: str, spec: TensorSpec, transfers: list[Transfer], pieces: tuple[Piece, ...], folder: HFCheckpoint
 ) -> torch.Tensor:
     """One local buffer as the source says it should be: each element read once, or padding and zero."""
     buffers = {local: torch.empty(spec.shape, dtype=spec.dtype)}
@@ -171,27 +171,29 @@ def _filled(
     return buffers[local]
 
 
-def first_difference(first: str | Path, second: str | Path) -> Difference | None:
+def first_difference(first: str | Path, second: str | Path) -> TensorDifference | None:
     """Compares two models tensor by tensor: names, shapes, types, bits; None where they are the same.
 
     Each is a Hugging Face or a Megatron folder. Of a Megatron folder every rank's buffer is compared with what a
     Hugging Face folder says it should be, replicas and padding included.
     """
-    kinds = (is_megatron_folder(first), is_megatron_folder(second))
+    kinds = (is_megatron_checkpoint(first), is_megatron_checkpoint(second))
     return _COMPARISONS[kinds](first, second)
 
 
-def _compare_huggingface(first: str | Path, second: str | Path) -> Difference | None:
-    with HuggingFaceFolder(first) as a, HuggingFaceFolder(second) as b:
+def _compare_huggingface(first: str | Path, second: str | Path) -> TensorDifference | None:
+    with HFCheckpoint(first) as a, HFCheckpoint(second) as b:
         return _compare_tensors(a, b)
 
 
-def _compare_megatron(first: str | Path, second: str | Path) -> Difference | None:
-    with MegatronFolder(first) as a, MegatronFolder(second) as b:
+def _compare_megatron(first: str | Path, second: str | Path) -> TensorDifference | None:
+    with MegatronCheckpoint(first) as a, MegatronCheckpoint(second) as b:
         return _compare_tensors(a, b)
 
 
-def _compare_tensors(a: HuggingFaceFolder | MegatronFolder, b: HuggingFaceFolder | MegatronFolder) -> Difference | None:
+def _compare_tensors(
+    a: HFCheckpoint | MegatronCheckpoint, b: HFCheckpoint | MegatronCheckpoint
+) -> TensorDifference | None:
     found = _compare_specs(a.specs, b.specs, a.path, b.path)
     if found:
         return found
@@ -199,11 +201,11 @@ def _compare_tensors(a: HuggingFaceFolder | MegatronFolder, b: HuggingFaceFolder
     return next((difference for difference in values if difference), None)
 
 
-def _compare_locals(huggingface: str | Path, megatron: str | Path) -> Difference | None:
+def _compare_locals(huggingface: str | Path, megatron: str | Path) -> TensorDifference | None:
     with ExitStack() as stack:
-        folder = stack.enter_context(HuggingFaceFolder(huggingface))
-        architecture = ModelArchitecture.from_folder(huggingface, heads=HEADS)
-        converted = stack.enter_context(MegatronFolder(megatron))
+        folder = stack.enter_context(HFCheckpoint(huggingface))
+        architecture = ModelArchitecture.from_directory(huggingface, heads=HEADS)
+        converted = stack.enter_context(MegatronCheckpoint(megatron))
         found = _compare_specs(folder.specs, converted.specs, folder.path, converted.path)
         if found:
             return found
@@ -220,11 +222,11 @@ def _compare_locals(huggingface: str | Path, megatron: str | Path) -> Difference
         return next((difference for difference in values if difference), None)
 
 
-def _compare_locals_reversed(megatron: str | Path, huggingface: str | Path) -> Difference | None:
+def _compare_locals_reversed(megatron: str | Path, huggingface: str | Path) -> TensorDifference | None:
     return _compare_locals(huggingface, megatron)
 
 
-_COMPARISONS: Mapping[tuple[bool, bool], Callable[[str | Path, str | Path], Difference | None]] = {
+_COMPARISONS: Mapping[tuple[bool, bool], Callable[[str | Path, str | Path], TensorDifference | None]] = {
     (False, False): _compare_huggingface,
     (False, True): _compare_locals,
     (True, False): _compare_locals_reversed,
@@ -234,22 +236,22 @@ _COMPARISONS: Mapping[tuple[bool, bool], Callable[[str | Path, str | Path], Diff
 
 def _compare_specs(
     a: Mapping[str, TensorSpec], b: Mapping[str, TensorSpec], first: Path, second: Path
-) -> Difference | None:
+) -> TensorDifference | None:
     for name in (*a, *(name for name in b if name not in a)):
         if name not in a or name not in b:
-            return Difference(name, f"only in {first if name in a else second} ({len(a)} and {len(b)} tensors)")
+            return TensorDifference(name, f"only in {first if name in a else second} ({len(a)} and {len(b)} tensors)")
         if tuple(a[name].shape) != tuple(b[name].shape):
-            return Difference(name, f"shape {tuple(a[name].shape)} and {tuple(b[name].shape)}")
+            return TensorDifference(name, f"shape {tuple(a[name].shape)} and {tuple(b[name].shape)}")
         if a[name].dtype != b[name].dtype:
-            return Difference(name, f"{a[name].dtype} and {b[name].dtype}")
+            return TensorDifference(name, f"{a[name].dtype} and {b[name].dtype}")
     return None
 
 
-def _compare_values(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
+def _compare_values(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
     bits_a, bits_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     if torch.equal(bits_a, bits_b):
         return None
     different = (bits_a != bits_b).view(-1, a.element_size()).any(dim=1).nonzero().flatten()
-    return Difference(
+    return TensorDifference(
         name, f"{len(different)} of {a.numel()} elements differ in their bits, first at flat index {int(different[0])}"
     )

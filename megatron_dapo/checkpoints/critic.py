@@ -33,9 +33,9 @@ from megatron_dapo.checkpoints.architecture import (
     ModelArchitecture,
 )
 from megatron_dapo.checkpoints.export import DEFAULT_BATCH_BYTES, ExportReport, export_model
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES
-from megatron_dapo.checkpoints.load import LoadReport, fill
+from megatron_dapo.checkpoints.load import WeightLoadReport, fill
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.checkpoints.random_weights import RandomReader, random_normal
 from megatron_dapo.parallel.reshard.boxes import Box
@@ -67,7 +67,7 @@ class HeadStart:
 class CriticLoadReport:
     """What one rank read, and the head tensors that the folder did not have."""
 
-    read: LoadReport
+    read: WeightLoadReport
     fresh: tuple[str, ...]
 
 
@@ -77,12 +77,12 @@ def critic_architecture(folder: str | Path, policy_folder: str | Path | None = N
     Raises ValueError where the folder's head has more than one label, and, with a `policy_folder`, where its layers,
     its vocabulary or its tokenizer are not the policy's.
     """
-    source = ModelArchitecture.from_folder(folder, heads=HEADS)
+    source = ModelArchitecture.from_directory(folder, heads=HEADS)
     if policy_folder is not None:
-        _check_same_layers(folder, source, policy_folder, ModelArchitecture.from_folder(policy_folder))
+        _check_same_layers(folder, source, policy_folder, ModelArchitecture.from_directory(policy_folder))
         _check_same_tokens(folder, policy_folder)
     if source.head != LANGUAGE_MODEL:
-        with HuggingFaceFolder(folder) as stored:
+        with HFCheckpoint(folder) as stored:
             _check_labels(stored, source)
     return source.with_value_head()
 
@@ -92,8 +92,8 @@ def load_critic(
 ) -> CriticLoadReport:
     """Fills `parameters` (local name -> tensor) of `rank` from a policy, a reward model or a critic; padding becomes
     zero. What the folder has not of the head is fresh, which is logged. ValueError where the folder does not fit."""
-    source = ModelArchitecture.from_folder(folder, heads=HEADS)
-    with HuggingFaceFolder(folder) as stored:
+    source = ModelArchitecture.from_directory(folder, heads=HEADS)
+    with HFCheckpoint(folder) as stored:
         if source.head != LANGUAGE_MODEL:
             _check_labels(stored, source)
         stored.check(source)
@@ -108,7 +108,7 @@ def load_critic(
     return report
 
 
-def initialise_critic_randomly(
+def initialize_critic_randomly(
     seed: int, layout: MegatronLayout, rank: int, parameters: Buffers, start: HeadStart
 ) -> CriticLoadReport:
     """Fills `parameters` of `rank` with the layers of the random policy of the same seed, and a fresh head."""
@@ -135,8 +135,8 @@ def export_critic(
     `source_folder` is what it started from: types, config and tokenizer are that folder's; a head that it lacks gets
     the type of its last norm. See `export_to_huggingface` for the rest.
     """
-    source = ModelArchitecture.from_folder(source_folder, heads=HEADS)
-    with HuggingFaceFolder(source_folder) as stored:
+    source = ModelArchitecture.from_directory(source_folder, heads=HEADS)
+    with HFCheckpoint(source_folder) as stored:
         stored.check(source)
         return export_model(
             target,
@@ -154,7 +154,7 @@ def export_critic(
 class _CriticOf:
     """The `ModelSource` of a critic's export: a folder's tensors with the value head in place of its head."""
 
-    def __init__(self, stored: HuggingFaceFolder, source: ModelArchitecture, critic: ModelArchitecture) -> None:
+    def __init__(self, stored: HFCheckpoint, source: ModelArchitecture, critic: ModelArchitecture) -> None:
         dropped = {*source.head_shapes(), *source.aliases()}
         kept = {name: spec for name, spec in stored.specs.items() if name not in dropped}
         dtype = stored.specs[FINAL_NORM].dtype
@@ -222,7 +222,7 @@ def _config_fields(critic: ModelArchitecture) -> dict[str, Any]:
     return {"architectures": [critic.class_name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
-def _check_labels(stored: HuggingFaceFolder, source: ModelArchitecture) -> None:
+def _check_labels(stored: HFCheckpoint, source: ModelArchitecture) -> None:
     spec = stored.specs.get(VALUE_WEIGHT)
     if spec is None:
         raise ValueError(f"{stored.path}: a {source.class_name} without {VALUE_WEIGHT}; nothing else is read as a head")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder, untouched_names
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     NO_FIELDS,
@@ -61,7 +61,7 @@ def export_to_huggingface(
     appears complete or not at all. Every rank of the group calls it; ValueError or OSError of rank 0 becomes
     RuntimeError on the others.
     """
-    with HuggingFaceFolder(source_folder) as source:
+    with HFCheckpoint(source_folder) as source:
         source.check(layout.architecture)
         return export_model(
             target,

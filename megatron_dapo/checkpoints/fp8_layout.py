@@ -3,11 +3,11 @@
     which = read_parameters(engines, described)      # asked of a server (`served_parameters`), or `expected_parameters`
     source = Fp8SourceLayout(actor.tensors, Fp8EngineLayout(engines, which))
 
-Both sides agree on global tensors: a quantised tensor X keeps its name and shape and is e4m3 here, X_scale_inv float32
+Both sides agree on global tensors: a quantized tensor X keeps its name and shape and is e4m3 here, X_scale_inv float32
 holds one number a block (what its values are multiplied with to get the originals back). Where they lie follows from
 where X lies. `fp8_weights` computes both out of the trainer's parameters while buckets are filled.
 
-Which tensors are quantised is nowhere listed: those are whose engine parameter is e4m3.
+Which tensors are quantized is nowhere listed: those are whose engine parameter is e4m3.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DIMS = ("row", "column")
 class Fp8Parameters:
     """What is special about the parameters of an engine in FP8; the same on all its ranks."""
 
-    quantised: frozenset[str]  # parameters that are e4m3
+    quantized: frozenset[str]  # parameters that are e4m3
     constants: frozenset[str]  # scalars that are always KV_SCALE_VALUE
 
 
@@ -67,7 +67,7 @@ def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, Tens
     if len(found) > 1:
         raise ValueError("the ranks of one engine quantise different parameters; they must serve one model")
     (parameters,) = found
-    if not parameters.quantised:
+    if not parameters.quantized:
         raise ValueError(
             "the server holds no parameter in FP8: start it with a quantization_config of fp8 in blocks of "
             f'[{BLOCK}, {BLOCK}], or set sglang.quantization = "none"'
@@ -76,11 +76,11 @@ def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, Tens
 
 
 def _classify(own: Mapping[str, TensorSpec], described: Mapping[str, TensorSpec]) -> Fp8Parameters:
-    quantised = {name for name, spec in described.items() if name in own and spec.dtype == E4M3}
+    quantized = {name for name, spec in described.items() if name in own and spec.dtype == E4M3}
     constants = {name for name, spec in described.items() if name.endswith(KV_SCALES) and not spec.shape}
-    scales = {name + SCALES for name in quantised}
+    scales = {name + SCALES for name in quantized}
     for name, spec in described.items():
-        known = name in quantised or name in constants
+        known = name in quantized or name in constants
         if name in scales and spec.dtype == _SCALE_DTYPE or name in own and spec.dtype == own[name].dtype:
             known = True
         if not known:
@@ -91,7 +91,7 @@ def _classify(own: Mapping[str, TensorSpec], described: Mapping[str, TensorSpec]
             )
     if missing := scales - described.keys():
         raise ValueError(f"the engine has no {min(missing)!r}, its FP8 is not in blocks; set weight_block_size")
-    return Fp8Parameters(frozenset(quantised), frozenset(constants))
+    return Fp8Parameters(frozenset(quantized), frozenset(constants))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -110,13 +110,13 @@ def block_box(offset: Sequence[int], shape: Sequence[int]) -> Box:
 
 
 def _global_tensors(
-    tensors: Mapping[str, TensorSpec], quantised: frozenset[str], constants: frozenset[str]
+    tensors: Mapping[str, TensorSpec], quantized: frozenset[str], constants: frozenset[str]
 ) -> dict[str, TensorSpec]:
-    """The tensors of a delivery: a quantised one is e4m3 and has its scales behind it."""
+    """The tensors of a delivery: a quantized one is e4m3 and has its scales behind it."""
     found: dict[str, TensorSpec] = {}
     for name, spec in tensors.items():
-        found[name] = TensorSpec(spec.shape, E4M3) if name in quantised else spec
-        if name in quantised:
+        found[name] = TensorSpec(spec.shape, E4M3) if name in quantized else spec
+        if name in quantized:
             found[name + SCALES] = TensorSpec(tuple(blocks_of(size) for size in spec.shape), _SCALE_DTYPE)
     return found | {name: TensorSpec((), _SCALE_DTYPE) for name in sorted(constants)}
 
@@ -132,15 +132,15 @@ class Fp8EngineLayout(ComputedLayout):
         self.engines = engines
         self.parameters = parameters
         self.tensor_parallel = engines.tensor_parallel
-        # One rank tells for all: fused parts are quantised together, and every rank holds a part of every matrix but
+        # One rank tells for all: fused parts are quantized together, and every rank holds a part of every matrix but
         # experts under expert parallelism.
-        self.quantised = frozenset(
+        self.quantized = frozenset(
             piece.tensor
             for rank in range(engines.tensor_parallel)
             for piece in engines.pieces(rank)
-            if piece.local in parameters.quantised
+            if piece.local in parameters.quantized
         )
-        super().__init__(_global_tensors(engines.tensors, self.quantised, parameters.constants))
+        super().__init__(_global_tensors(engines.tensors, self.quantized, parameters.constants))
 
     @property
     def num_ranks(self) -> int:
@@ -156,13 +156,13 @@ class Fp8EngineLayout(ComputedLayout):
     def _pieces(self, rank: int) -> Iterator[Piece]:
         for piece in self.engines.pieces(rank):
             yield piece
-            if piece.local in self.parameters.quantised:
+            if piece.local in self.parameters.quantized:
                 yield self._scales_of(piece, rank)
         yield from map(_constant, sorted(self.parameters.constants))
 
     def _specs(self, rank: int) -> Iterator[tuple[str, TensorSpec]]:
         for name, spec in self.engines.local_specs(rank).items():
-            if name not in self.parameters.quantised:
+            if name not in self.parameters.quantized:
                 yield name, spec
                 continue
             *stack, rows, columns = spec.shape
@@ -189,7 +189,7 @@ class Fp8EngineLayout(ComputedLayout):
 
 
 class Fp8SourceLayout:
-    """The trainer's side: pieces of quantised tensors where `master` has them, under the same local names.
+    """The trainer's side: pieces of quantized tensors where `master` has them, under the same local names.
 
     The scales that a rank's part of a tensor X touches are one local buffer, "X_scale_inv". Blocks that the trainer's
     own tensor parallelism cuts have their scale on every rank that holds a part (`shared`).
@@ -197,9 +197,9 @@ class Fp8SourceLayout:
 
     def __init__(self, master: Layout, engines: Fp8EngineLayout) -> None:
         self.master = master
-        self.quantised = engines.quantised
+        self.quantized = engines.quantized
         self.constants = engines.parameters.constants
-        self.tensors = _global_tensors(master.tensors, self.quantised, self.constants)
+        self.tensors = _global_tensors(master.tensors, self.quantized, self.constants)
         # Keyed by the identity of the master's tuple, which the entry keeps alive: replicas share one tuple.
         self._cache: dict[int, tuple[tuple[Piece, ...], tuple[Piece, ...], dict[str, Box]]] = {}
 
@@ -239,10 +239,10 @@ class Fp8SourceLayout:
         return self._cache[id(own)]
 
     def _held(self, pieces: Sequence[Piece]) -> dict[str, Box]:
-        """The box that the pieces of each quantised tensor form together."""
+        """The box that the pieces of each quantized tensor form together."""
         boxes: dict[str, list[Box]] = {}
         for piece in pieces:
-            if piece.tensor in self.quantised:
+            if piece.tensor in self.quantized:
                 boxes.setdefault(piece.tensor, []).append(piece.box)
         return {name: _union(name, found) for name, found in boxes.items()}
 

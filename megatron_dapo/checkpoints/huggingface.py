@@ -46,7 +46,7 @@ def huggingface_layout(
     return SingleHolderLayout(specs, num_ranks, holder)
 
 
-class HuggingFaceFolder(SafetensorsFiles):
+class HFCheckpoint(SafetensorsFiles):
     """The safetensors files of a model folder. Headers are checked at once: missing or truncated files never get
     further.
 

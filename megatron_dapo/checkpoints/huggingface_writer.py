@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
-from megatron_dapo.checkpoints.atomic_directory import atomic_folder
-from megatron_dapo.checkpoints.huggingface import INDEX_FILE, SINGLE_FILE, HuggingFaceFolder, untouched_names
+from megatron_dapo.checkpoints.atomic_directory import atomic_directory
+from megatron_dapo.checkpoints.huggingface import INDEX_FILE, SINGLE_FILE, HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
 from megatron_dapo.parallel.reshard.layout import TensorSpec
 
@@ -117,7 +117,7 @@ def huggingface_writer(
     those of its config.json. Raises ValueError where `target` exists.
     """
     specs = output_specs(source, architecture, dtype)
-    with atomic_folder(target) as folder:
+    with atomic_directory(target) as folder:
         writer = HuggingFaceWriter(folder, specs, shard_bytes)
         try:
             yield writer
@@ -188,7 +188,7 @@ def _set_config_fields(path: Path, fields: Mapping[str, Any]) -> None:
 
 def _verify(folder: Path, specs: Mapping[str, TensorSpec]) -> None:
     """The written files, read back: names, shapes, types and bytes are those of the source."""
-    with HuggingFaceFolder(folder) as written:
+    with HFCheckpoint(folder) as written:
         if written.specs != dict(specs):
             different = sorted(n for n in {*written.specs, *specs} if written.specs.get(n) != specs.get(n))
             raise ValueError(f"export: {len(different)} tensors differ from the source's, first {different[0]}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.executors import Buffers, PieceReader, execute_from_reader
@@ -18,7 +18,7 @@ from megatron_dapo.parallel.reshard.planner import plan
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class WeightLoadReport:
     """What one rank read."""
 
     num_tensors: int  # Hugging Face tensors this rank holds a part of
@@ -28,7 +28,9 @@ class LoadReport:
     bytes_read: int = 0  # from storage
 
 
-def load_from_huggingface(folder: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers) -> LoadReport:
+def load_from_huggingface(
+    folder: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers
+) -> WeightLoadReport:
     """Fills `parameters` (local name -> tensor, any float type) of `rank` from the model in `folder`; padding becomes
     zero.
 
@@ -36,14 +38,16 @@ def load_from_huggingface(folder: str | Path, layout: MegatronLayout, rank: int,
     are not exactly the layout's local buffers. Every element is written exactly once or is padding; anything else
     fails.
     """
-    with HuggingFaceFolder(folder) as source:
+    with HFCheckpoint(folder) as source:
         source.check_aliases(layout.architecture)
         already_read = source.bytes_read
         report = fill(source.layout(layout.architecture), source, layout, rank, parameters)
         return replace(report, bytes_read=source.bytes_read - already_read)
 
 
-def fill(source: Layout, reader: PieceReader, layout: MegatronLayout, rank: int, parameters: Buffers) -> LoadReport:
+def fill(
+    source: Layout, reader: PieceReader, layout: MegatronLayout, rank: int, parameters: Buffers
+) -> WeightLoadReport:
     """Fills `parameters` of `rank` with what `reader` gives of `source`; padding becomes zero. Every element is written
     exactly once or is padding; anything else fails."""
     check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
@@ -52,7 +56,7 @@ def fill(source: Layout, reader: PieceReader, layout: MegatronLayout, rank: int,
         written = execute_from_reader(transfers, reader, parameters)
     padding = zero_padding(layout.pieces(rank), parameters)
     check_complete(written, padding, parameters)
-    return LoadReport(
+    return WeightLoadReport(
         num_tensors=len({transfer.tensor for transfer in transfers}),
         num_model_tensors=len(layout.tensors),
         num_elements=sum(written.values()),

@@ -69,13 +69,13 @@ def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes
     }
 
 
-class MegatronFolder(SafetensorsFiles):
+class MegatronCheckpoint(SafetensorsFiles):
     """A converted model, opened and checked: files, sizes and buffers are those of its layout. A context manager."""
 
     def __init__(self, path: str | Path, architecture: ModelArchitecture | None = None) -> None:
         super().__init__()
         self.path = Path(path)
-        self.architecture = architecture or ModelArchitecture.from_folder(self.path, heads=HEADS)
+        self.architecture = architecture or ModelArchitecture.from_directory(self.path, heads=HEADS)
         parallel, self.specs, files = _read_manifest(self.path / MANIFEST_FILE)
         self.layout = _layout(self.architecture, parallel, self.specs, self.path)
         self._untouched = untouched_names(self.specs, self.architecture)
@@ -128,7 +128,7 @@ class MegatronFolder(SafetensorsFiles):
                 )
 
 
-def is_megatron_folder(path: str | Path) -> bool:
+def is_megatron_checkpoint(path: str | Path) -> bool:
     return (Path(path) / MANIFEST_FILE).is_file()
 
 

@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from megatron_dapo.checkpoints.huggingface import huggingface_layout
-from megatron_dapo.checkpoints.load import LoadReport, fill
+from megatron_dapo.checkpoints.load import WeightLoadReport, fill
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.executors import Buffers
@@ -47,7 +47,7 @@ def random_normal(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def initialise_randomly(seed: int, layout: MegatronLayout, rank: int, parameters: Buffers) -> LoadReport:
+def initialize_randomly(seed: int, layout: MegatronLayout, rank: int, parameters: Buffers) -> WeightLoadReport:
     """Fills `parameters` of `rank` with random weights; padding becomes zero."""
     source = huggingface_layout(layout.architecture, torch.float32, num_ranks=layout.num_ranks)
     return fill(source, RandomReader(seed), layout, rank, parameters)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.config import Config
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.evaluation.protocol import EvaluationResult
@@ -31,7 +31,7 @@ def evaluate_folder(
 def loaded_engine(config: Config, model_folder: Path) -> EmbeddedEngine:
     """An embedded engine that holds the folder's weights."""
     engine = build_local_engine(config, model_folder)
-    with HuggingFaceFolder(model_folder) as source, torch.no_grad():
+    with HFCheckpoint(model_folder) as source, torch.no_grad():
         for name, parameter in engine.parameters_by_name().items():
             parameter.copy_(source.read_tensor(name))
     engine.set_policy_version(0)

@@ -178,7 +178,7 @@ def plan_sync_of_recipe(
             "(sglang.placement = colocated); start fewer or set it to disaggregated"
         )
     return plan_sync(
-        ModelArchitecture.from_folder(config.model.path),
+        ModelArchitecture.from_directory(config.model.path),
         parallel,
         DTYPES[config.model.dtype],
         options,

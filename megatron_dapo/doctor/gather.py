@@ -177,7 +177,7 @@ def attention_shape(config: Config) -> tuple[int, int, int]:
     """(head_dim, query heads, key-value heads) of a tensor-parallel rank."""
     from megatron_dapo.checkpoints.architecture import ModelArchitecture
 
-    architecture = ModelArchitecture.from_folder(config.model.path)
+    architecture = ModelArchitecture.from_directory(config.model.path)
     tensor = max(1, config.parallel.tensor)
     groups = max(1, architecture.num_key_value_heads // tensor)
     heads = groups * max(1, architecture.num_attention_heads // tensor // groups)
@@ -205,17 +205,17 @@ def _try_attention(name: str, environment: dict[str, str], arguments: dict[str, 
 def model_problem(config: Config) -> tuple[str, str]:
     """(why the model folder cannot be read or "", what it holds). Headers of weights are read, tensors are not."""
     from megatron_dapo.checkpoints.architecture import ModelArchitecture
-    from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+    from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 
     folder = config.model.path
     try:
-        architecture = ModelArchitecture.from_folder(folder)
+        architecture = ModelArchitecture.from_directory(folder)
         if not any((folder / name).is_file() for name in _TOKENIZERS):
             return f"{folder}: no tokenizer files there", ""
         detail = f"{architecture.model_type}, {architecture.num_parameters:.4g} parameters"
         if config.model.allow_random_init and not any(folder.glob("*.safetensors")):
             return "", f"{detail}, no weights (model.allow_random_init)"
-        with HuggingFaceFolder(folder) as weights:
+        with HFCheckpoint(folder) as weights:
             weights.check(architecture)
             return "", f"{detail}, {len(weights.specs)} tensors"
     except (ValueError, OSError) as error:
@@ -241,7 +241,7 @@ def model_bytes(config: Config) -> int:
     """Of the served weights."""
     from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
 
-    return ModelArchitecture.from_folder(config.model.path).num_parameters * DTYPES[config.model.dtype].itemsize
+    return ModelArchitecture.from_directory(config.model.path).num_parameters * DTYPES[config.model.dtype].itemsize
 
 
 def key_problem(path: str) -> str:
@@ -261,7 +261,7 @@ def checkpoint_sizes(config: Config) -> list[CheckpointSize]:
     from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
     from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
 
-    architecture, dtype = ModelArchitecture.from_folder(config.model.path), DTYPES[config.model.dtype]
+    architecture, dtype = ModelArchitecture.from_directory(config.model.path), DTYPES[config.model.dtype]
     models = [("policy", architecture, parallel_layout(config, config.num_processes))]
     if config.has_critic:
         models.append(("critic", architecture.with_value_head(), critic_layout(config, config.num_processes)))

@@ -86,7 +86,7 @@ def implementation_table(
     from megatron_dapo.precision import token_multiple
 
     asked = Precision(**precision)
-    architecture = ModelArchitecture.from_folder(model) if model else ModelArchitecture.from_config(_SMALL)
+    architecture = ModelArchitecture.from_directory(model) if model else ModelArchitecture.from_config(_SMALL)
     layout = ParallelLayout(1, token_multiple=token_multiple(asked.recipe))
     config = transformer_config(architecture, layout, ModelSettings(dtype, precision=asked))
     return [asdict(row) for row in implementations(config, head)]

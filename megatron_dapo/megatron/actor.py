@@ -87,7 +87,7 @@ class MegatronActor(TrainedModel):
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
             load_from_huggingface(model_folder, tensors, ranks.rank, parameters)
 
-        return cls(ModelArchitecture.from_folder(model_folder), layout, settings, load, beside, part)
+        return cls(ModelArchitecture.from_directory(model_folder), layout, settings, load, beside, part)
 
     def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[TokenOutputs | None]:
         """Log-probs and entropies of the targets of each micro-batch, [P_local] in this context rank's order of tokens

@@ -21,7 +21,7 @@ from megatron_dapo.checkpoints.critic import (
     HeadStart,
     critic_architecture,
     export_critic,
-    initialise_critic_randomly,
+    initialize_critic_randomly,
     load_critic,
 )
 from megatron_dapo.checkpoints.export import ExportReport
@@ -102,9 +102,11 @@ class MegatronCritic(TrainedModel):
         ranks = part or whole_world()
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-            initialise_critic_randomly(seed, tensors, ranks.rank, parameters, settings.head)
+            initialize_critic_randomly(seed, tensors, ranks.rank, parameters, settings.head)
 
-        return cls(ModelArchitecture.from_folder(policy_folder).with_value_head(), layout, settings, load, beside, part)
+        return cls(
+            ModelArchitecture.from_directory(policy_folder).with_value_head(), layout, settings, load, beside, part
+        )
 
     def forward_values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """Values of each micro-batch, fp32 [P_local] in this context rank's order of tokens (`slice_for_context`); None

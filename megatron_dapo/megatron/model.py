@@ -117,7 +117,7 @@ def _build_chunk(
     chunk.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
     mark_sharded_parameters(chunk)
     if architecture.experts is not None:
-        normalise_probabilities(chunk, architecture.experts.normalise)
+        normalise_probabilities(chunk, architecture.experts.normalize)
     if chunk.post_process:
         chunk.output_layer = OUTPUT_LAYERS[architecture.head](chunk, config)
     with torch.no_grad():

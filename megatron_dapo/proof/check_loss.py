@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_dapo.launch.environment import process_environment
 from megatron_dapo.launch.local import launch_workers
-from megatron_dapo.proof.report import TOLERANCES, CheckLossReport, CheckLossSettings, Row, print_report
+from megatron_dapo.proof.report import TOLERANCES, CheckLossReport, CheckLossSettings, LossCheckRow, print_report
 
 WORKER = "megatron_dapo.proof.start_worker"
 
@@ -43,7 +43,7 @@ def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: s
         num_processes=launched if launched > 1 else num_processes,
         dtype=dtype,
         tolerance=TOLERANCES[dtype],
-        rows=tuple(Row(**row) for row in result["rows"]),
+        rows=tuple(LossCheckRow(**row) for row in result["rows"]),
         skipped=tuple(result["skipped"]),
         seconds=time.monotonic() - start,
     )

@@ -16,7 +16,7 @@ from megatron_dapo.parallel.reshard.layout import Piece, local_holes, piece_view
 
 
 @dataclass(frozen=True)
-class Difference:
+class GradientDifference:
     """Largest over tensors of |ours - right| / |right|, 2-norms over all ranks' pieces, and the tensor it is of."""
 
     relative: float
@@ -42,7 +42,7 @@ def fill_from_whole(
 
 def compare_gradients(
     gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, right: Mapping[str, torch.Tensor]
-) -> Difference:
+) -> GradientDifference:
     """Collective over the default group: all ranks call it with their local gradients. A gradient of padding that is
     not zero, or one that is not finite, makes the difference the largest float (JSON knows no infinity)."""
     names = list(right)
@@ -57,12 +57,12 @@ def compare_gradients(
     error, norm = totals["sums"]
     relative = (error / norm.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
     if not torch.isfinite(relative).all() or totals["padding"] != 0:
-        return Difference(
+        return GradientDifference(
             sys.float_info.max,
             "padding" if torch.isfinite(relative).all() else names[int((~torch.isfinite(relative)).int().argmax())],
         )
     worst = int(relative.argmax())
-    return Difference(float(relative[worst]), names[worst])
+    return GradientDifference(float(relative[worst]), names[worst])
 
 
 def _padding_sum(gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int) -> float:

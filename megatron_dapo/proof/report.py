@@ -24,8 +24,8 @@ class CheckLossSettings:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One comparison. `rel_diff`: of the gradients, see `compare.Difference`; `loss_rel_diff`: of the loss's value."""
+class LossCheckRow:
+    """One comparison. `rel_diff`: of the gradients, see `compare.GradientDifference`; `loss_rel_diff`: of the loss's value."""
 
     layout: str
     micro_batch: str
@@ -44,7 +44,7 @@ class CheckLossReport:
     num_processes: int
     dtype: str
     tolerance: float
-    rows: tuple[Row, ...]
+    rows: tuple[LossCheckRow, ...]
     skipped: tuple[Mapping[str, str], ...]  # {"layout", "reason"}
     seconds: float
 
@@ -96,5 +96,5 @@ def print_report(report: CheckLossReport, console: Console | None = None) -> Non
     )
 
 
-def _largest(rows: Sequence[Row], aggregation: str) -> float:
+def _largest(rows: Sequence[LossCheckRow], aggregation: str) -> float:
     return max(row.rel_diff for row in rows if row.aggregation == aggregation)

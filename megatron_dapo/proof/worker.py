@@ -45,7 +45,7 @@ from megatron_dapo.proof.cases import (
     layouts,
 )
 from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
-from megatron_dapo.proof.report import CheckLossSettings, Row
+from megatron_dapo.proof.report import CheckLossSettings, LossCheckRow
 from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
 from megatron_dapo.types import MicroBatch, TrainSample
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Problem:
+class LossProblem:
     """The same on every rank: the batch, the model and the right answers."""
 
     samples: list[TrainSample]
@@ -67,7 +67,7 @@ class Problem:
 
 def pose_problem(
     settings: CheckLossSettings, make_model: Callable[[], PreTrainedModel] = oracle.random_model
-) -> Problem:
+) -> LossProblem:
     """Rank 0 solves the batch with the plain model (of the folder, or made here) and tells the others."""
     config, description, tensors, numbers, weights, gradients = None, None, None, None, None, {}
     if dist.get_rank() == 0:
@@ -90,11 +90,11 @@ def pose_problem(
     numbers = broadcast_json(numbers)
     answers = {name: oracle.Answer(*numbers[name], broadcast_tensors(gradients.get(name))) for name in numbers}
     architecture = (
-        ModelArchitecture.from_folder(settings.model)
+        ModelArchitecture.from_directory(settings.model)
         if settings.model
         else ModelArchitecture.from_config(broadcast_json(config))
     )
-    return Problem(samples, answers, architecture, _loader(settings.model, weights))
+    return LossProblem(samples, answers, architecture, _loader(settings.model, weights))
 
 
 def _loader(folder: str, weights: Mapping[str, torch.Tensor]) -> Loader:
@@ -130,12 +130,12 @@ def dapo_loss(
     return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviourTerms(micro_batch.rollout_logprobs))
 
 
-def build_actor(problem: Problem, layout: ParallelLayout, dtype: str) -> MegatronActor:
+def build_actor(problem: LossProblem, layout: ParallelLayout, dtype: str) -> MegatronActor:
     """The real actor on `layout`, with the problem's weights."""
     return MegatronActor(problem.architecture, layout, ActorSettings(model=ModelSettings(dtype=dtype)), problem.load)
 
 
-def check_layout(problem: Problem, layout: ParallelLayout, dtype: str) -> list[Row]:
+def check_layout(problem: LossProblem, layout: ParallelLayout, dtype: str) -> list[LossCheckRow]:
     """All cuts and aggregations of one layout."""
     actor = build_actor(problem, layout, dtype)
     return [
@@ -145,7 +145,9 @@ def check_layout(problem: Problem, layout: ParallelLayout, dtype: str) -> list[R
     ]
 
 
-def check_cut(problem: Problem, actor: MegatronActor, cut: Cut, aggregation: str, weigh: WeighSamples) -> Row:
+def check_cut(
+    problem: LossProblem, actor: MegatronActor, cut: Cut, aggregation: str, weigh: WeighSamples
+) -> LossCheckRow:
     """The gradients of one cut under the weights of `weigh` against the answer of `aggregation`."""
     layout, rank = actor.layout, actor.rank
     longest = padded_length(max(sample.num_tokens for sample in problem.samples), layout.micro_batch_alignment)
@@ -161,7 +163,7 @@ def check_cut(problem: Problem, actor: MegatronActor, cut: Cut, aggregation: str
     trained = sum(float(sample.loss_mask.sum()) for sample in problem.samples)
     assert metrics["num_tokens"] == trained, f"{metrics['num_tokens']} tokens were trained, the batch has {trained}"
     difference = compare_gradients(actor.gradients(), actor.tensors, rank, answer.gradients)
-    return Row(
+    return LossCheckRow(
         layout=layout.describe(),
         micro_batch=cut.micro_batch,
         packing=cut.packing,
@@ -195,7 +197,7 @@ def check_all(settings: CheckLossSettings) -> dict[str, Any]:
     return {"rows": rows, "skipped": skipped}
 
 
-def _problems(settings: CheckLossSettings, world_size: int) -> list[tuple[Problem, list[ParallelLayout]]]:
+def _problems(settings: CheckLossSettings, world_size: int) -> list[tuple[LossProblem, list[ParallelLayout]]]:
     """Problems and their layouts. Layouts of experts are checked with the user's model if it has any, and with a small
     one of their own where the model is not the user's."""
     dense, experts = layouts(world_size), expert_layouts(world_size)

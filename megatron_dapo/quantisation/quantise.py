@@ -23,8 +23,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.atomic_directory import atomic_folder, refuse_existing
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.atomic_directory import atomic_directory, refuse_existing
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.huggingface_writer import copy_side_files
 from megatron_dapo.data.dataset import load_prompts
 from megatron_dapo.quantisation import calibrate
@@ -109,7 +109,7 @@ def quantise(
     before = [logprobs_of(model, sample) for sample in checks]
     separate_experts(model)
     dtype = model.dtype
-    with atomic_folder(target) as folder:
+    with atomic_directory(target) as folder:
         _write(model, entry, calibration, source, folder)
         del model
         _free(device)
@@ -147,8 +147,8 @@ def _check_source(source: Path, entry: Format) -> int:
     """Bytes of the source's tensors. ValueError where it is no model, or none that fits the format."""
     if not source.is_dir():
         raise ValueError(f"{source} is no folder; give the Hugging Face folder that a run has written")
-    architecture = ModelArchitecture.from_folder(source)
-    with HuggingFaceFolder(source) as folder:
+    architecture = ModelArchitecture.from_directory(source)
+    with HFCheckpoint(source) as folder:
         folder.check(architecture)
         num_bytes = folder.num_bytes
     check_shapes(entry, {name: shape for name, shape in architecture.shapes().items() if name.endswith("_proj.weight")})
@@ -199,7 +199,7 @@ def _engine_judge(checks: Sequence[Sample], python: Path, device: torch.device, 
 
 
 def _stored_bytes(folder: Path) -> int:
-    with HuggingFaceFolder(folder) as stored:
+    with HFCheckpoint(folder) as stored:
         return stored.num_bytes
 
 

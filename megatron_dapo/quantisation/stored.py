@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantise_hidden
 from megatron_dapo.quantisation.experts import separate_experts
 
@@ -42,7 +42,7 @@ def load_dequantised(folder: Path, algorithm: str, dtype: torch.dtype, device: t
     separate_experts(model)
     model = model.to_empty(device=device)
     _initialise_buffers(model, device)
-    with HuggingFaceFolder(folder) as stored:
+    with HFCheckpoint(folder) as stored:
         groups = _modules(stored)
         for name, tensors in groups.items():
             values = widen(tensors) if _is_quantised(tensors) else None
@@ -65,11 +65,11 @@ def plain_config(folder: Path) -> Any:
 
 def quantised_matrices(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Module name -> its stored tensors, of the quantised matrices."""
-    with HuggingFaceFolder(folder) as stored:
+    with HFCheckpoint(folder) as stored:
         return {name: tensors for name, tensors in _modules(stored).items() if _is_quantised(tensors)}
 
 
-def _modules(stored: HuggingFaceFolder) -> dict[str, dict[str, torch.Tensor]]:
+def _modules(stored: HFCheckpoint) -> dict[str, dict[str, torch.Tensor]]:
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name in stored.specs:
         module, _, key = name.rpartition(".")

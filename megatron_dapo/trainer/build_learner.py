@@ -14,7 +14,7 @@ from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import load_from_huggingface
-from megatron_dapo.checkpoints.random_weights import initialise_randomly
+from megatron_dapo.checkpoints.random_weights import initialize_randomly
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.training_schema import AlgorithmConfig
 from megatron_dapo.config.validator import schedule_steps
@@ -48,14 +48,14 @@ def build_actor(config: Config, world: RunWorld) -> MegatronActor | None:
 
 
 def _load_policy(config: Config, world: RunWorld) -> MegatronActor:
-    architecture = ModelArchitecture.from_folder(config.model.path)
+    architecture = ModelArchitecture.from_directory(config.model.path)
     has_weights = any(config.model.path.glob("*.safetensors")) or not config.model.allow_random_init
 
     def load(parameters: Any, tensors: Any) -> None:
         if has_weights:
             report = load_from_huggingface(config.model.path, tensors, world.policy.rank, parameters)
         else:
-            report = initialise_randomly(config.run.seed, tensors, world.policy.rank, parameters)
+            report = initialize_randomly(config.run.seed, tensors, world.policy.rank, parameters)
             logger.warning(
                 "%s holds no weights: the policy starts from random ones (model.allow_random_init)", config.model.path
             )

@@ -138,7 +138,7 @@ def _largest(site: _Site, magnitudes: torch.Tensor) -> None:
 
 def _check_sizes(site: _Site) -> None:
     """ValueError before anything starts where servers cannot hold the model cut like this."""
-    architecture = ModelArchitecture.from_folder(site.config.model.path)
+    architecture = ModelArchitecture.from_directory(site.config.model.path)
     _expected(site, architecture).pieces(0)
 
 

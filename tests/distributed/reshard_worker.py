@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def loaded(folder: Path, parallel: ParallelLayout, rank: int) -> tuple[MegatronLayout, Tensors]:
-    layout = megatron_layout(ModelArchitecture.from_folder(folder), parallel, torch.float32)
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), parallel, torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(rank).items()}
     load_from_huggingface(folder, layout, rank, parameters)
     return layout, parameters

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet
 from megatron_dapo.bridge.transports.disk import DiskTransport
-from megatron_dapo.checkpoints.atomic_directory import atomic_folder
+from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.layout import ReplicatedLayout, SingleHolderLayout
@@ -83,7 +83,7 @@ class Exporter:
         shards = [self._shards[rank] for rank in range(self._world.size)]
         empty = [whole, *({} for _ in range(self._world.size - 1))]
         execute_in_memory(plan(self._world.source, target), shards, empty)
-        with atomic_folder(folder) as temporary:
+        with atomic_directory(folder) as temporary:
             save_file(whole, temporary / "model.safetensors")
 
 

@@ -97,7 +97,7 @@ def setup(request, filled_server, tiny_model, tiny_model_untied) -> Setup:
     server = filled_server(folder, tensor_parallel)
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.dialect)
     world = World(
-        ModelArchitecture.from_folder(folder),
+        ModelArchitecture.from_directory(folder),
         ParallelLayout(NUM_RANKS, tensor=2, pipeline=2),
         tensor_parallel=tensor_parallel,
         bucket_bytes=64 << 10,
@@ -210,7 +210,7 @@ def test_another_model_is_refused_and_nothing_is_written(setup, tiny_model, tiny
     """The trainer's plan has (or lacks) an lm_head that the engine does not know (or has)."""
     tied = setup.world.layout.tensor_parallel == 1
     other = World(
-        ModelArchitecture.from_folder(tiny_model_untied if tied else tiny_model),
+        ModelArchitecture.from_directory(tiny_model_untied if tied else tiny_model),
         ParallelLayout(NUM_RANKS, tensor=2, pipeline=2),
         tensor_parallel=setup.world.layout.tensor_parallel,
         bucket_bytes=64 << 10,

@@ -63,7 +63,7 @@ def test_experts_arrive(server_factory: Callable[..., SglangServer], moe_model: 
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=120.0), server.info.dialect)
     layout = ParallelLayout(4, pipeline=2, expert=2)
     world = World(
-        ModelArchitecture.from_folder(moe_model), layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10
+        ModelArchitecture.from_directory(moe_model), layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10
     )
     state = load_file(moe_model / "model.safetensors")
     updates = world.updates([client], default_folder(), PATIENT, message_timeout_s=100.0, session="moe")

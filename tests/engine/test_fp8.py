@@ -82,7 +82,7 @@ def setup(request, server_factory, tmp_path_factory) -> Setup:
     )  # fmt: skip
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.dialect)
     world = Fp8World(
-        ModelArchitecture.from_folder(folder),
+        ModelArchitecture.from_directory(folder),
         parallel,
         tensor_parallel=tensor_parallel,
         dtype=getattr(torch, dtype),
@@ -97,7 +97,7 @@ def test_the_server_tells_what_it_quantises(setup):
     size = setup.world.layout.tensor_parallel
     described = served_parameters(setup.client, size)
     plain = sglang_layout(setup.world.source.architecture, size, setup.world.layout.engines.dtype, device="cpu")
-    assert read_parameters(plain, described).quantised == expected_parameters(plain).quantised
+    assert read_parameters(plain, described).quantized == expected_parameters(plain).quantized
     assert any(name.endswith("k_scale") for name in described[0]) == (
         setup.world.source.architecture.model_type == "qwen2"
     )

@@ -21,7 +21,7 @@ from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, Transport, U
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.peer import PeerTransport
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.atomic_directory import atomic_folder
+from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server import SglangServer
@@ -87,7 +87,7 @@ def make_site(server: SglangServer, folder: Path, tensor_parallel: int) -> Site:
     assert server.info is not None
     client = SglangClient(server.url, read_key(server.key_file), dialect=server.info.dialect)
     layout = ParallelLayout(4, tensor=2, pipeline=2)
-    architecture = ModelArchitecture.from_folder(folder)
+    architecture = ModelArchitecture.from_directory(folder)
     world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=100_000)
     return Site(server, client, world, folder)
 
@@ -139,7 +139,7 @@ def exporter(site: Site, rank: int) -> Callable[[Path, Tensors], None]:
         if rank:
             return
         version = next(v for v in range(10) if torch.equal(site.weights(v)[0][FIRST], sources[FIRST]))
-        with atomic_folder(folder) as temporary:
+        with atomic_directory(folder) as temporary:
             shutil.copy(site.model_folder / "config.json", temporary)
             tensors = {name: tensor.contiguous() for name, tensor in site.model(version).items()}
             save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})

@@ -123,7 +123,7 @@ def loaded(tmp_path_factory, engine_python, repository):
 def test_layout_is_what_sglang_loads(case, loaded):
     root, outputs = loaded
     model, tp, ep, device = case
-    architecture = ModelArchitecture.from_folder(root / model)
+    architecture = ModelArchitecture.from_directory(root / model)
     engine = sglang_layout(architecture, tp, torch.float32, expert_parallel=ep, device=device)
     stored = load_file(root / model / "model.safetensors")
     mine = [{n: torch.zeros(s) for n, s in engine.local_shapes(rank).items()} for rank in range(tp)]

@@ -38,7 +38,7 @@ def test_the_same_function(wide: Path) -> None:
 def test_fp8_can_multiply_it(wide: Path) -> None:
     found = []
     for folder in (QUICKSTART / "base_model", wide):
-        a = ModelArchitecture.from_folder(folder)
+        a = ModelArchitecture.from_directory(folder)
         sizes = LinearSizes(
             a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim, a.intermediate_size
         )

@@ -281,7 +281,7 @@ def test_the_trainers_own_forward_at_the_engines_values():
     layout = Fp8SourceLayout(master, Fp8EngineLayout(plain, expected_parameters(plain)))
     weights = weights_of(model)
     rounded = {
-        name: quantise_weight(tensor).widened() if name in layout.quantised else tensor
+        name: quantise_weight(tensor).widened() if name in layout.quantized else tensor
         for name, tensor in weights.items()
     }
     own = trainer_buffers(master, weights, 1)
@@ -291,7 +291,7 @@ def test_the_trainers_own_forward_at_the_engines_values():
     with pytest.raises(KeyboardInterrupt), fp8.in_place():
         assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
         again = Fp8Weights(layout, 1, own)
-        piece = next(p for p in layout.pieces(1) if p.tensor in layout.quantised)
+        piece = next(p for p in layout.pieces(1) if p.tensor in layout.quantized)
         # Rounding what is rounded changes no value.
         assert torch.equal(again.widened_part(piece, piece.box), piece_view(expected[piece.local], piece))
         raise KeyboardInterrupt
@@ -347,7 +347,7 @@ def test_what_is_quantised_is_read_from_the_engine():
         for specs in described(plain)
     ]
     found = read_parameters(plain, some)
-    assert found.quantised == {n for n in expected_parameters(plain).quantised if "layers.0." in n}
+    assert found.quantized == {n for n in expected_parameters(plain).quantized if "layers.0." in n}
     assert not found.constants
     tensors = Fp8EngineLayout(plain, found).tensors
     assert "model.layers.0.self_attn.k_proj.weight_scale_inv" in tensors and LM_HEAD + SCALES not in tensors

@@ -19,7 +19,7 @@ from megatron_dapo.parallel.reshard.planner import plan
 @pytest.fixture
 def loaded(make_folder):
     folder = make_folder("qwen2", tied=True)
-    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
     load_from_huggingface(folder, layout, 0, parameters)
     return folder, layout, parameters
@@ -75,7 +75,7 @@ def test_digest_depends_on_both_layouts(loaded):
 def test_megatron_to_megatron_in_memory(family, make_folder):
     """TP2 PP2 -> TP4 -> PP2 VPP2, every rank as if loaded directly."""
     folder = make_folder(family, tied=True)
-    architecture = ModelArchitecture.from_folder(folder)
+    architecture = ModelArchitecture.from_directory(folder)
     layouts = [
         megatron_layout(architecture, parallel, torch.float32)
         for parallel in (
@@ -116,7 +116,7 @@ def test_export_in_another_type(loaded, tmp_path):
     export_to_huggingface(tmp_path / "out", folder, layout, parameters, None, dtype=torch.bfloat16)
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(after[n], t.bfloat16()) for n, t in load_file(folder / "model.safetensors").items())
-    assert ModelArchitecture.from_folder(tmp_path / "out").dtype == torch.bfloat16
+    assert ModelArchitecture.from_directory(tmp_path / "out").dtype == torch.bfloat16
 
 
 def test_export_refuses_an_existing_target(loaded, tmp_path):

@@ -104,7 +104,7 @@ def test_files_are_what_each_rank_loads(make_folder, tmp_path):
     folder = make_folder("qwen2", tied=True)
     hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2, "--pipeline", 2)
     layout = megatron_layout(
-        ModelArchitecture.from_folder(folder), ParallelLayout(4, tensor=2, pipeline=2), torch.float32
+        ModelArchitecture.from_directory(folder), ParallelLayout(4, tensor=2, pipeline=2), torch.float32
     )
     for rank in range(4):
         parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(rank).items()}
@@ -116,7 +116,7 @@ def test_files_are_what_each_rank_loads(make_folder, tmp_path):
 def test_bytes_are_read_once(make_folder, tmp_path, capsys):
     """Only norms and biases of norms, which every tensor rank holds, are read more than once."""
     folder = make_folder("llama")
-    architecture = ModelArchitecture.from_folder(folder)
+    architecture = ModelArchitecture.from_directory(folder)
     hf_to_megatron(folder, tmp_path / "cut", "--tensor", 4)
     norms = sum(shape[0] for name, shape in architecture.shapes().items() if "norm" in name)
     assert f"{4 * (architecture.num_parameters + 3 * norms):,} bytes read" in capsys.readouterr().out

@@ -137,7 +137,7 @@ def test_names_and_shapes_are_those_of_transformers(family, tied, tmp_path):
     )
     model = model_class(config)
     model.save_pretrained(tmp_path)
-    architecture = ModelArchitecture.from_folder(tmp_path)
+    architecture = ModelArchitecture.from_directory(tmp_path)
     assert architecture.shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert architecture.aliases() == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     assert architecture.num_parameters == sum(p.numel() for p in model.parameters())
@@ -162,7 +162,7 @@ def test_names_and_shapes_of_experts_are_those_that_transformers_stores(dense, t
     )
     model = Qwen3MoeForCausalLM(config)
     model.save_pretrained(tmp_path)
-    architecture = ModelArchitecture.from_folder(tmp_path)
+    architecture = ModelArchitecture.from_directory(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as stored:
         shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118 - no mapping
     assert architecture.shapes() == shapes
@@ -172,13 +172,13 @@ def test_names_and_shapes_of_experts_are_those_that_transformers_stores(dense, t
     assert architecture.head_dim == 4 and architecture.qk_norm and not architecture.qkv_bias
     if with_experts:
         experts = architecture.experts
-        assert (experts.num_experts, experts.num_experts_per_token, experts.normalise) == (6, 2, False)
+        assert (experts.num_experts, experts.num_experts_per_token, experts.normalize) == (6, 2, False)
 
 
 def test_published_mixtures_of_experts():
     small, large = ModelArchitecture.from_config(QWEN3_30B), ModelArchitecture.from_config(QWEN3_235B)
     assert small.num_parameters == 30_532_122_624 and large.num_parameters == 235_093_634_560
-    assert small.experts.normalise and small.experts.layers == frozenset(range(48)) and not small.has_dense_layers
+    assert small.experts.normalize and small.experts.layers == frozenset(range(48)) and not small.has_dense_layers
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ def test_unknown_field_can_be_declared_neutral():
 
 def test_folder_without_config(tmp_path: Path):
     with pytest.raises(ValueError, match="no config.json"):
-        ModelArchitecture.from_folder(tmp_path)
+        ModelArchitecture.from_directory(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
-        ModelArchitecture.from_folder(tmp_path)
+        ModelArchitecture.from_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN25))
-    assert ModelArchitecture.from_folder(tmp_path).model_type == "qwen2"
+    assert ModelArchitecture.from_directory(tmp_path).model_type == "qwen2"

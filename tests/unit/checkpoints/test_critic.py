@@ -22,11 +22,11 @@ from megatron_dapo.checkpoints.critic import (
     HeadStart,
     critic_architecture,
     export_critic,
-    initialise_critic_randomly,
+    initialize_critic_randomly,
     load_critic,
 )
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.checkpoints.random_weights import initialise_randomly
+from megatron_dapo.checkpoints.random_weights import initialize_randomly
 from megatron_dapo.parallel.layout import ParallelLayout
 
 SIZES = {
@@ -146,11 +146,11 @@ def test_what_started_elsewhere_is_exported_as_a_critic_that_transformers_loads(
 
 
 def test_random_layers_are_the_random_policys(tmp_path) -> None:
-    policy = ModelArchitecture.from_folder(make(tmp_path / "policy"))
+    policy = ModelArchitecture.from_directory(make(tmp_path / "policy"))
     layouts = [megatron_layout(a, SINGLE, torch.float32) for a in (policy, policy.with_value_head())]
     buffers = [empty(layout, 0) for layout in layouts]
-    initialise_randomly(3, layouts[0], 0, buffers[0])
-    assert initialise_critic_randomly(3, layouts[1], 0, buffers[1], START).fresh == ("score.weight", "score.bias")
+    initialize_randomly(3, layouts[0], 0, buffers[0])
+    assert initialize_critic_randomly(3, layouts[1], 0, buffers[1], START).fresh == ("score.weight", "score.bias")
     shared = buffers[0].keys() & buffers[1].keys() - {"0.output_layer.weight"}
     assert len(shared) == len(buffers[0]) - 1
     assert all(torch.equal(buffers[0][name], buffers[1][name]) for name in shared)
@@ -214,4 +214,4 @@ def test_broken_folders_are_refused(tmp_path) -> None:
 def test_a_critic_is_no_policy(tmp_path) -> None:
     folder = make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
     with pytest.raises(ValueError, match="Qwen2ForTokenClassification.*only"):
-        ModelArchitecture.from_folder(folder)
+        ModelArchitecture.from_directory(folder)

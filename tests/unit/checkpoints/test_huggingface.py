@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder, huggingface_layout, untouched_names
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint, huggingface_layout, untouched_names
 from megatron_dapo.checkpoints.huggingface_writer import copy_untouched, huggingface_writer, written_names
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
 
 
-def _copy(source: HuggingFaceFolder, architecture: ModelArchitecture, target: Path, **options) -> None:
+def _copy(source: HFCheckpoint, architecture: ModelArchitecture, target: Path, **options) -> None:
     with huggingface_writer(target, source, architecture, **options) as writer:
         for name in architecture.shapes():
             for stored in written_names(source, architecture, name):
@@ -34,8 +34,8 @@ def _stored(folder: Path) -> dict[str, torch.Tensor]:
 )
 def test_copy_is_bit_identical_and_loads(shard_in, shard_out, num_files, make_folder, tmp_path):
     folder = make_folder("qwen3", dtype=torch.bfloat16, shard=shard_in)
-    architecture = ModelArchitecture.from_folder(folder)
-    with HuggingFaceFolder(folder) as source:
+    architecture = ModelArchitecture.from_directory(folder)
+    with HFCheckpoint(folder) as source:
         assert source.num_bytes == 2 * architecture.num_parameters
         _copy(source, architecture, tmp_path / "out", shard_bytes=shard_out)
     before, after = _stored(folder), _stored(tmp_path / "out")
@@ -56,8 +56,8 @@ def test_aliases_and_derived_buffers_are_taken_over(make_folder, tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    architecture = ModelArchitecture.from_folder(folder)
-    with HuggingFaceFolder(folder) as source:
+    architecture = ModelArchitecture.from_directory(folder)
+    with HFCheckpoint(folder) as source:
         assert untouched_names(source.specs, architecture) == ("model.layers.1.self_attn.rotary_emb.inv_freq",)
         _copy(source, architecture, tmp_path / "out", dtype=torch.bfloat16)
     after = _stored(tmp_path / "out")
@@ -71,8 +71,8 @@ def test_tokenizer_files_come_along_and_nothing_else(make_folder, tmp_path):
     folder = make_folder("llama")
     for name in ("tokenizer.json", "tokenizer_config.json", "optimizer.bin", "train.py"):
         (folder / name).write_text("{}")
-    with HuggingFaceFolder(folder) as source:
-        _copy(source, ModelArchitecture.from_folder(folder), tmp_path / "out")
+    with HFCheckpoint(folder) as source:
+        _copy(source, ModelArchitecture.from_directory(folder), tmp_path / "out")
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert {
         "config.json",
@@ -86,15 +86,15 @@ def test_tokenizer_files_come_along_and_nothing_else(make_folder, tmp_path):
 def test_existing_target_is_refused_and_untouched(make_folder, tmp_path):
     folder = make_folder("llama")
     (tmp_path / "out").mkdir()
-    with HuggingFaceFolder(folder) as source, pytest.raises(ValueError, match="out exists already"):
-        _copy(source, ModelArchitecture.from_folder(folder), tmp_path / "out")
+    with HFCheckpoint(folder) as source, pytest.raises(ValueError, match="out exists already"):
+        _copy(source, ModelArchitecture.from_directory(folder), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_incomplete_export_leaves_nothing(make_folder, tmp_path):
     folder = make_folder("llama")
-    architecture = ModelArchitecture.from_folder(folder)
-    with HuggingFaceFolder(folder) as source:
+    architecture = ModelArchitecture.from_directory(folder)
+    with HFCheckpoint(folder) as source:
         with pytest.raises(ValueError, match="38 tensors were not written"):
             with huggingface_writer(tmp_path / "out", source, architecture) as writer:
                 writer.write("model.norm.weight", source.read_tensor("model.norm.weight"))
@@ -116,8 +116,8 @@ def test_full_disk_leaves_nothing(make_folder, tmp_path, monkeypatch):
         write(self, offset, data)
 
     monkeypatch.setattr(SafetensorsWriter, "_write_at", fail_late)
-    with HuggingFaceFolder(folder) as source, pytest.raises(OSError, match="No space left"):
-        _copy(source, ModelArchitecture.from_folder(folder), tmp_path / "out")
+    with HFCheckpoint(folder) as source, pytest.raises(OSError, match="No space left"):
+        _copy(source, ModelArchitecture.from_directory(folder), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
@@ -128,7 +128,7 @@ def test_index_that_leads_outside_is_refused(name, make_folder):
     index["weight_map"]["model.norm.weight"] = name
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="is not a plain file name"):
-        HuggingFaceFolder(folder)
+        HFCheckpoint(folder)
 
 
 def test_missing_shard_is_named(make_folder):
@@ -136,7 +136,7 @@ def test_missing_shard_is_named(make_folder):
     lost = sorted(folder.glob("model-*.safetensors"))[1]
     lost.unlink()
     with pytest.raises(ValueError, match=f"{lost.name}: the file is missing"):
-        HuggingFaceFolder(folder)
+        HFCheckpoint(folder)
 
 
 def test_index_and_headers_disagree(make_folder):
@@ -147,32 +147,32 @@ def test_index_and_headers_disagree(make_folder):
     other = next(f for f in weight_map.values() if f != weight_map["model.norm.weight"])
     path.write_text(json.dumps({"weight_map": {**weight_map, "model.norm.weight": other}}))
     with pytest.raises(ValueError, match=f"'model.norm.weight' is in {other}, whose header does not have it"):
-        HuggingFaceFolder(folder)
+        HFCheckpoint(folder)
     path.write_text(json.dumps({"weight_map": {n: f for n, f in weight_map.items() if n != "model.norm.weight"}}))
     with pytest.raises(ValueError, match="1 tensors are not in the index: model.norm.weight"):
-        HuggingFaceFolder(folder)
+        HFCheckpoint(folder)
     for text in ("{", "{}", '{"weight_map": []}', '{"weight_map": {}}'):
         path.write_text(text)
         with pytest.raises(ValueError, match="index"):
-            HuggingFaceFolder(folder)
+            HFCheckpoint(folder)
 
 
 def test_folder_without_safetensors(tmp_path):
     with pytest.raises(ValueError, match="neither model.safetensors nor"):
-        HuggingFaceFolder(tmp_path / "nowhere")
+        HFCheckpoint(tmp_path / "nowhere")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="pytorch_model.bin is a pickle"):
-        HuggingFaceFolder(tmp_path)
+        HFCheckpoint(tmp_path)
 
 
 def test_both_a_single_file_and_an_index(make_folder):
     folder = make_folder("llama")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}')
     with pytest.raises(ValueError, match="has both"):
-        HuggingFaceFolder(folder)
+        HFCheckpoint(folder)
 
 
 def test_layout_has_every_tensor_on_its_holder(make_folder):
-    architecture = ModelArchitecture.from_folder(make_folder("qwen2"))
+    architecture = ModelArchitecture.from_directory(make_folder("qwen2"))
     layout = huggingface_layout(architecture, torch.bfloat16, num_ranks=3, holder=2)
     assert [len(layout.pieces(rank)) for rank in range(3)] == [0, 0, len(architecture.shapes())]

@@ -116,7 +116,7 @@ def _expected_experts(
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_folder):
     folder = make_folder(family, tied=tied)
-    architecture, hf = ModelArchitecture.from_folder(folder), load_file(folder / "model.safetensors")
+    architecture, hf = ModelArchitecture.from_directory(folder), load_file(folder / "model.safetensors")
     for parallel in PARALLEL + (EXPERT_PARALLEL if architecture.experts else []):
         layout = megatron_layout(architecture, parallel, torch.float32)
         check_layout(layout)
@@ -140,7 +140,7 @@ def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_folde
     ],
 )
 def test_experts_that_do_not_divide_are_an_error(family, parallel, message, make_folder):
-    architecture = ModelArchitecture.from_folder(make_folder(family))
+    architecture = ModelArchitecture.from_directory(make_folder(family))
     with pytest.raises(ValueError, match=message):
         megatron_layout(architecture, parallel, torch.float32)
 
@@ -151,7 +151,7 @@ def test_experts_fused_in_one_tensor_are_refused_with_the_way_out(make_folder):
     prefix = "model.layers.0.mlp.experts."
     experts = [tensors.pop(f"{prefix}{expert}.down_proj.weight") for expert in range(8)]
     save_file({**tensors, prefix + "down_proj": torch.stack(experts)}, folder / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
     with pytest.raises(ValueError, match="experts.down_proj.*save_pretrained"):
         load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
 
@@ -159,7 +159,7 @@ def test_experts_fused_in_one_tensor_are_refused_with_the_way_out(make_folder):
 def test_fewer_key_value_heads_than_tensor_ranks(make_folder):
     """Megatron-core cuts the interleaved rows evenly, through a head's group."""
     folder = make_folder("qwen2", num_key_value_heads=2)
-    architecture, hf = ModelArchitecture.from_folder(folder), load_file(folder / "model.safetensors")
+    architecture, hf = ModelArchitecture.from_directory(folder), load_file(folder / "model.safetensors")
     parallel = ParallelLayout(4, tensor=4)
     layout = megatron_layout(architecture, parallel, torch.float32)
     check_layout(layout)
@@ -172,7 +172,7 @@ def test_fewer_key_value_heads_than_tensor_ranks(make_folder):
 
 def test_values_are_cast_to_the_parameters_type(make_folder):
     folder = make_folder("qwen3", dtype=torch.bfloat16, shard="20KB")
-    architecture = ModelArchitecture.from_folder(folder)
+    architecture = ModelArchitecture.from_directory(folder)
     layout = megatron_layout(architecture, ParallelLayout(2, tensor=2), torch.float32)
     parameters = _empty_parameters(layout, 1)
     load_from_huggingface(folder, layout, 1, parameters)
@@ -185,7 +185,7 @@ def test_values_are_cast_to_the_parameters_type(make_folder):
 def test_rank_of_padding_only(make_folder):
     """A vocabulary of 301 over four ranks is padded to 512: the last rank's 128 rows are all padding."""
     folder = make_folder("llama", tied=True)
-    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(4, tensor=4), torch.float32)
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(4, tensor=4), torch.float32)
     parameters = _empty_parameters(layout, 3)
     assert load_from_huggingface(folder, layout, 3, parameters).num_padding_elements == 128 * 32
     assert not parameters["0.embedding.word_embeddings.weight"].any()
@@ -206,14 +206,14 @@ def test_rank_of_padding_only(make_folder):
     ],
 )
 def test_layouts_that_do_not_fit(parallel, sizes, message, make_folder):
-    architecture = ModelArchitecture.from_folder(make_folder("llama", **sizes))
+    architecture = ModelArchitecture.from_directory(make_folder("llama", **sizes))
     with pytest.raises(ValueError, match=message):
         megatron_layout(architecture, parallel, torch.float32)
 
 
 def test_parameters_that_are_not_the_layouts(make_folder):
     folder = make_folder("llama")
-    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
     parameters = _empty_parameters(layout, 0)
     lost = parameters.pop("0.output_layer.weight")
     with pytest.raises(ValueError, match=r"1 parameters of the layout are missing \['0.output_layer.weight'\]"):
@@ -228,7 +228,7 @@ def test_tied_model_with_a_stored_head(make_folder):
     """Equal copies are accepted; different ones are an error, not a choice."""
     folder = make_folder("qwen2", tied=True)
     tensors = load_file(folder / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
     load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
@@ -241,7 +241,7 @@ def test_tied_model_with_a_stored_head(make_folder):
 def test_missing_and_unknown_tensors_are_named(make_folder):
     folder = make_folder("qwen2")
     tensors = load_file(folder / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
     moved = {("score.weight" if name == "lm_head.weight" else name): tensor for name, tensor in tensors.items()}
     save_file(moved, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"1 missing: lm_head.weight; 1 unknown: score.weight"):
@@ -252,6 +252,6 @@ def test_config_of_another_size_is_named(make_folder):
     folder = make_folder("llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    layout = megatron_layout(ModelArchitecture.from_folder(folder), ParallelLayout(1), torch.float32)
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
     with pytest.raises(ValueError, match=r"gate_proj.weight \(48, 32\) instead of \(64, 32\)"):
         load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))

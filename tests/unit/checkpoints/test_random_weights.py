@@ -5,7 +5,7 @@ import torch
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.huggingface import huggingface_layout
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
-from megatron_dapo.checkpoints.random_weights import initialise_randomly
+from megatron_dapo.checkpoints.random_weights import initialize_randomly
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.planner import plan
@@ -43,7 +43,7 @@ def _whole_model(parallel: ParallelLayout, seed: int, config: dict = CONFIG) -> 
     ranks = []
     for rank in range(parallel.world_size):
         parameters = {name: torch.full(shape, float("nan")) for name, shape in layout.local_shapes(rank).items()}
-        initialise_randomly(seed, layout, rank, parameters)
+        initialize_randomly(seed, layout, rank, parameters)
         assert all(bool(torch.isfinite(tensor).all()) for tensor in parameters.values())
         ranks.append(parameters)
     destination = huggingface_layout(architecture, torch.float32, num_ranks=parallel.world_size)

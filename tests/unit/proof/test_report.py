@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from megatron_dapo.proof import check_loss as command
-from megatron_dapo.proof.report import CheckLossReport, Row, print_report
+from megatron_dapo.proof.report import CheckLossReport, LossCheckRow, print_report
 
 
 def report(*differences: float) -> CheckLossReport:
     rows = tuple(
-        Row("TP1 PP1 CP1 DP1", size, "packed", "token_mean", 4, difference, "model.norm.weight", 1e-8)
+        LossCheckRow("TP1 PP1 CP1 DP1", size, "packed", "token_mean", 4, difference, "model.norm.weight", 1e-8)
         for size, difference in zip(("1", "2", "4"), differences, strict=False)
     )
     return CheckLossReport(

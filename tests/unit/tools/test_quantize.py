@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from tools import quantize
 
 needs_modelopt = pytest.mark.skipif(
@@ -90,7 +90,7 @@ def test_a_model_is_quantised_and_accepted(request, model, tmp_path, prompts, na
     assert config == json.loads((source / "config.json").read_text())
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / name / file).read_bytes() == (source / file).read_bytes()
-    with HuggingFaceFolder(source) as before, HuggingFaceFolder(tmp_path / name) as after:
+    with HFCheckpoint(source) as before, HFCheckpoint(tmp_path / name) as after:
         embedding = "model.embed_tokens.weight"
         assert torch.equal(before.read_tensor(embedding), after.read_tensor(embedding))
 

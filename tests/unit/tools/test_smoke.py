@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.huggingface import HuggingFaceFolder
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.config import load_config, validate
 from megatron_dapo.config.architecture import read_architecture
 from megatron_dapo.precision import LinearSizes, has_served_blocks, misfits
@@ -27,8 +27,8 @@ def model(tmp_path_factory) -> Path:
 
 
 def test_the_model_is_one_the_actor_trains_and_fp8_multiplies(model) -> None:
-    a = ModelArchitecture.from_folder(model)
-    with HuggingFaceFolder(model) as folder:
+    a = ModelArchitecture.from_directory(model)
+    with HFCheckpoint(model) as folder:
         folder.check(a)
         assert {spec.dtype for spec in folder.specs.values()} == {torch.bfloat16}
     sizes = LinearSizes(a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim, a.intermediate_size)
