@@ -137,7 +137,7 @@ def start_server(python: Path, folder: Path, dtype: str, stack: ExitStack) -> di
     server = SglangServer.start(settings, 0)
     stack.callback(server.stop)
     info = server.wait_until_healthy()
-    return {"url": server.url, "key_file": str(key_file), "version": info.dialect.version}
+    return {"url": server.url, "key_file": str(key_file), "version": info.api_version.version}
 
 
 def run_trainers(python: Path, specification: Path, folder: Path, stack: ExitStack) -> None:

@@ -47,7 +47,7 @@ from step import MODELS, QWEN
 from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums
-from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet
+from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate
 from megatron_dapo.bridge.transports.base import Deadline, EngineControl, GroupCoordinator, Order
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
@@ -59,7 +59,7 @@ from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.reshard.planner import plan
 
 PACKAGES = ("torch", "sglang")
@@ -89,10 +89,10 @@ class Trainer:
 
     def update(self, slots: str) -> EngineUpdate:
         """A state machine whose transport has its slots there."""
-        fleet, everyone = Fleet([0], {0: self.control}), GroupCoordinator(dist.group.WORLD)
+        handles, everyone = EngineHandles([0], {0: self.control}), GroupCoordinator(dist.group.WORLD)
         place = self._device if slots == "gpu" else torch.device("cpu")
-        transport = ColocatedTransport(self._plan, fleet, 0, Nodes(1, 1), everyone, device=place)
-        return EngineUpdate(self._plan, fleet, transport, everyone)
+        transport = ColocatedTransport(self._plan, handles, 0, NodeTopology(1, 1), everyone, device=place)
+        return EngineUpdate(self._plan, handles, transport, everyone)
 
     def deliver_verified(self, update: EngineUpdate) -> float:
         """Seconds of a whole update."""
@@ -186,7 +186,7 @@ def start_server(folder: Path, device: torch.device, python: Path, timeout_s: fl
     server = SglangServer.start(settings)
     stack.callback(server.stop)
     info = server.wait_until_healthy()
-    return SglangClient(server.url, read_key(server.key_file), dialect=info.dialect)
+    return SglangClient(server.url, read_key(server.key_file), api_version=info.api_version)
 
 
 # ---- measuring

@@ -19,7 +19,7 @@ from mbridge_export import MbridgeExport
 from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums
-from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet
+from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate
 from megatron_dapo.bridge.transports.base import Deadline, EngineControl, GroupCoordinator, Order
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder
 from megatron_dapo.bridge.transports.peer import PeerTransport
@@ -29,13 +29,13 @@ from megatron_dapo.checkpoints.random_weights import initialize_randomly
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.versions import dialect_of
+from megatron_dapo.engines.sglang.versions import api_version_of
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.nodes import Nodes
-from megatron_dapo.parallel.peer_group import Address, MeetingPlace, join
+from megatron_dapo.parallel.nodes import NodeTopology
+from megatron_dapo.parallel.peer_group import Address, RendezvousStore, join
 from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec, create_arena, remove_arena
 from megatron_dapo.parallel.reshard.layout import ShiftedLayout
 from megatron_dapo.parallel.reshard.planner import plan
@@ -79,7 +79,9 @@ class Trainer:
         if server is None:
             return {0: SinkControl(self.sinks)}
         return {
-            0: SglangClient(server["url"], read_key(Path(server["key_file"])), dialect=dialect_of(server["version"]))
+            0: SglangClient(
+                server["url"], read_key(Path(server["key_file"])), api_version=api_version_of(server["version"])
+            )
         }
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -111,7 +113,7 @@ class Trainer:
         """
         self.version += 1
         update = self.updates[name]
-        control = update.fleet.controls.get(0)
+        control = update.handles.controls.get(0)
         order = Order(f"bytes-{self.version}", "bytes", self.version, (0,))
         if control is not None:
             control.begin_weight_update()
@@ -143,17 +145,17 @@ def without_trainer_checksums() -> Iterator[None]:
 def _peer_update(trainer: Trainer) -> EngineUpdate:
     reshard = plan(trainer.actor.tensors, ShiftedLayout(trainer.engine, trainer.size), ranks_per_node=trainer.size)
     delivery = DeliveryPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"], rank_offset=trainer.size)
-    fleet, everyone = Fleet([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
-    return EngineUpdate(delivery, fleet, PeerTransport(delivery, fleet, everyone), everyone)
+    handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
+    return EngineUpdate(delivery, handles, PeerTransport(delivery, handles, everyone), everyone)
 
 
 def _colocated_update(trainer: Trainer) -> EngineUpdate:
     reshard = plan(trainer.actor.tensors, trainer.engine, ranks_per_node=trainer.size)
     delivery = DeliveryPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"])
-    fleet, everyone = Fleet([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
-    nodes = Nodes(trainer.size, trainer.size)
-    transport = ColocatedTransport(delivery, fleet, trainer.rank, nodes, everyone)
-    return EngineUpdate(delivery, fleet, transport, everyone)
+    handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
+    nodes = NodeTopology(trainer.size, trainer.size)
+    transport = ColocatedTransport(delivery, handles, trainer.rank, nodes, everyone)
+    return EngineUpdate(delivery, handles, transport, everyone)
 
 
 TRANSPORTS: dict[str, Callable[[Trainer], EngineUpdate]] = {"peer": _peer_update, "colocated": _colocated_update}
@@ -204,7 +206,7 @@ class Floor:
         self._buffers = {rank: torch.ones(size, dtype=torch.uint8) for rank, size in own.items() if size}
         facts: list[Any] = []
         if trainer.rank == 0:
-            self._place = MeetingPlace()
+            self._place = RendezvousStore()
             facts = [self._place.address.host, self._place.address.port, self._place.new_name()]
             for rank, sink in enumerate(trainer.sinks):
                 sizes = {source: _bytes_between(delivery, source, rank) for source in range(trainer.size)}

@@ -32,7 +32,7 @@ from megatron_dapo.bridge.transports.base import (
     Delivered,
     EngineControl,
     EngineFailure,
-    Fleet,
+    EngineHandles,
     Order,
     Transport,
     call_within,
@@ -46,7 +46,7 @@ __all__ = [
     "EngineReport",
     "EngineState",
     "EngineUpdate",
-    "Fleet",
+    "EngineHandles",
     "Transport",
     "UpdateReport",
     "UpdateTimeouts",
@@ -121,7 +121,7 @@ class UpdateReport:
 class EngineUpdate:
     """Drives all engines of a run through updates. Collective: every trainer rank has one and calls the same.
 
-        update = EngineUpdate(plan, fleet, transport, coordinator)
+        update = EngineUpdate(plan, handles, transport, coordinator)
         report = update.update(version, actor.named_local_parameters())
         if not report.is_complete: ...   # restart report.failures, then update.redeliver(engines, version, parameters)
 
@@ -133,16 +133,18 @@ class EngineUpdate:
     def __init__(
         self,
         plan: DeliveryPlan,
-        fleet: Fleet,
+        handles: EngineHandles,
         transport: Transport,
         coordinator: Coordinator,
         timeouts: UpdateTimeouts | None = None,
         session: str | None = None,
     ) -> None:
-        if len(fleet.leaders) != plan.num_engines:
-            raise ValueError(f"engine update: leaders of {len(fleet.leaders)} engines, the plan has {plan.num_engines}")
+        if len(handles.leaders) != plan.num_engines:
+            raise ValueError(
+                f"engine update: leaders of {len(handles.leaders)} engines, the plan has {plan.num_engines}"
+            )
         self.plan = plan
-        self.fleet = fleet
+        self.handles = handles
         self.transport = transport
         self.coordinator = coordinator
         self.timeouts = timeouts or UpdateTimeouts()
@@ -213,7 +215,7 @@ class EngineUpdate:
             self._drop(reports[engine], reason)
         for engine, num_bytes in delivered.num_bytes.items():
             reports[engine].num_bytes = num_bytes
-        for engine in self.fleet.led_by(self.coordinator.rank, alive):
+        for engine in self.handles.led_by(self.coordinator.rank, alive):
             reports[engine].seconds["transfer"] = time.perf_counter() - start
         self._share(reports, "the transfer", self.timeouts.transfer_s)
         return delivered
@@ -225,7 +227,7 @@ class EngineUpdate:
         own = delivered.expected.vector(ranks)
         total = self.coordinator.sum(own, "the checksums", self.timeouts.grace_s)
         expected = delivered.expected.named(ranks, total)
-        for engine in self.fleet.led_by(self.coordinator.rank, alive):
+        for engine in self.handles.led_by(self.coordinator.rank, alive):
             problem = self._difference(engine, version, delivered, expected)
             if problem:
                 self._drop(reports[engine], problem)
@@ -281,10 +283,10 @@ class EngineUpdate:
         seconds: float,
     ) -> None:
         """Runs `steps` for every engine this rank leads, all at once; those that do not reach `goal` are dropped."""
-        mine = self.fleet.led_by(self.coordinator.rank, tuple(reports))
+        mine = self.handles.led_by(self.coordinator.rank, tuple(reports))
         # A copy for the thread: one that is given up must not change the verdict later.
         drafts = {engine: EngineReport(reports[engine].state, seconds=dict(reports[engine].seconds)) for engine in mine}
-        calls = {e: Call(lambda e=e: steps(e, self.fleet.controls[e], drafts[e])) for e in mine}
+        calls = {e: Call(lambda e=e: steps(e, self.handles.controls[e], drafts[e])) for e in mine}
         deadline = Deadline(seconds + 0.5 * self.timeouts.grace_s)
         for engine, call in calls.items():
             report, draft = reports[engine], drafts[engine]
@@ -308,7 +310,7 @@ class EngineUpdate:
         everyone = self.coordinator.exchange(known, what, seconds + 2 * self.timeouts.grace_s)
         for engine, report in reports.items():
             views = [view[str(engine)] for view in everyone]
-            lead = views[self.fleet.leaders[engine]]
+            lead = views[self.handles.leaders[engine]]
             report.state, report.version = EngineState(lead["state"]), lead["version"]
             report.num_bytes, report.seconds = lead["num_bytes"], lead["seconds"]
             report.reason = next((view["reason"] for view in (lead, *views) if view["reason"]), "")

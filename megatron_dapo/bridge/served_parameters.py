@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_dapo.bridge.transports.base import LOAD_FORMAT, Deadline, EngineControl, encode_payload
-from megatron_dapo.parallel.peer_group import LOOPBACK, MeetingPlace, PeerError
+from megatron_dapo.parallel.peer_group import LOOPBACK, PeerError, RendezvousStore
 from megatron_dapo.parallel.reshard.delivery import Command
 from megatron_dapo.parallel.reshard.description import DESCRIBE, DescriptionChannel, read_description
 from megatron_dapo.parallel.reshard.layout import TensorSpec
@@ -18,7 +18,7 @@ def served_parameters(
 
     `host` is this machine's address as the server reaches it. Raises ValueError where a rank does not answer.
     """
-    place = MeetingPlace(host, timeout_s)
+    place = RendezvousStore(host, timeout_s)
     name, deadline = place.new_name(), Deadline(timeout_s)
     channels = [DescriptionChannel(place.address, f"{name}/{rank}", timeout_s) for rank in range(tensor_parallel)]
     commands = [Command(id=c.key, op=DESCRIBE, delivery=name, channel=c.to_json()) for c in channels]

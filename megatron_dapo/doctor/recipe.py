@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_dapo.config.errors import Violation
 from megatron_dapo.doctor.finding import Finding, conflict, ok, warning
-from megatron_dapo.engines.sglang.versions import NEWEST, OLDEST, dialect_of
+from megatron_dapo.engines.sglang.versions import NEWEST, OLDEST, api_version_of
 
 # Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads
 # is off by about 1.
@@ -117,7 +117,7 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
     if facts.version is None:
         return [conflict(name, f"not installed for {facts.python}", install + newest)]
     try:
-        dialect_of(facts.version)
+        api_version_of(facts.version)
     except ValueError as error:
         return [conflict(name, str(error), install + newest)]
     supported = f"{'.'.join(map(str, OLDEST))} to {newest}"

@@ -57,7 +57,7 @@ class DistributedEmbeddedEngine:
         """Called on every rank once its own tensors are in place."""
         self.local_engine.set_policy_version(version)
 
-    def drive(self, body: Callable[[], Result]) -> Result | None:
+    def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
         """Run `body` on rank 0 while all other ranks serve; its result on rank 0, None elsewhere. A failure reaches
         every rank.
         """

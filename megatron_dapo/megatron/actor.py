@@ -25,7 +25,7 @@ from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.world_part import WorldPart, whole_world
+from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class MegatronActor(TrainedModel):
         settings: ActorSettings,
         load: Loader,
         beside: Sequence[TrainedModel] = (),
-        part: WorldPart | None = None,
+        part: RankSet | None = None,
     ) -> None:
         """See `TrainedModel`."""
         assert architecture.head == LANGUAGE_MODEL, f"a policy has a language-model head, not {architecture.head}"
@@ -78,11 +78,11 @@ class MegatronActor(TrainedModel):
         layout: ParallelLayout,
         settings: ActorSettings,
         beside: Sequence[TrainedModel] = (),
-        part: WorldPart | None = None,
+        part: RankSet | None = None,
     ) -> MegatronActor:
         """The actor with the architecture and weights of a Hugging Face folder."""
 
-        ranks = part or whole_world()
+        ranks = part or all_ranks()
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
             load_from_huggingface(model_folder, tensors, ranks.rank, parameters)

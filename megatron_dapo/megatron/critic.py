@@ -29,7 +29,7 @@ from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.schedule import Loss
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.world_part import WorldPart, whole_world
+from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch
 
 __all__ = ["CriticSettings", "MegatronCritic", "StepResult", "ValueLossFunction"]
@@ -57,7 +57,7 @@ class MegatronCritic(TrainedModel):
         settings: CriticSettings,
         load: Loader,
         beside: Sequence[TrainedModel] = (),
-        part: WorldPart | None = None,
+        part: RankSet | None = None,
     ) -> None:
         """See `TrainedModel`; an actor on another layout that goes on training has to be in `beside`."""
         assert architecture.head == TOKEN_VALUE, f"a critic has a value head, not {architecture.head}"
@@ -72,14 +72,14 @@ class MegatronCritic(TrainedModel):
         *,
         policy_folder: str | Path | None = None,
         beside: Sequence[TrainedModel] = (),
-        part: WorldPart | None = None,
+        part: RankSet | None = None,
     ) -> MegatronCritic:
         """The critic that starts from a policy, a reward model or a critic (see `bridge.critic`).
 
         ValueError where `folder` is none of these, or not of the architecture and tokenizer of `policy_folder`.
         """
 
-        ranks = part or whole_world()
+        ranks = part or all_ranks()
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
             load_critic(folder, tensors, ranks.rank, parameters, settings.head)
@@ -95,11 +95,11 @@ class MegatronCritic(TrainedModel):
         *,
         seed: int,
         beside: Sequence[TrainedModel] = (),
-        part: WorldPart | None = None,
+        part: RankSet | None = None,
     ) -> MegatronCritic:
         """The critic of a policy that has no weights and starts from the random ones of `seed`: the same layers."""
 
-        ranks = part or whole_world()
+        ranks = part or all_ranks()
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
             initialize_critic_randomly(seed, tensors, ranks.rank, parameters, settings.head)

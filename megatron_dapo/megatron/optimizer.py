@@ -17,7 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.megatron.parallel_state import world_is
-from megatron_dapo.parallel.world_part import WorldPart
+from megatron_dapo.parallel.rank_set import RankSet
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def wrap_data_parallel(
 
 
 def build_optimizer(
-    chunks: Sequence[DistributedDataParallel], config: TransformerConfig, settings: OptimizerSettings, part: WorldPart
+    chunks: Sequence[DistributedDataParallel], config: TransformerConfig, settings: OptimizerSettings, part: RankSet
 ) -> Any:
     """megatron-core's AdamW over the wrapped chunks; fp32 masters are copied from the weights as they are now.
 

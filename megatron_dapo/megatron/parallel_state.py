@@ -6,7 +6,7 @@ of that module which belong to its layout, and puts them back before it runs. On
 
 A model may also live on a part of the world's processes. megatron-core numbers ranks from 0 and takes all of them, so
 while it makes such groups it is shown a world of that size, and its ranks are shifted; every process of the world has to
-name every group, also those it is no member of (`stand_aside`).
+name every group, also those it is no member of (`join_as_nonmember`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_dapo.megatron.platform import Overlay, install_cpu_platform
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.world_part import WorldPart, whole_world
+from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ParallelState:
     """The process groups of one layout on a part of the world, and megatron-core's variables that name them."""
 
     layout: ParallelLayout
-    part: WorldPart
+    part: RankSet
     groups: Groups
     variables: Mapping[str, Any]
 
@@ -81,17 +81,17 @@ def initialize_parallel_state(
     seed: int = 0,
     timeout_s: float = 1800.0,
     keep: Sequence[ParallelState] = (),
-    part: WorldPart | None = None,
+    part: RankSet | None = None,
 ) -> ParallelState:
     """Make the process groups of `layout` on `part` (None: the whole world) and seed the random-number tracker.
 
-    Collective among the part's ranks, with equal `keep`; the other processes of the world `stand_aside` where groups
+    Collective among the part's ranks, with equal `keep`; the other processes of the world `join_as_nonmember` where groups
     are made. The default process group must exist. Groups of the same layout are used again, so that several models can
     share them. Those of another layout stay if they are in `keep`; else they are destroyed, and models built on them
     can no longer run. Raises ValueError where the layout is for another number of processes.
     """
     install_cpu_platform()
-    part = part or whole_world()
+    part = part or all_ranks()
     if part.num_ranks != layout.world_size:
         raise ValueError(
             f"parallel layout {layout.describe()} is for {layout.world_size} processes, "
@@ -109,7 +109,7 @@ def initialize_parallel_state(
     return ParallelState(layout, part, groups, _variables())
 
 
-def stand_aside(layout: ParallelLayout, part: WorldPart, timeout_s: float = 1800.0) -> None:
+def join_as_nonmember(layout: ParallelLayout, part: RankSet, timeout_s: float = 1800.0) -> None:
     """Name the groups of a model that others hold: what a process that is not of `part` does while they make them."""
     assert not part.is_member, f"rank {part.world_rank} is one of {part.ranks} and has to build the model"
     install_cpu_platform()
@@ -121,7 +121,7 @@ def stand_aside(layout: ParallelLayout, part: WorldPart, timeout_s: float = 1800
 
 
 @contextmanager
-def world_is(part: WorldPart, module: ModuleType) -> Iterator[None]:
+def world_is(part: RankSet, module: ModuleType) -> Iterator[None]:
     """Inside, `module` of megatron-core takes the part's ranks for the whole world wherever it names no group."""
     original = vars(module)["torch"]
 
@@ -160,7 +160,7 @@ def _variables() -> dict[str, Any]:
     return {name: value for name, value in vars(mpu).items() if name.isupper() or name == "_global_process_group_list"}
 
 
-def _leave_groups(keep: Sequence[ParallelState], part: WorldPart) -> None:
+def _leave_groups(keep: Sequence[ParallelState], part: RankSet) -> None:
     """Make megatron-core forget the layout it sees; its groups are destroyed unless they are to be kept."""
     if any(state.is_current() for state in keep):
         mpu.destroy_model_parallel()  # which only forgets them
@@ -168,7 +168,7 @@ def _leave_groups(keep: Sequence[ParallelState], part: WorldPart) -> None:
         _destroy_groups(part)
 
 
-def _places(layout: ParallelLayout, part: WorldPart) -> tuple[Any, ...]:
+def _places(layout: ParallelLayout, part: RankSet) -> tuple[Any, ...]:
     """What decides which ranks are in which group."""
     return (_axes(layout), part.ranks)
 
@@ -185,7 +185,7 @@ def _axes(layout: ParallelLayout) -> tuple[int | None, ...]:
     )
 
 
-def _create_groups(layout: ParallelLayout, part: WorldPart, timeout_s: float) -> None:
+def _create_groups(layout: ParallelLayout, part: RankSet, timeout_s: float) -> None:
     """Every process of the world calls it."""
     with world_is(part, mpu), _shifted_ranks(part.first_rank):
         mpu.initialize_model_parallel(
@@ -204,7 +204,7 @@ def _virtual(layout: ParallelLayout) -> int | None:
     return layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
 
 
-def _is_current(layout: ParallelLayout, part: WorldPart) -> bool:
+def _is_current(layout: ParallelLayout, part: RankSet) -> bool:
     """Whether the groups that exist are those of `layout` on `part`, in the default group that exists now."""
     if not mpu.model_parallel_is_initialized() or mpu.get_tensor_model_parallel_group() not in _living_groups():
         return False
@@ -225,7 +225,7 @@ def _living_groups() -> Collection[dist.ProcessGroup]:
     return dist.distributed_c10d._world.pg_map.keys()
 
 
-def _destroy_groups(part: WorldPart) -> None:
+def _destroy_groups(part: RankSet) -> None:
     """Destroy megatron-core's groups: each holds threads and sockets, and megatron-core itself only forgets them."""
     groups = [group for group in mpu._global_process_group_list or () if group in _living_groups()]
     if groups:

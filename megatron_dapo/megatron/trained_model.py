@@ -27,7 +27,7 @@ from megatron_dapo.megatron.parallel_state import Groups, initialize_parallel_st
 from megatron_dapo.megatron.scales import load_scales, scales
 from megatron_dapo.megatron.schedule import ReadOutput
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.world_part import WorldPart, whole_world
+from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch
 
 FP8 = "fp8"  # kind of the state of delayed scaling in `state_shards`
@@ -82,7 +82,7 @@ class TrainedModel:
         settings: TrainingSettings,
         load: Loader,
         beside: Sequence[TrainedModel] = (),
-        part: WorldPart | None = None,
+        part: RankSet | None = None,
     ) -> None:
         """Build on the ranks of `part` (None: all processes). `load` fills fp32 buffers of the named local parameters, all
         NaN until then; masters are what it gives, parameters that rounded to the model's type.
@@ -96,7 +96,7 @@ class TrainedModel:
         if settings.offload not in OFFLOADS:
             raise ValueError(f"offload {settings.offload!r}; there are {', '.join(OFFLOADS)}")
         self._host = HostMemory()
-        self.part = part or whole_world()
+        self.part = part or all_ranks()
         self.rank = self.part.rank
         self.tensors = megatron_layout(architecture, layout, DTYPES[settings.model.dtype])
         self.parallel_state = initialize_parallel_state(

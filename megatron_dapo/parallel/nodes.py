@@ -12,7 +12,7 @@ from megatron_dapo.parallel.collectives import all_gather_json
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeTopology:
     """The machines of a run, numbered in order of their first rank; every one holds equally many consecutive ranks."""
 
     num_ranks: int
@@ -29,7 +29,7 @@ class Nodes:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
 
-def nodes_from_names(names: Sequence[str]) -> Nodes:
+def node_topology(names: Sequence[str]) -> NodeTopology:
     """Nodes from the machine name of every rank. ValueError where one has more ranks than another, or ranks apart."""
     order = list(dict.fromkeys(names))
     per_node = len(names) // len(order)
@@ -40,9 +40,9 @@ def nodes_from_names(names: Sequence[str]) -> Nodes:
             f"ranks must lie on the machines one machine after the other, equally many on each, but there are {counts}; "
             "start the same number of processes on every machine, with block distribution"
         )
-    return Nodes(len(names), per_node)
+    return NodeTopology(len(names), per_node)
 
 
-def machine_names() -> list[str]:
+def host_names() -> list[str]:
     """The machine of every rank of the default group. Collective."""
     return all_gather_json(socket.gethostname(), dist.group.WORLD)

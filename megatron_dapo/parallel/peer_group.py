@@ -1,6 +1,6 @@
 """Point-to-point groups of processes that share no default process group: trainer ranks and the ranks of an engine.
 
-    place = MeetingPlace()                                        # one process; the others get place.address
+    place = RendezvousStore()                                        # one process; the others get place.address
     group = join(place.address, name, rank, size, timeout_s=30)   # every member
     group.send(tensor, to=3).wait(deadline)
 
@@ -56,29 +56,29 @@ class Address:
             return str(probe.getsockname()[0])
 
 
-class Notice:
+class RendezvousClient:
     """A short text that one process leaves at the meeting place for others, under a key used once."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         """PeerError where nobody answers at the address within `timeout_s`."""
         self._store = _connect(address, timeout_s)
 
-    def leave(self, key: str, text: str) -> None:
+    def put(self, key: str, text: str) -> None:
         try:
             self._store.set(key, text)
         except RuntimeError as error:
-            raise PeerError(f"the notice {key!r} could not be left: {_first_line(error)}") from error
+            raise PeerError(f"{key!r} could not be written: {_first_line(error)}") from error
 
-    def read(self, key: str, timeout_s: float) -> str:
+    def get(self, key: str, timeout_s: float) -> str:
         """Waits until somebody has left it. PeerError after `timeout_s`."""
         try:
             self._store.set_timeout(timedelta(seconds=max(_SHORTEST_WAIT_S, timeout_s)))
             return self._store.get(key).decode()
         except RuntimeError as error:
-            raise PeerError(f"no notice {key!r} within {timeout_s:g} s: {_first_line(error)}") from error
+            raise PeerError(f"no text under {key!r} within {timeout_s:g} s: {_first_line(error)}") from error
 
 
-class MeetingPlace:
+class RendezvousStore:
     """The key-value store through which members find each other's addresses. It lives in one process, on one host."""
 
     def __init__(self, host: str = LOOPBACK, timeout_s: float = 60.0) -> None:

@@ -153,7 +153,7 @@ class Run:
         _, left = psutil.wait_procs(family, timeout=ORPHAN_S)
         return left
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
@@ -245,7 +245,7 @@ def make_reference(settings: ResumeProofSettings) -> tuple[Path, float, float]:
     run.wait_until((run.folder / "summary.json").is_file)
     ended = time.monotonic()
     if code := run.wait():
-        raise RuntimeError(f"the uninterrupted run ended with exit code {code}: {run.last_words()}")
+        raise RuntimeError(f"the uninterrupted run ended with exit code {code}: {run.exit_reason()}")
     return run.folder, started - run.start, ended - started
 
 
@@ -332,7 +332,7 @@ def kill_at(settings: ResumeProofSettings, folder: Path, moment: Moment) -> Kill
     """Start a run and kill it at the moment. Raises RunWasOver where it had ended by then."""
     run = Run(settings, folder)
     if not run.wait_until(run.is_past_start_up):
-        raise RuntimeError(f"{folder}: the run failed before it was killed: {run.last_words()}")
+        raise RuntimeError(f"{folder}: the run failed before it was killed: {run.exit_reason()}")
     started = time.monotonic()
     is_time, summary = moment(folder), folder / "summary.json"
     run.wait_until(lambda: is_time() or summary.is_file())
@@ -354,7 +354,7 @@ def resume_and_compare(settings: ResumeProofSettings, reference: Path, folder: P
     log = run.log.read_text(encoding="utf-8", errors="replace")
     resumed = (re.findall(r"continuing from \S*/(step_\d+)", log) or [""])[-1]
     if code:
-        return resumed, f"{folder}: started again it ended with exit code {code}: {run.last_words()}"
+        return resumed, f"{folder}: started again it ended with exit code {code}: {run.exit_reason()}"
     return resumed, next(run_differences(reference, folder), "")
 
 

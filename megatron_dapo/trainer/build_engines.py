@@ -14,7 +14,7 @@ from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
-from megatron_dapo.parallel.world_part import WorldPart
+from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.trainer.build_sglang import start_sglang
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.elsewhere import without_engines
@@ -23,7 +23,7 @@ from megatron_dapo.trainer.publisher import EmbeddedPublisher
 Connect = Callable[[MegatronActor | None], Engines]
 
 
-def start_engines(config: Config, part: WorldPart, stack: ExitStack) -> Connect:
+def start_engines(config: Config, part: RankSet, stack: ExitStack) -> Connect:
     """Begin to start this rank's engines and return what connects them to the actor; `stack` ends them. Collective.
 
     The ranks of `part`, which hold the policy, have engines; others have none and no actor. Servers come up while the
@@ -32,7 +32,7 @@ def start_engines(config: Config, part: WorldPart, stack: ExitStack) -> Connect:
     return _STARTERS[config.rollout.engine](config, part, stack)
 
 
-def _start_embedded(config: Config, part: WorldPart, stack: ExitStack) -> Connect:
+def _start_embedded(config: Config, part: RankSet, stack: ExitStack) -> Connect:
     def connect(actor: MegatronActor | None) -> Engines:
         if actor is None:
             return without_engines()
@@ -43,7 +43,7 @@ def _start_embedded(config: Config, part: WorldPart, stack: ExitStack) -> Connec
     return connect
 
 
-_STARTERS: dict[str, Callable[[Config, WorldPart, ExitStack], Connect]] = {
+_STARTERS: dict[str, Callable[[Config, RankSet, ExitStack], Connect]] = {
     "embedded": _start_embedded,
     "sglang": start_sglang,
 }

@@ -19,7 +19,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.training_schema import AlgorithmConfig
 from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
-from megatron_dapo.megatron.parallel_state import stand_aside
+from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
 from megatron_dapo.trainer.build_critic import (
     build_critic,
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def build_actor(config: Config, world: RunWorld) -> MegatronActor | None:
     """This rank's part of the policy with the weights of model.path; None on ranks of the critic alone. Collective."""
     if not world.policy.is_member:
-        stand_aside(world.policy_layout, world.policy, config.run.wait_timeout_seconds)
+        join_as_nonmember(world.policy_layout, world.policy, config.run.wait_timeout_seconds)
         return None
     return _load_policy(config, world)
 
@@ -148,7 +148,7 @@ def _with_critic(
 def _critic_side(config: Config, world: RunWorld, beside: Sequence[MegatronActor]) -> CriticLearner | CriticElsewhere:
     if world.critic.is_member:
         return build_critic_learner(config, build_critic(config, world, beside))
-    stand_aside(world.critic_layout, world.critic, config.run.wait_timeout_seconds)
+    join_as_nonmember(world.critic_layout, world.critic, config.run.wait_timeout_seconds)
     return CriticElsewhere()
 
 

@@ -25,7 +25,7 @@ from megatron_dapo.rollout.judging import keep_every_group
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.settings import CollectorSettings, WindowSettings
 from megatron_dapo.rollout.windows import WindowCollector
-from megatron_dapo.trainer.driven_engine import DrivenEngine
+from megatron_dapo.trainer.driven_engine import CollectiveEngine
 from megatron_dapo.trainer.evaluator import EvaluationTask
 from megatron_dapo.trainer.inputs import (
     ModelInputs,
@@ -60,7 +60,7 @@ class Driver:
 
 
 def build_driver(
-    config: Config, engine: DrivenEngine, on_progress: Callable[[CollectProgress], None], stack: ExitStack
+    config: Config, engine: CollectiveEngine, on_progress: Callable[[CollectProgress], None], stack: ExitStack
 ) -> Driver:
     """Data, verifiers and the collector; `stack` closes the verifiers' processes."""
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
@@ -89,7 +89,7 @@ class _CollectorParts:
 
     stream: PromptStream
     prompts: Mapping[str, Prompt]
-    engine: DrivenEngine
+    engine: CollectiveEngine
     scorer: SampleScorer
     on_progress: Callable[[CollectProgress], None]
 

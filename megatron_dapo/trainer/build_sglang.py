@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, EngineLayout
-from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, Transport, UpdateTimeouts
+from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate, Transport, UpdateTimeouts
 from megatron_dapo.bridge.served_parameters import served_parameters
 from megatron_dapo.bridge.transports.base import GroupCoordinator
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport
@@ -26,10 +26,9 @@ from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.config.schema import Config
-from megatron_dapo.engines.sglang.client import EngineError, SglangClient, Timeouts
+from megatron_dapo.engines.sglang.client import ColocatedClient, EngineError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import create_key, read_key
-from megatron_dapo.engines.sglang.resting import RestingClient
 from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter
 from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import EngineServer, SglangServer
@@ -38,19 +37,19 @@ from megatron_dapo.launch.environment import rendezvous_host
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.parallel.collectives import broadcast_json
-from megatron_dapo.parallel.nodes import Nodes, machine_names, nodes_from_names
-from megatron_dapo.parallel.peer_group import LOOPBACK, Address, MeetingPlace, PeerGroup, join
+from megatron_dapo.parallel.nodes import NodeTopology, host_names, node_topology
+from megatron_dapo.parallel.peer_group import LOOPBACK, Address, PeerGroup, RendezvousStore, join
+from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.parallel.reshard.description import specs_from_json, specs_to_json
 from megatron_dapo.parallel.reshard.executors import Buffers
 from megatron_dapo.parallel.reshard.layout import Layout, ShiftedLayout, TensorSpec
 from megatron_dapo.parallel.reshard.planner import plan
-from megatron_dapo.parallel.world_part import WorldPart
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.elsewhere import without_engines
 from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, WEIGHTS, ServedWeights
 from megatron_dapo.trainer.sglang_engines import DeviceMemory, SglangEngines
-from megatron_dapo.trainer.sglang_front import DirectFront, Front, RoutedFront
-from megatron_dapo.trainer.sglang_servers import GivenServers, ReadyServer, Servers, StartedServers
+from megatron_dapo.trainer.sglang_frontend import DirectFrontend, Frontend, RouterFrontend
+from megatron_dapo.trainer.sglang_servers import ExternalServers, ReadyServer, Servers, StartedServers
 
 MEBIBYTE = 1 << 20
 # SGLang keeps a few positions of a sequence free; a server that is short of them cuts responses silently.
@@ -62,8 +61,8 @@ class _Site:
     """Where this process stands among those that hold the policy, and the groups deliveries are agreed on in."""
 
     config: Config
-    part: WorldPart
-    nodes: Nodes
+    part: RankSet
+    nodes: NodeTopology
     processes_here: int  # on this machine, those of the critic included
     everyone: dist.ProcessGroup  # gloo: its waits have deadlines
     node: dist.ProcessGroup
@@ -82,7 +81,7 @@ class _Site:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def start_sglang(config: Config, part: WorldPart, stack: ExitStack) -> Callable[[MegatronActor | None], Engines]:
+def start_sglang(config: Config, part: RankSet, stack: ExitStack) -> Callable[[MegatronActor | None], Engines]:
     """Spawn this machine's servers, or find those given by URL; see `build_engines.start_engines`. Collective."""
     site = _site(config, part)
     if site is None:
@@ -101,22 +100,22 @@ def start_sglang(config: Config, part: WorldPart, stack: ExitStack) -> Callable[
             site.rank,
             partial(_client, site, servers),
             partial(_update, site, servers, actor, weights),
-            partial(_front, site, actor.architecture.vocab_size) if site.rank == 0 else None,
+            partial(_frontend, site, actor.architecture.vocab_size) if site.rank == 0 else None,
             weights.current,
             part.group,
         )
         stack.callback(engines.close)
         memory = _shared_memory(site, actor)
-        rest = partial(engines.rest, memory) if memory else None
-        return Engines(engines, engines, engines, engines.heal, rest, weights.as_served)
+        sleep = partial(engines.sleep, memory) if memory else None
+        return Engines(engines, engines, engines, engines.recover, sleep, weights.as_served)
 
     return connect
 
 
-def _site(config: Config, part: WorldPart) -> _Site | None:
+def _site(config: Config, part: RankSet) -> _Site | None:
     """None on ranks that are not of `part`. Every process of the world makes all groups."""
-    names = machine_names()
-    nodes = nodes_from_names(names[: part.num_ranks])
+    names = host_names()
+    nodes = node_topology(names[: part.num_ranks])
     timeout = timedelta(seconds=config.run.wait_timeout_seconds)
     everyone = dist.new_group(list(part.ranks), backend="gloo", timeout=timeout)
     groups = [
@@ -168,7 +167,7 @@ def _servers(site: _Site) -> Servers:
     if sglang.urls:
         expectation = Expectation.of(_settings(site, place=0))
         attach = partial(_attach, site, expectation)
-        return GivenServers(attach, len(sglang.urls), site.rank, site.part.group)
+        return ExternalServers(attach, len(sglang.urls), site.rank, site.part.group)
     budget, group = sglang.restart_budget, site.part.group
     return StartedServers(partial(_spawn, site), site.nodes, site.rank, sglang.servers_per_node, budget, group)
 
@@ -219,9 +218,9 @@ def _python(config: Config) -> Path:
 
 def _client(site: _Site, servers: Servers, server: ReadyServer) -> SglangClient:
     name = f"{server.index} ({server.url})"
-    dialect = servers.dialect(server.index)
-    kind = RestingClient if _shares_devices(site) else SglangClient
-    return kind(server.url, read_key(site.key_file), _timeouts(site.config), dialect, name=name)
+    api_version = servers.api_version(server.index)
+    kind = ColocatedClient if _shares_devices(site) else SglangClient
+    return kind(server.url, read_key(site.key_file), _timeouts(site.config), api_version, name=name)
 
 
 def _shares_devices(site: _Site) -> bool:
@@ -250,15 +249,15 @@ def _timeouts(config: Config) -> Timeouts:
     )
 
 
-def _front(site: _Site, vocab_size: int, clients: Mapping[int, SglangClient]) -> Front:
+def _frontend(site: _Site, vocab_size: int, clients: Mapping[int, SglangClient]) -> Frontend:
     """Rank 0's way to the servers. ValueError where one would cut the run's longest sequences."""
     longest = min(client.max_length() for client in clients.values())
     build = partial(_engine, site, vocab_size, longest)
     if not site.config.sglang.router:
-        return DirectFront(clients, partial(build, site.config.sglang.max_running_requests))
+        return DirectFrontend(clients, partial(build, site.config.sglang.max_running_requests))
     # One connection to the router for everything its servers can run.
     in_flight = site.config.sglang.max_running_requests * len(clients)
-    return RoutedFront(clients, partial(build, in_flight), partial(_start_router, site), partial(_routed, site))
+    return RouterFrontend(clients, partial(build, in_flight), partial(_start_router, site), partial(_routed, site))
 
 
 def _start_router(site: _Site, urls: Sequence[str]) -> SglangRouter:
@@ -291,11 +290,11 @@ def _update(
     """The state machine of updates over the configured transport."""
     engines = _engines(site, actor.architecture, len(servers.leaders))
     pair = weights.layouts(engines, partial(_describe, site, controls))
-    fleet = Fleet(servers.leaders, controls)
-    delivery, transport = _TRANSPORTS[site.config.sglang.transport](site, fleet, *pair)
+    handles = EngineHandles(servers.leaders, controls)
+    delivery, transport = _TRANSPORTS[site.config.sglang.transport](site, handles, *pair)
     seconds = site.config.sglang.update_timeout_seconds
     timeouts = UpdateTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
-    return EngineUpdate(delivery, fleet, transport, GroupCoordinator(site.everyone), timeouts)
+    return EngineUpdate(delivery, handles, transport, GroupCoordinator(site.everyone), timeouts)
 
 
 def _describe(site: _Site, controls: Mapping[int, SglangClient]) -> list[dict[str, TensorSpec]]:
@@ -320,13 +319,15 @@ def _bucket_bytes(site: _Site) -> int:
     return site.config.sglang.bucket_mb * MEBIBYTE
 
 
-def _by_memory(site: _Site, fleet: Fleet, source: Layout, engines: EngineLayout) -> tuple[DeliveryPlan, Transport]:
+def _by_memory(
+    site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout
+) -> tuple[DeliveryPlan, Transport]:
     reshard = plan(source, engines, ranks_per_node=site.nodes.ranks_per_node)
     delivery = DeliveryPlan(reshard, engines, _bucket_bytes(site))
     peers = _all_ranks(site) if site.nodes.num_nodes > 1 else None
     transport = ColocatedTransport(
         delivery,
-        fleet,
+        handles,
         site.rank,
         site.nodes,
         GroupCoordinator(site.node),
@@ -351,7 +352,7 @@ def _shared_device(where: str) -> torch.device:
 
 def _all_ranks(site: _Site) -> PeerGroup:
     """All trainer ranks, for parts whose machine is another than the engine's."""
-    place = MeetingPlace(_own_address(site)) if site.rank == 0 else None
+    place = RendezvousStore(_own_address(site)) if site.rank == 0 else None
     facts = [place.address.host, place.address.port, place.new_name()] if place else None
     host, port, name = broadcast_json(facts, group=site.part.group)
     timeout = site.config.sglang.start_timeout_seconds
@@ -365,15 +366,19 @@ def _own_address(site: _Site) -> str:
     return Address(rendezvous_host(), 1).local_host()
 
 
-def _by_peers(site: _Site, fleet: Fleet, source: Layout, engines: EngineLayout) -> tuple[DeliveryPlan, Transport]:
+def _by_peers(
+    site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout
+) -> tuple[DeliveryPlan, Transport]:
     offset = site.num_ranks
     reshard = plan(source, ShiftedLayout(engines, offset), ranks_per_node=site.nodes.ranks_per_node)
     delivery = DeliveryPlan(reshard, engines, _bucket_bytes(site), rank_offset=offset)
     settings = PeerSettings(host=_own_address(site), backend="nccl" if site.device == "cuda" else "gloo")
-    return delivery, PeerTransport(delivery, fleet, GroupCoordinator(site.everyone), settings)
+    return delivery, PeerTransport(delivery, handles, GroupCoordinator(site.everyone), settings)
 
 
-def _by_disk(site: _Site, fleet: Fleet, source: Layout, engines: EngineLayout) -> tuple[DeliveryPlan, Transport]:
+def _by_disk(
+    site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout
+) -> tuple[DeliveryPlan, Transport]:
     config = site.config
     delivery = DeliveryPlan(
         plan(source, engines, ranks_per_node=site.nodes.ranks_per_node), engines, _bucket_bytes(site)
@@ -384,7 +389,7 @@ def _by_disk(site: _Site, fleet: Fleet, source: Layout, engines: EngineLayout) -
 
     assert isinstance(source, MegatronLayout), "a folder holds the trained weights, config refuses others"
     folder = config.run.folder / "weights"
-    return delivery, DiskTransport(delivery, fleet, folder, export, GroupCoordinator(site.everyone))
+    return delivery, DiskTransport(delivery, handles, folder, export, GroupCoordinator(site.everyone))
 
 
 _TRANSPORTS: dict[str, Callable[..., tuple[DeliveryPlan, Transport]]] = {

@@ -13,10 +13,10 @@ from megatron_dapo.types import Completion, GenerationRequest
 Result = TypeVar("Result")
 
 
-class DrivenEngine(Protocol):
+class CollectiveEngine(Protocol):
     """A rollout engine on rank 0; the other ranks take part while rank 0 drives."""
 
-    def drive(self, body: Callable[[], Result]) -> Result | None:
+    def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
         """Run `body` on rank 0 while the other ranks serve; its result on rank 0, None elsewhere. A failure reaches every
         rank."""
 
@@ -58,10 +58,10 @@ class ServedModels(Protocol):
 class Engines:
     """The sides of a run's engines. `served`: where they are other processes than the trainer's."""
 
-    engine: DrivenEngine
+    engine: CollectiveEngine
     publisher: Publisher
     served: ServedModels | None = None
-    heal: Callable[[], None] | None = None  # rank 0, while it waits for a collecting thread
-    rest: Callable[[], None] | None = None  # collective: give memory back until the next version is published
+    recover: Callable[[], None] | None = None  # rank 0, while it waits for a collecting thread
+    sleep: Callable[[], None] | None = None  # collective: give memory back until the next version is published
     # Collective: inside it the trainer holds the values servers multiply by, where those are others than its own.
     as_served: Callable[[], AbstractContextManager[None]] | None = None

@@ -61,12 +61,12 @@ class CriticElsewhere:
 
 
 class EngineElsewhere:
-    """`DrivenEngine` and `Publisher` on a rank without an engine."""
+    """`CollectiveEngine` and `Publisher` on a rank without an engine."""
 
     policy_version = -1
     num_unfinished = 0
 
-    def drive(self, body: Callable[[], Result]) -> Result | None:
+    def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
         """Rank 0 drives the ranks that have engines; what it collected is told afterwards."""
         return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_dapo.data.dataset import PromptDataset
 from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, Scorer, evaluate
-from megatron_dapo.trainer.driven_engine import DrivenEngine
+from megatron_dapo.trainer.driven_engine import CollectiveEngine
 from megatron_dapo.trainer.inputs import ModelInputs
 from megatron_dapo.trainer.step_metrics import evaluation_metrics
 
@@ -32,7 +32,7 @@ class Evaluator:
 
     def __init__(
         self,
-        engine: DrivenEngine,
+        engine: CollectiveEngine,
         task: EvaluationTask | None,
         max_in_flight: int,
         paused: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -50,7 +50,7 @@ class Evaluator:
             with self._paused():
                 return self._run(train_step, progress)
 
-        return self._engine.drive(run)
+        return self._engine.run_on_rank0(run)
 
     def _run(self, train_step: int, progress: Callable[[EvaluationProgress], None]) -> dict[str, float]:
         task = self._task

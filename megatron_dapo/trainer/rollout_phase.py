@@ -9,7 +9,7 @@ from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
 from megatron_dapo.rollout.batch import RolloutBatch
-from megatron_dapo.trainer.driven_engine import DrivenEngine
+from megatron_dapo.trainer.driven_engine import CollectiveEngine
 from megatron_dapo.trainer.overlap import OverlappedRollout
 from megatron_dapo.trainer.train_samples import TrainSamples, with_staleness
 from megatron_dapo.types import Group, TrainSample
@@ -35,7 +35,7 @@ class RolloutPhase:
 
     def __init__(
         self,
-        engine: DrivenEngine,
+        engine: CollectiveEngine,
         rollout: OverlappedRollout | None,
         build: BuildSamples,
         rest: Callable[[], None] | None = None,
@@ -49,7 +49,7 @@ class RolloutPhase:
 
     def collect(self, num_groups: int) -> CollectedBatch:
         """The next rollout batch, the same samples on every rank."""
-        rollout = self._engine.drive(lambda: self._collect(num_groups))
+        rollout = self._engine.run_on_rank0(lambda: self._collect(num_groups))
         if self._rest is not None:
             self._rest()
         if rollout is None:

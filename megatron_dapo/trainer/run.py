@@ -40,7 +40,7 @@ from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
 from megatron_dapo.trainer.checkpointing import Checkpoints, CriticState, RunProgress, RunState
 from megatron_dapo.trainer.critic_learner import CriticLearner
-from megatron_dapo.trainer.driven_engine import DrivenEngine, Engines
+from megatron_dapo.trainer.driven_engine import CollectiveEngine, Engines
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.learner import Learner
@@ -132,7 +132,7 @@ def _build(config: Config, world: RunWorld, build: BuildLearner, stop: StopReque
     recorder = _recorder(config, rank, progress, stack)
     phases.view = recorder.phase if recorder else None
     parts = Parts(
-        rollout=RolloutPhase(engine, rollout, sample_builder(config), engines.rest),
+        rollout=RolloutPhase(engine, rollout, sample_builder(config), engines.sleep),
         learner=learner,
         publisher=PausingPublisher(engines.publisher, rollout),
         parity=_parity(config, engines, driver, learner, world),
@@ -191,7 +191,7 @@ def _rollout(config: Config, driver: Driver, engines: Engines, stack: ExitStack)
     """Rank 0's batches; collected ahead where the servers have devices of their own."""
     apart = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
     ahead = config.rollout.max_staleness if apart else 0
-    rollout = OverlappedRollout(driver.collector, ahead, config.run.wait_timeout_seconds, engines.heal)
+    rollout = OverlappedRollout(driver.collector, ahead, config.run.wait_timeout_seconds, engines.recover)
     stack.callback(rollout.close)
     return rollout
 
@@ -253,7 +253,7 @@ def _watch(config: Config, rank: int) -> Callable[[str], AbstractContextManager[
 
 def _evaluator(
     config: Config,
-    engine: DrivenEngine,
+    engine: CollectiveEngine,
     driver: Driver | None,
     layout: ParallelLayout,
     rollout: OverlappedRollout | None,

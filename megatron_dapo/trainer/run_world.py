@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.world_part import WorldPart, split_world, whole_world
+from megatron_dapo.parallel.rank_set import RankSet, all_ranks, partition_ranks
 from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
 
 
@@ -23,8 +23,8 @@ class RunWorld:
 
     size: int
     rank: int  # of this process in the world
-    policy: WorldPart
-    critic: WorldPart
+    policy: RankSet
+    critic: RankSet
     policy_layout: ParallelLayout
     critic_layout: ParallelLayout
 
@@ -36,9 +36,9 @@ class RunWorld:
 
 def run_world(config: Config) -> RunWorld:
     """The world of a run, in the default process group, which must exist. Collective."""
-    whole = whole_world()
+    whole = all_ranks()
     policy, critic = whole, whole
     if config.num_critic_processes:
-        policy, critic = split_world(config.num_critic_processes, config.run.wait_timeout_seconds)
+        policy, critic = partition_ranks(config.num_critic_processes, config.run.wait_timeout_seconds)
     size = whole.num_ranks
     return RunWorld(size, whole.rank, policy, critic, parallel_layout(config, size), critic_layout(config, size))

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megatron_dapo.engines.sglang.server import EngineServer
-from megatron_dapo.engines.sglang.versions import Dialect
+from megatron_dapo.engines.sglang.versions import ApiVersion
 from megatron_dapo.parallel.collectives import all_gather_json
-from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.parallel.nodes import NodeTopology
 
 logger = logging.getLogger(__name__)
 
@@ -48,27 +48,27 @@ class Servers(Protocol):
     def replace(self, lost: Mapping[int, str]) -> None:
         """Put fresh servers, without weights, in the place of lost ones."""
 
-    def dialect(self, index: int) -> Dialect | None:
+    def api_version(self, index: int) -> ApiVersion | None:
         """What a server of this rank's needs; None for those of others."""
 
     def close(self) -> None: ...
 
 
-class _Roster:
+class _ServerRegistry:
     """This rank's servers, and how all ranks learn of everybody's."""
 
     def __init__(self, leaders: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self.leaders = leaders
         self._group = group
         self._own: dict[int, EngineServer] = {}
-        self._dialects: dict[int, Dialect] = {}
+        self._api_versions: dict[int, ApiVersion] = {}
 
     def ready(self) -> list[ReadyServer]:
         entries, problems = [], []
         for index, server in self._own.items():
             try:
-                if index not in self._dialects:
-                    self._dialects[index] = server.wait_until_healthy().dialect
+                if index not in self._api_versions:
+                    self._api_versions[index] = server.wait_until_healthy().api_version
                 entries.append({"index": index, "url": server.url})
             except Exception as error:  # told to every rank instead of leaving them to wait
                 problems.append(f"server {index}: {error}")
@@ -76,20 +76,20 @@ class _Roster:
         return [ReadyServer(leader=self.leaders[entry["index"]], **entry) for entry in gathered]
 
     def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
-        own = [[index, server.last_words()] for index, server in self._own.items() if not server.is_alive()]
+        own = [[index, server.exit_reason()] for index, server in self._own.items() if not server.is_alive()]
         return _merge(own, suspected, self._group)
 
-    def dialect(self, index: int) -> Dialect | None:
-        return self._dialects.get(index)
+    def api_version(self, index: int) -> ApiVersion | None:
+        return self._api_versions.get(index)
 
 
-class StartedServers(_Roster):
+class StartedServers(_ServerRegistry):
     """Servers this run starts: `per_node` on every machine."""
 
     def __init__(
         self,
         start: Callable[[int, int], EngineServer],
-        nodes: Nodes,
+        nodes: NodeTopology,
         rank: int,
         per_node: int,
         restart_budget: int,
@@ -117,7 +117,7 @@ class StartedServers(_Roster):
         for index in set(lost) & set(self._own):
             logger.warning("server %d is started again: %s", index, lost[index])
             self._own[index].kill()
-            self._dialects.pop(index, None)
+            self._api_versions.pop(index, None)
             self._own[index] = self._start(index, index % self._per_node)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class StartedServers(_Roster):
             server.stop()
 
 
-class GivenServers(_Roster):
+class ExternalServers(_ServerRegistry):
     """Servers that run already; rank 0 speaks to all of them. They are never replaced and never ended."""
 
     def __init__(

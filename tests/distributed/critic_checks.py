@@ -30,11 +30,11 @@ from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
-from megatron_dapo.megatron.parallel_state import stand_aside
+from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.collectives import all_gather_json
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.world_part import WorldPart, split_world, whole_world
+from megatron_dapo.parallel.rank_set import RankSet, all_ranks, partition_ranks
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import MicroBatch
 
@@ -194,8 +194,8 @@ def settings_of(case: Mapping[str, Any]) -> CriticSettings:
     )
 
 
-def layout_of(case: Mapping[str, Any], part: WorldPart | None = None) -> ParallelLayout:
-    return ParallelLayout(world_size=(part or whole_world()).num_ranks, **case["layout"])
+def layout_of(case: Mapping[str, Any], part: RankSet | None = None) -> ParallelLayout:
+    return ParallelLayout(world_size=(part or all_ranks()).num_ranks, **case["layout"])
 
 
 def train(critic: MegatronCritic, seeds: Sequence[int]) -> list[tuple[float, float]]:
@@ -245,13 +245,13 @@ def _errors(critic: MegatronCritic, want: CriticReference) -> dict[str, float]:
 def parity_of_parts(arguments: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Worker: pairs of cases at the same time, one on the first ranks and one on the last `num_last`, trained without a
     word between the two. Every rank's errors, in rank order, for each pair."""
-    parts = split_world(arguments["num_last"], timeout_s=120)
+    parts = partition_ranks(arguments["num_last"], timeout_s=120)
     mine = next(part for part in parts if part.is_member)
     return [all_gather_json(_pair_of_parts(arguments["references"], pair, parts, mine)) for pair in arguments["pairs"]]
 
 
 def _pair_of_parts(
-    references: str, pair: Sequence[dict[str, Any]], parts: Sequence[WorldPart], mine: WorldPart
+    references: str, pair: Sequence[dict[str, Any]], parts: Sequence[RankSet], mine: RankSet
 ) -> dict[str, Any]:
     built = []
     for case, part in zip(pair, parts, strict=True):
@@ -260,7 +260,7 @@ def _pair_of_parts(
             want = CriticReference.read(references, case["model"])
             built.append((MegatronCritic.build(want.folder, layout, settings_of(case), part=part), want))
         else:
-            stand_aside(layout, part)
+            join_as_nonmember(layout, part)
     [(critic, want)] = built
     return {**_errors(critic, want), "layout": critic.layout.describe(), "rank": critic.rank}
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan
-from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, UpdateTimeouts
+from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate, UpdateTimeouts
 from megatron_dapo.bridge.transports.base import CoordinationError
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
@@ -26,7 +26,7 @@ from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_l
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.engines.sglang import weight_loader
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.peer_group import PeerGroup
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.layout import piece_view
@@ -229,7 +229,7 @@ class World:
         device: str = "cpu",
     ) -> None:
         self.size = parallel.world_size
-        self.nodes = Nodes(self.size, ranks_per_node or self.size)
+        self.nodes = NodeTopology(self.size, ranks_per_node or self.size)
         self.source: MegatronLayout = megatron_layout(architecture, parallel, torch.float32)
         self.layout = sglang_layout(architecture, tensor_parallel, dtype, num_engines, device=device)
         reshard = plan(self.source, self.layout, ranks_per_node=self.nodes.ranks_per_node)
@@ -289,11 +289,11 @@ class World:
         result = []
         for rank in range(self.size):
             led = [engine for engine, leader in enumerate(self.leaders) if leader == rank]
-            fleet = Fleet(self.leaders, LiveControls(engines, led))
+            handles = EngineHandles(self.leaders, LiveControls(engines, led))
             node = self.nodes.node_of(rank)
             transport = transport_of(
                 self.plan,
-                fleet,
+                handles,
                 rank,
                 self.nodes,
                 ThreadCoordinator(machines[node], rank - self.nodes.ranks_of(node)[0]),
@@ -303,7 +303,7 @@ class World:
                 grace_s=timeouts.grace_s,
             )
             coordinator = ThreadCoordinator(everyone, rank)
-            result.append(EngineUpdate(self.plan, fleet, transport, coordinator, timeouts, session))
+            result.append(EngineUpdate(self.plan, handles, transport, coordinator, timeouts, session))
         return result
 
 

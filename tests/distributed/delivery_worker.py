@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from delivery_simulation import SimulatedEngine, World, small_architecture
 
-from megatron_dapo.bridge.engine_update import EngineState, EngineUpdate, Fleet, UpdateTimeouts
+from megatron_dapo.bridge.engine_update import EngineHandles, EngineState, EngineUpdate, UpdateTimeouts
 from megatron_dapo.bridge.transports.base import CoordinationError, GroupCoordinator
 from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.peer_group import Address, MeetingPlace, join
+from megatron_dapo.parallel.peer_group import Address, RendezvousStore, join
 from megatron_dapo.parallel.reshard.arena import PREFIX
 
 PATIENT = UpdateTimeouts(30, 30, 30, 30, 40, 30, 20)
@@ -35,15 +35,15 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: UpdateTimeouts, fold
     )
     groups = [dist.new_group(list(world.nodes.ranks_of(node))) for node in range(world.nodes.num_nodes)]
     engines = {e: SimulatedEngine(world.layout, e) for e in range(num_engines) if world.leaders[e] == rank}
-    fleet = Fleet(world.leaders, engines)
-    place = MeetingPlace() if rank == 0 else None
-    meeting = broadcast_json([place.address.port, MeetingPlace.new_name()] if place else None, 0, dist.group.WORLD)
+    handles = EngineHandles(world.leaders, engines)
+    place = RendezvousStore() if rank == 0 else None
+    meeting = broadcast_json([place.address.port, RendezvousStore.new_name()] if place else None, 0, dist.group.WORLD)
     peers = None
     if world.nodes.num_nodes > 1:
         peers = join(Address("127.0.0.1", meeting[0]), meeting[1], rank, size, timeout_s=30)
     transport = ColocatedTransport(
         world.plan,
-        fleet,
+        handles,
         rank,
         world.nodes,
         GroupCoordinator(groups[world.nodes.node_of(rank)]),
@@ -51,7 +51,7 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: UpdateTimeouts, fold
         folder=folder,
         grace_s=timeouts.grace_s,
     )
-    update = EngineUpdate(world.plan, fleet, transport, GroupCoordinator(dist.group.WORLD), timeouts)
+    update = EngineUpdate(world.plan, handles, transport, GroupCoordinator(dist.group.WORLD), timeouts)
     return world, engines, update, place
 
 

@@ -19,7 +19,7 @@ from delivery_simulation import (
 )
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet
+from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -96,10 +96,10 @@ def updates(world: World, engine: DiskEngine, folder: Path, exporter: Exporter) 
     meeting = Meeting(world.size)
     result = []
     for rank in range(world.size):
-        fleet = Fleet(world.leaders, {0: engine} if world.leaders[0] == rank else {})
+        handles = EngineHandles(world.leaders, {0: engine} if world.leaders[0] == rank else {})
         coordinator = ThreadCoordinator(meeting, rank)
-        transport = DiskTransport(world.plan, fleet, folder, exporter.of_rank(rank), coordinator)
-        result.append(EngineUpdate(world.plan, fleet, transport, coordinator, PATIENT, "session"))
+        transport = DiskTransport(world.plan, handles, folder, exporter.of_rank(rank), coordinator)
+        result.append(EngineUpdate(world.plan, handles, transport, coordinator, PATIENT, "session"))
     return result
 
 

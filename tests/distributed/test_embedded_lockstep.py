@@ -69,7 +69,7 @@ def collect(engine: DistributedEmbeddedEngine, requests: list[GenerationRequest]
 
 def two_rounds(rank: int, folder: Path) -> None:
     engine = DistributedEmbeddedEngine(make_engine())
-    rounds = [engine.drive(lambda: collect(engine, make_requests())) for _ in range(2)]
+    rounds = [engine.run_on_rank0(lambda: collect(engine, make_requests())) for _ in range(2)]
     assert engine.policy_version == 3
     if rank == 0:
         (folder / "rounds.json").write_text(json.dumps([[asdict(done) for done in stream] for stream in rounds]))
@@ -80,7 +80,7 @@ def failing_rank(rank: int, folder: Path) -> None:
     if rank == 1:
         engine.parameters_by_name()["model.norm.weight"].fill_(float("nan"))
     with pytest.raises(RuntimeError, match="rank 1: RuntimeError: policy version 3 gave logits that are not finite"):
-        engine.drive(lambda: collect(engine, make_requests()))
+        engine.run_on_rank0(lambda: collect(engine, make_requests()))
     (folder / f"failing_rank.{rank}").touch()
 
 
@@ -93,7 +93,7 @@ def failing_driver(rank: int, folder: Path) -> None:
         raise ValueError("no prompts left")
 
     with pytest.raises((ValueError, RuntimeError), match="no prompts left"):
-        engine.drive(body)
+        engine.run_on_rank0(body)
     (folder / f"failing_driver.{rank}").touch()
 
 

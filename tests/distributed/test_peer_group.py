@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.parallel.peer_group import LOOPBACK, MeetingPlace, Notice, PeerError, join
+from megatron_dapo.parallel.peer_group import LOOPBACK, PeerError, RendezvousClient, RendezvousStore, join
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -24,7 +24,7 @@ WORKER = Path(__file__).with_name("peer_worker.py")
 
 def run_members(scenario: str, ranks: tuple[int, ...], size: int = 3) -> dict[int, dict[str, Any]]:
     """Outcome of every member that lived to report one."""
-    place = MeetingPlace()
+    place = RendezvousStore()
     name = place.new_name()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     address = [place.address.host, str(place.address.port), name]
@@ -70,7 +70,7 @@ def test_a_member_that_is_gone_or_late_fails_the_others_in_seconds(scenario: str
 
 def test_closing_reaches_all_members_also_where_one_is_gone_already() -> None:
     """Of a ring of closings each leaves the next a broken connection: member 0 hears of the last one at once as well."""
-    place = MeetingPlace()
+    place = RendezvousStore()
     name, size = place.new_name(), 4
     groups = [None] * size
 
@@ -110,7 +110,7 @@ class Forgotten:
 @pytest.mark.parametrize("who", ["the other member", "this member"])
 def test_a_message_that_gloo_forgets_is_not_waited_for_behind_a_lost_connection(who: str) -> None:
     """Seen once in some ten runs on a busy machine: the connection broke in the moment in which a send was written."""
-    place = MeetingPlace()
+    place = RendezvousStore()
     groups = dict[int, Any]()
 
     def meet(rank: int) -> None:
@@ -140,23 +140,23 @@ def test_a_member_that_never_comes() -> None:
 def test_nobody_at_the_address() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-    place = MeetingPlace()
+    place = RendezvousStore()
     with pytest.raises(PeerError, match="nobody answers"):
         join(type(place.address)(LOOPBACK, port), "name", 0, 2, timeout_s=1.5)
 
 
 def test_notices() -> None:
-    place = MeetingPlace()
-    writer, reader = Notice(place.address, 10), Notice(place.address, 10)
-    writer.leave("key", "engine is there")
-    assert reader.read("key", 5) == "engine is there"
-    with pytest.raises(PeerError, match="no notice 'other' within 0.5 s"):
-        reader.read("other", 0.5)
+    place = RendezvousStore()
+    writer, reader = RendezvousClient(place.address, 10), RendezvousClient(place.address, 10)
+    writer.put("key", "engine is there")
+    assert reader.get("key", 5) == "engine is there"
+    with pytest.raises(PeerError, match="no text under 'other' within 0.5 s"):
+        reader.get("other", 0.5)
     assert place.address.local_host() == LOOPBACK
 
 
 def test_listens_on_loopback_alone() -> None:
-    place = MeetingPlace()
+    place = RendezvousStore()
     listening = [
         line.split()[1]
         for table in ("/proc/net/tcp", "/proc/net/tcp6")
@@ -167,7 +167,7 @@ def test_listens_on_loopback_alone() -> None:
 
 
 def test_misuse_is_named() -> None:
-    place = MeetingPlace()
+    place = RendezvousStore()
     with pytest.raises(ValueError, match="gloo, nccl"):
         join(place.address, "name", 0, 1, timeout_s=1, backend="mpi")
     group = join(place.address, place.new_name(), 0, 1, timeout_s=10)

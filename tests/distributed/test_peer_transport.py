@@ -20,7 +20,7 @@ from delivery_simulation import (
     small_architecture,
 )
 
-from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, UpdateTimeouts
+from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate, UpdateTimeouts
 from megatron_dapo.bridge.transports.peer import PeerSettings, PeerTransport
 from megatron_dapo.parallel import peer_group
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -52,10 +52,10 @@ def updates(
     meeting = Meeting(world.size)
     result = []
     for rank in range(world.size):
-        fleet = Fleet(world.leaders, {e: c for e, c in enumerate(engines) if world.leaders[e] == rank})
+        handles = EngineHandles(world.leaders, {e: c for e, c in enumerate(engines) if world.leaders[e] == rank})
         coordinator = ThreadCoordinator(meeting, rank)
-        transport = PeerTransport(world.plan, fleet, coordinator, PeerSettings(connect_s=connect_s))
-        result.append(EngineUpdate(world.plan, fleet, transport, coordinator, timeouts, "session"))
+        transport = PeerTransport(world.plan, handles, coordinator, PeerSettings(connect_s=connect_s))
+        result.append(EngineUpdate(world.plan, handles, transport, coordinator, timeouts, "session"))
     return result
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from learners import build, judged_samples
 
-from megatron_dapo.megatron.parallel_state import stand_aside
+from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.parallel.collectives import all_gather_json
 from megatron_dapo.trainer.run import local_critic
 from megatron_dapo.trainer.run_world import RunWorld
@@ -71,7 +71,7 @@ def refusal(world: RunWorld) -> str:
         (world.policy, world.policy_layout) if world.policy.is_member else (world.critic, world.critic_layout)
     )
     try:
-        stand_aside(layout, part)
+        join_as_nonmember(layout, part)
     except AssertionError as error:
         return str(error)
     return ""

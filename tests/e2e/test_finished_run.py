@@ -154,6 +154,6 @@ def test_a_finished_run_started_again_only_writes_its_end_anew(finished: Finishe
     shutil.copytree(finished.folder, folder)
     (folder / "summary.json").unlink()
     run = finished.run(folder)
-    assert run.wait() == 0, run.last_words()
+    assert run.wait() == 0, run.exit_reason()
     assert next(run_differences(finished.folder, folder), "") == ""
     assert json.loads((folder / "summary.json").read_text())["train_steps"] == NUM_STEPS

@@ -30,7 +30,7 @@ def signalled(run: Run, signum: int, after_steps: int) -> int:
     """The exit code of a run that got a signal once so many steps were on record."""
     metrics = run.folder / "metrics.jsonl"
     came_so_far = run.wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= after_steps)
-    assert came_so_far, run.last_words()
+    assert came_so_far, run.exit_reason()
     run.process.send_signal(signum)
     return run.wait()
 
@@ -44,7 +44,7 @@ def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_to_the_same_end(finished: F
         # A step of its own: the rows of the run before are on record when this one has hardly begun.
         start, least = time.monotonic(), len(steps) + 1
         run = finished.run(folder, rare)
-        assert signalled(run, signum, least) == 0, run.last_words()
+        assert signalled(run, signum, least) == 0, run.exit_reason()
         assert time.monotonic() - start < RUN_TIMEOUT_S
         summary = json.loads((folder / "summary.json").read_text())
         steps = [record["train_step"] for record in lines_of(folder / "metrics.jsonl")]
@@ -52,7 +52,7 @@ def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_to_the_same_end(finished: F
         assert steps[-1] >= least and checkpoint_steps(folder / "checkpoints")[-1] == steps[-1]
         assert not (folder / "huggingface").exists(), "only a run that came to its end exports"
     run = finished.run(folder, rare)
-    assert run.wait() == 0, run.last_words()
+    assert run.wait() == 0, run.exit_reason()
     assert next(run_differences(finished.folder, folder), "") == ""
 
 
@@ -69,7 +69,7 @@ def test_a_corrupt_checkpoint_is_passed_over_and_said_so(finished: Finished, tmp
         shutil.rmtree(folder / "checkpoints" / f"step_{step:06d}")
     flip_a_byte(folder / "checkpoints" / "step_000004" / "rank_00001.safetensors")
     run = finished.run(folder)
-    assert run.wait() == 0, run.last_words()
+    assert run.wait() == 0, run.exit_reason()
     log = run.log.read_text()
     assert "step_000004: contents of rank_00001.safetensors changed since they were written; trying the one" in log
     assert "checkpoints/step_000003" in log.partition("continuing from ")[2].splitlines()[0]

@@ -53,7 +53,7 @@ def test_a_loss_that_is_not_finite_stops_the_critics_step_alone(ranks: list[dict
     assert [(one["optimizer_steps"], one["skipped_steps"]) for one in counters] == [(2, 0), (1, 1)]
 
 
-def test_who_builds_a_model_cannot_stand_aside(ranks: list[dict]) -> None:
+def test_a_rank_that_builds_a_model_cannot_join_as_nonmember(ranks: list[dict]) -> None:
     assert all("has to build the model" in one["groups_not_mine"] for one in ranks)
 
 

@@ -95,7 +95,7 @@ def setup(request, filled_server, tiny_model, tiny_model_untied) -> Setup:
     tied = request.param == "tied, one rank"
     folder, tensor_parallel = (tiny_model, 1) if tied else (tiny_model_untied, 2)
     server = filled_server(folder, tensor_parallel)
-    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.dialect)
+    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
     world = World(
         ModelArchitecture.from_directory(folder),
         ParallelLayout(NUM_RANKS, tensor=2, pipeline=2),

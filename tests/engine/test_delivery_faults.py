@@ -65,7 +65,7 @@ class FaultyControl:
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_faults_on_the_way_to_a_server(tensor_parallel: int, filled_server, tiny_model_untied: Path) -> None:
     server = filled_server(tiny_model_untied, tensor_parallel)
-    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.dialect)
+    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
     architecture = ModelArchitecture.from_directory(tiny_model_untied)
     parallel = ParallelLayout(NUM_RANKS, tensor=2)
     world = World(architecture, parallel, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10)

@@ -60,7 +60,7 @@ def test_experts_arrive(server_factory: Callable[..., SglangServer], moe_model: 
     from transformers import AutoModelForCausalLM
 
     server = server_factory(moe_model, tensor_parallel=tensor_parallel, random_weights=True, max_total_tokens=4096)
-    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=120.0), server.info.dialect)
+    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=120.0), server.info.api_version)
     layout = ParallelLayout(4, pipeline=2, expert=2)
     world = World(
         ModelArchitecture.from_directory(moe_model), layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10

@@ -80,7 +80,7 @@ def setup(request, server_factory, tmp_path_factory) -> Setup:
         folder, tensor_parallel=tensor_parallel, dtype=dtype, quantization="fp8", random_weights=True, seeded=True,
         max_total_tokens=4096,
     )  # fmt: skip
-    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.dialect)
+    client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
     world = Fp8World(
         ModelArchitecture.from_directory(folder),
         parallel,

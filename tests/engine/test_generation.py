@@ -84,7 +84,7 @@ def drain(engine: SglangEngine) -> dict[str, Completion]:
     completions: dict[str, Completion] = {}
     end = time.monotonic() + DEADLINE_S
     while engine.num_unfinished:
-        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.dead_servers}"
+        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.failed_servers}"
         for done in engine.poll():
             assert done.request_id not in completions, f"{done.request_id} came back twice"
             completions[done.request_id] = done
@@ -253,5 +253,5 @@ def test_all_responses_of_a_killed_server_come_back_once(engine: SglangEngine, s
     for pid in servers[1].pids():
         os.kill(pid, signal.SIGKILL)
     check_equal(drain(engine), whole)
-    assert list(engine.dead_servers) == [1] and not servers[1].is_alive()
+    assert list(engine.failed_servers) == [1] and not servers[1].is_alive()
     assert engine.statistics.num_redispatched > 0

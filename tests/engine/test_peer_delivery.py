@@ -17,7 +17,7 @@ from delivery_simulation import Meeting, ThreadCoordinator, World, break_sender,
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.bridge.engine_update import EngineUpdate, Fleet, Transport, UpdateTimeouts
+from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate, Transport, UpdateTimeouts
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.peer import PeerTransport
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
@@ -63,19 +63,19 @@ class Site:
         assert served == pytest.approx(expected, abs=1e-4)
         assert self.client.weight_version == str(version)
 
-    def updates(self, transport_of: Callable[[Fleet, ThreadCoordinator], Transport]) -> list[EngineUpdate]:
+    def updates(self, transport_of: Callable[[EngineHandles, ThreadCoordinator], Transport]) -> list[EngineUpdate]:
         """One a trainer rank, of a trainer that begins to live now."""
         meeting, session = Meeting(self.world.size), secrets.token_hex(8)
         result = []
         for rank in range(self.world.size):
-            fleet = Fleet([0], {0: self.client} if rank == 0 else {})
+            handles = EngineHandles([0], {0: self.client} if rank == 0 else {})
             coordinator = ThreadCoordinator(meeting, rank)
-            transport = transport_of(fleet, coordinator)
-            result.append(EngineUpdate(self.world.plan, fleet, transport, coordinator, TIMEOUTS, session))
+            transport = transport_of(handles, coordinator)
+            result.append(EngineUpdate(self.world.plan, handles, transport, coordinator, TIMEOUTS, session))
         return result
 
     def by_peers(self) -> list[EngineUpdate]:
-        return self.updates(lambda fleet, coordinator: PeerTransport(self.world.plan, fleet, coordinator))
+        return self.updates(lambda handles, coordinator: PeerTransport(self.world.plan, handles, coordinator))
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
@@ -85,7 +85,7 @@ def site(request, filled_server, tiny_model_untied: Path) -> Site:
 
 def make_site(server: SglangServer, folder: Path, tensor_parallel: int) -> Site:
     assert server.info is not None
-    client = SglangClient(server.url, read_key(server.key_file), dialect=server.info.dialect)
+    client = SglangClient(server.url, read_key(server.key_file), api_version=server.info.api_version)
     layout = ParallelLayout(4, tensor=2, pipeline=2)
     architecture = ModelArchitecture.from_directory(folder)
     world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=100_000)
@@ -123,8 +123,8 @@ def test_two_versions_and_a_killed_sender_between_them(site: Site, monkeypatch: 
 
 def test_a_folder(site: Site, tmp_path: Path) -> None:
     everyone = site.updates(
-        lambda fleet, coordinator: DiskTransport(
-            site.world.plan, fleet, tmp_path, exporter(site, coordinator.rank), coordinator
+        lambda handles, coordinator: DiskTransport(
+            site.world.plan, handles, tmp_path, exporter(site, coordinator.rank), coordinator
         )
     )
     for version in (4, 5):
@@ -170,7 +170,7 @@ def test_a_killed_server_and_its_successor(filled_server, tiny_model_untied: Pat
 
     server = filled_server(tiny_model_untied)
     successor = replace(site, server=server, client=make_site(server, tiny_model_untied, 1).client)
-    everyone[0].fleet.controls[0] = successor.client
+    everyone[0].handles.controls[0] = successor.client
     reports = update_all(everyone, 2, successor.weights(2))
     assert all(report.is_complete for report in reports), reports
     successor.check_served(2)

@@ -189,7 +189,7 @@ def test_two_ranks_serve_and_the_death_of_one_is_noticed(
     while server.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not server.is_alive()
-    assert "engine" in server.last_words() and "first cause: " in server.last_words().splitlines()[-1]
+    assert "engine" in server.exit_reason() and "first cause: " in server.exit_reason().splitlines()[-1]
     server.stop()
     assert not running(pids)
 

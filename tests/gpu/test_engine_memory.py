@@ -27,8 +27,8 @@ def free_bytes() -> int:
 
 
 def test_memory_is_released_measured_and_taken_back(device, model, engine_python, tmp_path) -> None:
+    from megatron_dapo.engines.sglang.client import ColocatedClient, wait_for_memory
     from megatron_dapo.engines.sglang.keys import create_key, read_key
-    from megatron_dapo.engines.sglang.resting import RestingClient, wait_for_memory
     from megatron_dapo.engines.sglang.server import SglangServer
     from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
@@ -47,11 +47,11 @@ def test_memory_is_released_measured_and_taken_back(device, model, engine_python
     server = SglangServer.start(settings)
     try:
         info = server.wait_until_healthy()
-        client = RestingClient(server.url, read_key(server.key_file), dialect=info.dialect)
+        client = ColocatedClient(server.url, read_key(server.key_file), api_version=info.api_version)
         tokens = list(range(5, 25))
         before = client.prompt_logprobs(tokens)
         serving = free_bytes()
-        client.rest()
+        client.sleep()
         weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         freed = wait_for_memory(free_bytes, serving, weights, timeout_s=30.0)
         # Weights and cache are what the fraction is of; graphs and workspaces stay.

@@ -63,7 +63,7 @@ class EngineControl(Protocol):
 
 
 @dataclass(frozen=True)
-class Fleet:
+class EngineHandles:
     """The engines and who speaks to them.
 
     `controls` are those of the engines that this rank leads; the mapping may change when an engine is restarted.

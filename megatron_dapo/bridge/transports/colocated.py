@@ -32,7 +32,7 @@ from megatron_dapo.bridge.transports.base import (
     Delivered,
     EngineControl,
     EngineFailure,
-    Fleet,
+    EngineHandles,
     Order,
     check_report,
     encode_payload,
@@ -41,7 +41,7 @@ from megatron_dapo.bridge.transports.base import (
 from megatron_dapo.bridge.transports.forwarding import Forwarding, Incoming, arrivals
 from megatron_dapo.bridge.transports.machine_memory import MachineMemory, Memory
 from megatron_dapo.bridge.transports.places import Places
-from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.peer_group import PeerGroup
 from megatron_dapo.parallel.reshard.arena import Arena, is_running
 from megatron_dapo.parallel.reshard.delivery import Command, Report
@@ -95,9 +95,9 @@ class ColocatedTransport:
     def __init__(
         self,
         plan: DeliveryPlan,
-        fleet: Fleet,
+        handles: EngineHandles,
         rank: int,
-        nodes: Nodes,
+        nodes: NodeTopology,
         node_group: Coordinator,
         *,
         peers: PeerGroup | None = None,
@@ -111,12 +111,12 @@ class ColocatedTransport:
         if node_group.size > MAX_WRITERS:
             raise ValueError(f"colocated transport: {node_group.size} ranks on a machine, at most {MAX_WRITERS}")
         self.plan = plan
-        self.fleet = fleet
+        self.handles = handles
         self.rank = rank
         self.node_group = node_group
         self.message_timeout_s = message_timeout_s
         self.grace_s = grace_s
-        self._places = Places(plan, fleet, nodes, rank)
+        self._places = Places(plan, handles, nodes, rank)
         self._forwarding = Forwarding(self._places, peers)
         self._memory = MachineMemory(
             self._places, node_group, folder or default_folder(), device or torch.device("cpu")
@@ -288,7 +288,7 @@ class ColocatedTransport:
         self, state: _Round, engine: int, message: Sequence[Sequence[Command]], arenas: Sequence[Arena]
     ) -> tuple[Report, ...]:
         """Delivers one message and waits as long as the engine gets on. TimeoutError where it does not."""
-        control = self.fleet.controls[engine]
+        control = self.handles.controls[engine]
         call = Call(lambda: _deliver_commands(control, message, arenas))
         loaded: list[int] = []
         patience = Deadline(self.message_timeout_s)
@@ -337,7 +337,7 @@ class ColocatedTransport:
         ]
 
     def _led(self, state: _Round) -> tuple[int, ...]:
-        return self.fleet.led_by(self.rank, state.engines)
+        return self.handles.led_by(self.rank, state.engines)
 
     def _num_rounds(self, order: Order) -> int:
         """Equal on all ranks, so that senders and deputies of all machines go through the same rounds."""

@@ -20,7 +20,7 @@ from megatron_dapo.bridge.transports.base import (
     Deadline,
     Delivered,
     EngineControl,
-    Fleet,
+    EngineHandles,
     Order,
     check_report,
     encode_payload,
@@ -46,10 +46,10 @@ class DiskTransport:
     """
 
     def __init__(
-        self, plan: DeliveryPlan, fleet: Fleet, folder: Path, export: Export, coordinator: Coordinator
+        self, plan: DeliveryPlan, handles: EngineHandles, folder: Path, export: Export, coordinator: Coordinator
     ) -> None:
         self.plan = plan
-        self.fleet = fleet
+        self.handles = handles
         self.folder = Path(folder).absolute()
         self.export = export
         self.coordinator = coordinator
@@ -64,7 +64,7 @@ class DiskTransport:
             return outcome
         calls = {
             engine: Call(lambda e=engine: self._load(order, e, target))
-            for engine in self.fleet.led_by(self.rank, order.engines)
+            for engine in self.handles.led_by(self.rank, order.engines)
         }
         for engine in order.engines:
             for engine_rank in self.plan.ranks_of(engine):
@@ -99,7 +99,7 @@ class DiskTransport:
 
     def _load(self, order: Order, engine: int, target: Path) -> tuple[Report, ...]:
         """ValueError that names the engine's rank whose report is missing or bad."""
-        control = self.fleet.controls[engine]
+        control = self.handles.controls[engine]
         control.update_weights_from_disk(str(target))
         commands = [self._command(order, rank, target) for rank in self.plan.ranks_of(engine)]
         paths = [Path(command.channel["path"]) for command in commands]

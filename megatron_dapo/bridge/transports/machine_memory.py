@@ -113,8 +113,8 @@ class MachineMemory:
     def _create(self, order: Order, memory: Memory) -> None:
         """Arenas of the engines this rank leads: those that are kept begin anew, the others are made."""
         places = self._places
-        for engine in places.fleet.led_by(places.rank, places.engines_here(order)):
-            control, ranks = places.fleet.controls[engine], places.plan.ranks_of(engine)
+        for engine in places.handles.led_by(places.rank, places.engines_here(order)):
+            control, ranks = places.handles.controls[engine], places.plan.ranks_of(engine)
             if self._kept_for.get(engine) is control:
                 for engine_rank in ranks:
                     self._kept[engine_rank].progress.start(order.number)

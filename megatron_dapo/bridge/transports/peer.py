@@ -31,7 +31,7 @@ from megatron_dapo.bridge.transports.base import (
     Deadline,
     Delivered,
     EngineControl,
-    Fleet,
+    EngineHandles,
     Order,
     encode_payload,
     reason_of,
@@ -40,10 +40,10 @@ from megatron_dapo.parallel.peer_group import (
     BACKENDS,
     LOOPBACK,
     Address,
-    MeetingPlace,
-    Notice,
     PeerError,
     PeerGroup,
+    RendezvousClient,
+    RendezvousStore,
     join,
 )
 from megatron_dapo.parallel.reshard.delivery import Command, Report
@@ -59,7 +59,7 @@ from megatron_dapo.parallel.reshard.peer_stream import (
     Staging,
     acknowledge,
     messages_of,
-    notice_key,
+    ready_key,
     receive_report,
     send_buckets,
 )
@@ -128,16 +128,16 @@ class PeerTransport:
     """
 
     def __init__(
-        self, plan: DeliveryPlan, fleet: Fleet, coordinator: Coordinator, settings: PeerSettings | None = None
+        self, plan: DeliveryPlan, handles: EngineHandles, coordinator: Coordinator, settings: PeerSettings | None = None
     ) -> None:
         self.plan = plan
-        self.fleet = fleet
+        self.handles = handles
         self.coordinator = coordinator
         self.rank = coordinator.rank
         self.settings = settings or PeerSettings()
         self.seconds: dict[str, float] = {}  # of the last delivery on this rank, by phase; the slowest engine's
         self.received: dict[int, int] = {}  # bytes an engine rank reports of the last delivery; of engines led here
-        self._place: MeetingPlace | None = None  # of leaders
+        self._place: RendezvousStore | None = None  # of leaders
         self._groups: dict[int, PeerGroup] = {}
         self._joined_by: dict[int, EngineControl] = {}  # engines this rank leads: whose group it is
 
@@ -165,7 +165,7 @@ class PeerTransport:
 
     def members(self, engine: int) -> Members:
         ranks = tuple(self.plan.ranks_of(engine))
-        trainers = {self.fleet.leaders[engine], *(source for rank in ranks for source in self.plan.sources(rank))}
+        trainers = {self.handles.leaders[engine], *(source for rank in ranks for source in self.plan.sources(rank))}
         return Members(tuple(sorted(trainers)), ranks)
 
     def _peak_bytes(self, engine: int) -> int:
@@ -197,8 +197,8 @@ class PeerTransport:
                 # A new one: the thread of a call that was given up may still write into the old one.
                 shares[engine] = _Share(ExpectedChecksums(self.plan), failure=reason_of(error))
                 self._drop(engine)
-        for engine in self.fleet.led_by(self.rank, mine):
-            self._joined_by[engine] = self.fleet.controls[engine]
+        for engine in self.handles.led_by(self.rank, mine):
+            self._joined_by[engine] = self.handles.controls[engine]
         return shares, tuple(engine for engine in engines if not meetings[engine].fresh)
 
     def _outcome(self, shares: Mapping[int, _Share]) -> Delivered:
@@ -221,8 +221,8 @@ class PeerTransport:
         """Every engine's group, named by its leader: a new one where any member lacks the old one."""
         own: dict[str, Any] = {"groups": {}, "offers": {}}
         for engine in engines:
-            led = self.fleet.leaders[engine] == self.rank
-            if led and self._joined_by.get(engine) is not self.fleet.controls[engine]:
+            led = self.handles.leaders[engine] == self.rank
+            if led and self._joined_by.get(engine) is not self.handles.controls[engine]:
                 self._drop(engine)
             if self.rank in self.members(engine).trainers:
                 own["groups"][str(engine)] = self._groups[engine].name if engine in self._groups else ""
@@ -232,15 +232,15 @@ class PeerTransport:
         meetings = {}
         for engine in engines:
             names = {view["groups"][str(engine)] for view in everyone if str(engine) in view["groups"]}
-            name, host, port = everyone[self.fleet.leaders[engine]]["offers"][str(engine)]
+            name, host, port = everyone[self.handles.leaders[engine]]["offers"][str(engine)]
             fresh = len(names) > 1 or "" in names
             meetings[engine] = _Meeting(name if fresh else names.pop(), Address(host, port), fresh)
         return meetings
 
     def _offer(self) -> list[Any]:
         if self._place is None:
-            self._place = MeetingPlace(self.settings.host)
-        return [MeetingPlace.new_name(), self._place.address.host, self._place.address.port]
+            self._place = RendezvousStore(self.settings.host)
+        return [RendezvousStore.new_name(), self._place.address.host, self._place.address.port]
 
     def _failed_anywhere(self, order: Order, shares: Mapping[int, _Share], deadline: Deadline) -> dict[int, list[str]]:
         """engine -> what each rank for which it failed says of it, its leader first."""
@@ -251,7 +251,7 @@ class PeerTransport:
         reasons: dict[int, list[str]] = {}
         for rank, view in enumerate(everyone):
             for engine, reason in ((int(engine), reason) for engine, reason in view.items()):
-                if rank == self.fleet.leaders[engine]:
+                if rank == self.handles.leaders[engine]:
                     reasons.setdefault(engine, []).insert(0, reason)
                 else:
                     reasons.setdefault(engine, []).append(f"trainer rank {rank}: {reason}")
@@ -266,7 +266,7 @@ class PeerTransport:
         wrong, and the group is closed."""
         start = time.perf_counter()
         members = self.members(engine)
-        posted = self._post(order, engine, meeting, deadline) if self.fleet.leaders[engine] == self.rank else None
+        posted = self._post(order, engine, meeting, deadline) if self.handles.leaders[engine] == self.rank else None
         group = self._join(members, meeting, deadline) if meeting.fresh else self._groups[engine]
         share.seconds["join"] = time.perf_counter() - start
         try:
@@ -306,9 +306,9 @@ class PeerTransport:
         """A new group, once the engine's ranks have said that they come."""
         seconds = min(self.settings.connect_s, deadline.left_s)
         end = time.monotonic() + seconds
-        notice = Notice(meeting.address, seconds)
+        store = RendezvousClient(meeting.address, seconds)
         for engine_rank in members.engine_ranks:
-            said = notice.read(notice_key(meeting.name, members.of_engine_rank(engine_rank)), end - time.monotonic())
+            said = store.get(ready_key(meeting.name, members.of_engine_rank(engine_rank)), end - time.monotonic())
             if said != READY:
                 raise PeerError(said)
         return join(
@@ -344,7 +344,7 @@ class PeerTransport:
 
     def _post(self, order: Order, engine: int, meeting: _Meeting, deadline: Deadline) -> Call[None]:
         """Starts the request. Where it fails, members that wait for the engine's ranks hear of it at once."""
-        members, control = self.members(engine), self.fleet.controls[engine]
+        members, control = self.members(engine), self.handles.controls[engine]
         payloads = [
             encode_payload(self._command(order, rank, members, meeting, deadline)) for rank in members.engine_ranks
         ]
@@ -354,10 +354,10 @@ class PeerTransport:
                 control.update_weights_from_tensor(payloads, LOAD_FORMAT)
             except Exception as error:
                 if meeting.fresh:
-                    notice = Notice(meeting.address, self.settings.connect_s)
+                    store = RendezvousClient(meeting.address, self.settings.connect_s)
                     for engine_rank in members.engine_ranks:
-                        key = notice_key(meeting.name, members.of_engine_rank(engine_rank))
-                        notice.leave(key, f"engine {engine}: {reason_of(error)}")
+                        key = ready_key(meeting.name, members.of_engine_rank(engine_rank))
+                        store.put(key, f"engine {engine}: {reason_of(error)}")
                 raise
 
         return Call(post)
@@ -365,7 +365,7 @@ class PeerTransport:
     def _command(
         self, order: Order, engine_rank: int, members: Members, meeting: _Meeting, deadline: Deadline
     ) -> Command:
-        leader = self.fleet.leaders[engine_rank // self.plan.engines.tensor_parallel]
+        leader = self.handles.leaders[engine_rank // self.plan.engines.tensor_parallel]
         channel = PeerChannel(
             address=meeting.address,
             group=meeting.name,

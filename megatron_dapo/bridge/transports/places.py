@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan, PlannedBucket
-from megatron_dapo.bridge.transports.base import Fleet, Order
-from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.bridge.transports.base import EngineHandles, Order
+from megatron_dapo.parallel.nodes import NodeTopology
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,12 @@ class Places:
     """An engine lives on the machine of its leader."""
 
     plan: DeliveryPlan
-    fleet: Fleet
-    nodes: Nodes
+    handles: EngineHandles
+    nodes: NodeTopology
     rank: int
 
     def node_of(self, engine: int) -> int:
-        return self.nodes.node_of(self.fleet.leaders[engine])
+        return self.nodes.node_of(self.handles.leaders[engine])
 
     def is_here(self, engine: int) -> bool:
         """Whether an engine is on this rank's machine."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import base64
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,7 +39,7 @@ from megatron_dapo.engines.sglang.wire import (
 from megatron_dapo.types import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_dapo.engines.sglang.versions import Dialect
+    from megatron_dapo.engines.sglang.versions import ApiVersion
 
 # One line a request at INFO would bury the run's own log.
 logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -121,7 +121,7 @@ class SglangClient:
     Args:
         url: http://host:port of the server (or of a router in front of several, then for `generate` alone).
         key: its API key, None where it has none.
-        dialect: what its version needs, see `versions.dialect_of`; None: no update session.
+        api_version: what its version needs, see `versions.api_version_of`; None: no update session.
         name: how errors call the server; the URL by default.
     """
 
@@ -130,7 +130,7 @@ class SglangClient:
         url: str,
         key: str | None,
         timeouts: Timeouts | None = None,
-        dialect: Dialect | None = None,
+        api_version: ApiVersion | None = None,
         *,
         name: str = "",
     ):
@@ -139,7 +139,7 @@ class SglangClient:
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.timeouts = timeouts or Timeouts()
-        self.dialect = dialect
+        self.api_version = api_version
         # httpx hides this header wherever it prints headers.
         self._headers = httpx.Headers({"Authorization": f"Bearer {key}"} if key else {})
         # Loopback traffic must not take the proxy an environment names.
@@ -309,12 +309,12 @@ class SglangClient:
 
     def begin_weight_update(self) -> None:
         """Open the session that newer versions want around updates; nothing to do for older ones."""
-        if self.dialect is not None and self.dialect.needs_update_session:
+        if self.api_version is not None and self.api_version.needs_update_session:
             self._post("/begin_weight_update", {}, self.timeouts.control_s)
 
     def end_weight_update(self) -> None:
         """Close the session of `begin_weight_update`."""
-        if self.dialect is not None and self.dialect.needs_update_session:
+        if self.api_version is not None and self.api_version.needs_update_session:
             self._post("/end_weight_update", {}, self.timeouts.update_s)
 
     def update_weight_version(self, version: int) -> None:
@@ -413,3 +413,60 @@ class SglangClient:
 def _was_aborted(response: httpx.Response) -> bool:
     """SGLang answers 499 to a request that was aborted before it reached the scheduler: nothing was generated."""
     return response.status_code == 499
+
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+_MEMORY_POLL_S = 0.05
+
+
+class ColocatedClient(SglangClient):
+    """Client of a server that shares its device with the trainer and sleeps while the trainer works.
+
+        generate | sleep: cache and weights released | trainer's step | begin update: memory of the weights resumed
+                 | weight sync, verified | resume: cache resumed, then generation
+
+    Weights come back first and the cache only after the weight sync, so that both are never there beside the buckets of
+    the sync and the trainer's own peak. Needs a server started with its memory saver (CUDA alone; not run on one yet).
+    """
+
+    _released: frozenset[str] = frozenset()  # SGLang ends where something is to come back that was not released
+
+    def sleep(self) -> None:
+        """Release cache and weights, what of them is there. The server must have no request."""
+        tags = tuple(tag for tag in (CACHE, WEIGHTS) if tag not in self._released)
+        if tags:
+            self.flush_cache()
+            self.release_memory(tags)
+            self._released |= set(tags)
+
+    def begin_weight_update(self) -> None:
+        """Bring the memory of the weights back, then open the session."""
+        self._resume_memory(WEIGHTS)
+        super().begin_weight_update()
+
+    def resume(self) -> None:
+        """Bring the cache back, then generate again."""
+        self._resume_memory(CACHE)
+        super().resume()
+
+    def _resume_memory(self, tag: str) -> None:
+        if tag in self._released:
+            self.resume_memory((tag,))
+            self._released -= {tag}
+
+
+def wait_for_memory(free_bytes: Callable[[], int], before: int, expected: int, timeout_s: float) -> int:
+    """Until `expected` more bytes are free than `before`; returns how many are. A release is over only when the device
+    says so.
+
+    MemoryError with both numbers where they are not within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (freed := free_bytes() - before) < expected:
+        if time.monotonic() >= deadline:
+            raise MemoryError(
+                f"the servers on this device released {freed} bytes within {timeout_s:g} s, their weights alone are "
+                f"{expected}: they run without the memory saver, or another process took the memory"
+            )
+        time.sleep(_MEMORY_POLL_S)
+    return freed

@@ -38,7 +38,7 @@ from megatron_dapo.engines.sglang.client import (
     EngineTimeout,
     SglangClient,
 )
-from megatron_dapo.engines.sglang.courier import Courier, Delivery, Outcome, Probed
+from megatron_dapo.engines.sglang.dispatcher import Delivery, HttpDispatcher, Outcome, Probed
 from megatron_dapo.engines.sglang.wire import Generation, input_ids_of
 from megatron_dapo.types import Completion, GenerationRequest, VersionRange
 
@@ -82,7 +82,7 @@ class EngineStatistics:
 
 
 class AllEnginesGone(RuntimeError):
-    """No server is left. Unfinished requests are kept: `revive` one and poll on."""
+    """No server is left. Unfinished requests are kept: `restore` one and poll on."""
 
 
 class RequestGivenUp(RuntimeError):
@@ -136,7 +136,7 @@ class SglangEngine:
         self.settings = settings
         self.statistics = EngineStatistics()
         self._servers = [_Server(index, client) for index, client in enumerate(clients)]
-        self._courier = Courier(settings.vocab_size, settings.max_in_flight + 4)
+        self._dispatcher = HttpDispatcher(settings.vocab_size, settings.max_in_flight + 4)
         self._version = -1
         self._num_submitted = 0
         self._num_deliveries = 0
@@ -157,7 +157,7 @@ class SglangEngine:
 
     def close(self) -> None:
         """End the background thread. Servers keep running."""
-        self._courier.close()
+        self._dispatcher.close()
 
     # Versions
 
@@ -181,24 +181,24 @@ class SglangEngine:
     # Servers
 
     @property
-    def dead_servers(self) -> dict[int, str]:
+    def failed_servers(self) -> dict[int, str]:
         """Why each dead server died, by its index."""
         return {server.index: str(server.problem) for server in self._servers if not server.is_alive}
 
-    def mark_dead(self, index: int, reason: str) -> None:
+    def mark_failed(self, index: int, reason: str) -> None:
         """What the owner knows of a server first, e.g. that its process has ended."""
         server = self._servers[index]
         if server.is_alive:
             self._bury(server, EngineGone(server.client.name, "process", reason))
 
-    def revive(self, index: int, client: SglangClient) -> None:
+    def restore(self, index: int, client: SglangClient) -> None:
         """Server `index` is back, perhaps elsewhere, and serves the current policy version (the caller has verified
         that).
         """
         if self._servers[index].is_alive:
             raise ValueError(f"server {index} ({self._servers[index].client.name}) is alive; mark it dead first")
         self._servers[index] = _Server(index, client)
-        if not self.dead_servers:
+        if not self.failed_servers:
             self._first_problem = None
 
     # RolloutEngine
@@ -230,7 +230,7 @@ class SglangEngine:
             raise RuntimeError("the SGLang servers have no verified weights yet: synchronise them before generating")
         self._dispatch()
         if not self._ready and self._expects_news:
-            self._handle(self._courier.receive(self.settings.poll_wait_s))
+            self._handle(self._dispatcher.receive(self.settings.poll_wait_s))
             self._look_after_stalls()
         if not self._ready:
             self._raise_if_stuck()
@@ -286,7 +286,7 @@ class SglangEngine:
             heapq.heappop(self._waiting)
             deliveries.append(self._launch(job, server))
         if deliveries:
-            self._courier.send(deliveries)
+            self._dispatcher.send(deliveries)
 
     def _choose(self, request: GenerationRequest, even: float) -> _Server | None:
         """The server for a request: its prompt's, unless that would carry over 1/8 more than `even` tokens; then the
@@ -404,7 +404,7 @@ class SglangEngine:
         """Look at a server's health; it gets nothing new until it is known."""
         if server.is_alive and not server.is_suspect:
             server.is_suspect = True
-            self._courier.probe(server.client)
+            self._dispatcher.probe(server.client)
 
     def _handle_probe(self, probed: Probed) -> None:
         for server in self._servers:
@@ -426,8 +426,8 @@ class SglangEngine:
             assert flight is not None, f"delivery {number} is on a server's books but not on the engine's"
             self._requeue(flight.job, problem)
         self._home = {prompt: home for prompt, home in self._home.items() if home is not server}
-        self._courier.give_up(numbers)
-        self._courier.forget(server.client)
+        self._dispatcher.give_up(numbers)
+        self._dispatcher.forget(server.client)
 
     def _look_after_stalls(self) -> None:
         now = time.monotonic()
@@ -469,7 +469,7 @@ class SglangEngine:
 
     def _receive_until(self, end: float) -> None:
         while self._expects_news and (left := end - time.monotonic()) > 0:
-            self._handle(self._courier.receive(left))
+            self._handle(self._dispatcher.receive(left))
 
     def _bury_silent(self) -> None:
         for server in self._servers:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dapo.parallel.peer_group import Notice, PeerError, PeerGroup, join
+from megatron_dapo.parallel.peer_group import PeerError, PeerGroup, RendezvousClient, join
 from megatron_dapo.parallel.reshard.delivery import Bucket, Command, Part, Receiver, Report
 from megatron_dapo.parallel.reshard.peer_stream import (
     READY,
@@ -23,7 +23,7 @@ from megatron_dapo.parallel.reshard.peer_stream import (
     STAGED_BUCKETS,
     PeerChannel,
     Staging,
-    notice_key,
+    ready_key,
     receive_acknowledgement,
     receive_buckets,
     send_report,
@@ -62,7 +62,7 @@ class PeerReceiver:
                 raise PeerError("the trainer means a group that this process has not joined; it was restarted since")
             return self._group
         self._close()
-        Notice(channel.address, channel.connect_s).leave(notice_key(channel.group, channel.member), READY)
+        RendezvousClient(channel.address, channel.connect_s).put(ready_key(channel.group, channel.member), READY)
         self._group = join(
             channel.address,
             channel.group,

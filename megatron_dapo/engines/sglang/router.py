@@ -110,7 +110,7 @@ class SglangRouter:
                     else f"it ended with exit code {self._process.returncode}"
                 )
                 self.stop()
-                raise RouterStartError(f"router {self.url}: {problem}; {self.last_words()}")
+                raise RouterStartError(f"router {self.url}: {problem}; {self.exit_reason()}")
             time.sleep(_POLL_S)
 
     def workers(self) -> dict[str, bool]:
@@ -139,7 +139,7 @@ class SglangRouter:
         for port in self._ports:
             port.release()
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         """The end of its log."""
         try:
             lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -12,7 +12,7 @@ import httpx
 
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server_settings import DTYPES, WEIGHT_LOADER, ServerSettings
-from megatron_dapo.engines.sglang.versions import Dialect, dialect_of
+from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of
 
 _CALL_S = 60.0
 _IMPOSSIBLE_TOKEN = 1 << 40
@@ -51,7 +51,7 @@ class Expectation:
 class ServerInfo:
     """What a healthy server says about itself."""
 
-    dialect: Dialect
+    api_version: ApiVersion
     model_path: str
     architecture: str
     vocab_size: int
@@ -92,7 +92,7 @@ def _server_info(url: str, http: httpx.Client) -> ServerInfo:
     server, model = _json(http, "/server_info"), _json(http, "/model_info")
     try:
         return ServerInfo(
-            dialect=dialect_of(str(server["version"])),
+            api_version=api_version_of(str(server["version"])),
             model_path=str(model["model_path"]),
             architecture=str((model.get("architectures") or ["unknown"])[0]),
             vocab_size=_vocab_size(http),

@@ -24,7 +24,7 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.ports import ReservedPort, reserve_port
 from megatron_dapo.engines.sglang.processes import ProcessTree
 from megatron_dapo.engines.sglang.served import EngineStartError, Expectation, ServerInfo, checked, open_http
-from megatron_dapo.engines.sglang.server_log import last_words
+from megatron_dapo.engines.sglang.server_log import exit_reason
 from megatron_dapo.engines.sglang.server_settings import ServerSettings, command, environment
 
 _POLL_S = 0.1
@@ -47,7 +47,7 @@ class EngineServer(Protocol):
 
     def kill(self) -> None: ...
 
-    def last_words(self) -> str: ...
+    def exit_reason(self) -> str: ...
 
 
 class SglangServer:
@@ -139,7 +139,7 @@ class SglangServer:
             self._process.stdin.close()
         _discard(self._ports, self._scratch)
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended, the end of its log and, last, the first error in it."""
         code, worker = self._tree.exit_code, self._tree.ended_worker()
         if code is not None:
@@ -159,7 +159,7 @@ class SglangServer:
         age = time.monotonic() - self._started
         return (
             f"engine {self.index} (process {self.pid}, {self.url}), {age:.1f} s after its start: {what}; "
-            f"{last_words(self.log)}"
+            f"{exit_reason(self.log)}"
         )
 
 
@@ -201,7 +201,7 @@ class AttachedServer:
     def kill(self) -> None:
         """It goes on: somebody else runs it."""
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         return f"engine {self.index} at {self.url} was not started here: its log is with whoever runs it"
 
 

@@ -13,7 +13,7 @@ _HARMLESS = re.compile(r"Ignore import error|Warning:|warnings\.warn")
 _MAX_BYTES = 16 << 20
 
 
-def last_words(log: Path, num_lines: int = 20) -> str:
+def exit_reason(log: Path, num_lines: int = 20) -> str:
     """The last lines of `log`, then, last, the first error in it: that is what the others follow from."""
     lines = _lines(log)
     if not lines:

@@ -11,7 +11,7 @@ SUPPORTED = (OLDEST, NEWEST)
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ApiVersion:
     """How one version of SGLang wants to be spoken to."""
 
     version: str
@@ -25,8 +25,8 @@ _CHANGES: tuple[tuple[tuple[int, int, int], dict[str, bool]], ...] = (
 )
 
 
-def dialect_of(version: str) -> Dialect:
-    """The dialect of SGLang `version`, as its /server_info tells it (release suffixes like .post1 are allowed).
+def api_version_of(version: str) -> ApiVersion:
+    """The api_version of SGLang `version`, as its /server_info tells it (release suffixes like .post1 are allowed).
 
     ValueError for what is no version, or is older or newer than what has been tried.
     """
@@ -41,7 +41,7 @@ def dialect_of(version: str) -> Dialect:
     for first, changes in _CHANGES:
         if numbers >= first:
             fields.update(changes)
-    return Dialect(version=version, **fields)
+    return ApiVersion(version=version, **fields)
 
 
 def _numbers(version: str) -> tuple[int, int, int]:

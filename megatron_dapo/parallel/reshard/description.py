@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.parallel.peer_group import Address, Notice
+from megatron_dapo.parallel.peer_group import Address, RendezvousClient
 from megatron_dapo.parallel.reshard.layout import TensorSpec
 
 DESCRIBE = "describe"
@@ -40,12 +40,12 @@ def leave_description(channel: DescriptionChannel, parameters: Mapping[str, torc
     """The engine rank's side. PeerError where the trainer cannot be reached."""
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in parameters.items()}
     text = json.dumps(specs_to_json(specs), separators=(",", ":"))
-    Notice(channel.address, channel.seconds).leave(channel.key, text)
+    RendezvousClient(channel.address, channel.seconds).put(channel.key, text)
 
 
 def read_description(channel: DescriptionChannel, timeout_s: float) -> dict[str, TensorSpec]:
     """The trainer's side: waits for it. PeerError after `timeout_s`, ValueError where it is no description."""
-    text = Notice(channel.address, channel.seconds).read(channel.key, timeout_s)
+    text = RendezvousClient(channel.address, channel.seconds).get(channel.key, timeout_s)
     try:
         return specs_from_json(json.loads(text))
     except (TypeError, AttributeError, json.JSONDecodeError) as error:

@@ -309,9 +309,9 @@ READY = "ready"
 _ACKNOWLEDGE_S = 5.0
 
 
-def notice_key(group: str, member: int) -> str:
+def ready_key(group: str, member: int) -> str:
     """Under which an engine rank says that it is about to join, or its leader that it will not."""
-    return f"{group}/notice/{member}"
+    return f"{group}/ready/{member}"
 
 
 def send_report(group: PeerGroup, leader: int, report: Report, deadline: float) -> None:

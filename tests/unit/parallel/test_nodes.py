@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.parallel.nodes import Nodes, nodes_from_names
+from megatron_dapo.parallel.nodes import NodeTopology, node_topology
 
 
 def test_ranks_are_grouped_by_machine() -> None:
-    nodes = nodes_from_names(["b", "b", "a", "a", "c", "c"])
-    assert nodes == Nodes(6, 2) and nodes.num_nodes == 3
+    nodes = node_topology(["b", "b", "a", "a", "c", "c"])
+    assert nodes == NodeTopology(6, 2) and nodes.num_nodes == 3
     assert [nodes.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
     assert list(nodes.ranks_of(1)) == [2, 3]
 
@@ -17,4 +17,4 @@ def test_ranks_are_grouped_by_machine() -> None:
 @pytest.mark.parametrize("names", [["a", "b", "a", "b"], ["a", "a", "b"], ["a", "a", "b", "b", "a", "a"]])
 def test_uneven_or_scattered_ranks_are_refused(names: list[str]) -> None:
     with pytest.raises(ValueError, match="block distribution"):
-        nodes_from_names(names)
+        node_topology(names)

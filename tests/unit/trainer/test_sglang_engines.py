@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.engines.sglang.engine import AllEnginesGone
-from megatron_dapo.parallel.lead import Lead
-from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.parallel.nodes import NodeTopology
+from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.trainer.sglang_engines import SglangEngines
-from megatron_dapo.trainer.sglang_servers import GivenServers, ReadyServer, ServersFailed, StartedServers
+from megatron_dapo.trainer.sglang_servers import ExternalServers, ReadyServer, ServersFailed, StartedServers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,9 +39,9 @@ class Server:
     def wait_until_healthy(self) -> Any:
         if self.problem:
             raise RuntimeError(self.problem)
-        return SimpleNamespace(dialect=None)
+        return SimpleNamespace(api_version=None)
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         return f"server {self.index} was killed"
 
     def kill(self) -> None:
@@ -68,7 +68,7 @@ class Machine:
         return [server for server in self.started if server.index == index][-1]
 
 
-class Front:
+class Frontend:
     """Rank 0's way to the servers: it generates nothing, or finds nobody left."""
 
     def __init__(self, clients: Mapping[int, Any]) -> None:
@@ -120,19 +120,19 @@ class World:
     machine: Machine
     engines: SglangEngines
     updates: list[Update]
-    fronts: list[Front]
+    frontends: list[Frontend]
 
     @property
     def update(self) -> Update:
         return self.updates[0]
 
     @property
-    def front(self) -> Front:
-        return self.fronts[0]
+    def frontend(self) -> Frontend:
+        return self.frontends[0]
 
 
 def make_world(num_servers: int = 2, budget: int = 3) -> World:
-    machine, updates, fronts = Machine(), [], []
+    machine, updates, frontends = Machine(), [], []
 
     def connect(server: ReadyServer) -> Any:
         return SimpleNamespace(url=server.url, close=lambda: None)
@@ -141,13 +141,13 @@ def make_world(num_servers: int = 2, budget: int = 3) -> World:
         updates.append(Update(controls))
         return updates[-1]
 
-    def build_front(clients: Mapping[int, Any]) -> Front:
-        fronts.append(Front(clients))
-        return fronts[-1]
+    def build_frontend(clients: Mapping[int, Any]) -> Frontend:
+        frontends.append(Frontend(clients))
+        return frontends[-1]
 
-    servers = StartedServers(machine.start, Nodes(1, 1), 0, num_servers, budget)
-    engines = SglangEngines(servers, 0, connect, build_update, build_front, dict)
-    return World(machine, engines, updates, fronts)
+    servers = StartedServers(machine.start, NodeTopology(1, 1), 0, num_servers, budget)
+    engines = SglangEngines(servers, 0, connect, build_update, build_frontend, dict)
+    return World(machine, engines, updates, frontends)
 
 
 def test_first_version_waits_for_the_servers_and_fills_all() -> None:
@@ -170,13 +170,13 @@ def test_dead_server_is_replaced_before_the_update() -> None:
     world.machine.newest(1).alive = False
     world.engines.publish(1)
     assert world.update.delivered[2:] == [("http://server-0.0", 1), ("http://server-1.1", 1)]
-    assert world.front.served[-1] == (1, ["http://server-0.0", "http://server-1.1"])
+    assert world.frontend.served[-1] == (1, ["http://server-0.0", "http://server-1.1"])
 
 
 def test_server_that_generation_lost_is_replaced_though_its_process_runs() -> None:
     world = make_world()
     world.engines.publish(0)
-    world.front.lose(0, "it hangs")
+    world.frontend.lose(0, "it hangs")
     world.engines.publish(1)
     assert not world.machine.started[0].alive and world.update.controls[0].url == "http://server-0.1"
 
@@ -207,11 +207,11 @@ def test_all_gone_while_rank_0_drives_brings_them_back_at_the_version_served() -
     def body() -> list[Any]:
         for index in (0, 1):
             world.machine.newest(index).alive = False
-            world.front.lose(index, "killed")
+            world.frontend.lose(index, "killed")
         assert world.engines.poll() == []  # nothing finished, but they are back
         return world.engines.poll()
 
-    assert world.engines.drive(body) == ["a response"]
+    assert world.engines.run_on_rank0(body) == ["a response"]
     assert world.update.delivered[-2:] == [("http://server-0.1", 1), ("http://server-1.1", 1)]
 
 
@@ -219,7 +219,7 @@ def test_collecting_thread_waits_for_the_main_thread_to_bring_them_back() -> Non
     world = make_world(num_servers=1)
     world.engines.publish(0)
     world.machine.newest(0).alive = False
-    world.front.lose(0, "killed")
+    world.frontend.lose(0, "killed")
     seen: list[Any] = []
 
     def collect() -> None:
@@ -230,14 +230,14 @@ def test_collecting_thread_waits_for_the_main_thread_to_bring_them_back() -> Non
     thread.start()
     deadline = time.monotonic() + 20
     while thread.is_alive() and time.monotonic() < deadline:
-        world.engines.drive(world.engines.heal)
+        world.engines.run_on_rank0(world.engines.recover)
         time.sleep(0.01)
     assert seen == ["a response"] and len(world.machine.started) == 2
 
 
 def test_given_servers_are_never_replaced_nor_ended() -> None:
     server = Server(0, 0)
-    servers = GivenServers(lambda index: server, 1, rank=0)
+    servers = ExternalServers(lambda index: server, 1, rank=0)
     assert servers.ready() == [ReadyServer(0, server.url, leader=0)]
     server.alive = False
     lost = servers.dead({})
@@ -252,7 +252,7 @@ def test_failing_command_is_raised_once_and_the_drive_ends() -> None:
         calls.append(command["facts"])
         raise ValueError("no")
 
-    lead = Lead({"x": fail})
+    lead = Rank0Commands({"x": fail})
     with pytest.raises(ValueError, match="no"):
-        lead.drive(lambda: lead.command("x", facts=3))
-    assert calls == [3] and lead.drive(lambda: 7) == 7
+        lead.run_on_rank0(lambda: lead.command("x", facts=3))
+    assert calls == [3] and lead.run_on_rank0(lambda: 7) == 7

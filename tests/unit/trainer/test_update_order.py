@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.world_part import WorldPart
+from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.trainer.critic_learner import CriticCounters
 from megatron_dapo.trainer.learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.run_world import RunWorld
@@ -36,7 +36,7 @@ def test_in_turn_the_policy_comes_first_and_the_critic_has_the_phase() -> None:
 
 
 def test_models_in_the_same_processes_cannot_update_at_once() -> None:
-    part, layout = WorldPart(0, 2, 0, None), ParallelLayout(2)
+    part, layout = RankSet(0, 2, 0, None), ParallelLayout(2)
     world = RunWorld(2, 0, part, part, layout, layout)
     assert world.is_shared
     with pytest.raises(AssertionError, match="in turn"):
@@ -44,9 +44,9 @@ def test_models_in_the_same_processes_cannot_update_at_once() -> None:
 
 
 def test_a_part_of_the_world_numbers_its_ranks_from_0() -> None:
-    part = WorldPart(2, 3, 4, None)
+    part = RankSet(2, 3, 4, None)
     assert (list(part.ranks), part.is_member, part.rank) == ([2, 3, 4], True, 2)
-    outside = WorldPart(2, 3, 1, None)
+    outside = RankSet(2, 3, 1, None)
     assert not outside.is_member
     with pytest.raises(AssertionError, match="rank 1 of the world is none of"):
         assert outside.rank

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.bridge.transports.places import Places
-from megatron_dapo.parallel.nodes import Nodes
+from megatron_dapo.parallel.nodes import NodeTopology
 
 
 def _places(leaders: list[int], tensor_parallel: int, ranks_per_node: int) -> Places:
     plan = SimpleNamespace(engines=SimpleNamespace(tensor_parallel=tensor_parallel))
-    return Places(plan, SimpleNamespace(leaders=leaders), Nodes(8, ranks_per_node), 0)
+    return Places(plan, SimpleNamespace(leaders=leaders), NodeTopology(8, ranks_per_node), 0)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def drain(engine: SglangEngine, timeout_s: float = 30.0) -> list[Completion]:
     completions: list[Completion] = []
     end = time.monotonic() + timeout_s
     while engine.num_unfinished:
-        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.dead_servers}"
+        assert time.monotonic() < end, f"{engine.num_unfinished} requests never came back; {engine.failed_servers}"
         completions += engine.poll()
     return completions
 
@@ -164,7 +164,7 @@ def test_a_killed_servers_requests_are_served_by_the_other(make_server, make_eng
     servers[0].kill()
     servers[1].thaw()
     check_all(requests, drain(engine), servers[1])
-    assert list(engine.dead_servers) == [0] and servers[0].url in engine.dead_servers[0]
+    assert list(engine.failed_servers) == [0] and servers[0].url in engine.failed_servers[0]
     assert engine.statistics.num_deaths == 1 and engine.statistics.num_redispatched >= 5
     more = [replace(request, request_id="again" + request.request_id) for request in requests[:3]]
     engine.submit(more)
@@ -179,7 +179,7 @@ def test_a_server_that_errs_is_taken_out(fault: str, make_server, make_engine: M
     requests = make_requests(6, **LONG)
     engine.submit(requests)
     check_all(requests, drain(engine), servers[1])
-    assert list(engine.dead_servers) == [0]
+    assert list(engine.failed_servers) == [0]
 
 
 def test_a_hanging_server_is_found_by_its_health_and_its_late_answers_are_dropped(
@@ -194,7 +194,7 @@ def test_a_hanging_server_is_found_by_its_health_and_its_late_answers_are_droppe
     completions = drain(engine)
     servers[0].thaw()
     check_all(requests, completions, servers[1])
-    assert "no answer within 1 s" in engine.dead_servers[0]
+    assert "no answer within 1 s" in engine.failed_servers[0]
     assert engine.poll() == [] and engine.num_unfinished == 0
 
 
@@ -209,7 +209,7 @@ def test_a_slow_but_healthy_server_is_waited_for(make_server, make_engine: MakeE
         assert engine.poll() == []
     server.thaw()
     check_all(requests, drain(engine), server)
-    assert not engine.dead_servers and num_generations(server) == len(requests)
+    assert not engine.failed_servers and num_generations(server) == len(requests)
 
 
 def test_a_lost_connection_to_a_healthy_server_costs_one_more_try(make_server, make_engine: MakeEngine) -> None:
@@ -222,7 +222,7 @@ def test_a_lost_connection_to_a_healthy_server_costs_one_more_try(make_server, m
         time.sleep(0.01)
     server.faults.clear()
     check_all(requests, drain(engine), server)
-    assert not engine.dead_servers
+    assert not engine.failed_servers
 
 
 def test_a_request_that_is_always_lost_is_given_up_and_kept(make_server, make_engine: MakeEngine) -> None:
@@ -245,7 +245,7 @@ def test_all_gone_names_the_first_cause_and_a_revived_server_takes_over(make_ser
     for server in servers:
         server.wait_until_running(4)
     servers[1].kill()
-    while not engine.dead_servers:
+    while not engine.failed_servers:
         assert engine.poll() == []
     servers[0].kill()
     with pytest.raises(AllEnginesGone, match=f"all 2 .* 20 requests wait.*first root cause: .*{servers[1].url}"):
@@ -254,11 +254,11 @@ def test_all_gone_names_the_first_cause_and_a_revived_server_takes_over(make_ser
         engine.poll()
     assert engine.num_unfinished == len(requests)
     fresh = make_server(weight_version="0")
-    engine.revive(1, client_of(fresh))
+    engine.restore(1, client_of(fresh))
     check_all(requests, drain(engine), fresh)
-    assert list(engine.dead_servers) == [0]
+    assert list(engine.failed_servers) == [0]
     with pytest.raises(ValueError, match="is alive"):
-        engine.revive(1, client_of(fresh))
+        engine.restore(1, client_of(fresh))
 
 
 def test_the_owner_may_know_of_a_death_first(make_server, make_engine: MakeEngine) -> None:
@@ -270,11 +270,11 @@ def test_the_owner_may_know_of_a_death_first(make_server, make_engine: MakeEngin
     engine.submit(requests)
     for server in servers:
         server.wait_until_running(4)
-    engine.mark_dead(0, "its process ended with code -9")
+    engine.mark_failed(0, "its process ended with code -9")
     servers[0].thaw()  # its answers come too late
     servers[1].thaw()
     check_all(requests, drain(engine), servers[1])
-    assert "code -9" in engine.dead_servers[0]
+    assert "code -9" in engine.failed_servers[0]
 
 
 def test_abort_keeps_what_there_is_and_a_prefix_goes_on_as_if_nothing_had_been(
@@ -339,7 +339,7 @@ def test_abort_of_a_dying_or_silent_server_still_returns_everything(make_server,
     servers[2].answer_delay_s = 3.0
     partial = engine.abort()
     assert [done.request_id for done in partial] == [request.request_id for request in requests]
-    assert engine.num_unfinished == 0 and sorted(engine.dead_servers) == [0, 1, 2]
+    assert engine.num_unfinished == 0 and sorted(engine.failed_servers) == [0, 1, 2]
 
 
 def test_a_complete_prefix_comes_back_as_what_it_is(server: FakeServer, make_engine: MakeEngine) -> None:
@@ -373,7 +373,7 @@ def test_a_refused_request_is_named_and_the_others_go_on(server: FakeServer, mak
         for _ in range(1000):
             for done in engine.poll():
                 requests = [request for request in requests if request.request_id != done.request_id]
-    assert not requests and engine.num_unfinished == 1 and not engine.dead_servers
+    assert not requests and engine.num_unfinished == 1 and not engine.failed_servers
 
 
 def test_weights_with_another_label_are_not_trained_on(make_server, make_engine: MakeEngine) -> None:
@@ -383,7 +383,7 @@ def test_weights_with_another_label_are_not_trained_on(make_server, make_engine:
     requests = make_requests(4)
     engine.submit(requests)
     check_all(requests, drain(engine), servers[1])
-    assert "labelled 'default', not policy version 0" in engine.dead_servers[0]
+    assert "labelled 'default', not policy version 0" in engine.failed_servers[0]
 
 
 def test_versions_never_go_backwards_nor_change_under_a_response(server: FakeServer, make_engine: MakeEngine) -> None:
@@ -427,8 +427,8 @@ def test_servers_that_die_at_random_lose_nothing(make_server, make_engine: MakeE
         if deaths < 6 and rng.random() < 0.2:
             deaths += 1
             servers[rng.randrange(3)].kill()
-        for index in engine.dead_servers:
+        for index in engine.failed_servers:
             servers[index] = make_server(token_s=0.002, weight_version="0")
-            engine.revive(index, client_of(servers[index]))
+            engine.restore(index, client_of(servers[index]))
     check_all(requests, completions, servers[0])
     assert deaths > 2 and engine.statistics.num_deaths > 0

@@ -96,7 +96,7 @@ def test_requests_go_through_and_a_killed_server_costs_nothing(
     for server in servers:
         server.thaw()
     assert drain(engine) == expected(requests, servers[0])
-    assert not engine.dead_servers
+    assert not engine.failed_servers
     end = time.monotonic() + 20
     while router.workers()[busy.url] and time.monotonic() < end:
         time.sleep(0.1)

@@ -116,7 +116,7 @@ def start() -> Iterator[Callable[[ServerSettings], SglangServer]]:
 def test_a_healthy_server_is_checked_used_and_ended(settings: Any, start: Any) -> None:
     server = start(settings())
     info = server.wait_until_healthy()
-    assert (info.vocab_size, info.dialect.version, info.max_total_tokens) == (300, "0.5.17", 64)
+    assert (info.vocab_size, info.api_version.version, info.max_total_tokens) == (300, "0.5.17", 64)
     assert server.is_alive() and server.pid in server.pids()
     server.stop()
     assert not server.is_alive() and not running([server.pid])
@@ -218,7 +218,7 @@ def test_orphans_of_a_killed_leader_go_too(settings: Any, start: Any) -> None:
     deadline = time.monotonic() + 10
     while server.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not server.is_alive() and "ended with signal 9" in server.last_words()
+    assert not server.is_alive() and "ended with signal 9" in server.exit_reason()
     server.kill()
     assert not running(pids)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.engines.sglang.versions import dialect_of
+from megatron_dapo.engines.sglang.versions import api_version_of
 
 
 @pytest.mark.parametrize(
@@ -12,8 +12,8 @@ from megatron_dapo.engines.sglang.versions import dialect_of
     [("0.5.17", False), ("0.5.18", False), ("0.5.20.post1", False), ("0.5.21", True), ("v0.5.21rc1", True)],
 )
 def test_supported_versions(version: str, needs_update_session: bool) -> None:
-    dialect = dialect_of(version)
-    assert (dialect.version, dialect.needs_update_session) == (version, needs_update_session)
+    api_version = api_version_of(version)
+    assert (api_version.version, api_version.needs_update_session) == (version, needs_update_session)
 
 
 @pytest.mark.parametrize(
@@ -31,4 +31,4 @@ def test_supported_versions(version: str, needs_update_session: bool) -> None:
 )
 def test_other_versions_are_refused(version: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dialect_of(version)
+        api_version_of(version)

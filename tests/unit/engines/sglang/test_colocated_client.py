@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.engines.sglang.resting import RestingClient, wait_for_memory
+from megatron_dapo.engines.sglang.client import ColocatedClient, wait_for_memory
 
 
-class Recorded(RestingClient):
+class Recorded(ColocatedClient):
     """Notes the calls instead of making them."""
 
     def __init__(self) -> None:
@@ -22,8 +22,8 @@ class Recorded(RestingClient):
 
 def test_weights_come_back_before_and_the_cache_after_the_delivery() -> None:
     client = Recorded()
-    client.rest()
-    client.rest()  # nothing more to release
+    client.sleep()
+    client.sleep()  # nothing more to release
     client.pause("abort")
     client.flush_cache()
     client.begin_weight_update()
@@ -48,10 +48,10 @@ def test_weights_come_back_before_and_the_cache_after_the_delivery() -> None:
 def test_an_update_that_is_begun_again_brings_nothing_back_twice() -> None:
     """SGLang's scheduler ends by a KeyError where memory comes back that was not away."""
     client = Recorded()
-    client.rest()
+    client.sleep()
     client.begin_weight_update()
     client.begin_weight_update()  # the session could not be opened, or the delivery failed
-    client.rest()
+    client.sleep()
     client.begin_weight_update()
     client.resume()
     assert client.calls == [

@@ -1,7 +1,7 @@
 """Rank 0 of a group runs something that only it can see through; the others take part where it asks them to.
 
     rank 0                       others
-    drive(body)                  drive(body): wait
+    run_on_rank0(body)                  run_on_rank0(body): wait
       body calls command("x") -> handlers["x"] on every rank
     finish                    -> drive returns
 
@@ -23,7 +23,7 @@ Handler = Callable[[dict[str, Any]], None]
 FINISH = "finish"
 
 
-class Lead:
+class Rank0Commands:
     """Every rank of `group` (None: the default one) has one with the same handlers."""
 
     def __init__(self, handlers: Mapping[str, Handler], group: dist.ProcessGroup | None = None) -> None:
@@ -32,7 +32,7 @@ class Lead:
         self._group = group
         self._rank = dist.get_rank(group)
 
-    def drive(self, body: Callable[[], Result]) -> Result | None:
+    def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
         """`body()` on rank 0 while the others wait for its commands; its result there, None elsewhere.
 
         RuntimeError on the others where it fails. A handler that fails must do so on every rank alike.
@@ -52,7 +52,7 @@ class Lead:
         return result
 
     def command(self, op: str, **facts: Any) -> None:
-        """Run handler `op` on every rank; rank 0 calls it inside `drive`."""
+        """Run handler `op` on every rank; rank 0 calls it inside `run_on_rank0`."""
         assert self._rank == 0, "rank 0 of the group leads; the others serve"
         command = {"op": op, **facts}
         self._announce(command)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 BuildEngine = Callable[[Sequence[SglangClient]], SglangEngine]
 
 
-class Front(Protocol):
+class Frontend(Protocol):
     """Rank 0's way to the servers."""
 
     engine: SglangEngine
@@ -33,28 +33,28 @@ class Front(Protocol):
     def close(self) -> None: ...
 
 
-class DirectFront:
+class DirectFrontend:
     """The engine balances over the servers by itself."""
 
     def __init__(self, clients: Mapping[int, SglangClient], build: BuildEngine) -> None:
         self.engine = build([clients[index] for index in sorted(clients)])
 
     def dead(self) -> Mapping[int, str]:
-        return self.engine.dead_servers
+        return self.engine.failed_servers
 
     def lose(self, index: int, reason: str) -> None:
-        self.engine.mark_dead(index, reason)
+        self.engine.mark_failed(index, reason)
 
     def serve(self, version: int, clients: Mapping[int, SglangClient]) -> None:
         self.engine.set_policy_version(version)
-        for index in self.engine.dead_servers:
-            self.engine.revive(index, clients[index])
+        for index in self.engine.failed_servers:
+            self.engine.restore(index, clients[index])
 
     def close(self) -> None:
         self.engine.close()
 
 
-class RoutedFront:
+class RouterFrontend:
     """The router balances. A dead server leaves its rotation; the trainer's ranks find it by its process."""
 
     def __init__(
@@ -83,7 +83,7 @@ class RoutedFront:
     def serve(self, version: int, clients: Mapping[int, SglangClient]) -> None:
         self._clients = dict(clients)
         if not self._router.is_alive():
-            logger.warning("the router has ended and is started again; %s", self._router.last_words())
+            logger.warning("the router has ended and is started again; %s", self._router.exit_reason())
             self._router = self._started()
         else:
             for index in sorted(self._lost):
@@ -91,8 +91,8 @@ class RoutedFront:
             self._router.wait_until_healthy(len(clients))
         self._lost.clear()
         self.engine.set_policy_version(version)
-        for index in self.engine.dead_servers:
-            self.engine.revive(index, self._client())
+        for index in self.engine.failed_servers:
+            self.engine.restore(index, self._client())
 
     def close(self) -> None:
         self.engine.close()

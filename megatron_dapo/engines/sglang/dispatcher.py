@@ -49,7 +49,7 @@ class Probed:
     problem: EngineError | None
 
 
-class Courier:
+class HttpDispatcher:
     """Sends deliveries and hands out their outcomes in the order they arrive."""
 
     def __init__(self, vocab_size: int, max_connections: int):
@@ -61,7 +61,7 @@ class Courier:
         self._connections: dict[SglangClient, httpx.AsyncClient] = {}
         self._loop = asyncio.new_event_loop()
         # A daemon: a process that ends by an error does not wait for answers.
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-courier", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-dispatcher", daemon=True)
         self._thread.start()
 
     def send(self, deliveries: Sequence[Delivery]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class WorldPart:
+class RankSet:
     """Ranks [first_rank, first_rank + num_ranks) of the world, as the process of rank `world_rank` sees them."""
 
     first_rank: int
@@ -42,12 +42,12 @@ class WorldPart:
         return self.group if self.num_ranks > 1 else None
 
 
-def whole_world() -> WorldPart:
+def all_ranks() -> RankSet:
     """All processes, in the default group."""
-    return WorldPart(0, dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    return RankSet(0, dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
 
-def split_world(num_last: int, timeout_s: float) -> tuple[WorldPart, WorldPart]:
+def partition_ranks(num_last: int, timeout_s: float) -> tuple[RankSet, RankSet]:
     """The world without its last `num_last` ranks, and those. Collective: every process makes both groups.
 
     Waits within a part end after `timeout_s` seconds. ValueError where one of the two would be empty.
@@ -58,5 +58,5 @@ def split_world(num_last: int, timeout_s: float) -> tuple[WorldPart, WorldPart]:
     parts = []
     for first, count in ((0, world_size - num_last), (world_size - num_last, num_last)):
         group = dist.new_group(list(range(first, first + count)), timeout=timedelta(seconds=timeout_s))
-        parts.append(WorldPart(first, count, rank, group if rank in range(first, first + count) else None))
+        parts.append(RankSet(first, count, rank, group if rank in range(first, first + count) else None))
     return parts[0], parts[1]
