@@ -15,8 +15,6 @@ LOCK := requirements/cpu-py311.txt
 SGLANG ?= 0.5.17
 SGLANG_LOCK := requirements/sglang$(filter-out -0.5.17,-$(SGLANG))-cpu-py311.txt
 SGLANG_VENV := .venv-sglang$(filter-out -0.5.17,-$(SGLANG))
-TRITON_LOCK := requirements/triton-cpu-py311.txt
-MODELOPT_LOCK := requirements/modelopt-cpu-py311.txt
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 TRITON_TESTS := tests/unit/ops/test_head.py tests/unit/ops/test_fused_compile.py
@@ -54,19 +52,15 @@ $(SGLANG_VENV)/.installed: $(SGLANG_LOCK)
 
 $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
-# Triton's interpreter, for its kernels' tests alone: beside the trainer's environment, not in it.
-.venv-triton/.installed: $(TRITON_LOCK) .venv/.installed
-	$(PIP) --no-deps --target .venv-triton -r $(TRITON_LOCK)
+# What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
+# its kernels' tests, NVIDIA ModelOpt for tools.quantize, and the peers of benchmarks (mbridge, TRL).
+EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl
+
+.venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
+	$(PIP) --no-deps --upgrade --target .venv-$* -r $<
 	touch $@
 
-.venv-triton: .venv-triton/.installed
-
-# NVIDIA ModelOpt, for the checkpoints of tools.quantize: beside the trainer's environment as well.
-.venv-modelopt/.installed: $(MODELOPT_LOCK) .venv/.installed
-	$(PIP) --no-deps --target .venv-modelopt -r $(MODELOPT_LOCK)
-	touch $@
-
-.venv-modelopt: .venv-modelopt/.installed
+$(EXTRA_VENVS): .venv-%: .venv-%/.installed
 
 quickstart: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
@@ -87,7 +81,7 @@ quickstart-vapo quickstart-tppo: .venv
 # (tests/conftest.py), and what is collected first starts first.
 BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: .venv .venv-sglang .venv-triton .venv-modelopt
+test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge
 	@status=0; \
 	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 || status=1; \
 	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q -n 2 $(TRITON_TESTS) || status=1; \
@@ -116,4 +110,4 @@ test-engine: .venv $(SGLANG_VENV)
 	$(RUN) MEGATRON_DAPO_ENGINE_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python .venv/bin/python -m pytest -q $(BESIDE) tests/engine
 
 clean:
-	rm -rf .venv .venv-sglang* .venv-triton .venv-modelopt build dist runs *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv .venv-sglang* $(EXTRA_VENVS) build dist runs *.egg-info .pytest_cache .hypothesis

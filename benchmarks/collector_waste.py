@@ -6,7 +6,7 @@ prompts' pass rates. The engine here is a coin: only the collector's own policy 
 is measured, over many train steps. The policy version moves every step, so surplus would be stale; responses finish in
 random order.
 
-    python benchmarks/collector_waste.py [--json] [--steps 60] [--groups 64] [--group-size 16]
+    python benchmarks/collector_waste.py [--json] [--tiny] [--steps 60] [--groups 64] [--group-size 16]
 
 `waste_ratio` is the largest (generated / trained) / bound over the pass-rate mixtures, at the default oversample = 1.
 `oversampled` is the ratio with half as many groups again in flight; `partial` compares what becomes of the groups that
@@ -26,8 +26,9 @@ from typing import Any
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, wasted_fraction
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import Collector, CollectorSettings, Partial
+from megatron_dapo.rollout.collector import Collector, CollectorSettings
 from megatron_dapo.rollout.scoring import SampleScorer
+from megatron_dapo.rollout.settings import Partial
 from megatron_dapo.types import (
     Completion,
     FinishReason,
@@ -164,10 +165,13 @@ def main() -> None:
         description="Groups generated per trained group against the bound of dynamic sampling."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="4 steps of 8 groups of 4: checks the program")
     parser.add_argument("--steps", type=int, default=60, help="train steps a mixture")
     parser.add_argument("--groups", type=int, default=64, help="groups a train step")
     parser.add_argument("--group-size", type=int, default=16, help="responses a group")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.steps, arguments.groups, arguments.group_size = 4, 8, 4
     sizes = {"num_steps": arguments.steps, "num_groups": arguments.groups, "group_size": arguments.group_size}
     rows = [
         {"pass_rates": name, "oversample": 1.0, **measure(rates, oversample=1.0, **sizes)}

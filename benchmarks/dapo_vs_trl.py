@@ -1,12 +1,12 @@
 """DAPO by TRL's GRPOTrainer and by this project: same model, prompts, rewards, learning rate and two cores, in one run.
 
     python benchmarks/dapo_vs_trl.py [--json] [--quick] [--steps 28] [--target 0.7] [--layout dp2] [--tune]
-                                     [--trl-python PATH] [--output FOLDER]
+                                     [--trl-packages PATH] [--output FOLDER]
 
 Both sides run one after the other on the same two cores, from the recipe (the quickstart): groups, group size, response
 length, sampling, verifier and overlong punishment, clip bounds, optimizer steps a rollout batch, AdamW, warm-up. TRL
-runs in an environment of its own (`--trl-python`; default: `.venv-trl`, made where there is none) with the settings
-that were fastest of `CANDIDATES`; `--tune` times them all again. The clock of both sides runs while they train: model
+is installed from its lock into `.venv-trl`, beside the packages of this environment, and runs with the settings that
+were fastest of `CANDIDATES`; `--tune` times them all again. The clock of both sides runs while they train: model
 loading, evaluation and checkpoints are not in it.
 
     samples_per_s_ratio      responses trained on per second, ours / TRL's, over the steps both have made but the first
@@ -26,11 +26,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peers.packages import peer_packages, with_packages
 from transformers import AutoTokenizer
 
 from megatron_dapo.config.loader import load_config
@@ -39,7 +39,6 @@ from megatron_dapo.config.schema import Config
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples" / "quickstart" / "quickstart.toml"
 PEER = Path(__file__).resolve().parent / "peers" / "trl_dapo.py"
-TRL_PACKAGES = (("torch==2.13.0",), ("trl==1.16.0", "transformers==5.12.1"))  # torch first: TRL alone takes the newest
 NUM_CORES = 2
 ROLLOUT_PHASES, TRAIN_PHASES = ("generate",), ("logprobs", "advantages", "train")
 QUICK_STEPS = 3
@@ -117,15 +116,16 @@ def peer_specification(config: Config, folder: Path, settings: Settings, **limit
 # ---- the two sides
 
 
-def run_trl(python: Path, config: Config, folder: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
-    """TRL's report. RuntimeError with the end of its output where it fails."""
+def run_trl(packages: Path, config: Config, folder: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
+    """Run TRL from `packages` and return its report. Raises RuntimeError with the end of its output if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     specification = folder / "specification.json"
     specification.write_text(json.dumps(peer_specification(config, folder, settings, **limits)), encoding="utf-8")
     processes = settings["processes"]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     environment = {"OMP_NUM_THREADS": str(NUM_CORES // processes), "TOKENIZERS_PARALLELISM": "false"}
-    _run([str(python), "-W", "ignore", *launcher, str(PEER), str(specification)], environment, folder / "log.txt")
+    environment["PYTHONPATH"] = with_packages(packages)
+    _run([sys.executable, "-W", "ignore", *launcher, str(PEER), str(specification)], environment, folder / "log.txt")
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
@@ -135,7 +135,7 @@ def run_ours(overrides: Sequence[str], recipe: Path, layout: str, folder: Path) 
     command += ["--run-folder", str(folder / "run"), "--layout", layout]
     command += [part for override in overrides for part in ("--set", override)]
     folder.mkdir(parents=True, exist_ok=True)
-    _run(command, {"PYTHONPATH": str(ROOT)}, folder / "log.txt")
+    _run(command, {"PYTHONPATH": with_packages()}, folder / "log.txt")
     steps = _read_lines(folder / "run" / "metrics.jsonl")
     evaluations = _read_lines(folder / "run" / "evaluations.jsonl")
     group_size = load_config(recipe, overrides).config.rollout.group_size
@@ -186,32 +186,16 @@ def _read_lines(path: Path) -> list[Settings]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-# ---- TRL's environment and settings
+# ---- TRL's settings
 
 
-def trl_python(given: Path | None) -> Path:
-    """The interpreter that has TRL; without one given, `.venv-trl` in the repository, made on first use."""
-    if given is not None:
-        return given
-    folder = ROOT / ".venv-trl"
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-        for packages in TRL_PACKAGES:
-            subprocess.run(
-                [str(python), "-m", "pip", "install", "-q", *index, *packages], check=True, stdout=sys.stderr
-            )
-    return python
-
-
-def tune(python: Path, config: Config, folder: Path) -> dict[str, float | str]:
+def tune(packages: Path, config: Config, folder: Path) -> dict[str, float | str]:
     """Samples per second of every candidate without its first, warming step; or why it does not run."""
     speeds: dict[str, float | str] = {}
     for name, settings in CANDIDATES.items():
         limits = {"train_steps": TUNE_STEPS, "evaluation_interval": 0, "target": 2.0, "max_train_seconds": 90.0}
         try:
-            report = run_trl(python, config, folder / name.replace(" ", "_").replace(",", ""), settings, **limits)
+            report = run_trl(packages, config, folder / name.replace(" ", "_").replace(",", ""), settings, **limits)
         except RuntimeError as error:
             speeds[name] = str(error).strip().splitlines()[-1][:300]
             continue
@@ -300,7 +284,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="a.b=value", help="both sides' recipe"
     )
-    parser.add_argument("--trl-python", type=Path, help="interpreter with TRL; default: .venv-trl, made if absent")
+    parser.add_argument("--trl-packages", type=Path, help="directory with TRL; default: .venv-trl, installed if absent")
     parser.add_argument("--trl-settings", choices=list(CANDIDATES), default=FASTEST, help="of the candidates")
     parser.add_argument("--tune", action="store_true", help="time all candidates first and take the fastest")
     parser.add_argument("--output", type=Path, help="folder for logs and runs; default: a temporary one")
@@ -311,11 +295,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Both sides, one after the other."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     config = load_config(arguments.recipe, arguments.overrides).config
-    python = trl_python(arguments.trl_python)
+    packages = arguments.trl_packages or peer_packages("trl")
     steps, interval = (QUICK_STEPS, 0) if arguments.quick else (arguments.steps, arguments.evaluation_interval)
     tried, chosen = {}, arguments.trl_settings
     if arguments.tune:
-        tried = tune(python, config, folder / "tune")
+        tried = tune(packages, config, folder / "tune")
         chosen = max((name for name, speed in tried.items() if isinstance(speed, float)), key=lambda name: tried[name])
     load_before = os.getloadavg()[0]
     limits = {
@@ -324,7 +308,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "target": arguments.target,
         "max_train_seconds": 400.0,
     }
-    theirs = run_trl(python, config, folder / "trl", CANDIDATES[chosen], **limits)
+    theirs = run_trl(packages, config, folder / "trl", CANDIDATES[chosen], **limits)
     overrides = [
         *arguments.overrides,
         f"run.total_steps={steps}",

@@ -1,7 +1,7 @@
 """Weights from Megatron TP2 x PP2 (4 processes) into an engine at TP2, against mbridge's export and a plain copy.
 
-    python benchmarks/weight_sync.py [--json] [--quick] [--runs 7] [--transports peer,colocated]
-                                     [--engine-python PATH] [--peer-python PATH] [--output FILE]
+    python benchmarks/weight_sync.py [--json] [--quick | --tiny] [--runs 7] [--transports peer,colocated]
+                                     [--engine-python PATH] [--peer-packages PATH] [--output FOLDER]
 
 A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in the same processes:
 
@@ -19,8 +19,8 @@ A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in 
 Medians. Our seconds end when every byte is in the engine's parameters. `with_verification_*` count the whole state
 machine as it runs in training, from pause to serving, with the checksums of all parameters computed on both sides and
 compared; `verify_seconds` is the difference. The keys at the
-top are those of the first transport; each has its own under `transports`. mbridge is installed into an environment of
-its own (default `.venv-mbridge`, made where there is none) that shares the packages of this one.
+top are those of the first transport; each has its own under `transports`. mbridge is installed from its lock into
+`.venv-mbridge`, beside the packages of this environment.
 """
 
 from __future__ import annotations
@@ -29,29 +29,27 @@ import argparse
 import json
 import os
 import platform
-import site
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers.packages import peer_packages, with_packages
 
 from megatron_dapo.engines.sglang.keys import create_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
-ROOT = Path(__file__).resolve().parents[1]
 PEERS = Path(__file__).resolve().parent / "peers"
-MBRIDGE = "mbridge==0.15.1"
 TENSOR, PIPELINE, ENGINE_TENSOR = 2, 2, 2
 NUM_LAYERS, QUICK_LAYERS = 14, 2
+QUICK_RUNS = 2
 TIMEOUT_S = 1800.0
 
 # The widths of Qwen2.5-0.5B, untied; a vocabulary that Megatron has to pad.
@@ -72,48 +70,19 @@ MODEL = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-
-
-# ---- environments
-
-
-def mbridge_python(given: Path | None) -> Path:
-    """The interpreter that has mbridge; without one given, `.venv-mbridge` in the repository, made on first use."""
-    if given is not None:
-        return given
-    folder = ROOT / ".venv-mbridge"
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        install_mbridge(python)
-    return python
-
-
-def install_mbridge(python: Path) -> None:
-    """mbridge alone, beside the packages of this interpreter, which the new environment sees."""
-    packages = Path(_output(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
-    shared = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    command = [str(python), "-m", "pip", "install", "-q", "--no-deps", MBRIDGE]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    (packages / "shared.pth").write_text("\n".join(shared) + "\n", encoding="utf-8")
-
-
-def _output(python: Path, program: str) -> str:
-    return subprocess.run([str(python), "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+# The same proportions in a few megabytes; the vocabulary still needs padding.
+TINY_WIDTHS = {"vocab_size": 1187, "hidden_size": 112, "intermediate_size": 608}
 
 
 # ---- processes
 
 
-def environment(**more: str) -> dict[str, str]:
-    path = os.pathsep.join((str(ROOT), str(PEERS)))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **more}
-
-
 def start(command: Sequence[str], log: Path, stack: ExitStack, **variables: str) -> subprocess.Popen[bytes]:
-    """A process that ends with `stack`."""
+    """Start a process that is killed when `stack` closes."""
+    environment = {"PYTHONPATH": with_packages(PEERS), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, **environment, **variables}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment(**variables), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
     stack.callback(process.wait)
     stack.callback(process.kill)
     return process
@@ -140,17 +109,18 @@ def start_server(python: Path, folder: Path, dtype: str, stack: ExitStack) -> di
     return {"url": server.url, "key_file": str(key_file), "version": info.api_version.version}
 
 
-def run_trainers(python: Path, specification: Path, folder: Path, stack: ExitStack) -> None:
-    """All ranks to their end; RuntimeError with the output of one that failed."""
+def run_trainers(packages: Path, specification: Path, folder: Path, stack: ExitStack) -> None:
+    """Run all trainer ranks with `packages` (mbridge) on their path. Raises RuntimeError with a failed rank's output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     size = TENSOR * PIPELINE
-    command = [str(python), "-W", "ignore", str(PEERS / "weight_trainer.py"), str(specification)]
-    rendezvous = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-W", "ignore", str(PEERS / "weight_trainer.py"), str(specification)]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared["PYTHONPATH"] = with_packages(PEERS, packages)
     logs = [folder / f"trainer{rank}.log" for rank in range(size)]
     trainers = [
-        start(command, log, stack, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous) for rank, log in enumerate(logs)
+        start(command, log, stack, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank, log in enumerate(logs)
     ]
     for process, log in zip(trainers, logs):
         if process.wait(TIMEOUT_S):
@@ -199,11 +169,13 @@ def compare(result: dict[str, Any], transports: Sequence[str]) -> dict[str, Any]
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     transports = arguments.transports.split(",")
-    layers = QUICK_LAYERS if arguments.quick else NUM_LAYERS
+    short = arguments.quick or arguments.tiny
+    layers = QUICK_LAYERS if short else NUM_LAYERS
     (folder / "model").mkdir()
-    config = {**MODEL, "num_hidden_layers": layers, "torch_dtype": arguments.dtype}
+    widths = TINY_WIDTHS if arguments.tiny else {}
+    config = {**MODEL, **widths, "num_hidden_layers": layers, "torch_dtype": arguments.dtype}
     (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    python = mbridge_python(arguments.peer_python)
+    packages = arguments.peer_packages or peer_packages("mbridge")
     load_before = os.getloadavg()[0]
     with ExitStack() as stack:
         server = (
@@ -216,9 +188,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "tensor": TENSOR,
             "pipeline": PIPELINE,
             "engine_tensor": ENGINE_TENSOR,
-            "bucket_bytes": arguments.bucket_mb << 20,
+            # Tiny shards still fill several buckets.
+            "bucket_bytes": 1 << 18 if arguments.tiny else arguments.bucket_mb << 20,
             "transports": transports,
-            "runs": 2 if arguments.quick else arguments.runs,
+            "runs": QUICK_RUNS if short else arguments.runs,
             "server": server,
         }
         file = folder / "specification.json"
@@ -226,12 +199,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for rank in range(ENGINE_TENSOR):
             command = [sys.executable, "-W", "ignore", str(PEERS / "weight_sink.py"), str(file), str(rank)]
             start(command, folder / f"sink{rank}.log", stack)
-        run_trainers(python, file, folder, stack)
+        run_trainers(packages, file, folder, stack)
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return {
         **compare(result, transports),
         "engine": f"SGLang {server['version']}, TP{ENGINE_TENSOR}" if server else "weight loaders, no server",
-        "mbridge": MBRIDGE,
+        "mbridge": result["mbridge"],
         "dtype": arguments.dtype,
         "runs": specification["runs"],
         "bucket_mb": arguments.bucket_mb,
@@ -244,14 +217,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers, 2 runs")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers, {QUICK_RUNS} runs")
+    parser.add_argument("--tiny", action="store_true", help="the same with narrow layers: checks the program")
     parser.add_argument("--runs", type=int, default=7, help="timed runs of every way, after one to warm up")
     parser.add_argument("--transports", default="peer,colocated", help="the first one gives the keys at the top")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang; without it there is no server")
     parser.add_argument(
-        "--peer-python", type=Path, help="interpreter with mbridge; default: .venv-mbridge, made if absent"
+        "--peer-packages", type=Path, help="directory with mbridge; default: .venv-mbridge, installed if absent"
     )
     parser.add_argument("--output", type=Path, help="folder for logs; default: a temporary one")
     return parser.parse_args()

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +322,7 @@ def main() -> None:
     dist.barrier()
     rows = measure(trainer, specification["runs"])
     if trainer.rank == 0:
-        result = {"rows": rows, **sizes(trainer)}
+        result = {"rows": rows, "mbridge": f"mbridge=={version('mbridge')}", **sizes(trainer)}
         (Path(specification["folder"]) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
 

@@ -1,0 +1,14 @@
+"""Benchmarks are programs: they import what lies beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def benchmarks_on_the_path(repository: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(repository / "benchmarks")
+        yield
