@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_dapo.proof.resume import ResumeProofSettings, prove_resume  # noqa: E402
+from tools.resume_proof.kill_points import ResumeProofSettings, prove_resume  # noqa: E402
 
 QUICKSTART = ROOT / "examples" / "quickstart"
 NUM_TRAIN, NUM_HELD_OUT = 16, 4

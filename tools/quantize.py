@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.quantisation.formats import FORMATS, Format, Tolerance, format_of
-from megatron_dapo.quantisation.quantise import Prompts, QuantisationRefused, Result, quantise
+from tools.quantization.formats import FORMATS, Format, Tolerance, format_of
+from tools.quantization.pipeline import Prompts, QuantizationRefused, Result, quantize
 
 OK, FAILED, REFUSED = 0, 1, 3
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> Result:
         response_tokens=arguments.response_tokens,
         seed=arguments.seed,
     )
-    return quantise(
+    return quantize(
         arguments.source,
         arguments.target,
         entry,
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         result = run(options)
-    except QuantisationRefused as error:
+    except QuantizationRefused as error:
         print(f"quantize: refused: {error}", file=sys.stderr)
         return REFUSED
     except (ValueError, OSError, RuntimeError) as error:

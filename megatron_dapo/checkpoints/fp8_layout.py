@@ -87,7 +87,7 @@ def _classify(own: Mapping[str, TensorSpec], described: Mapping[str, TensorSpec]
             raise ValueError(
                 f"the engine has {name!r} {tuple(spec.shape)} {_name(spec.dtype)}, which is no FP8 in blocks of {BLOCK} "
                 f"with {_name(_SCALE_DTYPE)} scales: SGLang repacks weights for some products (GPUs without FP8; "
-                "DeepGEMM on Blackwell); start the server with --fp8-gemm-backend triton or without quantisation"
+                "DeepGEMM on Blackwell); start the server with --fp8-gemm-backend triton or without quantization"
             )
     if missing := scales - described.keys():
         raise ValueError(f"the engine has no {min(missing)!r}, its FP8 is not in blocks; set weight_block_size")
@@ -181,7 +181,7 @@ class Fp8EngineLayout(ComputedLayout):
                     f"FP8 in blocks of {BLOCK}: rank {rank} of an engine with tensor parallel size "
                     f"{self.tensor_parallel} holds {_DIMS[dim]}s [{start}, {start + piece.shape[dim]}) of {piece.tensor} "
                     f"{tuple(shape)} from {_DIMS[dim]} {place} of {piece.local} on; both must begin at a multiple of "
-                    f"{BLOCK}: choose a smaller sglang.tensor, or serve this model without quantisation"
+                    f"{BLOCK}: choose a smaller sglang.tensor, or serve this model without quantization"
                 )
         blocks = block_box(piece.global_offset, piece.shape)
         place = (*stack, row // BLOCK, column // BLOCK)

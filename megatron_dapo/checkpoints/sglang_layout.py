@@ -1,7 +1,7 @@
 """Where SGLang's decoders keep each Hugging Face tensor under tensor and expert parallelism: names, rows, padding.
 
 Local names are those of the SGLang model's `named_parameters()` (0.5.17 to 0.5.21, one pipeline stage, no data-parallel
-attention, no quantisation, no redundant experts, an MoE runner that takes [gate; up] untransposed as the Triton and the
+attention, no quantization, no redundant experts, an MoE runner that takes [gate; up] untransposed as the Triton and the
 native one do). See the table in `SglangLayout`.
 """
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from whole_runs import RUN_TIMEOUT_S
 
-from megatron_dapo.proof.compare_runs import run_differences
-from megatron_dapo.proof.resume import (
+from tools.resume_proof.compare_runs import run_differences
+from tools.resume_proof.kill_points import (
     ResumeProofSettings,
-    Run,
+    RunProcess,
     RunWasOver,
     after_seconds,
     kill_at,
@@ -28,8 +28,8 @@ class Finished:
     folder: Path
     seconds: float  # after start-up
 
-    def run(self, folder: Path, *extra: str) -> Run:
-        return Run(self.settings, folder, extra)
+    def run(self, folder: Path, *extra: str) -> RunProcess:
+        return RunProcess(self.settings, folder, extra)
 
 
 def finish(recipe: Path, layout: str, folder: Path, *overrides: str) -> Finished:

@@ -12,7 +12,7 @@ import pytest
 from interruptions import Finished
 from whole_runs import NO_EVALUATION, Outcome, checkpoint_names, lines_of, train
 
-from megatron_dapo.proof.compare_runs import checkpoint_steps
+from tools.resume_proof.compare_runs import checkpoint_steps
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from whole_runs import lines_of, run_command
 
-from megatron_dapo.proof.compare_runs import run_differences
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS
+from tools.resume_proof.compare_runs import run_differences
 
 pytestmark = pytest.mark.timeout(240)
 

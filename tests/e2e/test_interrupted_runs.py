@@ -12,8 +12,8 @@ import pytest
 from interruptions import Finished, finish, kill_and_resume
 from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, checkpoint_names, lines_of, train
 
-from megatron_dapo.proof.compare_runs import checkpoint_steps, run_differences
-from megatron_dapo.proof.resume import Run
+from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
+from tools.resume_proof.kill_points import RunProcess
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -26,7 +26,7 @@ def test_kill_and_resume_with_data_parallelism(recipe: Path, tmp_path: Path) -> 
     kill_and_resume(finish(recipe, "dp2", tmp_path, "run.total_steps=3"), tmp_path / "killed")
 
 
-def signalled(run: Run, signum: int, after_steps: int) -> int:
+def signalled(run: RunProcess, signum: int, after_steps: int) -> int:
     """The exit code of a run that got a signal once so many steps were on record."""
     metrics = run.folder / "metrics.jsonl"
     came_so_far = run.wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= after_steps)

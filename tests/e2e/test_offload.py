@@ -8,8 +8,8 @@ import pytest
 from interruptions import Finished, kill_and_resume
 from whole_runs import lines_of, pretrain, train
 
-from megatron_dapo.proof.compare_runs import run_differences
 from tools.prove_resume import write_recipe
+from tools.resume_proof.compare_runs import run_differences
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -1,4 +1,4 @@
-"""The engine's word on a quantised folder: that its log-probs are asked for rightly, of a folder every engine serves."""
+"""The engine's word on a quantized folder: that its log-probs are asked for rightly, of a folder every engine serves."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.engines.sglang.served import EngineStartError
-from megatron_dapo.quantisation.engine_check import engine_logprobs
-from megatron_dapo.quantisation.probe import Sample, compare, logprobs_of
+from tools.quantization.engine_check import engine_logprobs
+from tools.quantization.probe import Sample, compare, logprobs_of
 
 
 def test_log_probs_of_a_served_folder_are_transformers(tiny_model, engine_python) -> None:

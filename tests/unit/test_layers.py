@@ -18,7 +18,7 @@ LAYERS = {
     **dict.fromkeys(("algorithms", "rewards", "data"), 1),
     **dict.fromkeys(("parallel", "ops"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),
-    **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation", "quantisation"), 4),
+    **dict.fromkeys(("rollout", "recovery", "telemetry", "evaluation"), 4),
     **dict.fromkeys(("trainer", "launch", "proof", "doctor", "cli"), 5),
 }
 # (importer, imported) within one layer, beside the programs of layer 5 among themselves.
@@ -32,7 +32,7 @@ HEAVY = {
     "sglang": {"engines"},
     "transformer_engine": {"megatron", "ops", "doctor"},  # doctor asks it, in a process of its own
     "triton": {"ops"},
-    "modelopt": {"quantisation"},
+    "modelopt": set(),  # only tools/quantization imports it
     "rich": {"telemetry", "cli", "proof"},
     "typer": {"cli"},
     "tensorboard": {"telemetry"},

@@ -68,18 +68,18 @@ def prompts(repository: Path) -> str:
     return str(repository / "examples/quickstart/heldout.jsonl")
 
 
-def quantise(source: Path, target: Path, name: str, prompts: str, *more: str) -> int:
+def run_tool(source: Path, target: Path, name: str, prompts: str, *more: str) -> int:
     return quantize.main([str(source), str(target), "--format", name, "--prompts", prompts, "--device", "cpu", *more])
 
 
 @needs_modelopt
 @pytest.mark.parametrize("model", ["source", "expert_source"])
 @pytest.mark.parametrize("name", ["fp8", "fp8_blockwise", "int4_awq"])
-def test_a_model_is_quantised_and_accepted(request, model, tmp_path, prompts, name, capsys) -> None:
+def test_a_model_is_quantized_and_accepted(request, model, tmp_path, prompts, name, capsys) -> None:
     source = request.getfixturevalue(model)
-    assert quantise(source, tmp_path / name, name, prompts, *FEW, "--json") == quantize.OK
+    assert run_tool(source, tmp_path / name, name, prompts, *FEW, "--json") == quantize.OK
     report = json.loads(capsys.readouterr().out)
-    stored = json.loads((tmp_path / name / "quantisation.json").read_text())
+    stored = json.loads((tmp_path / name / "quantization.json").read_text())
     assert stored == report and report["judge"] == "transformers"
     assert 0 < report["difference"]["mean_abs"] <= report["tolerance"]["mean_abs"]
     assert report["difference"]["num_sequences"] == 4
@@ -97,7 +97,7 @@ def test_a_model_is_quantised_and_accepted(request, model, tmp_path, prompts, na
 
 @needs_modelopt
 def test_one_out_of_tolerance_leaves_nothing_and_says_both_numbers(source, tmp_path, prompts, capsys) -> None:
-    code = quantise(source, tmp_path / "fp8", "fp8", prompts, *FEW, "--max-mean", "1e-6")
+    code = run_tool(source, tmp_path / "fp8", "fp8", prompts, *FEW, "--max-mean", "1e-6")
     message = capsys.readouterr().err
     assert code == quantize.REFUSED and "mean |log-prob difference|" in message and "allowed 1e-06" in message
     assert list(tmp_path.iterdir()) == []
@@ -105,7 +105,7 @@ def test_one_out_of_tolerance_leaves_nothing_and_says_both_numbers(source, tmp_p
 
 def test_a_target_that_exists_is_not_touched(source, tmp_path, prompts, capsys) -> None:
     (tmp_path / "out").mkdir()
-    assert quantise(source, tmp_path / "out", "fp8", prompts, *FEW) == quantize.FAILED
+    assert run_tool(source, tmp_path / "out", "fp8", prompts, *FEW) == quantize.FAILED
     assert "exists already" in capsys.readouterr().err and list((tmp_path / "out").iterdir()) == []
 
 
@@ -120,18 +120,18 @@ def test_a_target_that_exists_is_not_touched(source, tmp_path, prompts, capsys) 
 def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
     source, tmp_path, prompts, capsys, name, more, what
 ) -> None:
-    assert quantise(source, tmp_path / "out", name, prompts, *more) == quantize.FAILED
+    assert run_tool(source, tmp_path / "out", name, prompts, *more) == quantize.FAILED
     assert what in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_folder_is_named(tmp_path, prompts, capsys) -> None:
-    assert quantise(tmp_path / "nothing", tmp_path / "out", "fp8", prompts) == quantize.FAILED
+    assert run_tool(tmp_path / "nothing", tmp_path / "out", "fp8", prompts) == quantize.FAILED
     assert "nothing is no folder" in capsys.readouterr().err
 
 
 def test_a_shape_that_does_not_fit(repository, tmp_path, prompts, capsys) -> None:
     base = repository / "examples/quickstart/base_model"
-    assert quantise(base, tmp_path / "out", "fp8_blockwise", prompts) == quantize.FAILED
+    assert run_tool(base, tmp_path / "out", "fp8_blockwise", prompts) == quantize.FAILED
     assert "q_proj.weight has 96 rows, which is no multiple of 128" in capsys.readouterr().err
 
 
@@ -147,5 +147,5 @@ def test_a_shape_that_does_not_fit(repository, tmp_path, prompts, capsys) -> Non
 def test_too_few_prompts(source, tmp_path, prompts, capsys, text, more, what) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(Path(prompts).read_text() if text is None else text)
-    assert quantise(source, tmp_path / "out", "fp8", str(path), *more) == quantize.FAILED
+    assert run_tool(source, tmp_path / "out", "fp8", str(path), *more) == quantize.FAILED
     assert what in capsys.readouterr().err and not (tmp_path / "out").exists()

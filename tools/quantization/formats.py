@@ -1,6 +1,6 @@
-"""The formats a checkpoint can be quantised to: what ModelOpt is asked for, what the format needs, how far it may be off.
+"""The formats a checkpoint can be quantized to: what ModelOpt is asked for, what the format needs, how far it may be off.
 
-Every matrix of the decoder layers is quantised; embedding, output matrix and norms stay as they are.
+Every matrix of the decoder layers is quantized; embedding, output matrix and norms stay as they are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A quantised folder read back as what its numbers mean, by the formats' definitions alone: no code of the library that
+"""A quantized folder read back as what its numbers mean, by the formats' definitions alone: no code of the library that
 wrote it takes part.
 
 transformers itself is no judge here: of a ModelOpt folder it loads the FP8 values as they are and leaves the scales
-out. `load_dequantised` gives a transformers model whose weights are the stored ones multiplied out, and which rounds the
-inputs of every quantised matrix as an engine does.
+out. `load_dequantized` gives a transformers model whose weights are the stored ones multiplied out, and which rounds the
+inputs of every quantized matrix as an engine does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantise_hidden
-from megatron_dapo.quantisation.experts import separate_experts
+from tools.quantization.experts import separate_experts
 
 Tensors = Mapping[str, torch.Tensor]
 # The tensors of one matrix by what follows its module's name -> [rows, columns] fp32.
@@ -34,7 +34,7 @@ INT4_BLOCK = 128
 BLOCK_SCALES = "weight_scale_inv"  # the name that DeepSeek's checkpoints, transformers and SGLang use
 
 
-def load_dequantised(folder: Path, algorithm: str, dtype: torch.dtype, device: torch.device) -> Any:
+def load_dequantized(folder: Path, algorithm: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A transformers model. ValueError where the folder lacks a tensor, or has one the model has no place for."""
     widen, round_inputs = ALGORITHMS[algorithm]
     with torch.device("meta"):
@@ -45,7 +45,7 @@ def load_dequantised(folder: Path, algorithm: str, dtype: torch.dtype, device: t
     with HFCheckpoint(folder) as stored:
         groups = _modules(stored)
         for name, tensors in groups.items():
-            values = widen(tensors) if _is_quantised(tensors) else None
+            values = widen(tensors) if _is_quantized(tensors) else None
             _fill(model, name, tensors, values, folder)
             if values is not None:
                 scales = {key: tensor.to(device) for key, tensor in tensors.items() if key not in ("weight", "bias")}
@@ -56,17 +56,17 @@ def load_dequantised(folder: Path, algorithm: str, dtype: torch.dtype, device: t
 
 
 def plain_config(folder: Path) -> Any:
-    """The model's config without what says that it is quantised."""
+    """The model's config without what says that it is quantized."""
     config = AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
-def quantised_matrices(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Module name -> its stored tensors, of the quantised matrices."""
+def quantized_matrices(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Module name -> its stored tensors, of the quantized matrices."""
     with HFCheckpoint(folder) as stored:
-        return {name: tensors for name, tensors in _modules(stored).items() if _is_quantised(tensors)}
+        return {name: tensors for name, tensors in _modules(stored).items() if _is_quantized(tensors)}
 
 
 def _modules(stored: HFCheckpoint) -> dict[str, dict[str, torch.Tensor]]:
@@ -77,7 +77,7 @@ def _modules(stored: HFCheckpoint) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def _is_quantised(tensors: Tensors) -> bool:
+def _is_quantized(tensors: Tensors) -> bool:
     return "weight_scale" in tensors or BLOCK_SCALES in tensors
 
 

@@ -1,4 +1,4 @@
-"""The only import of NVIDIA ModelOpt: quantises a transformers model in place and writes it as a folder."""
+"""The only import of NVIDIA ModelOpt: quantizes a transformers model in place and writes it as a folder."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_dapo.ops.fp8 import BLOCK, LARGEST, quantise_weight
-from megatron_dapo.quantisation.formats import Format
-from megatron_dapo.quantisation.stored import BLOCK_SCALES, read_json
+from tools.quantization.formats import Format
+from tools.quantization.stored import BLOCK_SCALES, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ def modelopt_version() -> str:
 
 
 @torch.no_grad()
-def quantise_model(model: Any, entry: Format, sequences: Sequence[Sequence[int]]) -> None:
-    """Inserts ModelOpt's quantisers and calibrates them with the sequences, one by one."""
+def quantize_model(model: Any, entry: Format, sequences: Sequence[Sequence[int]]) -> None:
+    """Inserts ModelOpt's quantizers and calibrates them with the sequences, one by one."""
 
     def forward(calibrated: Any) -> None:
         for sequence in sequences:
@@ -52,7 +52,7 @@ def quantise_model(model: Any, entry: Format, sequences: Sequence[Sequence[int]]
 
 
 def export(model: Any, entry: Format, folder: Path) -> None:
-    """A Hugging Face folder of the quantised model, without its tokenizer."""
+    """A Hugging Face folder of the quantized model, without its tokenizer."""
     with _quiet(), torch.inference_mode():
         from modelopt.torch.export import export_hf_checkpoint
 
@@ -68,11 +68,11 @@ def _round_scales_to_powers_of_two(model: Any) -> None:
     """ModelOpt takes amax / 448 for a block's scale; the trainer and its rollout the next power of two. With that amax
     the exported values and scales are theirs, bit for bit."""
     for module in model.modules():
-        quantiser = getattr(module, "weight_quantizer", None)
-        if quantiser is None or not quantiser.is_enabled:
+        quantizer = getattr(module, "weight_quantizer", None)
+        if quantizer is None or not quantizer.is_enabled:
             continue
         scales = quantise_weight(module.weight).scales
-        quantiser.amax = (scales * LARGEST).reshape(quantiser.amax.shape).to(quantiser.amax.dtype)
+        quantizer.amax = (scales * LARGEST).reshape(quantizer.amax.shape).to(quantizer.amax.dtype)
 
 
 def _name_blocks_as_engines_do(folder: Path) -> None:

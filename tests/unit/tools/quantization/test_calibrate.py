@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from megatron_dapo.ops.fp8 import quantise_weight
-from megatron_dapo.quantisation import calibrate
-from megatron_dapo.quantisation.formats import FORMATS
-from megatron_dapo.quantisation.probe import compare, logprobs_of
-from megatron_dapo.quantisation.stored import ALGORITHMS, load_dequantised, quantised_matrices
+from tools.quantization import calibrate
+from tools.quantization.formats import FORMATS
+from tools.quantization.probe import compare, logprobs_of
+from tools.quantization.stored import ALGORITHMS, load_dequantized, quantized_matrices
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 
@@ -26,7 +26,7 @@ def written(model, samples, tmp_path):
 
     def write(name: str):
         before = copy.deepcopy(model)
-        calibrate.quantise_model(model, FORMATS[name], [sample.token_ids for sample in samples])
+        calibrate.quantize_model(model, FORMATS[name], [sample.token_ids for sample in samples])
         simulated = [logprobs_of(model, sample) for sample in samples]
         calibrate.export(model, FORMATS[name], tmp_path / name)
         return before, simulated, tmp_path / name
@@ -36,7 +36,7 @@ def written(model, samples, tmp_path):
 
 def test_one_scale_a_matrix_is_what_modelopt_simulates(written, samples) -> None:
     before, simulated, folder = written("fp8")
-    read = load_dequantised(folder, "fp8", torch.float32, CPU)
+    read = load_dequantized(folder, "fp8", torch.float32, CPU)
     found = compare(simulated, [logprobs_of(read, sample) for sample in samples])
     rounding = compare(simulated, [logprobs_of(before, sample) for sample in samples])
     # What is left: values next to a tie, which fall to either side by whether one divides or multiplies.
@@ -45,7 +45,7 @@ def test_one_scale_a_matrix_is_what_modelopt_simulates(written, samples) -> None
 
 def test_one_scale_a_matrix_rounds_to_the_nearest(written) -> None:
     before, _, folder = written("fp8")
-    stored = quantised_matrices(folder)
+    stored = quantized_matrices(folder)
     assert len(stored) == NUM_MATRICES
     for name, tensors in stored.items():
         nearest = (before.get_submodule(name).weight / tensors["weight_scale"]).to(torch.float8_e4m3fn)
@@ -55,7 +55,7 @@ def test_one_scale_a_matrix_rounds_to_the_nearest(written) -> None:
 
 def test_blocks_are_the_trainers_bit_for_bit(written) -> None:
     before, _, folder = written("fp8_blockwise")
-    stored = quantised_matrices(folder)
+    stored = quantized_matrices(folder)
     assert len(stored) == NUM_MATRICES
     for name, tensors in stored.items():
         ours = quantise_weight(before.get_submodule(name).weight)
@@ -69,7 +69,7 @@ def test_transformers_own_reader_sees_the_same_blocks(written) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
     )
-    ours = load_dequantised(folder, "fp8_blockwise", torch.float32, CPU)
+    ours = load_dequantized(folder, "fp8_blockwise", torch.float32, CPU)
     expected = dict(ours.named_parameters())
     for name, parameter in theirs.named_parameters():
         assert torch.equal(parameter, expected[name]), name
@@ -78,8 +78,8 @@ def test_transformers_own_reader_sees_the_same_blocks(written) -> None:
 def test_four_bits_with_their_scaled_inputs_give_the_matrix_back(written) -> None:
     """Scales of shared inputs lie in the norm before them, the others beside their matrix."""
     before, _, folder = written("int4_awq")
-    stored, widen = quantised_matrices(folder), ALGORITHMS["int4_awq"][0]
-    read = load_dequantised(folder, "int4_awq", torch.float32, CPU)
+    stored, widen = quantized_matrices(folder), ALGORITHMS["int4_awq"][0]
+    read = load_dequantized(folder, "int4_awq", torch.float32, CPU)
     norms = {"q_proj": "input_layernorm", "k_proj": "input_layernorm", "v_proj": "input_layernorm"}
     norms |= {"gate_proj": "post_attention_layernorm", "up_proj": "post_attention_layernorm"}
     assert len(stored) == NUM_MATRICES

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_dapo.quantisation.probe import Sample
+from tools.quantization.probe import Sample
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from megatron_dapo.launch.local import worker_pid_file
-from megatron_dapo.proof.compare_runs import checkpoint_steps, run_differences
+from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.002
@@ -93,7 +93,7 @@ class ResumeProofReport:
         return asdict(self)
 
 
-class Run:
+class RunProcess:
     """One `megatron-dapo train` process and what it starts."""
 
     def __init__(self, settings: ResumeProofSettings, folder: Path, extra: Sequence[str] = ()) -> None:
@@ -239,7 +239,7 @@ def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) ->
 def make_reference(settings: ResumeProofSettings) -> tuple[Path, float, float]:
     """(its folder, seconds of start-up, seconds from there to its summary) of the run that is not interrupted."""
     # Keeps every checkpoint, so that those a point ends with are among them.
-    run = Run(settings, settings.folder / "reference", ["checkpoint.keep=1000"])
+    run = RunProcess(settings, settings.folder / "reference", ["checkpoint.keep=1000"])
     run.wait_until(run.is_past_start_up)
     started = time.monotonic()
     run.wait_until((run.folder / "summary.json").is_file)
@@ -330,7 +330,7 @@ def _kill_point(
 
 def kill_at(settings: ResumeProofSettings, folder: Path, moment: Moment) -> Killed:
     """Start a run and kill it at the moment. Raises RunWasOver where it had ended by then."""
-    run = Run(settings, folder)
+    run = RunProcess(settings, folder)
     if not run.wait_until(run.is_past_start_up):
         raise RuntimeError(f"{folder}: the run failed before it was killed: {run.exit_reason()}")
     started = time.monotonic()
@@ -349,7 +349,7 @@ def kill_at(settings: ResumeProofSettings, folder: Path, moment: Moment) -> Kill
 
 def resume_and_compare(settings: ResumeProofSettings, reference: Path, folder: Path) -> tuple[str, str]:
     """Start the run again until its end: (the checkpoint it went on from or "", the first difference or "")."""
-    run = Run(settings, folder)
+    run = RunProcess(settings, folder)
     code = run.wait()
     log = run.log.read_text(encoding="utf-8", errors="replace")
     resumed = (re.findall(r"continuing from \S*/(step_\d+)", log) or [""])[-1]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dapo.quantisation.probe import compare, logprobs_of
-from megatron_dapo.quantisation.stored import (
+from tools.quantization.probe import compare, logprobs_of
+from tools.quantization.stored import (
     ALGORITHMS,
     E2M1,
-    load_dequantised,
+    load_dequantized,
     round_to_e2m1,
     unpack_nibbles,
 )
@@ -80,7 +80,7 @@ def _store_fp8(model, folder, change=lambda tensors: None) -> None:
 
 def test_a_folder_is_the_model_of_its_stored_numbers(model, samples, tmp_path) -> None:
     _store_fp8(model, tmp_path / "fp8")
-    read = load_dequantised(tmp_path / "fp8", "fp8", torch.float32, torch.device("cpu"))
+    read = load_dequantized(tmp_path / "fp8", "fp8", torch.float32, torch.device("cpu"))
     found = compare([logprobs_of(model, s) for s in samples], [logprobs_of(read, s) for s in samples])
     assert 1e-4 < found.mean_abs < 0.2  # rounded, and by no more than rounding does
     weight = model.model.layers[1].mlp.up_proj.weight
@@ -99,4 +99,4 @@ def test_a_folder_is_the_model_of_its_stored_numbers(model, samples, tmp_path) -
 def test_a_folder_that_does_not_fit_is_refused(model, tmp_path, change, what) -> None:
     _store_fp8(model, tmp_path / "fp8", change)
     with pytest.raises(ValueError, match=what):
-        load_dequantised(tmp_path / "fp8", "fp8", torch.float32, torch.device("cpu"))
+        load_dequantized(tmp_path / "fp8", "fp8", torch.float32, torch.device("cpu"))

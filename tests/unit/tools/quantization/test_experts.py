@@ -10,11 +10,11 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_dapo.ops.fp8 import quantise_weight
-from megatron_dapo.quantisation import calibrate
-from megatron_dapo.quantisation.experts import SeparateExperts, separate_experts
-from megatron_dapo.quantisation.formats import FORMATS
-from megatron_dapo.quantisation.probe import compare, logprobs_of
-from megatron_dapo.quantisation.stored import ALGORITHMS, load_dequantised, quantised_matrices
+from tools.quantization import calibrate
+from tools.quantization.experts import SeparateExperts, separate_experts
+from tools.quantization.formats import FORMATS
+from tools.quantization.probe import compare, logprobs_of
+from tools.quantization.stored import ALGORITHMS, load_dequantized, quantized_matrices
 
 CPU = torch.device("cpu")
 NUM_MATRICES = 2 * (4 + 3 * 4)  # a layer: attention, and gate, up and down of 4 experts
@@ -50,9 +50,9 @@ def written(modelopt, separated, samples, tmp_path):
     """`written(format)`: the folder."""
 
     def write(name: str):
-        quantised = copy.deepcopy(separated)
-        calibrate.quantise_model(quantised, FORMATS[name], [sample.token_ids for sample in samples])
-        calibrate.export(quantised, FORMATS[name], tmp_path / name)
+        quantized = copy.deepcopy(separated)
+        calibrate.quantize_model(quantized, FORMATS[name], [sample.token_ids for sample in samples])
+        calibrate.export(quantized, FORMATS[name], tmp_path / name)
         return tmp_path / name
 
     return write
@@ -60,7 +60,7 @@ def written(modelopt, separated, samples, tmp_path):
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_blockwise"])
 def test_every_expert_s_matrix_is_rounded_to_the_nearest(written, separated, name) -> None:
-    stored = quantised_matrices(written(name))
+    stored = quantized_matrices(written(name))
     assert len(stored) == NUM_MATRICES
     for module, tensors in stored.items():
         weight = separated.get_submodule(module).weight
@@ -77,7 +77,7 @@ def test_every_expert_s_matrix_is_rounded_to_the_nearest(written, separated, nam
 def test_four_bits_give_every_expert_s_matrix_back(written, separated) -> None:
     """The scales of an expert's inputs lie beside its matrix, or in the norm that all experts and the router share."""
     folder = written("int4_awq")
-    stored, widen = quantised_matrices(folder), ALGORITHMS["int4_awq"][0]
+    stored, widen = quantized_matrices(folder), ALGORITHMS["int4_awq"][0]
     experts = {name: tensors for name, tensors in stored.items() if ".experts." in name}
     assert len(experts) == NUM_MATRICES - 8
     for name, tensors in experts.items():
@@ -87,6 +87,6 @@ def test_four_bits_give_every_expert_s_matrix_back(written, separated) -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_blockwise", "int4_awq"])
 def test_what_is_read_back_is_the_model(written, expert_model, samples, name) -> None:
-    read = load_dequantised(written(name), name, torch.float32, CPU)
+    read = load_dequantized(written(name), name, torch.float32, CPU)
     found = compare(*([logprobs_of(model, sample) for sample in samples] for model in (expert_model, read)))
     assert 1e-3 < found.mean_abs < 2 * FORMATS[name].tolerance.mean_abs

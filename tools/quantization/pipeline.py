@@ -1,4 +1,4 @@
-"""From a trained Hugging Face folder to a quantised one that has proven itself, or to none.
+"""From a trained Hugging Face folder to a quantized one that has proven itself, or to none.
 
 check (format, device, shapes, prompts)
 -> sample responses to the run's prompts; log-probs of those to check with, as the model is
@@ -27,16 +27,16 @@ from megatron_dapo.checkpoints.atomic_directory import atomic_directory, refuse_
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.huggingface_writer import copy_side_files
 from megatron_dapo.data.dataset import load_prompts
-from megatron_dapo.quantisation import calibrate
-from megatron_dapo.quantisation.engine_check import engine_logprobs
-from megatron_dapo.quantisation.experts import separate_experts
-from megatron_dapo.quantisation.formats import Format, Tolerance, check_device, check_shapes
-from megatron_dapo.quantisation.probe import Difference, Sample, compare, logprobs_of, sample_responses
-from megatron_dapo.quantisation.stored import load_dequantised, read_json
+from tools.quantization import calibrate
+from tools.quantization.engine_check import engine_logprobs
+from tools.quantization.experts import separate_experts
+from tools.quantization.formats import Format, Tolerance, check_device, check_shapes
+from tools.quantization.probe import Difference, Sample, compare, logprobs_of, sample_responses
+from tools.quantization.stored import load_dequantized, read_json
 
 logger = logging.getLogger(__name__)
 
-REPORT_FILE = "quantisation.json"
+REPORT_FILE = "quantization.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -76,15 +76,15 @@ class Result:
         }
 
 
-class QuantisationRefused(ValueError):
-    """The quantised model is out of tolerance; no folder was left behind."""
+class QuantizationRefused(ValueError):
+    """The quantized model is out of tolerance; no folder was left behind."""
 
 
 # Folder -> log-probs of the responses to check with.
 Judge = Callable[[Path], list[list[float]]]
 
 
-def quantise(
+def quantize(
     source: Path,
     target: Path,
     entry: Format,
@@ -94,7 +94,7 @@ def quantise(
     tolerance: Tolerance | None = None,
     engine_python: Path | None = None,
 ) -> Result:
-    """Writes `target`. ValueError for what cannot be done, QuantisationRefused for what was done and is not good
+    """Writes `target`. ValueError for what cannot be done, QuantizationRefused for what was done and is not good
     enough; there is no folder then. `engine_python`: the interpreter of an SGLang whose word counts, instead of
     transformers'."""
     started = time.monotonic()
@@ -136,7 +136,7 @@ def quantise(
 def _accept_or_raise(result: Result) -> None:
     violations = result.difference.violations(result.tolerance)
     if violations:
-        raise QuantisationRefused(
+        raise QuantizationRefused(
             f"{result.format}: out of tolerance on {result.difference.num_tokens} tokens as {result.judge} loads it: "
             f"{'; '.join(violations)}. Nothing was written; choose a finer format, calibrate with more prompts, or "
             "allow more if the use can bear it"
@@ -176,18 +176,18 @@ def _samples(model: Any, source: Path, prompts: Prompts) -> tuple[list[Sample], 
 
 
 def _write(model: Any, entry: Format, calibration: Sequence[Sample], source: Path, folder: Path) -> None:
-    calibrate.quantise_model(model, entry, [sample.token_ids for sample in calibration])
+    calibrate.quantize_model(model, entry, [sample.token_ids for sample in calibration])
     calibrate.export(model, entry, folder)
-    # Everything but the weights is the source's, as it was; only that the model is quantised is added.
-    quantised = read_json(folder / "config.json")["quantization_config"]
+    # Everything but the weights is the source's, as it was; only that the model is quantized is added.
+    quantized = read_json(folder / "config.json")["quantization_config"]
     copy_side_files(source, folder)
-    config = read_json(source / "config.json") | {"quantization_config": quantised}
+    config = read_json(source / "config.json") | {"quantization_config": quantized}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _transformers_judge(checks: Sequence[Sample], entry: Format, device: torch.device, dtype: torch.dtype) -> Judge:
     def judge(folder: Path) -> list[list[float]]:
-        model = load_dequantised(folder, entry.name, dtype, device)
+        model = load_dequantized(folder, entry.name, dtype, device)
         return [logprobs_of(model, sample) for sample in checks]
 
     return judge

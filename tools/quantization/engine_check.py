@@ -10,7 +10,7 @@ from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.quantisation.probe import Sample
+from tools.quantization.probe import Sample
 
 
 def engine_logprobs(
@@ -18,7 +18,7 @@ def engine_logprobs(
 ) -> list[list[float]]:
     """[sample][response token] nats. RuntimeError (with the first error of the server's log) where it does not serve the
     folder; the server has ended when this returns."""
-    with tempfile.TemporaryDirectory(prefix="quantised-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="quantized-") as scratch:
         settings = ServerSettings(
             python=python,
             model_path=folder,

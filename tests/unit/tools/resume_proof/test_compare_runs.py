@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.proof.compare_runs import checkpoint_steps, is_clocked, run_differences
-from megatron_dapo.proof.resume import phase_of
+from tools.resume_proof.compare_runs import checkpoint_steps, is_clocked, run_differences
+from tools.resume_proof.kill_points import phase_of
 
 
 def write_json(path: Path, value: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.quantisation.formats import Tolerance
+from tools.quantization.formats import Tolerance
 
 Tokens = list[int]
 

@@ -1,6 +1,6 @@
 """A mixture of experts as one linear layer a matrix, under the names of its checkpoint.
 
-transformers holds all experts of a layer in two tensors, which a quantiser of linear layers does not see and which have
+transformers holds all experts of a layer in two tensors, which a quantizer of linear layers does not see and which have
 other names than the stored matrices. Here each expert has its gate, up and down matrix to itself:
 "model.layers.0.mlp.experts.7.gate_proj" is a module, in the model that is calibrated as in the one that is read back.
 """

@@ -1,2 +1,0 @@
-"""Deployable checkpoints of fewer bits from a trained Hugging Face folder: NVIDIA ModelOpt quantises, this package
-decides whether the result is accepted."""
