@@ -1,13 +1,15 @@
-"""What the collector asks of an engine, and the checks every engine makes on a request."""
+"""The engine protocol of collectors, evaluation and trainer, and the checks every engine makes on a request."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,16 @@ class RolloutEngine(Protocol):
     @property
     def prefix_reuse(self) -> PrefixReuse:
         """Of all requests with a prefix since the engine began."""
+
+
+class CollectiveEngine(RolloutEngine, Protocol):
+    """A rollout engine that rank 0 calls while the other ranks take part."""
+
+    def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
+        """Run `body` on rank 0 while the other ranks serve its commands; return its result there and None on the others.
+
+        Collective. An exception on rank 0 raises RuntimeError on every other rank.
+        """
 
 
 def check_request_ids(requests: Sequence[GenerationRequest], in_use: Collection[str]) -> None:

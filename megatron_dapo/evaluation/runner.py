@@ -10,27 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.evaluation.estimators import ProblemRecord, estimate_metrics, response_rates
 from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, ScoredSample
 
 # (key, response text, gold answer, is truncated) of many responses -> key -> score
 Scorer = Callable[[Sequence[tuple[str, str, str, bool]]], Mapping[str, Score]]
-
-
-class RolloutEngine(Protocol):
-    """What an evaluation needs of an engine."""
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
-
-    def poll(self) -> list[Completion]: ...
-
-    def abort(self) -> list[Completion]: ...
-
-    @property
-    def num_unfinished(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.rollout.batch import CollectProgress, RolloutBatch
 from megatron_dapo.rollout.ledger import Accounting, GroupCounters, WindowAccounting, WindowCounters
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.types import Completion, GenerationRequest, Prompt
+from megatron_dapo.types import Prompt
 
 
 class PromptStream(Protocol):
@@ -25,22 +26,6 @@ class PromptStream(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class RolloutEngine(Protocol):
-    """What the collector needs of an engine."""
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
-
-    def poll(self) -> list[Completion]: ...
-
-    def abort(self) -> list[Completion]: ...
-
-    @property
-    def num_unfinished(self) -> int: ...
-
-    @property
-    def policy_version(self) -> int: ...
 
 
 class BatchCollector(ABC):

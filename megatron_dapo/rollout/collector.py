@@ -25,11 +25,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
 from megatron_dapo.rollout.batch_collector import (
     BatchCollector,
     PromptStream,
-    RolloutEngine,
     check_num_groups,
     sample_seed,
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.rollout.batch import Exhaustion
-from megatron_dapo.rollout.batch_collector import RolloutEngine, sample_seed
+from megatron_dapo.rollout.batch_collector import sample_seed
 from megatron_dapo.rollout.continuation import is_partial, next_request
 from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
 from megatron_dapo.rollout.settings import WindowSettings

@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.rollout.batch import (
     CollectionExhausted,
     CollectProgress,
@@ -39,7 +40,7 @@ from megatron_dapo.rollout.batch import (
     batch_from_json,
     batch_to_json,
 )
-from megatron_dapo.rollout.batch_collector import BatchCollector, PromptStream, RolloutEngine, check_num_groups
+from megatron_dapo.rollout.batch_collector import BatchCollector, PromptStream, check_num_groups
 from megatron_dapo.rollout.continuation import is_partial
 from megatron_dapo.rollout.judging import KEPT
 from megatron_dapo.rollout.ledger import WindowAccounting, WindowCounters

@@ -16,6 +16,7 @@ from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
 from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.batch_collector import BatchCollector
@@ -25,7 +26,6 @@ from megatron_dapo.rollout.judging import keep_every_group
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.settings import CollectorSettings, WindowSettings
 from megatron_dapo.rollout.windows import WindowCollector
-from megatron_dapo.trainer.driven_engine import CollectiveEngine
 from megatron_dapo.trainer.evaluator import EvaluationTask
 from megatron_dapo.trainer.inputs import (
     ModelInputs,

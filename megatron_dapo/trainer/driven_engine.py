@@ -5,36 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from megatron_dapo.engines.base import PrefixReuse
-from megatron_dapo.types import Completion, GenerationRequest
-
-Result = TypeVar("Result")
-
-
-class CollectiveEngine(Protocol):
-    """A rollout engine on rank 0; the other ranks take part while rank 0 drives."""
-
-    def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
-        """Run `body` on rank 0 while the other ranks serve; its result on rank 0, None elsewhere. A failure reaches every
-        rank."""
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
-
-    def poll(self) -> list[Completion]: ...
-
-    def abort(self) -> list[Completion]: ...
-
-    @property
-    def num_unfinished(self) -> int: ...
-
-    @property
-    def policy_version(self) -> int: ...
-
-    @property
-    def prefix_reuse(self) -> PrefixReuse:
-        """On rank 0, see `RolloutEngine`."""
+from megatron_dapo.engines.base import CollectiveEngine
 
 
 class Publisher(Protocol):

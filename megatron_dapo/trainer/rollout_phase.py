@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
-from megatron_dapo.engines.base import PrefixReuse
+from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
 from megatron_dapo.rollout.batch import RolloutBatch
-from megatron_dapo.trainer.driven_engine import CollectiveEngine
 from megatron_dapo.trainer.overlap import OverlappedRollout
 from megatron_dapo.trainer.train_samples import TrainSamples, with_staleness
 from megatron_dapo.types import Group, TrainSample

@@ -18,6 +18,7 @@ from megatron_dapo.config.architecture import read_architecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
+from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.critic import MegatronCritic
 from megatron_dapo.megatron.parallel_state import initialize_process_group
@@ -40,7 +41,7 @@ from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
 from megatron_dapo.trainer.checkpointing import Checkpoints, CriticState, RunProgress, RunState
 from megatron_dapo.trainer.critic_learner import CriticLearner
-from megatron_dapo.trainer.driven_engine import CollectiveEngine, Engines
+from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.evaluator import Evaluator
 from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.learner import Learner
