@@ -134,7 +134,7 @@ def measure(
         settings=CollectorSettings(
             group_size, SamplingParams(), seed=0, oversample=oversample, max_rounds=0, partial=partial
         ),
-        verdict=GroupFilter().verdict,
+        group_filter=GroupFilter(),
     )
     trained_tokens = num_continued = discarded_tokens = 0
     for _ in range(num_steps):

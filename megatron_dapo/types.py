@@ -84,7 +84,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """A verifier's word on one response. `accuracy` drives dynamic sampling, `reward` the advantage."""
+    """A verifier's score of one response. `accuracy` drives dynamic sampling, `reward` the advantage."""
 
     accuracy: float  # 0 or 1
     reward: float  # the verifier's own scale, e.g. +1 / -1
@@ -133,8 +133,8 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What a critic's algorithms need to know of a response beside its tokens."""
+class CriticContext:
+    """Facts of a response that value-based advantages need beside its tokens."""
 
     reward: float  # total; 0 where the response goes on
     is_correct: bool
@@ -153,7 +153,7 @@ class TrainSample:
     advantages: torch.Tensor  # [R] float32
     rollout_logprobs: torch.Tensor  # [R] float32, from the engine
     staleness: torch.Tensor | None = None  # [R] float32, policy versions behind the trained one; None: 0 everywhere
-    judgement: Judgement | None = None  # where a critic makes the advantages
+    critic_context: CriticContext | None = None  # where a critic makes the advantages
     values: torch.Tensor | None = None  # [R] float32, the critic's, of the state each token was drawn in
     returns: torch.Tensor | None = None  # [R] float32, the critic's targets
     positive_weight: float = 0.0  # of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dapo.rewards.dapo import judge
+from megatron_dapo.rewards import dapo
 
 
 def read_problems(path: Path) -> list[tuple[list[dict[str, str]], str]]:
@@ -57,7 +57,7 @@ def score(
     for _ in range(num_samples):
         answers = responses(model, tokenizer, [messages for messages, _ in problems], max_new_tokens, batch_size)
         for index, (text, is_truncated) in enumerate(answers):
-            is_right = not is_truncated and judge(text, problems[index][1]).outcome == "correct"
+            is_right = not is_truncated and dapo.score(text, problems[index][1]).outcome == "correct"
             by_problem[index] += is_right / num_samples
     mean = sum(by_problem) / len(by_problem)
     variance = sum((value - mean) ** 2 for value in by_problem) / max(1, len(by_problem) - 1)

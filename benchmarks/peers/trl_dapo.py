@@ -27,7 +27,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_dapo.rewards.dapo import judge  # needs nothing but Python itself
+from megatron_dapo.rewards.dapo import score  # needs nothing but Python itself
 
 Specification = Mapping[str, Any]
 EVALUATION_ROWS = 256  # responses generated at a time in held-out evaluations
@@ -55,7 +55,7 @@ class Reward:
     ) -> list[float]:
         start = time.perf_counter()
         right = [
-            ids[-1] in self._stop_ids and judge(completion[0]["content"], gold).outcome == "correct"
+            ids[-1] in self._stop_ids and score(completion[0]["content"], gold).outcome == "correct"
             for completion, ids, gold in zip(completions, completion_ids, answer)
         ]
         self.response_tokens += sum(map(len, completion_ids))
@@ -184,7 +184,7 @@ class Evaluator:
         ended = torch.isin(responses, torch.tensor(sorted(self._stop_ids))).any(1).tolist()
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         return sum(
-            end and judge(text, task["answer"]).outcome == "correct" for text, task, end in zip(texts, tasks, ended)
+            end and score(text, task["answer"]).outcome == "correct" for text, task, end in zip(texts, tasks, ended)
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-GroupVerdict = Literal["kept", "all_wrong", "all_right"]
+FilterDecision = Literal["kept", "all_wrong", "all_right"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class GroupFilter:
                 f"group filter keeps accuracies in ({self.accuracy_min}, {self.accuracy_max}): need 0 <= min < max <= 1"
             )
 
-    def verdict(self, accuracies: Sequence[float]) -> GroupVerdict:
-        """Of one group's accuracies [G]: "kept", or "all_wrong" / "all_right" at or beyond the lower / upper bound."""
+    def decide(self, accuracies: Sequence[float]) -> FilterDecision:
+        """Return the decision on one group's accuracies [G]: "kept", or "all_wrong" / "all_right" at or beyond the lower / upper bound."""
         assert len(accuracies) > 0, "a group without a response has no accuracy"
         mean = sum(accuracies) / len(accuracies)
         if mean <= self.accuracy_min:

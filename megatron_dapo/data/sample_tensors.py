@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.types import Judgement, TrainSample, Window
+from megatron_dapo.types import CriticContext, TrainSample, Window
 
 Description = dict[str, Any]  # JSON-serialisable
 
@@ -22,7 +22,7 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
         "group_index": [sample.group_index for sample in samples],
         "num_tokens": [sample.num_tokens for sample in samples],
         "prompt_length": [sample.prompt_length for sample in samples],
-        "judgement": [sample.judgement and asdict(sample.judgement) for sample in samples],
+        "critic_context": [sample.critic_context and asdict(sample.critic_context) for sample in samples],
     }
     tensors = {"tokens": _joined([sample.tokens.to(torch.int32) for sample in samples], torch.int32)}
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
@@ -32,7 +32,7 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
 
 
 def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> list[TrainSample]:
-    """The samples `to_tensors` was given; without `staleness` (older dumps) no token is stale. Raises ValueError where
+    """The samples `to_tensors` was given; older dumps lack `staleness` (0 is taken) and call `critic_context` judgement. Raises ValueError where
     lengths and tensors do not belong together.
     """
     num_tokens, prompt_length = description["num_tokens"], description["prompt_length"]
@@ -44,22 +44,22 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
     for name in ("loss_mask", "advantages", "rollout_logprobs", "staleness"):
         _check_total(name, tensors[name], sum(num_response))
         responses[name] = tensors[name].split(num_response)
-    judgements = description.get("judgement", [None] * len(num_tokens))
+    critic_contexts = description.get("critic_context", description.get("judgement", [None] * len(num_tokens)))
     return [
         TrainSample(
             sample_id=description["sample_ids"][index],
             group_index=description["group_index"][index],
             tokens=tokens[index],
             prompt_length=prompt_length[index],
-            judgement=_judgement(judgements[index]),
+            critic_context=_critic_context(critic_contexts[index]),
             **{name: parts[index] for name, parts in responses.items()},
         )
         for index in range(len(num_tokens))
     ]
 
 
-def _judgement(value: Mapping[str, Any] | None) -> Judgement | None:
-    return None if value is None else Judgement(**{**value, "window": Window(**value["window"])})
+def _critic_context(value: Mapping[str, Any] | None) -> CriticContext | None:
+    return None if value is None else CriticContext(**{**value, "window": Window(**value["window"])})
 
 
 def _staleness(sample: TrainSample) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Preset `dapo`: agrees with the published DAPO scorer on every response, its quirks included.
 
 Source: arXiv 2503.14476, the reward of its released recipe, which normalises answers as Minerva did
-(arXiv 2206.14858, appendix D.1). Text in, verdict out; nothing else is looked at:
+(arXiv 2206.14858, appendix D.1). Text in, outcome out; nothing else counts:
 
 1. only the last 300 characters of the response count;
 2. the last match of `(?i)Answer\\s*:\\s*([^\\n]+)` is the prediction, without one the response is unparsable;
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_dapo.rewards.verdict import Verdict
+from megatron_dapo.rewards.result import VerifierResult
 
 REVISION = "1"  # changes whenever any response could score differently
 TAIL_CHARACTERS = 300
@@ -85,19 +85,19 @@ def normalize(answer: str) -> str:
     return (without_commas if without_commas.isdigit() else answer).strip()
 
 
-def judge(response: str, answer: str) -> Verdict:
+def score(response: str, answer: str) -> VerifierResult:
     """Score one response against its gold answer."""
     found = _ANSWER_LINE.findall(response[-TAIL_CHARACTERS:])
     if not found:
-        return Verdict("unparsable")
+        return VerifierResult("unparsable")
     prediction = normalize(found[-1])
-    return Verdict("correct" if prediction == normalize(answer) else "wrong", prediction)
+    return VerifierResult("correct" if prediction == normalize(answer) else "wrong", prediction)
 
 
 def gold_problem(answer: str) -> str | None:
     """Why no response could ever be right for this gold answer, or None."""
     if not normalize(answer):
         return "nothing is left of it after normalisation"
-    if judge(f"Answer: {answer}", answer).outcome != "correct":
+    if score(f"Answer: {answer}", answer).outcome != "correct":
         return f"even 'Answer: {answer}' does not match it (line breaks, or more than {TAIL_CHARACTERS} characters?)"
     return None

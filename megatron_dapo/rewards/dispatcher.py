@@ -316,7 +316,7 @@ class Dispatcher:
             self.counts["killed"] += 1
             task = worker.queue.popleft()
             self._remove(worker)
-            self._finish(task, failure("timeout", f"no verdict in {self._timeout_s:g} s"))
+            self._finish(task, failure("timeout", f"no score in {self._timeout_s:g} s"))
 
     def _worker_is_gone(self, worker: VerifierProcess, reason: str | None = None) -> None:
         """A process ended by itself: the answer it was working on is to blame, the others are sent again."""

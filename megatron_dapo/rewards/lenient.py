@@ -27,7 +27,7 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Float, UnevaluatedExpr
 
-from megatron_dapo.rewards.verdict import Verdict
+from megatron_dapo.rewards.result import VerifierResult
 
 REVISION = f"1+math-verify-{version('math-verify')}+sympy-{version('sympy')}"
 TAIL_CHARACTERS = None  # the whole response counts
@@ -45,13 +45,13 @@ _DISPLAY_OPENERS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)"}
 _MATH_SPAN = re.compile(r"\$([^$]+)\$")
 
 
-def judge(response: str, answer: str) -> Verdict:
+def score(response: str, answer: str) -> VerifierResult:
     """Score one response against its gold answer."""
     found = extract(response)
     if found is None:
-        return Verdict("unparsable")
+        return VerifierResult("unparsable")
     outcome = "correct" if answers_equal(gold=answer, pred=found) else "wrong"
-    return Verdict(outcome, found[:MAX_EXTRACTED_CHARACTERS])
+    return VerifierResult(outcome, found[:MAX_EXTRACTED_CHARACTERS])
 
 
 def gold_problem(answer: str) -> str | None:
@@ -62,7 +62,7 @@ def gold_problem(answer: str) -> str | None:
     unreadable = [part for part in parts if not (_integer(part) or _is_words(part) or _parsed(part))]
     if unreadable:
         return f"math-verify cannot parse {unreadable[0]!r}"
-    if judge(f"\\boxed{{{answer}}}", answer).outcome != "correct":
+    if score(f"\\boxed{{{answer}}}", answer).outcome != "correct":
         return (
             f"even \\boxed{{{answer}}} does not match it (unbalanced braces, too long, or more than {MAX_PARTS} parts?)"
         )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
-from megatron_dapo.rewards.verdict import Verdict
+from megatron_dapo.rewards.result import VerifierResult
 
 USER_CORRECT_THRESHOLD = 0.5
 MAX_DETAIL_CHARACTERS = 65536
@@ -33,7 +33,7 @@ class Verifier:
 
     name: str
     version: str
-    judge: Callable[[str, str], Verdict]  # (response, answer)
+    score: Callable[[str, str], VerifierResult]  # (response, answer)
     gold_problem: Callable[[str], str | None]
 
 
@@ -71,7 +71,7 @@ def load_verifier(name: str) -> Verifier:
 def _load_preset(name: str) -> Verifier:
     module = importlib.import_module(PRESETS[name].module)
     assert module.TAIL_CHARACTERS == PRESETS[name].tail_characters, f"{name}: tail_characters out of step"
-    return Verifier(name, f"{name}-{module.REVISION}", module.judge, module.gold_problem)
+    return Verifier(name, f"{name}-{module.REVISION}", module.score, module.gold_problem)
 
 
 def _load_user_function(path: str) -> Verifier:
@@ -85,10 +85,10 @@ def _load_user_function(path: str) -> Verifier:
         functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
         raise ValueError(f"verifier {path!r}: {module_name} has no function {function_name!r}; it has {functions}")
 
-    def judge(response: str, answer: str) -> Verdict:
-        return verdict_of(function(response, answer))
+    def score(response: str, answer: str) -> VerifierResult:
+        return result_of(function(response, answer))
 
-    return Verifier(path, f"{path}@{_source_hash(module)}", judge, _gold_problem_of_user)
+    return Verifier(path, f"{path}@{_source_hash(module)}", score, _gold_problem_of_user)
 
 
 def _source_hash(module: Any) -> str:
@@ -106,8 +106,8 @@ def _gold_problem_of_user(answer: str) -> str | None:
 # ---- what a user's function may return
 
 
-def verdict_of(result: Any) -> Verdict:
-    """The verdict a user's return value stands for. ValueError for anything else."""
+def result_of(result: Any) -> VerifierResult:
+    """Convert a user's return value. Raises ValueError for any other type or value."""
     if is_dataclass(result) and not isinstance(result, type):
         result = asdict(result)
     for kind, convert in _CONVERTERS:
@@ -116,16 +116,16 @@ def verdict_of(result: Any) -> Verdict:
     raise ValueError(f"a reward function returns bool, float, dict or Score, not {type(result).__name__}")
 
 
-def _verdict_of_bool(result: bool) -> Verdict:
-    return Verdict("correct" if result else "wrong")
+def _result_of_bool(result: bool) -> VerifierResult:
+    return VerifierResult("correct" if result else "wrong")
 
 
-def _verdict_of_number(result: float) -> Verdict:
+def _result_of_number(result: float) -> VerifierResult:
     reward = _finite(result)
-    return Verdict("correct" if reward >= USER_CORRECT_THRESHOLD else "wrong", reward=reward)
+    return VerifierResult("correct" if reward >= USER_CORRECT_THRESHOLD else "wrong", reward=reward)
 
 
-def _verdict_of_mapping(result: Mapping[str, Any]) -> Verdict:
+def _result_of_mapping(result: Mapping[str, Any]) -> VerifierResult:
     unknown = set(result) - {"accuracy", "reward", "outcome", "extracted", "detail"}
     if unknown or "accuracy" not in result:
         raise ValueError(
@@ -138,7 +138,7 @@ def _verdict_of_mapping(result: Mapping[str, Any]) -> Verdict:
         raise ValueError(f"outcome {outcome!r} contradicts accuracy {result['accuracy']}")
     reward = result.get("reward")
     extracted = result.get("extracted")
-    return Verdict(
+    return VerifierResult(
         outcome,
         None if extracted is None else str(extracted),
         None if reward is None else _finite(reward),
@@ -166,8 +166,8 @@ def _json_detail(detail: Any) -> Mapping[str, Any]:
 
 
 # bool before numbers: True is an int.
-_CONVERTERS: tuple[tuple[Any, Callable[[Any], Verdict]], ...] = (
-    (bool, _verdict_of_bool),
-    ((int, float), _verdict_of_number),
-    (Mapping, _verdict_of_mapping),
+_CONVERTERS: tuple[tuple[Any, Callable[[Any], VerifierResult]], ...] = (
+    (bool, _result_of_bool),
+    ((int, float), _result_of_number),
+    (Mapping, _result_of_mapping),
 )

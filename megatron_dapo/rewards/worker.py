@@ -18,7 +18,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-from megatron_dapo.rewards.verdict import Verdict
+from megatron_dapo.rewards.result import VerifierResult
 from megatron_dapo.rewards.verifier import Verifier, load_verifier
 
 MAX_MESSAGE_CHARACTERS = 500
@@ -50,30 +50,33 @@ def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
     """The reply to one task. An exception is the outcome `error`; one for want of memory also ends this process."""
     leaving = False
     try:
-        verdict = _OPERATIONS[task["operation"]](verifier, task)
+        result = _OPERATIONS[task["operation"]](verifier, task)
     except BaseException as error:
         leaving = isinstance(error, MemoryError)
-        verdict = Verdict("error", detail={"error": _describe(error)})
+        result = VerifierResult("error", detail={"error": _describe(error)})
     return {
         "id": task["id"],
-        "outcome": verdict.outcome,
-        "extracted": verdict.extracted,
-        "reward": verdict.reward,
-        "detail": verdict.detail,
+        "outcome": result.outcome,
+        "extracted": result.extracted,
+        "reward": result.reward,
+        "detail": result.detail,
         "leaving": leaving,
     }
 
 
-def _score(verifier: Verifier, task: Mapping[str, Any]) -> Verdict:
-    return verifier.judge(task["response"], task["answer"])
+def _score(verifier: Verifier, task: Mapping[str, Any]) -> VerifierResult:
+    return verifier.score(task["response"], task["answer"])
 
 
-def _validate(verifier: Verifier, task: Mapping[str, Any]) -> Verdict:
+def _validate(verifier: Verifier, task: Mapping[str, Any]) -> VerifierResult:
     problem = verifier.gold_problem(task["answer"])
-    return Verdict("correct") if problem is None else Verdict("wrong", detail={"problem": problem})
+    return VerifierResult("correct") if problem is None else VerifierResult("wrong", detail={"problem": problem})
 
 
-_OPERATIONS: Mapping[str, Callable[[Verifier, Mapping[str, Any]], Verdict]] = {"score": _score, "validate": _validate}
+_OPERATIONS: Mapping[str, Callable[[Verifier, Mapping[str, Any]], VerifierResult]] = {
+    "score": _score,
+    "validate": _validate,
+}
 
 
 def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:

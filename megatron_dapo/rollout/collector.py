@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
 from megatron_dapo.rollout.batch_collector import (
@@ -43,12 +44,12 @@ from megatron_dapo.rollout.continuation import (
     open_group_to_json,
     settled,
 )
-from megatron_dapo.rollout.judging import KEPT, GroupJudge, GroupVerdict, keep_every_group
+from megatron_dapo.rollout.judging import KEPT, score_groups
 from megatron_dapo.rollout.ledger import Accounting, GroupCounters
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.settings import CollectorSettings
 from megatron_dapo.rollout.statistics import CollectStatistics, StatisticsBuilder
-from megatron_dapo.types import Completion, GenerationRequest, Prompt
+from megatron_dapo.types import Completion, GenerationRequest, Group, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Collector(BatchCollector):
     """Collects rollout batches on the rank that drives the rollout.
 
     Beside what every collector has: `buffer` holds kept groups; its max_staleness bounds the age of every token, of
-    unfinished responses as well. `verdict` is the group filter.
+    unfinished responses as well. `group_filter` is dynamic sampling; None keeps every group.
     """
 
     _counters: GroupCounters
@@ -72,13 +73,13 @@ class Collector(BatchCollector):
         scorer: SampleScorer,
         buffer: ReplayBuffer,
         settings: CollectorSettings,
-        verdict: GroupVerdict = keep_every_group,
+        group_filter: GroupFilter | None = None,
         on_progress: Callable[[CollectProgress], None] | None = None,
     ) -> None:
         super().__init__(stream, prompts, engine, scorer, GroupCounters(), on_progress)
         self._buffer = buffer
         self._settings = settings
-        self._judge = GroupJudge(scorer, verdict, settings.group_size)
+        self._group_filter = group_filter
         self._in_flight: dict[str, OpenGroup] = {}  # by group id
         self._unfinished: dict[str, OpenGroup] = {}  # by group id, in order of their start
         self._training_version = 0  # of the batch being collected
@@ -230,13 +231,19 @@ class Collector(BatchCollector):
         """Score complete groups and keep or drop each."""
         if not complete:
             return
-        for group, verdict in self._judge.judge(complete, self._engine.policy_version):
+        for group in score_groups(self._scorer, complete, self._settings.group_size, self._engine.policy_version):
             del self._in_flight[group.group_id]
-            self._builder.add_scored(group, verdict)
-            if verdict == KEPT:
+            decision = self._decision_on(group)
+            self._builder.add_scored(group, decision)
+            if decision == KEPT:
                 self._buffer.put(group)
             else:
                 self._counters.num_filtered += 1
+
+    def _decision_on(self, group: Group) -> str:
+        if self._group_filter is None:
+            return KEPT
+        return self._group_filter.decide([sample.score.accuracy for sample in group.samples])
 
     # Holding and queueing again
 
@@ -296,7 +303,7 @@ class Collector(BatchCollector):
         raise CollectionExhausted(self._describe_shortage(num_groups, exhausted))
 
     def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
-        counts = ", ".join(f"{verdict} {count}" for verdict, count in self._builder.verdicts.items())
+        counts = ", ".join(f"{decision} {count}" for decision, count in self._builder.filter_decisions.items())
         remedy = {
             "rounds": f"raise max_rounds (now {self._settings.max_rounds}), choose easier or harder data, "
             "or let on_exhausted train partial batches",
@@ -314,7 +321,7 @@ class Collector(BatchCollector):
             num_accepted=min(num_groups, self._num_available()),
             num_groups=num_groups,
             num_in_flight=len(self._in_flight),
-            num_filtered=sum(count for verdict, count in self._builder.verdicts.items() if verdict != KEPT),
+            num_filtered=sum(count for decision, count in self._builder.filter_decisions.items() if decision != KEPT),
             num_responses=self._builder.num_scored_responses + num_waiting,
             num_tokens=self._builder.num_tokens,
         )

@@ -52,7 +52,7 @@ class CollectStatistics:
     """
 
     num_started: int  # groups sent to the engine
-    verdicts: Mapping[str, int]  # scored groups by the filter's word: kept, all_right, all_wrong
+    filter_decisions: Mapping[str, int]  # scored groups by the filter's decision: kept, all_right, all_wrong
     num_aborted: int  # groups given up unfinished; their prompts were queued again
     num_stale: int  # buffered groups that had become too stale; their prompts were queued again
     num_unfinished: int  # groups that the next collection goes on with
@@ -62,7 +62,7 @@ class CollectStatistics:
     num_tokens: int  # response tokens generated in this collection
     num_kept_tokens: int  # response tokens of kept groups, earlier ones included
     num_discarded_tokens: int  # response tokens thrown away unjudged or too stale, earlier ones included
-    num_responses: int  # complete ones, of groups that were judged
+    num_responses: int  # complete ones, of groups that were scored
     num_truncated: int
     num_duplicates: int  # responses equal to an earlier one of their group
     mean_accuracy: float
@@ -77,6 +77,9 @@ class CollectStatistics:
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
     """The statistics whose `dataclasses.asdict` this is."""
     lengths = ("kept_lengths", "dropped_lengths", "aborted_lengths")
+    if "verdicts" in value:  # the key in states of earlier releases
+        value = {"filter_decisions": value["verdicts"], **value}
+        del value["verdicts"]
     windows = WindowSummary(**value["windows"]) if value["windows"] is not None else None
     parts = {name: LengthSummary(**value[name]) for name in lengths}
     return CollectStatistics(**{**value, **parts, "windows": windows})
@@ -92,7 +95,7 @@ class StatisticsBuilder:
     num_continued: int = 0
     num_tokens: int = 0  # generated
     num_discarded_tokens: int = 0
-    verdicts: Counter[str] = field(default_factory=lambda: Counter(kept=0, all_right=0, all_wrong=0))
+    filter_decisions: Counter[str] = field(default_factory=lambda: Counter(kept=0, all_right=0, all_wrong=0))
     outcomes: Counter[str] = field(default_factory=Counter)
     num_truncated: int = 0
     num_duplicates: int = 0
@@ -101,12 +104,12 @@ class StatisticsBuilder:
     lengths: dict[str, list[int]] = field(default_factory=lambda: {"kept": [], "dropped": [], "aborted": []})
     windows: WindowSummary | None = None
 
-    def add_scored(self, group: Group, verdict: str) -> None:
-        """One group judged. Responses that go on in a later window are counted when they have come to their end."""
-        self.verdicts[verdict] += 1
+    def add_scored(self, group: Group, decision: str) -> None:
+        """Count one scored group. Responses that go on in a later window are counted when they have come to their end."""
+        self.filter_decisions[decision] += 1
         finished = [sample for sample in group.samples if sample.window.is_finished]
         completions = [sample.completion for sample in finished]
-        self.lengths["kept" if verdict == "kept" else "dropped"] += [
+        self.lengths["kept" if decision == "kept" else "dropped"] += [
             len(completion.token_ids) for completion in completions
         ]
         self.num_truncated += sum(completion.is_truncated for completion in completions)
@@ -135,7 +138,7 @@ class StatisticsBuilder:
         num_responses = max(1, self.num_scored_responses)
         return CollectStatistics(
             num_started=self.num_started,
-            verdicts=dict(self.verdicts),
+            filter_decisions=dict(self.filter_decisions),
             num_aborted=self.num_aborted,
             num_stale=self.num_stale,
             num_unfinished=num_unfinished,

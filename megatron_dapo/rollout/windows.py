@@ -13,7 +13,7 @@ begun last), because a prompt is drawn only while fewer than num_groups x G wait
 
 The batch holds all windows of the collection. The policy is trained on the tokens of the window (earlier ones are
 context), the critic on finished responses, from their first token. With `train_items` the batch holds the windows of
-the groups that `window_priority` wants most. Those left out are counted as verdict "not_chosen": their unfinished
+the groups that `window_priority` wants most. Those left out are counted as filter decision "not_chosen": their unfinished
 responses go on as if nothing had been, but the window is trained by nobody, and a response that finished in it is never
 seen by the critic. Because groups without contrast are the ones left out, the critic then sees fewer of the prompts that
 are always or never solved: its values there lag behind.

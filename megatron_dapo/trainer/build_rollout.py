@@ -22,7 +22,6 @@ from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.batch_collector import BatchCollector
 from megatron_dapo.rollout.buffer import ReplayBuffer
 from megatron_dapo.rollout.collector import Collector
-from megatron_dapo.rollout.judging import keep_every_group
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.settings import CollectorSettings, WindowSettings
 from megatron_dapo.rollout.windows import WindowCollector
@@ -36,7 +35,7 @@ from megatron_dapo.trainer.inputs import (
     read_model_inputs,
 )
 from megatron_dapo.trainer.recorder import RunPaths
-from megatron_dapo.trainer.train_samples import TrainSamples, build_judged_samples, build_train_samples
+from megatron_dapo.trainer.train_samples import TrainSamples, build_critic_samples, build_train_samples
 from megatron_dapo.types import Group, Prompt, SamplingParams
 
 
@@ -52,7 +51,7 @@ class Driver:
     evaluation: EvaluationTask | None
 
     def disagreement_share(self) -> float:
-        """Share of responses so far that the shadow verifier judged otherwise; 0 without one."""
+        """Share of responses so far that the shadow verifier scores otherwise; 0 without one."""
         if not isinstance(self.scorer, ShadowedPool):
             return 0.0
         statistics = self.scorer.statistics()
@@ -106,12 +105,10 @@ def _group_collector(config: Config, parts: _CollectorParts, sampling: SamplingP
         on_exhausted=rollout.on_exhausted,
         partial=rollout.partial,
     )
-    verdict = keep_every_group
-    if rollout.filter_groups:
-        verdict = GroupFilter(rollout.accuracy_min, rollout.accuracy_max).verdict
+    group_filter = GroupFilter(rollout.accuracy_min, rollout.accuracy_max) if rollout.filter_groups else None
     buffer = ReplayBuffer(max_staleness=rollout.max_staleness)
     return Collector(
-        parts.stream, parts.prompts, parts.engine, parts.scorer, buffer, settings, verdict, parts.on_progress
+        parts.stream, parts.prompts, parts.engine, parts.scorer, buffer, settings, group_filter, parts.on_progress
     )
 
 
@@ -161,10 +158,10 @@ def _overlong_penalty(config: Config) -> Callable[[int], float] | None:
 
 
 def sample_builder(config: Config) -> Callable[[Sequence[Group]], TrainSamples]:
-    """Turns groups into train samples: by the configured advantage, or judged for a critic."""
+    """Turns groups into train samples: by the configured advantage, or with the context a critic needs."""
     filter_overlong = config.reward.overlong_filter
     if config.has_critic:
-        return partial(build_judged_samples, filter_overlong=filter_overlong)
+        return partial(build_critic_samples, filter_overlong=filter_overlong)
     algorithm = config.algorithm
     settings = {"std": algorithm.grpo_std} if algorithm.advantage == "grpo" else {}
     estimator = build_advantage_estimator(algorithm.advantage, settings)

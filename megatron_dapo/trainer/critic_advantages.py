@@ -20,7 +20,7 @@ from megatron_dapo.algorithms.gae import ValueInputs, estimate_values
 from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule
 from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards
 from megatron_dapo.algorithms.whitening import limited, moments, whiten
-from megatron_dapo.types import Judgement, TrainSample
+from megatron_dapo.types import CriticContext, TrainSample
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def estimate_advantages(
     judged = [_Judged.of(*each) for each in zip(samples, values, penalties, usable, strict=True)]
     policy, advantages_metrics = _policy_samples(judged, settings)
     critic, value_metrics, has_spread = _critic_samples(judged, settings)
-    finished = [one.judgement.window.is_finished for one in judged]
+    finished = [one.critic_context.window.is_finished for one in judged]
     metrics = {
         **advantages_metrics,
         **value_metrics,
@@ -83,25 +83,25 @@ class _Judged:
     """One response with what the critic said of it; every number is finite."""
 
     sample: TrainSample
-    judgement: Judgement
+    critic_context: CriticContext
     values: torch.Tensor  # [R]
     penalties: torch.Tensor  # [R]
 
     @staticmethod
     def of(sample: TrainSample, values: torch.Tensor, penalties: torch.Tensor, usable: bool) -> _Judged:
-        assert sample.judgement is not None, f"sample {sample.sample_id} was not judged"
+        assert sample.critic_context is not None, f"sample {sample.sample_id} was not judged"
         if usable:
-            return _Judged(sample, sample.judgement, values, penalties)
+            return _Judged(sample, sample.critic_context, values, penalties)
         untrained = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
-        return _Judged(untrained, sample.judgement, torch.zeros_like(values), torch.zeros_like(penalties))
+        return _Judged(untrained, sample.critic_context, torch.zeros_like(values), torch.zeros_like(penalties))
 
     @property
     def start(self) -> int:
-        return self.judgement.window.start
+        return self.critic_context.window.start
 
     @property
     def is_finished(self) -> bool:
-        return self.judgement.window.is_finished
+        return self.critic_context.window.is_finished
 
 
 def _policy_samples(
@@ -177,7 +177,7 @@ def _token_rewards(
     judged: Sequence[_Judged], mask: torch.Tensor, lengths: torch.Tensor, starts: Sequence[int]
 ) -> torch.Tensor:
     """[P] the outcome on the last trained token of finished responses, less the tokens' penalties."""
-    outcomes = torch.tensor([one.judgement.reward if one.is_finished else 0.0 for one in judged])
+    outcomes = torch.tensor([one.critic_context.reward if one.is_finished else 0.0 for one in judged])
     penalties = _joined([one.penalties[start:] for one, start in zip(judged, starts, strict=True)])
     return kl_shaped_rewards(outcome_rewards(outcomes, mask, lengths), penalties, mask, beta=1.0)
 

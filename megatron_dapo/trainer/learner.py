@@ -267,7 +267,9 @@ class Learner:
         if not coefficient:
             return samples
         trained = _trained_tokens(samples)
-        is_positive = torch.tensor([one.judgement is not None and one.judgement.is_correct for one in samples])
+        is_positive = torch.tensor(
+            [one.critic_context is not None and one.critic_context.is_correct for one in samples]
+        )
         num_positive = int(positive_tokens(trained, is_positive).sum())
         weights = positive_token_weights(trained, is_positive, num_positive, coefficient).tolist()
         return [replace(one, positive_weight=weight) for one, weight in zip(samples, weights, strict=True)]

@@ -8,14 +8,14 @@ import torch
 
 from megatron_dapo.bridge.weight_sync import WeightSync
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
+from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.trainer.driven_engine import Publisher
-from megatron_dapo.trainer.overlap import OverlappedRollout
 
 
 class PausingPublisher:
     """Publishes while nothing is generated. `rollout` exists on rank 0."""
 
-    def __init__(self, publisher: Publisher, rollout: OverlappedRollout | None) -> None:
+    def __init__(self, publisher: Publisher, rollout: AsyncCollector | None) -> None:
         self._publisher = publisher
         self._rollout = rollout
 

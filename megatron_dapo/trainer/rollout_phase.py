@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
+from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import RolloutBatch
-from megatron_dapo.trainer.overlap import OverlappedRollout
 from megatron_dapo.trainer.train_samples import TrainSamples, with_staleness
 from megatron_dapo.types import Group, TrainSample
 
@@ -35,7 +35,7 @@ class RolloutPhase:
     def __init__(
         self,
         engine: CollectiveEngine,
-        rollout: OverlappedRollout | None,
+        rollout: AsyncCollector | None,
         build: BuildSamples,
         rest: Callable[[], None] | None = None,
     ) -> None:

@@ -29,6 +29,7 @@ from megatron_dapo.precision import RECIPES, recipe_name
 from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointStore, find_resume
 from megatron_dapo.recovery.deadlines import exit_with_stacks, watch
 from megatron_dapo.recovery.signals import StopRequest
+from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.collector import CollectProgress
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
@@ -47,7 +48,6 @@ from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
 from megatron_dapo.trainer.model_moves import CRITIC, POLICY, REFERENCE, ModelMoves
-from megatron_dapo.trainer.overlap import OverlappedRollout
 from megatron_dapo.trainer.parity_probe import Parity, ParityProbe, RoundedParityProbe, sequences_to_probe
 from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.publisher import PausingPublisher
@@ -167,7 +167,7 @@ def run_state(
     actor: MegatronActor | None,
     learner: Learner | ActorCriticLearner,
     progress: RunProgress,
-    collector: OverlappedRollout | None,
+    collector: AsyncCollector | None,
 ) -> RunState:
     """What a checkpoint holds, on this rank."""
     critic = _critic_state(world, learner) if isinstance(learner, ActorCriticLearner) else None
@@ -188,11 +188,11 @@ def local_critic(learner: ActorCriticLearner) -> MegatronCritic | None:
     return critic
 
 
-def _rollout(config: Config, driver: Driver, engines: Engines, stack: ExitStack) -> OverlappedRollout:
+def _rollout(config: Config, driver: Driver, engines: Engines, stack: ExitStack) -> AsyncCollector:
     """Rank 0's batches; collected ahead where the servers have devices of their own."""
     apart = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
     ahead = config.rollout.max_staleness if apart else 0
-    rollout = OverlappedRollout(driver.collector, ahead, config.run.wait_timeout_seconds, engines.recover)
+    rollout = AsyncCollector(driver.collector, ahead, config.run.wait_timeout_seconds, engines.recover)
     stack.callback(rollout.close)
     return rollout
 
@@ -257,7 +257,7 @@ def _evaluator(
     engine: CollectiveEngine,
     driver: Driver | None,
     layout: ParallelLayout,
-    rollout: OverlappedRollout | None,
+    rollout: AsyncCollector | None,
 ) -> Evaluator | None:
     if not config.data.eval_paths:
         return None

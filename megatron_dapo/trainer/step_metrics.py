@@ -36,7 +36,7 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.completion.token_ids) for sample in samples]
     staleness = [policy_version - group.policy_version for group in groups]
-    num_finished = max(1, sum(statistics.verdicts.values()))
+    num_finished = max(1, sum(statistics.filter_decisions.values()))
     ages = [
         (policy_version - run.version, run.end - run.start) for sample in samples for run in sample.completion.versions
     ]
@@ -46,10 +46,10 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
     )
     return {
         "rollout/groups_trained": len(groups),
-        "rollout/groups_generated": sum(statistics.verdicts.values()),
-        "rollout/groups_filtered_share": 1.0 - statistics.verdicts.get("kept", 0) / num_finished,
-        "rollout/groups_all_correct_share": statistics.verdicts.get("all_right", 0) / num_finished,
-        "rollout/groups_all_wrong_share": statistics.verdicts.get("all_wrong", 0) / num_finished,
+        "rollout/groups_generated": sum(statistics.filter_decisions.values()),
+        "rollout/groups_filtered_share": 1.0 - statistics.filter_decisions.get("kept", 0) / num_finished,
+        "rollout/groups_all_correct_share": statistics.filter_decisions.get("all_right", 0) / num_finished,
+        "rollout/groups_all_wrong_share": statistics.filter_decisions.get("all_wrong", 0) / num_finished,
         "rollout/groups_carried_over": statistics.num_left_over,
         "rollout/groups_unfinished": statistics.num_unfinished,
         "rollout/groups_dropped_stale": statistics.num_stale,

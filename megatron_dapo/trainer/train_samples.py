@@ -1,4 +1,4 @@
-"""From scored groups to what the trainer learns from: one advantage or judgement a response, one mask a token."""
+"""From scored groups to what the trainer learns from: one advantage or critic context a response, one mask a token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from megatron_dapo.algorithms.advantages import AdvantageEstimator, AdvantageInputs, compute_advantages
 from megatron_dapo.algorithms.length_reward import overlong_keep_mask
-from megatron_dapo.types import Completion, Group, Judgement, ScoredSample, TrainSample
+from megatron_dapo.types import Completion, CriticContext, Group, ScoredSample, TrainSample
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def build_train_samples(
     return TrainSamples(samples, dict(advantages.metrics))
 
 
-def build_judged_samples(groups: Sequence[Group], *, filter_overlong: bool) -> TrainSamples:
+def build_critic_samples(groups: Sequence[Group], *, filter_overlong: bool) -> TrainSamples:
     """For algorithms with a critic, which makes the advantages later: the loss is over the tokens of the window alone.
 
     With `filter_overlong` truncated responses lose their loss mask, for policy and critic.
@@ -59,8 +59,8 @@ def build_judged_samples(groups: Sequence[Group], *, filter_overlong: bool) -> T
             is_left_out = filter_overlong and sample.window.is_finished and sample.completion.is_truncated
             built = _train_sample(group, sample, index, 0.0, 0.0 if is_left_out else 1.0)
             built.loss_mask[: sample.window.start] = 0.0
-            judgement = Judgement(sample.reward, sample.score.accuracy > 0, sample.window)
-            samples.append(replace(built, judgement=judgement))
+            critic_context = CriticContext(sample.reward, sample.score.accuracy > 0, sample.window)
+            samples.append(replace(built, critic_context=critic_context))
     return TrainSamples(tuple(samples), {})
 
 

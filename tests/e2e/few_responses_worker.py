@@ -7,14 +7,14 @@ from typing import Any
 
 from learners import build, samples
 
-from megatron_dapo.types import Judgement, Window
+from megatron_dapo.types import CriticContext, Window
 
 
 def run(arguments: dict[str, Any]) -> dict[str, float]:
     """The step's metrics."""
     learner = build(arguments["recipe"], arguments["overrides"]).learner
     judged = [
-        replace(sample, judgement=Judgement((-1.0) ** index, index % 2 == 0, Window(0, index == 0)))
+        replace(sample, critic_context=CriticContext((-1.0) ** index, index % 2 == 0, Window(0, index == 0)))
         for index, sample in enumerate(samples(1, 40))
     ]
     return learner.learn(judged, 0).metrics

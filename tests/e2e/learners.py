@@ -15,7 +15,7 @@ from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.run_world import RunWorld, run_world
-from megatron_dapo.types import Judgement, TrainSample, Window
+from megatron_dapo.types import CriticContext, TrainSample, Window
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,6 @@ def samples(num_groups: int, vocab_size: int) -> list[TrainSample]:
 def judged_samples(num_groups: int, vocab_size: int) -> list[TrainSample]:
     """The same with rewards of 1 and -1 in turn."""
     return [
-        replace(sample, judgement=Judgement((-1.0) ** index, index % 2 == 0, Window()))
+        replace(sample, critic_context=CriticContext((-1.0) ** index, index % 2 == 0, Window()))
         for index, sample in enumerate(samples(num_groups, vocab_size))
     ]

@@ -164,9 +164,9 @@ def check_soft_overlong(section) -> None:
 
 def check_dynamic_sampling(section) -> None:
     group_filter = GroupFilter()
-    verdicts = {name: group_filter.verdict(section["acc"][name]) for name in section["acc"].keys()}
-    assert [name for name, verdict in verdicts.items() if verdict == "kept"] == section["kept"]
-    assert (verdicts["a"], verdicts["c"]) == ("all_right", "all_wrong")
+    decisions = {name: group_filter.decide(section["acc"][name]) for name in section["acc"].keys()}
+    assert [name for name, decision in decisions.items() if decision == "kept"] == section["kept"]
+    assert (decisions["a"], decisions["c"]) == ("all_right", "all_wrong")
     waste = section["fraction_wasted_if_pass_rate_p (p^G+(1-p)^G), G=16"]
     multiplier = section["expected_rollout_multiplier=1/(1-waste)"]
     for rate in waste.keys():

@@ -30,8 +30,8 @@ def test_overlong_filter_drops_truncated_responses_only():
 
 def test_filter_bounds_are_exclusive():
     band = GroupFilter(0.25, 0.75)
-    verdicts = [band.verdict(group) for group in ([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0])]
-    assert verdicts == ["all_wrong", "kept", "all_right"]
+    decisions = [band.decide(group) for group in ([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0])]
+    assert decisions == ["all_wrong", "kept", "all_right"]
     with pytest.raises(ValueError, match="0 <= min < max <= 1"):
         GroupFilter(0.5, 0.5)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
-from megatron_dapo.types import Judgement, TrainSample, Window
+from megatron_dapo.types import CriticContext, TrainSample, Window
 
 
 def _sample(index, prompt, response):
@@ -53,11 +53,11 @@ def test_damaged_batch_names_the_numbers():
         from_tensors(description, tensors)
 
 
-def test_judgements_come_back():
+def test_critic_contexts_come_back():
     window = Window(start=1, is_finished=False)
-    judged = replace(_sample(0, 3, 2), judgement=Judgement(reward=-0.5, is_correct=False, window=window))
+    judged = replace(_sample(0, 3, 2), critic_context=CriticContext(reward=-0.5, is_correct=False, window=window))
     description, tensors = to_tensors([judged, _sample(1, 2, 2)])
 
     back = from_tensors(json.loads(json.dumps(description)), tensors)
 
-    assert [sample.judgement for sample in back] == [judged.judgement, None]
+    assert [sample.critic_context for sample in back] == [judged.critic_context, None]

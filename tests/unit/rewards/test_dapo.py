@@ -1,4 +1,4 @@
-"""The published scorer's quirks are the specification: each line of this table is one response and its verdict."""
+"""The published scorer's quirks are the specification: each line of this table is one response and its result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.rewards.dapo import TAIL_CHARACTERS, gold_problem, judge, normalize
+from megatron_dapo.rewards.dapo import TAIL_CHARACTERS, gold_problem, normalize, score
 
 ACCEPTED = [
     ("Answer: 42", "42"),
@@ -54,25 +54,25 @@ UNPARSABLE = ["\\boxed{42}", "The result is 42", "", "Answer 42", "Answer:", "An
 
 @pytest.mark.parametrize(("response", "gold"), ACCEPTED)
 def test_accepts(response, gold):
-    assert judge("Some steps.\n" + response, gold).outcome == "correct"
+    assert score("Some steps.\n" + response, gold).outcome == "correct"
 
 
 @pytest.mark.parametrize(("response", "gold"), REJECTED)
 def test_rejects(response, gold):
-    verdict = judge("Some steps.\n" + response, gold)
-    assert verdict.outcome == "wrong"
-    assert verdict.extracted != normalize(gold)
+    result = score("Some steps.\n" + response, gold)
+    assert result.outcome == "wrong"
+    assert result.extracted != normalize(gold)
 
 
 @pytest.mark.parametrize("response", UNPARSABLE)
 def test_finds_no_answer(response):
-    assert judge(response, "42").outcome == "unparsable"
+    assert score(response, "42").outcome == "unparsable"
 
 
 def test_only_the_last_300_characters_count():
     answer = "Answer: 42\n"
-    assert judge(answer + "x" * (TAIL_CHARACTERS - len(answer)), "42").outcome == "correct"
-    assert judge(answer + "x" * (TAIL_CHARACTERS - len(answer) + 1), "42").outcome == "unparsable"
+    assert score(answer + "x" * (TAIL_CHARACTERS - len(answer)), "42").outcome == "correct"
+    assert score(answer + "x" * (TAIL_CHARACTERS - len(answer) + 1), "42").outcome == "unparsable"
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_normalisation(raw, expected):
 
 @given(st.integers(min_value=0, max_value=10**30))
 def test_every_integer_is_found_with_and_without_commas(value):
-    assert judge(f"Answer: {value:,}", str(value)).outcome == "correct"
-    assert judge(f"Answer: {value + 1}", str(value)).outcome == "wrong"
+    assert score(f"Answer: {value:,}", str(value)).outcome == "correct"
+    assert score(f"Answer: {value + 1}", str(value)).outcome == "wrong"
 
 
 @pytest.mark.parametrize("gold", ["", "  ", "$$", "degrees", "1\n2", "7" * 400])

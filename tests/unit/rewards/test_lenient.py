@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.rewards import dapo
-from megatron_dapo.rewards.lenient import answers_equal, extract, gold_problem, judge
+from megatron_dapo.rewards.lenient import answers_equal, extract, gold_problem, score
 
 # gold, prediction
 EQUAL = [
@@ -86,7 +86,7 @@ DIFFERENT = [
     ("A", "B"),
     ("1", "9" * 3000),
 ]
-# Errors that remain, pinned so that a change is noticed: (gold, prediction, verdict).
+# Errors that remain, pinned so that a change is noticed: (gold, prediction).
 KNOWN_FALSE_NEGATIVES = [
     ("100, 200", "200,100"),  # without a space it is one number with a thousands comma
     ("3", "three"),
@@ -112,8 +112,8 @@ def test_different(gold, pred):
 @pytest.mark.parametrize("form", ["42.", "042", "**42**", "\\(42\\)", "\\dfrac{84}{2}"])
 def test_accepts_what_the_published_scorer_rejects(form):
     response = f"Steps.\nAnswer: {form}"
-    assert dapo.judge(response, "42").outcome == "wrong"
-    assert judge(response, "42").outcome == "correct"
+    assert dapo.score(response, "42").outcome == "wrong"
+    assert score(response, "42").outcome == "correct"
 
 
 @given(st.integers(), st.integers())

@@ -97,10 +97,10 @@ def test_agrees_with_the_verifier_itself(dapo_pool):
     scores = dapo_pool.score_many(items)
     assert list(scores) == [key for key, *_ in items]
     for key, response, answer, _ in items:
-        verdict = dapo.judge(response, answer)
-        assert (scores[key].outcome, scores[key].extracted) == (verdict.outcome, verdict.extracted)
-        assert scores[key].accuracy == float(verdict.outcome == "correct")
-        assert scores[key].reward == (1.0 if verdict.outcome == "correct" else -1.0)
+        result = dapo.score(response, answer)
+        assert (scores[key].outcome, scores[key].extracted) == (result.outcome, result.extracted)
+        assert scores[key].accuracy == float(result.outcome == "correct")
+        assert scores[key].reward == (1.0 if result.outcome == "correct" else -1.0)
     assert {score.outcome for score in scores.values()} == {"correct", "wrong", "unparsable"}
 
 

@@ -10,11 +10,11 @@ ANSWER_LINE = 'The last line should be of the form Answer: $Answer.\n\nProblem {
 BOXED = "Problem {}\nPut your final answer within \\boxed{{}}."
 
 
-def scorer(judge):
+def scorer(score):
     def score_many(items):
         scores = {}
         for key, response, answer, is_truncated in items:
-            outcome = "truncated" if is_truncated else judge(response, answer).outcome
+            outcome = "truncated" if is_truncated else score(response, answer).outcome
             scores[key] = Score(float(outcome == "correct"), 0.0, outcome)
         return scores
 
@@ -26,17 +26,17 @@ def prompts(template, num=200):
 
 
 @pytest.mark.parametrize(
-    ("template", "judge", "formats"),
+    ("template", "score", "formats"),
     [
-        (ANSWER_LINE, dapo.judge, ("answer_line",)),
-        (ANSWER_LINE, lenient.judge, ("answer_line",)),
-        (BOXED, lenient.judge, ("boxed",)),
-        ("Problem {}. End with Answer: \\boxed{{x}}.", dapo.judge, ("answer_line_boxed",)),
-        ("Put it in \\boxed{{}}." + ANSWER_LINE, lenient.judge, ("answer_line", "boxed")),
+        (ANSWER_LINE, dapo.score, ("answer_line",)),
+        (ANSWER_LINE, lenient.score, ("answer_line",)),
+        (BOXED, lenient.score, ("boxed",)),
+        ("Problem {}. End with Answer: \\boxed{{x}}.", dapo.score, ("answer_line_boxed",)),
+        ("Put it in \\boxed{{}}." + ANSWER_LINE, lenient.score, ("answer_line", "boxed")),
     ],
 )
-def test_matching_formats_pass(template, judge, formats):
-    report = check_contract(prompts(template), scorer(judge), "v", max_prompts=64)
+def test_matching_formats_pass(template, score, formats):
+    report = check_contract(prompts(template), scorer(score), "v", max_prompts=64)
     assert report.formats == formats
     assert 32 <= report.num_prompts <= 64
 
@@ -45,14 +45,14 @@ def test_boxed_prompts_with_the_dapo_verifier_are_refused():
     with pytest.raises(
         ValueError, match=r"(?s)'dapo' disagrees with the format .*\(boxed\).*unparsable.*Fix: "
     ) as caught:
-        check_contract(prompts(BOXED, 5), scorer(dapo.judge), "dapo")
+        check_contract(prompts(BOXED, 5), scorer(dapo.score), "dapo")
     assert "5 of 20 made-up responses to 5 prompts" in str(caught.value)
 
 
 def test_a_system_prompt_asking_for_another_format_is_noticed():
     template = "<system>Put your final answer within \\boxed{{}}.</system>" + ANSWER_LINE
     with pytest.raises(ValueError, match=r"\(answer_line, boxed\)"):
-        check_contract(prompts(template), scorer(dapo.judge), "dapo")
+        check_contract(prompts(template), scorer(dapo.score), "dapo")
 
 
 def test_a_problem_that_mentions_boxes_is_no_instruction():
@@ -60,17 +60,17 @@ def test_a_problem_that_mentions_boxes_is_no_instruction():
     assert set(instructed_formats(texts)) == {"answer_line"}
 
 
-@pytest.mark.parametrize("verdict", ["correct", "wrong"])
-def test_verifiers_that_say_the_same_of_everything_are_refused(verdict):
-    from megatron_dapo.rewards.verdict import Verdict
+@pytest.mark.parametrize("outcome", ["correct", "wrong"])
+def test_verifiers_that_say_the_same_of_everything_are_refused(outcome):
+    from megatron_dapo.rewards.result import VerifierResult
 
     with pytest.raises(ValueError, match="disagrees"):
-        check_contract(prompts(ANSWER_LINE), scorer(lambda response, answer: Verdict(verdict)), "v")
+        check_contract(prompts(ANSWER_LINE), scorer(lambda response, answer: VerifierResult(outcome)), "v")
 
 
 def test_a_scorer_that_rewards_truncated_responses_is_refused():
     def score_many(items):
-        return scorer(dapo.judge)([(key, response, answer, False) for key, response, answer, _ in items])
+        return scorer(dapo.score)([(key, response, answer, False) for key, response, answer, _ in items])
 
     with pytest.raises(ValueError, match="truncated"):
         check_contract(prompts(ANSWER_LINE), score_many, "v")
@@ -79,9 +79,9 @@ def test_a_scorer_that_rewards_truncated_responses_is_refused():
 def test_prompts_without_an_instruction_need_an_explicit_format():
     texts = [(f"What is {i}?", str(i)) for i in range(5)]
     with pytest.raises(ValueError, match="answer_format"):
-        check_contract(texts, scorer(dapo.judge), "dapo")
-    assert check_contract(texts, scorer(dapo.judge), "dapo", answer_format="answer_line").formats == ("answer_line",)
-    assert check_contract(texts, scorer(dapo.judge), "dapo", answer_format="my answer: {answer}").formats == ("custom",)
+        check_contract(texts, scorer(dapo.score), "dapo")
+    assert check_contract(texts, scorer(dapo.score), "dapo", answer_format="answer_line").formats == ("answer_line",)
+    assert check_contract(texts, scorer(dapo.score), "dapo", answer_format="my answer: {answer}").formats == ("custom",)
     for bad in ("boxxed", "{reply}", "{answer"):
         with pytest.raises(ValueError, match="answer_format"):
-            check_contract(texts, scorer(dapo.judge), "dapo", answer_format=bad)
+            check_contract(texts, scorer(dapo.score), "dapo", answer_format=bad)

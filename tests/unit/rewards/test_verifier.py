@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from megatron_dapo.rewards.verdict import Verdict
-from megatron_dapo.rewards.verifier import PRESETS, load_verifier, verdict_of
+from megatron_dapo.rewards.result import VerifierResult
+from megatron_dapo.rewards.verifier import PRESETS, load_verifier, result_of
 from megatron_dapo.types import Score
 
 
@@ -27,7 +27,7 @@ def test_presets_have_versions():
 
 def test_user_function(user_module):
     verifier = load_verifier(f"{user_module}:length")
-    assert verifier.judge("abc", "x") == Verdict("correct", reward=3.0)
+    assert verifier.score("abc", "x") == VerifierResult("correct", reward=3.0)
     assert verifier.version.startswith(f"{user_module}:length@")
 
 
@@ -47,19 +47,22 @@ def test_unknown_verifiers_say_what_there_is(name, message):
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
-        (True, Verdict("correct")),
-        (False, Verdict("wrong")),
-        (1, Verdict("correct", reward=1.0)),
-        (-1.0, Verdict("wrong", reward=-1.0)),
-        (0.5, Verdict("correct", reward=0.5)),
-        ({"accuracy": 1}, Verdict("correct")),
-        ({"accuracy": 0, "reward": 0.25, "extracted": 7}, Verdict("wrong", "7", 0.25)),
-        ({"accuracy": 0, "outcome": "unparsable", "detail": {"a": [1]}}, Verdict("unparsable", detail={"a": [1]})),
-        (Score(1.0, 2.0, "correct", "42"), Verdict("correct", "42", 2.0)),
+        (True, VerifierResult("correct")),
+        (False, VerifierResult("wrong")),
+        (1, VerifierResult("correct", reward=1.0)),
+        (-1.0, VerifierResult("wrong", reward=-1.0)),
+        (0.5, VerifierResult("correct", reward=0.5)),
+        ({"accuracy": 1}, VerifierResult("correct")),
+        ({"accuracy": 0, "reward": 0.25, "extracted": 7}, VerifierResult("wrong", "7", 0.25)),
+        (
+            {"accuracy": 0, "outcome": "unparsable", "detail": {"a": [1]}},
+            VerifierResult("unparsable", detail={"a": [1]}),
+        ),
+        (Score(1.0, 2.0, "correct", "42"), VerifierResult("correct", "42", 2.0)),
     ],
 )
 def test_what_a_user_function_may_return(result, expected):
-    assert verdict_of(result) == expected
+    assert result_of(result) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_what_a_user_function_may_return(result, expected):
 )
 def test_what_it_may_not_return(result):
     with pytest.raises(ValueError):
-        verdict_of(result)
+        result_of(result)
 
 
 def test_a_worker_loads_neither_torch_nor_sympy_for_dapo():

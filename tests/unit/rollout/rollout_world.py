@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import Collector, CollectorSettings, CollectProgress, GroupVerdict
+from megatron_dapo.rollout.collector import Collector, CollectorSettings, CollectProgress
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, Score, VersionRange
 
@@ -138,7 +138,7 @@ class World:
     settings: CollectorSettings
     max_epochs: int | None = 1
     max_staleness: int = 0
-    verdict: GroupVerdict = field(default_factory=lambda: GroupFilter().verdict)
+    group_filter: GroupFilter | None = field(default_factory=GroupFilter)
     jitter: int = 0
     abort_rate: float = 0.0
     overlong_penalty: Callable[[int], float] | None = None
@@ -160,7 +160,7 @@ class World:
             scorer=SampleScorer(FakeVerifier(), decode, self.overlong_penalty),
             buffer=self.buffer,
             settings=self.settings,
-            verdict=self.verdict,
+            group_filter=self.group_filter,
             on_progress=self.on_progress,
         )
 

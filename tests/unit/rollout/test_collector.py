@@ -16,7 +16,6 @@ from megatron_dapo.rollout.collector import (
     CollectionExhausted,
     CollectorSettings,
     RolloutBatch,
-    keep_every_group,
     sample_seed,
 )
 from megatron_dapo.types import SamplingParams
@@ -78,7 +77,10 @@ def test_a_rejected_group_costs_one_replacement(make_world: Callable) -> None:
     world = make_world(MIXED * 20)
     for _ in range(5):
         statistics = world.collector.collect(5).statistics
-        assert statistics.num_started == 5 + statistics.verdicts["all_right"] + statistics.verdicts["all_wrong"]
+        assert (
+            statistics.num_started
+            == 5 + statistics.filter_decisions["all_right"] + statistics.filter_decisions["all_wrong"]
+        )
     assert world.engine.max_groups_in_flight == 5
 
 
@@ -117,7 +119,7 @@ def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
         abort_rate=abort_rate,
         partial=partial,
         jitter=seed,
-        verdict=GroupFilter().verdict if group_size > 1 else keep_every_group,
+        group_filter=GroupFilter() if group_size > 1 else None,
     )
     trained: list[str] = []
     saved = (world.checkpoint(), 0)
@@ -308,11 +310,11 @@ def test_statistics_add_up(make_world: Callable) -> None:
     world = make_world(MIXED * 20, oversample=2.0)
     batch = world.collector.collect(6)
     statistics = batch.statistics
-    scored = sum(statistics.verdicts.values())
+    scored = sum(statistics.filter_decisions.values())
     assert statistics.num_started == scored + statistics.num_aborted
-    assert statistics.verdicts["kept"] == len(batch.groups) + statistics.num_left_over
+    assert statistics.filter_decisions["kept"] == len(batch.groups) + statistics.num_left_over
     assert statistics.num_responses == 4 * scored == sum(statistics.outcomes.values())
-    assert statistics.kept_lengths.num_responses == 4 * statistics.verdicts["kept"]
+    assert statistics.kept_lengths.num_responses == 4 * statistics.filter_decisions["kept"]
     lengths = [len(s.completion.token_ids) for g in [*batch.groups, *world.buffer.take(99, 0)] for s in g.samples]
     assert statistics.num_kept_tokens == sum(lengths) and statistics.kept_lengths.max == max(lengths)
     assert statistics.mean_accuracy == statistics.outcomes["correct"] / statistics.num_responses
@@ -320,7 +322,7 @@ def test_statistics_add_up(make_world: Callable) -> None:
 
 
 def test_duplicates_within_a_group_are_counted(make_world: Callable) -> None:
-    world = make_world([0.5] * 20, verdict=keep_every_group)
+    world = make_world([0.5] * 20, group_filter=None)
     finish = world.engine._finish
     world.engine._finish = lambda running: replace(finish(running), token_ids=(5, 1), logprobs=(-1.0, -1.0))
     statistics = world.collector.collect(3).statistics
@@ -340,7 +342,7 @@ def test_progress_is_reported_after_every_poll(make_world: Callable) -> None:
 
 
 def test_a_group_spanning_versions_counts_as_its_oldest(make_world: Callable) -> None:
-    world = make_world([0.5] * 20, group_size=8, max_staleness=1, verdict=keep_every_group)
+    world = make_world([0.5] * 20, group_size=8, max_staleness=1, group_filter=None)
     polls = iter(range(1000))
     poll = world.engine.poll
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.rollout.collector import RolloutBatch, keep_every_group
+from megatron_dapo.rollout.collector import RolloutBatch
 from megatron_dapo.rollout.continuation import (
     MAX_FRUITLESS,
     OpenGroup,
@@ -50,7 +50,7 @@ def test_bound_0_gives_the_batches_of_the_synchronous_run(make_world: Callable, 
 
 
 def test_stopped_responses_go_on_and_no_token_is_generated_twice(make_world: Callable) -> None:
-    world = make_world([0.5] * 400, oversample=3.0, max_staleness=50, partial="continue", verdict=keep_every_group)
+    world = make_world([0.5] * 400, oversample=3.0, max_staleness=50, partial="continue", group_filter=None)
     trained = num_continued = 0
     for _ in range(12):
         batch = world.collector.collect(4)
@@ -102,7 +102,7 @@ def test_unfinished_groups_go_first_and_finished_responses_of_theirs_stay(make_w
 
 def test_a_response_over_the_bound_starts_again_and_is_counted(make_world: Callable) -> None:
     """Finished at version 0, partial at versions 0 and 1: which stay when version 2 is to be trained, bound 1."""
-    world = make_world([0.5] * 10, group_size=3, max_staleness=1, partial="continue", verdict=keep_every_group)
+    world = make_world([0.5] * 10, group_size=3, max_staleness=1, partial="continue", group_filter=None)
     group = OpenGroup("000000000000", world.collector._prompts["p0"], 1)
     done = completion((5, 6, 1), "stop", version=0)
     world.engine.policy_version = 2
@@ -147,7 +147,7 @@ def test_an_engine_that_only_gives_up_is_an_error(make_world: Callable) -> None:
 
 
 def test_waiting_in_the_queue_for_many_collections_is_no_error(make_world: Callable) -> None:
-    world = make_world([0.5] * 200, oversample=2.0, max_staleness=100, partial="continue", verdict=keep_every_group)
+    world = make_world([0.5] * 200, oversample=2.0, max_staleness=100, partial="continue", group_filter=None)
     poll = world.engine.poll
 
     def serve_all_but_one() -> list[Completion]:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.collector import CollectionExhausted, RolloutBatch
 from megatron_dapo.rollout.continuation import MAX_FRUITLESS
 from megatron_dapo.rollout.windows import NOT_CHOSEN, WindowSettings
-from megatron_dapo.trainer.overlap import OverlappedRollout
 from megatron_dapo.types import SamplingParams
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
@@ -307,8 +307,8 @@ def test_groups_left_out_are_counted_and_their_unfinished_responses_go_on() -> N
         by_id = {group.group_id: group for group in everything.groups}
         assert all(group == by_id[group.group_id] for group in batch.groups), "whole windows of a group, unchanged"
         left_out = len(everything.groups) - len(batch.groups)
-        assert batch.statistics.verdicts[NOT_CHOSEN] == left_out > 0
-        assert batch.statistics.verdicts["kept"] == len(batch.groups)
+        assert batch.statistics.filter_decisions[NOT_CHOSEN] == left_out > 0
+        assert batch.statistics.filter_decisions["kept"] == len(batch.groups)
         assert batch.statistics.windows == everything.statistics.windows
         num_left_out += left_out
         num_groups += len(everything.groups)
@@ -367,7 +367,7 @@ def test_a_batch_for_a_version_out_of_reach_is_refused() -> None:
 
 def test_it_stands_where_a_collector_stands() -> None:
     world = make_world([0.5] * 40)
-    rollout = OverlappedRollout(world.collector, max_ahead=0, timeout_s=5.0)
+    rollout = AsyncCollector(world.collector, max_ahead=0, timeout_s=5.0)
     for version in range(3):
         rollout.before_update()
         world.engine.policy_version = version
@@ -378,7 +378,7 @@ def test_it_stands_where_a_collector_stands() -> None:
             assert world.engine.num_unfinished == 0
     assert rollout.generation_step == 3 and rollout.generation_seconds > 0
     later = make_world([0.5] * 40)
-    OverlappedRollout(later.collector, max_ahead=0, timeout_s=5.0).load_state_dict(
+    AsyncCollector(later.collector, max_ahead=0, timeout_s=5.0).load_state_dict(
         json.loads(json.dumps(rollout.state_dict()))
     )
     rollout.close()

@@ -72,9 +72,9 @@ def test_a_batch_of_all_kinds_equals_the_definition(gamma: float, rule) -> None:
 
     critic = {sample.sample_id: sample for sample in batch.critic_samples}
     for sample, value, penalty, trained in zip(samples, values, penalties, batch.policy_samples, strict=True):
-        window = sample.judgement.window
+        window = sample.critic_context.window
         rewards = [-float(one) for one in penalty]
-        rewards[-1] += sample.judgement.reward
+        rewards[-1] += sample.critic_context.reward
         lam = float(rule(torch.tensor([len(value)]), torch.tensor([window.is_finished]))[0])
         tail = [float(one) for one in value[window.start :]]
         expected = by_definition(tail, rewards[window.start :], 0.0 if window.is_finished else tail[-1], gamma, lam)

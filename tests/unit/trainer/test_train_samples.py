@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_dapo.algorithms.advantages import build_advantage_estimator
-from megatron_dapo.trainer.train_samples import build_judged_samples, build_train_samples, with_staleness
+from megatron_dapo.trainer.train_samples import build_critic_samples, build_train_samples, with_staleness
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
 
 
@@ -58,15 +58,15 @@ def test_every_token_carries_its_age():
 
 def test_judged_samples_train_the_tokens_of_their_window() -> None:
     group = _group_of_windows()
-    samples = build_judged_samples([group], filter_overlong=True).samples
+    samples = build_critic_samples([group], filter_overlong=True).samples
     assert [sample.loss_mask.tolist() for sample in samples] == [[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
-    assert [sample.judgement.window.is_finished for sample in samples] == [False, True, True]
-    assert [(sample.judgement.reward, sample.judgement.is_correct) for sample in samples] == [
+    assert [sample.critic_context.window.is_finished for sample in samples] == [False, True, True]
+    assert [(sample.critic_context.reward, sample.critic_context.is_correct) for sample in samples] == [
         (0.0, False),
         (1.0, True),
         (-1.0, False),
     ]
-    assert [sample.loss_mask.sum() for sample in build_judged_samples([group], filter_overlong=False).samples][2] == 3
+    assert [sample.loss_mask.sum() for sample in build_critic_samples([group], filter_overlong=False).samples][2] == 3
 
 
 def _group_of_windows() -> Group:

@@ -14,7 +14,7 @@ from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSet
 from megatron_dapo.trainer.learner import Learner, LearnerSettings
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
 from megatron_dapo.trainer.objective import PolicyObjective
-from megatron_dapo.types import Judgement, TrainSample, Window
+from megatron_dapo.types import CriticContext, TrainSample, Window
 
 
 def judged(
@@ -31,7 +31,7 @@ def judged(
         mask,
         torch.zeros(length),
         torch.full((length,), -1.0),
-        judgement=Judgement(reward if is_finished else 0.0, reward > 0, Window(start, is_finished)),
+        critic_context=CriticContext(reward if is_finished else 0.0, reward > 0, Window(start, is_finished)),
     )
 
 

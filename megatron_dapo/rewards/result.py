@@ -10,7 +10,7 @@ VERIFIER_OUTCOMES = ("correct", "wrong", "unparsable", "error")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifierResult:
     """A verifier's word on one response. Only the outcome `correct` has accuracy 1."""
 
     outcome: str  # one of VERIFIER_OUTCOMES

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.collector import CollectionExhausted, RolloutBatch
-from megatron_dapo.trainer.overlap import OverlappedRollout
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
 TIMEOUT_S = 30.0
 
 
 @contextmanager
-def overlapped(world: Any, timeout_s: float = TIMEOUT_S) -> Iterator[OverlappedRollout]:
-    rollout = OverlappedRollout(world.collector, world.max_staleness, timeout_s)
+def overlapped(world: Any, timeout_s: float = TIMEOUT_S) -> Iterator[AsyncCollector]:
+    rollout = AsyncCollector(world.collector, world.max_staleness, timeout_s)
     try:
         publish(world, rollout, world.version)
         yield rollout
@@ -30,7 +30,7 @@ def overlapped(world: Any, timeout_s: float = TIMEOUT_S) -> Iterator[OverlappedR
         rollout.close()
 
 
-def publish(world: Any, rollout: OverlappedRollout, version: int) -> None:
+def publish(world: Any, rollout: AsyncCollector, version: int) -> None:
     rollout.before_update()
     assert world.engine.num_unfinished == 0
     world.engine.policy_version = version
@@ -74,7 +74,10 @@ def test_bound_0_gives_the_batches_of_the_synchronous_run(
         for version in range(1, 9):
             batch = rollout.next_batch(6)
             assert batch == synchronous.collector.collect(6) and ages(batch) == {0}
-            assert batch.statistics.verdicts["all_right"] + batch.statistics.verdicts["all_wrong"] > 0 or version > 1
+            assert (
+                batch.statistics.filter_decisions["all_right"] + batch.statistics.filter_decisions["all_wrong"] > 0
+                or version > 1
+            )
             assert rollout.generation_step == synchronous.collector.generation_step
             assert threading.active_count() == num_threads
             publish(world, rollout, version)
@@ -244,7 +247,7 @@ def test_engines_are_looked_after_while_the_main_thread_waits(
     make_world: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two polls: what is done to the engine then is seen by nobody half done."""
-    monkeypatch.setattr("megatron_dapo.trainer.overlap._LOOK_AFTER_S", 0.005)
+    monkeypatch.setattr("megatron_dapo.rollout.async_collector._LOOK_AFTER_S", 0.005)
     world = make_world([0.5] * 400, max_staleness=1, partial="continue")
     poll, num_looks, is_down = world.engine.poll, 0, True
 
@@ -260,7 +263,7 @@ def test_engines_are_looked_after_while_the_main_thread_waits(
         is_down = num_looks < 4
 
     world.engine.poll = poll_nothing_while_down
-    rollout = OverlappedRollout(world.collector, 1, TIMEOUT_S, look)
+    rollout = AsyncCollector(world.collector, 1, TIMEOUT_S, look)
     publish(world, rollout, 0)
     assert len(rollout.next_batch(4).groups) == 4 and num_looks >= 4
     rollout.close()
@@ -270,7 +273,7 @@ def test_a_hung_engine_ends_every_wait(make_world: Callable) -> None:
     world = make_world([0.5] * 400, max_staleness=1, partial="continue")
     hung = threading.Event()
     poll_when(world, hung.is_set)
-    rollout = OverlappedRollout(world.collector, 1, timeout_s=0.1)
+    rollout = AsyncCollector(world.collector, 1, timeout_s=0.1)
     publish(world, rollout, 0)
     with pytest.raises(TimeoutError, match=r"for a rollout batch; published policy version 0.*in_flight=4"):
         rollout.next_batch(4)
@@ -285,7 +288,7 @@ def test_a_hung_engine_ends_every_wait(make_world: Callable) -> None:
 
 def test_wrong_use_is_refused(make_world: Callable) -> None:
     with pytest.raises(ValueError, match="max_ahead = -1"):
-        OverlappedRollout(make_world(MIXED).collector, -1, 1.0)
+        AsyncCollector(make_world(MIXED).collector, -1, 1.0)
     world = make_world([0.5] * 400, max_staleness=2, partial="continue")
     with overlapped(world) as rollout:
         rollout.next_batch(4)

@@ -46,7 +46,7 @@ class _Collected:
     seconds: float
 
 
-class OverlappedRollout:
+class AsyncCollector:
     """Batches in order, collected ahead. All methods are for the main thread.
 
     Args:
