@@ -74,6 +74,7 @@ def build_critic_learner(config: Config, critic: MegatronCritic) -> CriticLearne
         aggregation=section.aggregation,
         shuffle_seed=config.run.seed if training.shuffle else None,
         schedule_counts_optimizer_steps=section.optimizer.warmup_unit == "optimizer_step",
+        max_consecutive_skips=training.max_consecutive_skips,
     )
     schedule = learning_rate_schedule(section.optimizer, critic_schedule_steps(config))
     value_loss = build_value_loss(section.loss, bounds if section.loss == "clipped" else {})

@@ -174,10 +174,12 @@ def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any])
 
 
 def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
-    unknown = set(values) ^ set(asdict(target))
+    """Set the saved fields. Fields that an older checkpoint does not have keep their defaults."""
+    unknown = sorted(set(values) - set(asdict(target)))
     if unknown:
         raise ValueError(
-            f"checkpoint: {type(target).__name__} has other fields than were saved ({sorted(unknown)}); it is of another version"
+            f"checkpoint: {type(target).__name__} has no fields {unknown}; the checkpoint was written by another version of "
+            "megatron_dapo: resume with that version, or start a new run from its Hugging Face export"
         )
     for name, value in values.items():
         setattr(target, name, value)

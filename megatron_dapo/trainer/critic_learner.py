@@ -4,12 +4,11 @@
     finished samples with returns -> mini-batches -> global denominators -> forward, backward, guarded step
 
 The critic has its own layout, mini-batches, micro-batches, schedule and number of passes. A step whose gradient is not
-finite changes nothing, is counted, and leaves the policy's step alone.
+finite changes nothing and is counted, and the policy still takes its step; several of them in a row end the run.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,19 +21,10 @@ from megatron_dapo.algorithms.value_loss import ValueLoss, ValueLossInputs
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches, split_mini_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
+from megatron_dapo.trainer.learner import LearnerCounters, StepResult
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
 from megatron_dapo.trainer.response_tokens import gather_response_tokens
 from megatron_dapo.types import MicroBatch, TrainSample
-
-logger = logging.getLogger(__name__)
-
-
-class StepResult(Protocol):
-    """What an optimizer step gives back; the same on every rank."""
-
-    metrics: dict[str, float]
-    grad_norm: float
-    applied: bool
 
 
 class Critic(Protocol):
@@ -61,14 +51,13 @@ class CriticLearnerSettings:
     aggregation: str
     shuffle_seed: int | None
     schedule_counts_optimizer_steps: bool
+    max_consecutive_skips: int
 
 
 @dataclass
-class CriticCounters:
-    """What survives a restart. `history`: explained variance and loss of the newest train steps, oldest first."""
+class CriticCounters(LearnerCounters):
+    """Counters of the critic. `history`: explained variance and loss of the newest train steps, oldest first."""
 
-    optimizer_steps: int = 0
-    skipped_steps: int = 0
     history: list[list[float]] = field(default_factory=list)
 
     def remember(self, explained_variance: float, loss: float, length: int) -> None:
@@ -140,7 +129,7 @@ class CriticLearner:
             return loss, {**metrics, "loss_sum": loss.detach()}
 
         result = self.critic.train_step(micro_batches, loss_fn, self._learning_rate(train_step))
-        self._count(result)
+        self.counters.count(result, "critic", self._settings.max_consecutive_skips)
         return result
 
     def _weigh(self, samples: Sequence[TrainSample]) -> list[float]:
@@ -159,17 +148,6 @@ class CriticLearner:
     def _learning_rate(self, train_step: int) -> float:
         counted = self.counters.optimizer_steps if self._settings.schedule_counts_optimizer_steps else train_step
         return self._schedule.at(counted)
-
-    def _count(self, result: StepResult) -> None:
-        if result.applied:
-            self.counters.optimizer_steps += 1
-            return
-        self.counters.skipped_steps += 1
-        logger.warning(
-            "the critic's optimizer step was skipped: gradient norm %s is not finite; its weights are as before, and the "
-            "policy's step is made",
-            result.grad_norm,
-        )
 
 
 def _metrics(

@@ -84,11 +84,31 @@ class LearnerSettings:
 
 @dataclass
 class LearnerCounters:
-    """What survives a restart."""
+    """Counters of one model's optimizer steps; part of every checkpoint."""
 
     optimizer_steps: int = 0
     skipped_steps: int = 0
     consecutive_skips: int = 0
+
+    def count(self, result: StepResult, model: str, max_consecutive_skips: int) -> None:
+        """Count one optimizer step of `model`. Raises TooManySkips at `max_consecutive_skips` skipped steps in a row."""
+        if result.applied:
+            self.optimizer_steps += 1
+            self.consecutive_skips = 0
+            return
+        self.skipped_steps += 1
+        self.consecutive_skips += 1
+        logger.warning(
+            "%s: optimizer step skipped: gradient norm %s is not finite; no rank changed any weight",
+            model,
+            result.grad_norm,
+        )
+        if self.consecutive_skips >= max_consecutive_skips:
+            raise TooManySkips(
+                f"{model}: {self.consecutive_skips} optimizer steps in a row had a gradient that is not finite "
+                f"(training.max_consecutive_skips is {max_consecutive_skips}); lower the learning rate or resume from an "
+                "earlier checkpoint"
+            )
 
 
 @dataclass
@@ -343,7 +363,7 @@ class Learner:
 
         rate = self._schedule.at(self._scheduled_step(self.counters.optimizer_steps, train_step))
         result = self._actor.train_step(mini_batch.micro_batches, loss_fn, self._settings.temperature, rate)
-        self._count(result)
+        self.counters.count(result, "policy", self._settings.max_consecutive_skips)
         return result
 
     def _scheduled_step(self, optimizer_step: int, train_step: int) -> int:
@@ -351,23 +371,6 @@ class Learner:
         settings = self._settings
         step = optimizer_step if settings.schedule_counts_optimizer_steps else train_step - settings.first_train_step
         return max(0, step)
-
-    def _count(self, result: StepResult) -> None:
-        counters = self.counters
-        if result.applied:
-            counters.optimizer_steps += 1
-            counters.consecutive_skips = 0
-            return
-        counters.skipped_steps += 1
-        counters.consecutive_skips += 1
-        logger.warning(
-            "optimizer step skipped: gradient norm %s is not finite; no rank changed anything", result.grad_norm
-        )
-        if counters.consecutive_skips >= self._settings.max_consecutive_skips:
-            raise TooManySkips(
-                f"{counters.consecutive_skips} optimizer steps in a row had a gradient that is not finite (limit "
-                f"{self._settings.max_consecutive_skips}); lower the learning rate or resume from an earlier checkpoint"
-            )
 
     def _metrics(
         self,

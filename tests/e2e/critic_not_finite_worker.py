@@ -9,11 +9,12 @@ import torch.distributed as dist
 from learners import build, judged_samples
 
 from megatron_dapo.parallel.collectives import all_gather_json
+from megatron_dapo.trainer.learner import TooManySkips
 
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank saw, in rank order."""
-    overrides = [*arguments["overrides"], "parallel.num_processes=2", "critic.epochs=1"]
+    overrides = [*arguments["overrides"], "parallel.num_processes=2", "critic.epochs=1", "training.max_consecutive_skips=3"]
     built = build(arguments["recipe"], overrides)
     learner, judged = built.learner, judged_samples(2, 40)
     models = {"policy": built.actor, "critic": learner.critic.critic}
@@ -35,10 +36,16 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             after = state(model)
             changed[name].append(sum(not torch.equal(one, after[key]) for key, one in before[name].items()))
     counters = learner.critic.counters
-    return all_gather_json(
-        {
-            "changed": changed,
-            "critic": [counters.optimizer_steps, counters.skipped_steps],
-            "policy": [learner.counters.optimizer_steps, learner.counters.skipped_steps],
-        }
-    )
+    seen = {
+        "changed": changed,
+        "critic": [counters.optimizer_steps, counters.skipped_steps],
+        "policy": [learner.counters.optimizer_steps, learner.counters.skipped_steps],
+        "error": "",
+    }
+    learner.critic._value_loss = spoilt if dist.get_rank() == 1 else sound
+    try:
+        for step in range(4, 10):
+            learner.learn(judged, step)
+    except TooManySkips as error:
+        seen["error"] = str(error)
+    return all_gather_json(seen)

@@ -28,10 +28,11 @@ def test_one_rank_s_nan_holds_every_rank_back(recipe: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_nan_in_the_critic_stops_the_critic_s_step_alone(tmp_path: Path) -> None:
+def test_nan_in_the_critic_skips_its_step_alone_and_several_in_a_row_end_the_run(tmp_path: Path) -> None:
     arguments = {"recipe": str(write_recipe(tmp_path, "vapo")), "overrides": list(NO_EVALUATION)}
     for rank, seen in enumerate(run_distributed(CRITIC_WORKER, 2, arguments, timeout_s=120)):
         assert all(seen["changed"]["policy"]), f"rank {rank}: the policy trains in every step"
         clean, nan_on_1, nan_on_0, clean_again = seen["changed"]["critic"]
         assert clean > 0 and clean_again > 0 and nan_on_1 == nan_on_0 == 0, rank
         assert seen["critic"] == [2, 2] and seen["policy"] == [4, 0], rank
+        assert "critic: 3 optimizer steps in a row" in seen["error"], rank

@@ -9,6 +9,7 @@ import torch
 from value_path import FakeCritic, judged, make_critic_learner
 
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer.learner import TooManySkips
 
 
 def with_targets(name: str, length: int, target: float):
@@ -47,13 +48,24 @@ def test_mini_batches_are_its_own_and_the_schedule_counts_train_steps() -> None:
     assert learner.counters.optimizer_steps == 3
 
 
-def test_a_step_that_is_not_finite_is_counted_and_the_run_goes_on() -> None:
+def test_a_step_that_is_not_finite_is_counted() -> None:
     critic = FakeCritic(applies=False, grad_norm=float("nan"))
     learner = make_critic_learner(critic)
-    for step in range(5):
+    for step in range(2):
         metrics = learner.learn([with_targets("0/0", 2, 1.0)], step)
-    assert (learner.counters.optimizer_steps, learner.counters.skipped_steps) == (0, 5)
-    assert metrics["critic/skipped_optimizer_steps"] == 5
+    assert (learner.counters.optimizer_steps, learner.counters.skipped_steps) == (0, 2)
+    assert metrics["critic/skipped_optimizer_steps"] == 2
+    critic.applies, critic.grad_norm = True, 1.0
+    learner.learn([with_targets("0/0", 2, 1.0)], 2)
+    assert learner.counters.consecutive_skips == 0
+
+
+def test_several_steps_in_a_row_that_are_not_finite_end_the_run() -> None:
+    learner = make_critic_learner(FakeCritic(applies=False, grad_norm=float("nan")))
+    with pytest.raises(TooManySkips, match="critic: 3 optimizer steps in a row .*max_consecutive_skips is 3"):
+        for step in range(3):
+            learner.learn([with_targets("0/0", 2, 1.0)], step)
+    assert learner.counters.skipped_steps == learner.counters.consecutive_skips == 3
 
 
 def test_nothing_finished_is_no_step() -> None:

@@ -109,6 +109,7 @@ def make_critic_learner(critic: FakeCritic, loss: str = "squared", aggregation: 
         aggregation=aggregation,
         shuffle_seed=None,
         schedule_counts_optimizer_steps=False,
+        max_consecutive_skips=3,
     )
     schedule = LearningRateSchedule(1e-2, 2, 10)
     return CriticLearner(critic, ParallelLayout(1), 0, build_value_loss(loss), settings, schedule)
