@@ -128,6 +128,8 @@ class EngineUpdate:
     Args:
         coordinator: all trainer ranks.
         session: name of this life of the trainer; versions must not go backwards within it. Rank 0's is taken.
+        release_cache: called on every rank between the transfer and the engines' wake-up, if they share devices with
+            the trainer.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class EngineUpdate:
         coordinator: Coordinator,
         timeouts: UpdateTimeouts | None = None,
         session: str | None = None,
+        release_cache: Callable[[], None] | None = None,
     ) -> None:
         if len(handles.leaders) != plan.num_engines:
             raise ValueError(
@@ -151,6 +154,7 @@ class EngineUpdate:
         self.states = dict.fromkeys(range(plan.num_engines), EngineState.UNSERVED)
         self.versions: dict[int, int | None] = dict.fromkeys(range(plan.num_engines))
         self._session = session or secrets.token_hex(8)
+        self._release_cache = release_cache
         self._agreed = False
 
     @property
@@ -217,6 +221,8 @@ class EngineUpdate:
             reports[engine].num_bytes = num_bytes
         for engine in self.handles.led_by(self.coordinator.rank, alive):
             reports[engine].seconds["transfer"] = time.perf_counter() - start
+        if self._release_cache is not None:
+            self._release_cache()  # before the exchange that every engine's resume waits for: KV caches come back then
         self._share(reports, "the transfer", self.timeouts.transfer_s)
         return delivered
 

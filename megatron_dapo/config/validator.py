@@ -246,6 +246,16 @@ def _groups(config: Config) -> Iterator[Violation]:
             "rollout.accuracy_max",
             "rollout.group_size",
         )
+    if rollout.filter_groups and rollout.max_generation_rounds == 0 and config.data.max_epochs == 0:
+        yield violation(
+            config,
+            "rollout.max_generation_rounds",
+            "rollout.max_generation_rounds >= 1 or data.max_epochs >= 1 where groups are filtered (a batch that no group "
+            "passes into would be collected for ever)",
+            "set rollout.max_generation_rounds = 10, or data.max_epochs = 1 or more",
+            "data.max_epochs",
+            "rollout.filter_groups",
+        )
 
 
 def _sampling(config: Config) -> Iterator[Violation]:

@@ -47,7 +47,7 @@ from megatron_dapo.parallel.reshard.planner import plan
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.elsewhere import without_engines
 from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, WEIGHTS, ServedWeights
-from megatron_dapo.trainer.sglang_engines import DeviceMemory, SglangEngines
+from megatron_dapo.trainer.sglang_engines import SglangEngines, SharedDevice
 from megatron_dapo.trainer.sglang_frontend import DirectFrontend, Frontend, RouterFrontend
 from megatron_dapo.trainer.sglang_servers import ExternalServers, ReadyServer, Servers, StartedServers
 
@@ -86,27 +86,30 @@ def start_sglang(config: Config, part: RankSet, stack: ExitStack) -> Callable[[M
     site = _site(config, part)
     if site is None:
         return lambda actor: without_engines()
-    _check_sizes(site)
+    architecture = ModelArchitecture.from_directory(config.model.path)
+    # ValueError before anything starts where servers cannot hold the model cut like this.
+    _expected(site, architecture).pieces(0)
     servers = _servers(site)
     stack.callback(servers.close)
+    device = _shared_gpu(site, architecture)
+    engines = SglangEngines(servers, site.rank, partial(_client, site, servers), part.group, device)
+    stack.callback(engines.close)
+    if device is not None:
+        # SGLang sizes its KV cache by the memory that is free at its start: the actor is built after that.
+        engines.wait_until_healthy()
+        engines.sleep()
 
     def connect(actor: MegatronActor | None) -> Engines:
         assert actor is not None, "ranks with servers hold the policy"
         weights = WEIGHTS[config.sglang.quantization](
             actor.tensors, site.rank, actor.named_local_parameters, partial(_largest, site)
         )
-        engines = SglangEngines(
-            servers,
-            site.rank,
-            partial(_client, site, servers),
-            partial(_update, site, servers, actor, weights),
-            partial(_frontend, site, actor.architecture.vocab_size) if site.rank == 0 else None,
+        engines.attach(
+            partial(_update, site, servers, actor, weights, device),
+            partial(_frontend, site, architecture.vocab_size) if site.rank == 0 else None,
             weights.current,
-            part.group,
         )
-        stack.callback(engines.close)
-        memory = _shared_memory(site, actor)
-        sleep = partial(engines.sleep, memory) if memory else None
+        sleep = engines.sleep if device else None
         return Engines(engines, engines, engines, engines.recover, sleep, weights.as_served)
 
     return connect
@@ -133,12 +136,6 @@ def _site(config: Config, part: RankSet) -> _Site | None:
 
 def _largest(site: _Site, magnitudes: torch.Tensor) -> None:
     dist.all_reduce(magnitudes, dist.ReduceOp.MAX, group=site.everyone)
-
-
-def _check_sizes(site: _Site) -> None:
-    """ValueError before anything starts where servers cannot hold the model cut like this."""
-    architecture = ModelArchitecture.from_directory(site.config.model.path)
-    _expected(site, architecture).pieces(0)
 
 
 def _expected(site: _Site, architecture: ModelArchitecture) -> EngineLayout:
@@ -227,16 +224,16 @@ def _shares_devices(site: _Site) -> bool:
     return site.device == "cuda" and site.config.sglang.placement == "colocated"
 
 
-def _shared_memory(site: _Site, actor: MegatronActor) -> DeviceMemory | None:
-    """What a resting server must give back to this rank's device; None where servers have memory of their own."""
+def _shared_gpu(site: _Site, architecture: ModelArchitecture) -> SharedDevice | None:
+    """Return this rank's GPU if servers share the trainer's GPUs, else None."""
     if not _shares_devices(site):
         return None
     sglang = site.config.sglang
     place, num_bytes = site.rank % site.nodes.ranks_per_node, 0
     if place < sglang.servers_per_node * sglang.tensor:  # a server's rank is on this device
-        shard = _expected(site, actor.architecture).local_specs(place % sglang.tensor)
+        shard = _expected(site, architecture).local_specs(place % sglang.tensor)
         num_bytes = sum(spec.num_bytes for spec in shard.values())
-    return DeviceMemory(lambda: torch.cuda.mem_get_info()[0], num_bytes, sglang.update_timeout_seconds)
+    return SharedDevice(num_bytes, sglang.update_timeout_seconds)
 
 
 def _timeouts(config: Config) -> Timeouts:
@@ -285,7 +282,12 @@ def _engine(
 
 
 def _update(
-    site: _Site, servers: Servers, actor: MegatronActor, weights: ServedWeights, controls: dict[int, SglangClient]
+    site: _Site,
+    servers: Servers,
+    actor: MegatronActor,
+    weights: ServedWeights,
+    device: SharedDevice | None,
+    controls: dict[int, SglangClient],
 ) -> EngineUpdate:
     """The state machine of updates over the configured transport."""
     engines = _engines(site, actor.architecture, len(servers.leaders))
@@ -294,7 +296,10 @@ def _update(
     delivery, transport = _TRANSPORTS[site.config.sglang.transport](site, handles, *pair)
     seconds = site.config.sglang.update_timeout_seconds
     timeouts = UpdateTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
-    return EngineUpdate(delivery, handles, transport, GroupCoordinator(site.everyone), timeouts)
+    release_cache = device.release_cache if device else None
+    return EngineUpdate(
+        delivery, handles, transport, GroupCoordinator(site.everyone), timeouts, release_cache=release_cache
+    )
 
 
 def _describe(site: _Site, controls: Mapping[int, SglangClient]) -> list[dict[str, TensorSpec]]:

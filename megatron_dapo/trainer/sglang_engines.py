@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_dapo.bridge.engine_update import EngineUpdate
@@ -35,12 +36,19 @@ _LOOK_AGAIN_S = 1.0  # how long a collecting thread waits for servers before it 
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
-    """This rank's device: how much is free, and how much a resting server must give back to it."""
+class SharedDevice:
+    """This rank's GPU, which it shares with a server. `expected_bytes`: what the server must release to sleep."""
 
-    free_bytes: Callable[[], int]
     expected_bytes: int
     timeout_s: float
+
+    def free_bytes(self) -> int:
+        """Return how many bytes of the GPU no process holds."""
+        return torch.cuda.mem_get_info()[0]
+
+    def release_cache(self) -> None:
+        """Return the allocator's unused blocks to the GPU, so that the server can allocate them."""
+        torch.cuda.empty_cache()
 
 
 class SglangEngines:
@@ -48,10 +56,8 @@ class SglangEngines:
 
     Args:
         connect: a client of a ready server, for this rank.
-        build_update: the update machinery, given the clients of the servers this rank leads.
-        build_frontend: rank 0's way to generate with all servers, given their clients; None elsewhere.
-        weights: this rank's side of a delivery, at the weights of the moment. Collective.
-        group: of the ranks that hold the policy (None: all there are).
+        group: the ranks that hold the policy (None: all ranks).
+        device: this rank's GPU if servers share it with the trainer.
     """
 
     def __init__(
@@ -59,26 +65,41 @@ class SglangEngines:
         servers: Servers,
         rank: int,
         connect: Callable[[ReadyServer], SglangClient],
-        build_update: Callable[[dict[int, SglangClient]], EngineUpdate],
-        build_frontend: Callable[[Mapping[int, SglangClient]], Frontend] | None,
-        weights: Callable[[], Buffers],
         group: dist.ProcessGroup | None = None,
+        device: SharedDevice | None = None,
     ) -> None:
         self._servers = servers
         self._rank = rank
         self._connect = connect
-        self._build_update = build_update
-        self._build_frontend = build_frontend
-        self._weights = weights
         self._group = group
+        self._device = device
+        self._build_update: Callable[[dict[int, SglangClient]], EngineUpdate] | None = None
+        self._build_frontend: Callable[[Mapping[int, SglangClient]], Frontend] | None = None
+        self._weights: Callable[[], Buffers] | None = None
         self._commands = Rank0Commands({_RESTART: lambda command: self._restart_all()}, group)
         self._controls: dict[int, SglangClient] = {}  # of the servers this rank leads
         self._clients: dict[int, SglangClient] = {}  # rank 0: of all servers
         self._update: EngineUpdate | None = None
         self._frontend: Frontend | None = None
+        self._is_connected = False
         self._version = -1
         self._all_gone = threading.Event()  # set by whoever drives where no server is left
         self._back = threading.Event()
+
+    def attach(
+        self,
+        build_update: Callable[[dict[int, SglangClient]], EngineUpdate],
+        build_frontend: Callable[[Mapping[int, SglangClient]], Frontend] | None,
+        weights: Callable[[], Buffers],
+    ) -> None:
+        """Connect the engines to the actor, before the first `publish`.
+
+        Args:
+            build_update: the update machinery, given the clients of the servers this rank leads.
+            build_frontend: rank 0's way to generate with all servers, given their clients; None on other ranks.
+            weights: this rank's current weights as the servers want them. Collective.
+        """
+        self._build_update, self._build_frontend, self._weights = build_update, build_frontend, weights
 
     # CollectiveEngine
 
@@ -134,30 +155,51 @@ class SglangEngines:
 
     def publish(self, version: int) -> None:
         """See `Publisher`. ServersFailed where servers are lost beyond the budget."""
-        self._start()
-        assert self._update is not None, "_start made it"
+        self.wait_until_healthy()
+        if self._update is None:
+            assert self._build_update is not None, "attach comes before publish"
+            self._update = self._build_update(self._controls)
         lost = self._servers.dead(self._suspected())
         if lost:
             self._replace(lost)
+        self._make_room()
         report = self._update.update(version, self._sources())
         failed = report.failures
         while failed:
             self._replace(failed)
+            self._make_room()
             failed = self._update.redeliver(sorted(failed), version, self._sources()).failures
         self._serve(version)
 
-    def sleep(self, memory: DeviceMemory) -> None:
+    def _make_room(self) -> None:
+        """Give the servers of shared devices the memory that this process's allocator only caches."""
+        if self._device is not None:
+            self._device.release_cache()
+            # A server spans the devices of several ranks, and its leader wakes it on all of them at once.
+            dist.barrier(self._group)
+
+    def wait_until_healthy(self) -> None:
+        """Wait for the servers and connect to them, once. Collective. ServersFailed if one does not come up."""
+        if not self._is_connected:
+            for server in self._servers.ready():
+                self._join(server)
+            self._is_connected = True
+
+    def sleep(self) -> None:
         """Servers that share devices with the trainer give their memory back until the next version. Collective.
 
         MemoryError where this rank's device has not got the memory of its server's weights afterwards.
         """
-        before = memory.free_bytes()
+        assert self._device is not None, "only servers on the trainer's devices release their memory"
+        before = self._device.free_bytes()
+        # A late rank must not read its free memory after another rank's server has already released some of it.
+        dist.barrier(self._group)
         for control in self._controls.values():
             assert isinstance(control, ColocatedClient), "servers that sleep need a ColocatedClient"
             control.sleep()
         dist.barrier(self._group)  # the server on this device may be another rank's to speak to
-        if memory.expected_bytes:
-            wait_for_memory(memory.free_bytes, before, memory.expected_bytes, memory.timeout_s)
+        if self._device.expected_bytes:
+            wait_for_memory(self._device.free_bytes, before, self._device.expected_bytes, self._device.timeout_s)
 
     def close(self) -> None:
         """End rank 0's connections and this rank's servers."""
@@ -182,14 +224,6 @@ class SglangEngines:
     def _rollout(self) -> SglangEngine:
         assert self._frontend is not None, "rank 0 drives, once the first version is published"
         return self._frontend.engine
-
-    def _start(self) -> None:
-        """The first time: wait for the servers and connect to them."""
-        if self._update is not None:
-            return
-        for server in self._servers.ready():
-            self._join(server)
-        self._update = self._build_update(self._controls)
 
     def _join(self, server: ReadyServer) -> None:
         if server.leader == self._rank:
@@ -227,4 +261,5 @@ class SglangEngines:
         self._back.set()
 
     def _sources(self) -> Buffers:
+        assert self._weights is not None, "attach comes before publish"
         return self._weights()

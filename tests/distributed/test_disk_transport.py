@@ -107,6 +107,17 @@ def update_all(everyone: Sequence[EngineUpdate], version: int, weights) -> list:
     return run_ranks(len(everyone), lambda rank: everyone[rank].update(version, weights[rank]))
 
 
+def test_every_rank_releases_its_cache_before_an_engine_resumes(world, tmp_path) -> None:
+    engine = DiskEngine(world)
+    everyone = updates(world, engine, tmp_path / "weights", Exporter(world))
+    for update in everyone:
+        update._release_cache = lambda: engine.calls.append("release cache")
+    update_all(everyone, 0, world.weights(0))
+    first_resume = engine.calls.index("resume")
+    assert engine.calls[:first_resume].count("release cache") == world.size
+    assert engine.calls.index("release cache") > engine.calls.index("disk")
+
+
 def test_versions_one_after_the_other(world, tmp_path) -> None:
     engine = DiskEngine(world)
     everyone = updates(world, engine, tmp_path / "versions", Exporter(world))

@@ -14,7 +14,12 @@ from megatron_dapo.trainer.learner import TooManySkips
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank saw, in rank order."""
-    overrides = [*arguments["overrides"], "parallel.num_processes=2", "critic.epochs=1", "training.max_consecutive_skips=3"]
+    overrides = [
+        *arguments["overrides"],
+        "parallel.num_processes=2",
+        "critic.epochs=1",
+        "training.max_consecutive_skips=3",
+    ]
     built = build(arguments["recipe"], overrides)
     learner, judged = built.learner, judged_samples(2, 40)
     models = {"policy": built.actor, "critic": learner.critic.critic}

@@ -134,6 +134,7 @@ BROKEN = [
     ("reward.shadow_verifier", {"reward__shadow_verifier": "dapo"}),
     ("reward.correct", {"reward__correct": -1.0}),
     ("run.max_generation_steps", {"run__max_generation_steps": 50}),
+    ("rollout.max_generation_rounds", {"rollout__max_generation_rounds": 0}),
     ("optimizer.warmup_steps", {"optimizer__warmup_steps": 100, "optimizer__schedule": "cosine"}),
     ("optimizer.min_learning_rate", {"optimizer__min_learning_rate": 1.0, "optimizer__schedule": "linear"}),
     ("data.eval_paths", {"data__eval_paths": []}),

@@ -18,9 +18,7 @@ LAYOUT = ParallelLayout(1)
 def restored(critic: dict[str, Any]) -> CriticCounters:
     """The critic's counters after restoring a checkpoint whose run.json has these for it."""
     counters = CriticCounters()
-    state = RunState(
-        None, RunProgress(), LearnerCounters(), None, LAYOUT, 0, 1, CriticState(None, counters, LAYOUT, 0)
-    )
+    state = RunState(None, RunProgress(), LearnerCounters(), None, LAYOUT, 0, 1, CriticState(None, counters, LAYOUT, 0))
     checkpoint = SimpleNamespace(
         folder="checkpoint",
         metadata=state.layouts(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.engines.sglang.client import ColocatedClient
 from megatron_dapo.engines.sglang.engine import AllEnginesGone
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
-from megatron_dapo.trainer.sglang_engines import SglangEngines
+from megatron_dapo.trainer import build_sglang
+from megatron_dapo.trainer.sglang_engines import SglangEngines, SharedDevice
 from megatron_dapo.trainer.sglang_servers import ExternalServers, ReadyServer, ServersFailed, StartedServers
 
 
@@ -146,7 +149,8 @@ def make_world(num_servers: int = 2, budget: int = 3) -> World:
         return frontends[-1]
 
     servers = StartedServers(machine.start, NodeTopology(1, 1), 0, num_servers, budget)
-    engines = SglangEngines(servers, 0, connect, build_update, build_frontend, dict)
+    engines = SglangEngines(servers, 0, connect)
+    engines.attach(build_update, build_frontend, dict)
     return World(machine, engines, updates, frontends)
 
 
@@ -243,6 +247,85 @@ def test_given_servers_are_never_replaced_nor_ended() -> None:
     lost = servers.dead({})
     with pytest.raises(ServersFailed, match="given by sglang.urls, is lost; .* server 0 was killed"):
         servers.replace(lost)
+
+
+class SleepingClient(ColocatedClient):
+    """Notes what a server on the trainer's device is asked to do."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events, self.url = events, "http://server"
+
+    def sleep(self) -> None:
+        self.events.append("release memory")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to the device, in order: torch.cuda and the barriers note their calls."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("empty cache"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (seen.append("read free memory"), (0, 0))[1])
+    monkeypatch.setattr(dist, "barrier", lambda group=None: seen.append("barrier"))
+    return seen
+
+
+def engines_on_the_trainers_device(events: list[str], expected_bytes: int = 0) -> SglangEngines:
+    class NotedUpdate(Update):
+        def redeliver(self, *args: Any) -> Any:
+            events.append("wake weights")
+            return super().redeliver(*args)
+
+    servers = StartedServers(Machine().start, NodeTopology(1, 1), 0, 1, 3)
+    engines = SglangEngines(servers, 0, lambda server: SleepingClient(events), None, SharedDevice(expected_bytes, 0.0))
+    engines.attach(NotedUpdate, Frontend, dict)
+    return engines
+
+
+def test_every_rank_empties_its_cache_before_a_server_wakes(events: list[str]) -> None:
+    engines = engines_on_the_trainers_device(events)
+    engines.publish(0)
+    assert events == ["empty cache", "barrier", "wake weights"]
+
+
+def test_free_memory_is_read_before_any_rank_releases_some(events: list[str]) -> None:
+    """A rank that comes late would otherwise count what servers have released as free before, and wait in vain."""
+    engines = engines_on_the_trainers_device(events)
+    engines.wait_until_healthy()
+    engines.sleep()
+    assert events == ["read free memory", "barrier", "release memory", "barrier"]
+
+
+def test_memory_that_a_server_does_not_release_is_an_error_with_both_numbers(events: list[str]) -> None:
+    engines = engines_on_the_trainers_device(events, expected_bytes=7)
+    engines.wait_until_healthy()
+    with pytest.raises(MemoryError, match="released 0 bytes .* 7"):
+        engines.sleep()
+
+
+def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang sizes its KV cache by the free memory it finds: nothing of the trainer may be on the device then."""
+    config = SimpleNamespace(model=SimpleNamespace(path="model"), sglang=SimpleNamespace(quantization="none"))
+    server = Server(0, 0)
+    server.wait_until_healthy = lambda: (events.append("healthy"), SimpleNamespace(api_version=None))[1]
+    servers = StartedServers(lambda index, place: server, NodeTopology(1, 1), 0, 1, 3)
+    stand_ins = {
+        "_site": lambda config, part: SimpleNamespace(config=config, rank=0),
+        "_servers": lambda site: servers,
+        "_expected": lambda site, architecture: SimpleNamespace(pieces=lambda index: None),
+        "_shared_gpu": lambda site, architecture: SharedDevice(0, 0.0),
+        "_client": lambda site, servers, server: SleepingClient(events),
+        "ModelArchitecture": SimpleNamespace(from_directory=lambda folder: None),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(build_sglang, name, stand_in)
+    with ExitStack() as stack:
+        build_sglang.start_sglang(config, SimpleNamespace(group=None), stack)
+        assert events == ["healthy", "read free memory", "barrier", "release memory", "barrier"]
 
 
 def test_failing_command_is_raised_once_and_the_drive_ends() -> None:
