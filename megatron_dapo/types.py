@@ -2,7 +2,7 @@
 
     Prompt -> GenerationRequest -> Completion -> ScoredSample -> Group -> TrainSample -> MicroBatch
 
-Token in, token out: text is never tokenised a second time, and every response token knows the policy version
+Token in, token out: text is never tokenized a second time, and every response token knows the policy version
 that sampled it. Shapes use T for the tokens of one sequence (prompt + response), R for its response tokens,
 P for the padded tokens of one packed micro-batch and N for its number of sequences.
 """
@@ -28,7 +28,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str  # gold answer, already validated
     data_source: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON-serialisable
+    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Score:
     reward: float  # the verifier's own scale, e.g. +1 / -1
     outcome: Outcome
     extracted: str | None = None  # the answer that was found in the response
-    detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serialisable
+    detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 60, 60, 34, 44
-COLOURS = {"accuracy": "#1f6feb", "held_out": "#d1242f", "length": "#8c959f"}
+COLORS = {"accuracy": "#1f6feb", "held_out": "#d1242f", "length": "#8c959f"}
 
 Points = Sequence[tuple[float, float]]
 
@@ -36,23 +36,23 @@ class Axes:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / self.top
 
 
-def polyline(points: Points, axes: Axes, colour: str) -> str:
+def polyline(points: Points, axes: Axes, color: str) -> str:
     path = " ".join(f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in points)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>'
 
 
-def dots(points: Points, axes: Axes, colour: str) -> list[str]:
+def dots(points: Points, axes: Axes, color: str) -> list[str]:
     parts = []
     for step, value in points:
         x, y = axes.x(step), axes.y(value)
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"/>')
         anchor = "start" if step < axes.last_step / 2 else "end"
-        parts.append(text(x, y - 10, f"{value:.2f}", colour, anchor))
+        parts.append(text(x, y - 10, f"{value:.2f}", color, anchor))
     return parts
 
 
-def text(x: float, y: float, content: str, colour: str = "#24292f", anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}">{content}</text>'
+def text(x: float, y: float, content: str, color: str = "#24292f", anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}">{content}</text>'
 
 
 def grid(accuracy: Axes, length: Axes) -> list[str]:
@@ -61,7 +61,7 @@ def grid(accuracy: Axes, length: Axes) -> list[str]:
         y = accuracy.y(tick)
         parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#d0d7de"/>')
         parts.append(text(LEFT - 8, y + 4, f"{tick:.2f}", anchor="end"))
-        parts.append(text(WIDTH - RIGHT + 8, y + 4, f"{tick * length.top:.0f}", COLOURS["length"], "start"))
+        parts.append(text(WIDTH - RIGHT + 8, y + 4, f"{tick * length.top:.0f}", COLORS["length"], "start"))
     for quarter in range(5):
         step = round(accuracy.last_step * quarter / 4)
         parts.append(text(accuracy.x(step), HEIGHT - BOTTOM + 18, str(step)))
@@ -77,16 +77,16 @@ def draw(run_folder: Path) -> str:
     accuracy = Axes(last_step, 1.0)
     length = Axes(last_step, 40.0 * (1 + max(value for _, value in lengths) // 40))
     legend = [
-        text(LEFT, 18, "accuracy of sampled responses", COLOURS["accuracy"], "start"),
-        text(WIDTH / 2, 18, "held-out accuracy", COLOURS["held_out"]),
-        text(WIDTH - RIGHT, 18, "response tokens, mean", COLOURS["length"], "end"),
+        text(LEFT, 18, "accuracy of sampled responses", COLORS["accuracy"], "start"),
+        text(WIDTH / 2, 18, "held-out accuracy", COLORS["held_out"]),
+        text(WIDTH - RIGHT, 18, "response tokens, mean", COLORS["length"], "end"),
         text(WIDTH / 2, HEIGHT - 8, "train step"),
     ]
     body = [
         *grid(accuracy, length),
-        polyline(lengths, length, COLOURS["length"]),
-        polyline(train, accuracy, COLOURS["accuracy"]),
-        *dots(held_out, accuracy, COLOURS["held_out"]),
+        polyline(lengths, length, COLORS["length"]),
+        polyline(train, accuracy, COLORS["accuracy"]),
+        *dots(held_out, accuracy, COLORS["held_out"]),
         *legend,
     ]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'

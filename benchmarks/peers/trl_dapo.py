@@ -212,7 +212,7 @@ class CountingTrainer(GRPOTrainer):
 
 
 def trainer_settings(specification: Specification) -> GRPOConfig:
-    """TRL's settings: the equalised quantities, and the fastest CPU settings in specification["settings"]."""
+    """TRL's settings: the equalized quantities, and the fastest CPU settings in specification["settings"]."""
     settings = dict(specification["settings"])
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     mini_batch = (

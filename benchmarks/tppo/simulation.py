@@ -258,7 +258,7 @@ ASSUMPTIONS = {
     "context": "of a response that goes on is prefilled at a tenth of the decoding cost per token",
     "training": "a quarter of a full-synchronous step; forward 1, forward and backward 3 a token and model; the policy's "
     "window is trained behind its context, the critic on finished responses",
-    "left out": "weight synchronisation, verification, dynamic sampling, in both modes",
+    "left out": "weight synchronization, verification, dynamic sampling, in both modes",
 }
 
 

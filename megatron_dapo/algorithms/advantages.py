@@ -47,13 +47,13 @@ class AdvantageEstimator(Protocol):
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Moments of the rewards by group, and the rewards centred on their group's mean."""
+    """Moments of the rewards by group, and the rewards centered on their group's mean."""
 
     positions: torch.Tensor  # [S] int64, 0..num_groups-1
     sizes: torch.Tensor  # [num_groups] float64
     constant: torch.Tensor  # [num_groups] bool, all rewards equal (so are singletons)
-    centred: torch.Tensor  # [S] float64, exactly 0 in constant groups
-    squares: torch.Tensor  # [num_groups] float64, sum of centred^2
+    centered: torch.Tensor  # [S] float64, exactly 0 in constant groups
+    squares: torch.Tensor  # [num_groups] float64, sum of centered^2
 
     @property
     def singleton(self) -> torch.Tensor:
@@ -70,8 +70,8 @@ def group_statistics(rewards: torch.Tensor, group_index: torch.Tensor) -> GroupS
     highest = rewards.new_full((num_groups,), -torch.inf).scatter_reduce_(0, positions, rewards, "amax")
     constant = lowest == highest
     mean = segment_sum(rewards, positions, num_groups) / sizes
-    centred = torch.where(constant[positions], 0.0, rewards - mean[positions])
-    return GroupStatistics(positions, sizes, constant, centred, segment_sum(centred.square(), positions, num_groups))
+    centered = torch.where(constant[positions], 0.0, rewards - mean[positions])
+    return GroupStatistics(positions, sizes, constant, centered, segment_sum(centered.square(), positions, num_groups))
 
 
 # Degrees of freedom taken from the count before dividing the sum of squares.
@@ -96,7 +96,7 @@ class Grpo:
         freedom = (groups.sizes - STD_CONVENTIONS[self.std]).clamp(min=1)
         spread = (groups.squares / freedom).sqrt() + self.eps
         # A constant group's numerator is exactly 0; dividing it by 1 keeps eps = 0 finite.
-        return groups.centred / torch.where(groups.constant, 1.0, spread)[groups.positions]
+        return groups.centered / torch.where(groups.constant, 1.0, spread)[groups.positions]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class DrGrpo:
     """A_i = R_i - mean_g. Dr. GRPO (arXiv 2503.20783): no division by std, hence no weight by difficulty."""
 
     def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
-        return group_statistics(inputs.rewards, inputs.group_index).centred
+        return group_statistics(inputs.rewards, inputs.group_index).centered
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Rloo:
 
     def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
         groups = group_statistics(inputs.rewards, inputs.group_index)
-        return groups.centred * (groups.sizes / (groups.sizes - 1).clamp(min=1))[groups.positions]
+        return groups.centered * (groups.sizes / (groups.sizes - 1).clamp(min=1))[groups.positions]
 
 
 WEIGHTINGS: dict[str, Callable[[AdvantageInputs], torch.Tensor]] = {
@@ -124,8 +124,8 @@ WEIGHTINGS: dict[str, Callable[[AdvantageInputs], torch.Tensor]] = {
     "sequence": lambda inputs: torch.ones_like(inputs.rewards, dtype=torch.float64),
 }
 SHIFTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "scale_only": lambda centred, mean: centred,
-    "paper": lambda centred, mean: centred - mean,
+    "scale_only": lambda centered, mean: centered,
+    "paper": lambda centered, mean: centered - mean,
 }
 # variance, eps -> factor. Three spellings of 1 / std that public systems use; they differ in the ninth digit.
 SCALES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
@@ -159,16 +159,16 @@ class ReinforceBaseline:
 
     def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
         groups = group_statistics(inputs.rewards, inputs.group_index)
-        centred = torch.where(groups.singleton, inputs.rewards.to(torch.float64), groups.centred)
+        centered = torch.where(groups.singleton, inputs.rewards.to(torch.float64), groups.centered)
         weights = WEIGHTINGS[self.weighting](inputs)
-        counted = centred[weights > 0]
+        counted = centered[weights > 0]
         if counted.numel() == 0 or bool(counted.min() == counted.max()):
-            return centred
+            return centered
         total = weights.sum()
-        mean = (weights * centred).sum() / total
+        mean = (weights * centered).sum() / total
         freedom = (total - STD_CONVENTIONS[self.std]).clamp(min=1)
-        variance = (weights * (centred - mean).square()).sum() / freedom
-        return SHIFTS[self.variant](centred, mean) * SCALES[self.scale](variance, self.eps)
+        variance = (weights * (centered - mean).square()).sum() / freedom
+        return SHIFTS[self.variant](centered, mean) * SCALES[self.scale](variance, self.eps)
 
 
 ADVANTAGE_ESTIMATORS: dict[str, type[AdvantageEstimator]] = {

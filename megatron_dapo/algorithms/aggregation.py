@@ -110,7 +110,7 @@ def sample_token_weights(
 
 
 def rollout_token_weight(num_rollout_tokens: int, num_mini_batches: int) -> float:
-    """The weight of every trained token where each optimizer step is normalised over the whole rollout batch.
+    """The weight of every trained token where each optimizer step is normalized over the whole rollout batch.
 
     T-PPO's code: sum l of the mini-batch / trained tokens of ALL mini-batches x their number. Unlike token_mean, all
     tokens of a rollout weigh the same: a mini-batch of few tokens makes a smaller step. Without trained tokens it is 0.

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over packed responses (arXiv 1506.02438, Eq 16), for finished and cut ones.
+"""Generalized advantage estimation over packed responses (arXiv 1506.02438, Eq 16), for finished and cut ones.
 
     delta_t = r_t + gamma V_{t+1} - V_t          A_t = sum_{k >= t} (gamma lambda)^{k-t} delta_k
 

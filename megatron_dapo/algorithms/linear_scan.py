@@ -53,7 +53,7 @@ class _Tile:
         self.num_tokens = num_tokens
         # What lies behind the last token stays as it is here and changes nothing.
         self.inputs, self.decays = like.new_zeros(lanes * columns), like.new_ones(lanes * columns)
-        # Columns are contiguous: a step of all lanes reads and writes neighbouring memory.
+        # Columns are contiguous: a step of all lanes reads and writes neighboring memory.
         self._sums, self._products = like.new_empty(columns, lanes), like.new_empty(columns, lanes)
         self._sum_columns, self._product_columns = self._sums.unbind(0), self._products.unbind(0)
 

@@ -35,7 +35,7 @@ class OffPolicyInputs:
     """Tokens of one packed micro-batch (or of this rank's share of it)."""
 
     old_logprobs: torch.Tensor  # [P]
-    rollout_logprobs: torch.Tensor  # [P], at the temperature sampled from, no top-p renormalisation
+    rollout_logprobs: torch.Tensor  # [P], at the temperature sampled from, no top-p renormalization
     loss_mask: torch.Tensor  # [P] 0 or 1
     sequence_ids: torch.Tensor  # [P] int64 in [0, num_sequences)
     num_sequences: int
@@ -96,13 +96,13 @@ OFF_POLICY_METHODS: dict[str, Callable[[torch.Tensor, float, float], torch.Tenso
 
 @dataclass(frozen=True)
 class OffPolicyCorrection:
-    """How w is bounded. `batch_normalise` asks for `normalise_by_batch_mean` after the bounds."""
+    """How w is bounded. `batch_normalize` asks for `normalize_by_batch_mean` after the bounds."""
 
     method: str = "tis"
     level: str = "token"
     upper: float = 2.0
     lower: float = 0.0
-    batch_normalise: bool = False
+    batch_normalize: bool = False
 
     def __post_init__(self) -> None:
         lookup(OFF_POLICY_METHODS, "off-policy correction", self.method)
@@ -122,8 +122,8 @@ def importance_weights(
     """Bounded weights [P] without gradient (0 where masked) and sums over trained tokens for the metrics.
 
     log w is limited to +-20. `is_bounded_sum` counts tokens whose weight the bounds changed, `is_masked_sum` those that
-    are left with weight 0. With `batch_normalise`, add the sums of the whole optimizer mini-batch and pass the weights
-    through `normalise_by_batch_mean` next.
+    are left with weight 0. With `batch_normalize`, add the sums of the whole optimizer mini-batch and pass the weights
+    through `normalize_by_batch_mean` next.
     """
     log_weights = LEVELS[correction.level](inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     raw = log_weights.to(inputs.old_logprobs.dtype).exp()
@@ -140,7 +140,7 @@ def importance_weights(
     return weights, metrics
 
 
-def normalise_by_batch_mean(weights: torch.Tensor, weight_sum: float, num_tokens: float) -> torch.Tensor:
+def normalize_by_batch_mean(weights: torch.Tensor, weight_sum: float, num_tokens: float) -> torch.Tensor:
     """Bounded weights [P] divided by their token mean over the optimizer mini-batch (the GLOBAL sum and count).
 
     A sum of 0 (every token dropped) leaves the zeros.

@@ -1,6 +1,6 @@
 """Policy losses: per-token losses [P] and metric sums, from log-probabilities and advantages.
 
-Common notation: log r_t = log pi(o_t) - log pi_old(o_t), clamped to +-20 before exp; losses are minimised. A loss gives
+Common notation: log r_t = log pi(o_t) - log pi_old(o_t), clamped to +-20 before exp; losses are minimized. A loss gives
 one value per token and never averages: weights from `aggregation` turn the values into the step's loss. Metrics are
 SUMS over the trained tokens of the call, so sums over micro-batches and ranks divided by the global `num_tokens` are
 the means.

@@ -34,5 +34,5 @@ def whiten(values: torch.Tensor, loss_mask: torch.Tensor, eps: float = 1e-8) -> 
 def reinforce_pp_advantages(
     rewards: torch.Tensor, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """Returns to go, normalised over all trained tokens of the batch: float64 [S, R]."""
+    """Returns to go, normalized over all trained tokens of the batch: float64 [S, R]."""
     return whiten(reinforce_pp_returns(rewards, logprobs, ref_logprobs, loss_mask, beta), loss_mask)

@@ -37,7 +37,7 @@ def token_divergence(
 ) -> torch.Tensor:
     """Estimate [P] of KL(pi || pi_ref) by estimator k1, k2 or k3, without gradient, 0 where masked.
 
-    k1 is the one that makes the sum of the rewards the regularised objective; here it is the VALUE that counts.
+    k1 is the one that makes the sum of the rewards the regularized objective; here it is the VALUE that counts.
     """
     estimator = lookup(KL_ESTIMATORS, "KL estimator", name)
     trained = loss_mask > 0

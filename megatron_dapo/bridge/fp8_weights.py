@@ -1,4 +1,4 @@
-"""The trainer's parameters as an FP8 engine holds them, quantised part by part while buckets are filled.
+"""The trainer's parameters as an FP8 engine holds them, quantized part by part while buckets are filled.
 
 The rounding is that of `ops.fp8`, the trainer's own: the same multiplier of a block, the same values, whichever rank
 holds which part of it. Scales are computed when an `Fp8Weights` is made (4 bytes for 16,384 values); values when a part
@@ -41,7 +41,7 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
         self._rank = rank
         self._parameters = parameters
         self._touched = layout.touched(rank)
-        self._pieces: dict[str, list[Piece]] = {}  # quantised buffer -> its pieces
+        self._pieces: dict[str, list[Piece]] = {}  # quantized buffer -> its pieces
         for piece in layout.master.pieces(rank):
             if piece.tensor in layout.quantized:
                 self._pieces.setdefault(piece.local, []).append(piece)
@@ -72,24 +72,24 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
         if piece.local not in self._pieces:
             return piece_view(self[piece.local], piece, box)
         values = piece_view(self._parameters[piece.local], piece, box)
-        quantised = torch.empty(values.shape, dtype=E4M3, device=values.device)
+        quantized = torch.empty(values.shape, dtype=E4M3, device=values.device)
         for rows, factors in self._factors(piece.tensor, box, values.device):
-            _times(values[rows], factors, box.offset[1], quantised[rows])
-        return quantised
+            _times(values[rows], factors, box.offset[1], quantized[rows])
+        return quantized
 
     def widened_part(self, piece: Piece, box: Box) -> torch.Tensor:
         """What the engine multiplies by in place of `box`: values times scales, float32."""
-        quantised = self.part(piece, box)
-        widened = torch.empty(quantised.shape, dtype=torch.float32, device=quantised.device)
-        for rows, factors in self._factors(piece.tensor, box, quantised.device):
-            _times(quantised[rows], factors.reciprocal(), box.offset[1], widened[rows])
+        quantized = self.part(piece, box)
+        widened = torch.empty(quantized.shape, dtype=torch.float32, device=quantized.device)
+        for rows, factors in self._factors(piece.tensor, box, quantized.device):
+            _times(quantized[rows], factors.reciprocal(), box.offset[1], widened[rows])
         return widened
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The trainer's own parameters hold the engine's values inside, and their own again behind it, bit by bit.
 
-        Needs the machine's memory for one copy of this rank's quantised parameters.
+        Needs the machine's memory for one copy of this rank's quantized parameters.
         """
         own = {name: self._parameters[name].detach().to("cpu", copy=True) for name in self._pieces}
         try:

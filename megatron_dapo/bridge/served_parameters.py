@@ -1,4 +1,4 @@
-"""Asks a server which parameters its ranks hold: what is quantised is what the engine says is, not a list kept here."""
+"""Asks a server which parameters its ranks hold: what is quantized is what the engine says is, not a list kept here."""
 
 from __future__ import annotations
 

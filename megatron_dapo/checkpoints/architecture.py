@@ -70,7 +70,7 @@ _USED_BY_EXPERTS = frozenset(
 # The load-balancing loss is added to transformers' language-model loss where router logits are returned; it changes no
 # logits, and the policy losses here never have it.
 _NEUTRAL_FOR_EXPERTS = frozenset({"router_aux_loss_coef", "output_router_logits"})
-# Fields that say nothing about logits or gradients: bookkeeping, generation, outputs to return, initialisation.
+# Fields that say nothing about logits or gradients: bookkeeping, generation, outputs to return, initialization.
 _NEUTRAL = frozenset(
     """
     _name_or_path _attn_implementation attn_implementation transformers_version use_cache initializer_range

@@ -46,7 +46,7 @@ class Fp8Parameters:
 
 
 def expected_parameters(engines: SglangLayout) -> Fp8Parameters:
-    """What a server would answer, for plans without one: SGLang quantises the layers it calls linear, experts included,
+    """What a server would answer, for plans without one: SGLang quantizes the layers it calls linear, experts included,
     and leaves embedding, head and router alone. Which of its models have scales of caches only a server knows.
     """
     specs = engines.local_specs(0)
@@ -65,7 +65,7 @@ def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, Tens
         raise ValueError(f"an engine of {engines.tensor_parallel} ranks described {len(described)}")
     found = {_classify(engines.local_specs(rank), specs) for rank, specs in enumerate(described)}
     if len(found) > 1:
-        raise ValueError("the ranks of one engine quantise different parameters; they must serve one model")
+        raise ValueError("the ranks of one engine quantize different parameters; they must serve one model")
     (parameters,) = found
     if not parameters.quantized:
         raise ValueError(
@@ -215,12 +215,12 @@ class Fp8SourceLayout:
         return self.master.buffer_names(rank) | frozenset(extra) | self.constants
 
     def touched(self, rank: int) -> Mapping[str, Box]:
-        """Quantised tensor -> the blocks that a rank's part of it reaches into."""
+        """Quantized tensor -> the blocks that a rank's part of it reaches into."""
         return self._rank(rank)[2]
 
     @cached_property
     def shared(self) -> tuple[str, ...]:
-        """Quantised tensors of which some block is cut between ranks: their largest magnitudes must be exchanged."""
+        """Quantized tensors of which some block is cut between ranks: their largest magnitudes must be exchanged."""
         cut: set[str] = set()
         for pieces in {id(p): p for p in map(self.master.pieces, range(self.num_ranks))}.values():
             for name, box in self._held(pieces).items():

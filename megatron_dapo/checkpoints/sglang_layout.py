@@ -172,7 +172,7 @@ class SglangLayout(ComputedLayout):
 
     def _qkv(self, attention: str, kind: str, tensor: int) -> list[tuple[str, int, int]]:
         heads, size, head = self.sizes.key_value_heads, self.tensor_parallel, self.architecture.head_dim
-        # A rank holds at least one key-value head: `replicas` neighbours share it.
+        # A rank holds at least one key-value head: `replicas` neighbors share it.
         replicas, rows = max(1, size // heads), max(1, heads // size) * head
         query = (f"{attention}q_proj.{kind}", tensor, self._share(self.sizes.query_heads) * head)
         return [query, *((f"{attention}{name}_proj.{kind}", tensor // replicas, rows) for name in "kv")]

@@ -88,7 +88,7 @@ class CriticConfig(Section):
 
 
 class AdvantageEstimationConfig(Section):
-    """Generalised advantage estimation (arXiv 1506.02438), its lambdas apart for policy and critic (VC-PPO, VAPO)."""
+    """Generalized advantage estimation (arXiv 1506.02438), its lambdas apart for policy and critic (VC-PPO, VAPO)."""
 
     gamma: float = 1.0
     """Discount of a token."""

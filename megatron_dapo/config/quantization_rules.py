@@ -1,4 +1,4 @@
-"""Rules of servers with quantised weights: they sample from another policy than the one that is trained."""
+"""Rules of servers with quantized weights: they sample from another policy than the one that is trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _correction(config: Config) -> Iterator[Violation]:
         yield violation(
             config,
             "sglang.quantization",
-            'sglang.quantization == "none" without an off-policy correction (quantised servers sample from another '
+            'sglang.quantization == "none" without an off-policy correction (quantized servers sample from another '
             "policy than the one that is trained)",
             'set algorithm.off_policy.correction = "tis" (or mis, icepop), or sglang.accept_quantization_bias = true',
             "algorithm.off_policy.correction",

@@ -58,7 +58,7 @@ class RolloutConfig(Section):
     """Sampling temperature of training rollouts; the trainer's log-probs are taken at the same temperature."""
 
     top_p: float = 1.0
-    """Nucleus mass. Below 1 the engine renormalises what the trainer does not: refused unless accept_bias."""
+    """Nucleus mass. Below 1 the engine renormalizes what the trainer does not: refused unless accept_bias."""
 
     top_k: int = 0
     """Only the k likeliest tokens; 0: off. Above 0 it biases like top_p < 1: refused unless accept_bias."""

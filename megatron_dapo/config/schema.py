@@ -41,7 +41,7 @@ class RunConfig(Section):
     """Folder everything is written to (metrics, samples, checkpoints, summary); relative to the current directory."""
 
     seed: int = 0
-    """Seed of parameter initialisation, of every sample's random numbers and of mini-batch shuffling. Change it to
+    """Seed of parameter initialization, of every sample's random numbers and of mini-batch shuffling. Change it to
     repeat a run."""
 
     total_steps: int = 100

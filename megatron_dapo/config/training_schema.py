@@ -34,7 +34,7 @@ class OffPolicyConfig(Section):
     high: float = 2.0
     """Upper bound of w."""
 
-    normalise: bool = False
+    normalize: bool = False
     """Divide the weights by their mean over the optimizer mini-batch, after cutting."""
 
 
@@ -93,7 +93,7 @@ class AlgorithmConfig(Section):
     """Its per-token estimator."""
 
     positive_example_coefficient: float = 0.0
-    """Weight of the language-model loss on correct responses, normalised over the optimizer step (VAPO, eq. 9 and 10:
+    """Weight of the language-model loss on correct responses, normalized over the optimizer step (VAPO, eq. 9 and 10:
     0.1). For algorithms with a critic."""
 
     off_policy: OffPolicyConfig = OffPolicyConfig()

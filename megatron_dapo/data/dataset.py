@@ -38,7 +38,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was read and what became of it. JSON-serialisable through `record`."""
+    """What was read and what became of it. JSON-serializable through `record`."""
 
     files: tuple[tuple[str, str], ...]  # (path, sha256)
     template: str

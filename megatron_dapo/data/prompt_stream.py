@@ -74,7 +74,7 @@ class PromptStream:
         self._requeued.append(prompt_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; its size does not depend on the data set."""
+        """JSON-serializable; its size does not depend on the data set."""
         return {
             "version": STATE_VERSION,
             "fingerprint": self._fingerprint,

@@ -10,7 +10,7 @@ import torch
 
 from megatron_dapo.types import CriticContext, TrainSample, Window
 
-Description = dict[str, Any]  # JSON-serialisable
+Description = dict[str, Any]  # JSON-serializable
 
 
 def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """From chat messages to token ids, once; and when generation stops.
 
-The ids made here are the ids the engine is given and the trainer sees: no text is tokenised a second time.
+The ids made here are the ids the engine is given and the trainer sees: no text is tokenized a second time.
 """
 
 from __future__ import annotations

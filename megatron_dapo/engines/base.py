@@ -58,7 +58,7 @@ class RolloutEngine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights being served, -1 before the first synchronisation."""
+        """Version of the weights being served, -1 before the first synchronization."""
 
     @property
     def prefix_reuse(self) -> PrefixReuse:
@@ -168,7 +168,7 @@ def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
 
 
 def _merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...]:
-    """Neighbouring ranges of one version as one; empty ones left out."""
+    """Neighboring ranges of one version as one; empty ones left out."""
     merged: list[VersionRange] = []
     for entry in versions:
         if merged and merged[-1].version == entry.version:

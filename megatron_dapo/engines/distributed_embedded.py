@@ -176,7 +176,7 @@ _OPERATIONS: dict[str, Callable[[EmbeddedEngine], list[Completion]]] = {
 def assign(requests: Iterable[GenerationRequest], load: Sequence[int]) -> list[list[GenerationRequest]]:
     """Split requests over ranks that already run `load` requests each.
 
-    Neighbouring requests with equal prompts (a group) stay on one rank, which prefills them once, unless that rank
+    Neighboring requests with equal prompts (a group) stay on one rank, which prefills them once, unless that rank
     would then run more than 1/8 above the even share; then the group is cut at the even share. Ties go to the lower
     rank.
     """

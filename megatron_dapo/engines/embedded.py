@@ -172,7 +172,7 @@ class EmbeddedEngine:
             raise ValueError(
                 f"policy version {version}: {len(broken)} of {len(self.parameters_by_name())} engine tensors "
                 f"are not finite ({', '.join(broken[:4])}{', ...' if len(broken) > 4 else ''}): "
-                "the weight synchronisation left them out or the policy has diverged"
+                "the weight synchronization left them out or the policy has diverged"
             )
         if version != self._version:
             self._current.clear()
@@ -214,7 +214,7 @@ class EmbeddedEngine:
         """At most `num_ticks` tokens for every active row; what finished, in the order it did (then by slot)."""
         if self._version < 0 and self._request_ids:
             raise RuntimeError(
-                "the engine has no weights yet: synchronise them and call set_policy_version before generating"
+                "the engine has no weights yet: synchronize them and call set_policy_version before generating"
             )
         completions = self._take_complete()
         for _ in range(num_ticks):

@@ -27,7 +27,7 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64: a bijection of 64-bit integers whose output bits all depend on all input bits."""
+    """The finalizer of splitmix64: a bijection of 64-bit integers whose output bits all depend on all input bits."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
@@ -37,7 +37,7 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Uniform numbers in [0, 1), one per (seed, position), the same on every device and in every batch.
 
     seeds, positions: int64 [B]; result float32 [B] with 24 random bits. The seed is mixed before the position is added,
-    so that neighbouring seeds do not share shifted streams.
+    so that neighboring seeds do not share shifted streams.
     """
     bits = _mix(_mix(seeds) + (positions + 1) * _GAMMA)
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
@@ -68,7 +68,7 @@ class RowSampling:
 
 def _restrict(logprobs: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     """Probabilities [B, V] with everything outside top-k, then outside the nucleus of what is left, set to 0 (not
-    renormalised).
+    renormalized).
 
     The nucleus is the smallest set of most likely tokens whose mass reaches top_p; the most likely token always stays.
     """
@@ -99,7 +99,7 @@ def draw(logits: torch.Tensor, rows: RowSampling, uniform: torch.Tensor) -> tupl
     """One token a row and its log-probability.
 
     logits [B, V], uniform [B] in [0, 1). Returns tokens int64 [B] and float32 [B] log softmax(logits /
-    temperature)[token]: over the whole vocabulary, never renormalised by top-p or top-k. A greedy row (temperature 0)
+    temperature)[token]: over the whole vocabulary, never renormalized by top-p or top-k. A greedy row (temperature 0)
     takes the most likely token and reports its log-probability at temperature 1.
     """
     logits = logits.float()

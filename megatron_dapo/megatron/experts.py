@@ -29,8 +29,8 @@ class SoftmaxFirstRouter(TopKRouter):
     softmax of the chosen logits, yet rounds otherwise. Logits have the model's type, what follows is fp32.
     """
 
-    # Set on each instance by `normalise_probabilities`: megatron-core's config has no field for it.
-    normalise = True
+    # Set on each instance by `normalize_probabilities`: megatron-core's config has no field for it.
+    normalize = True
 
     def forward(
         self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -39,17 +39,17 @@ class SoftmaxFirstRouter(TopKRouter):
         logits = F.linear(hidden.flatten(0, -2), self.weight)
         probabilities = logits.softmax(dim=-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.topk, dim=-1)
-        if self.normalise:
+        if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, experts, True)
         return torch.zeros_like(probabilities).scatter(1, experts, weights), chosen
 
 
-def normalise_probabilities(chunk: torch.nn.Module, normalise: bool) -> None:
+def normalize_probabilities(chunk: torch.nn.Module, normalize: bool) -> None:
     """Tell the chunk's routers whether the chosen experts' probabilities are divided by their sum."""
     for module in chunk.modules():
         if isinstance(module, SoftmaxFirstRouter):
-            module.normalise = normalise
+            module.normalize = normalize
 
 
 def experts_spec(

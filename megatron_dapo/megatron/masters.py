@@ -41,7 +41,7 @@ def _buffer_for(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def _holds(parameter: torch.nn.Parameter, values: torch.Tensor) -> bool:
     """Put the values in; whether none was rounded. Of weights held as FP8 megatron-core takes masters from what they
-    were initialised with, so theirs are set in any case."""
+    were initialized with, so theirs are set in any case."""
     with torch.no_grad():
         parameter.copy_(values)
         return not is_float8tensor(parameter) and torch.equal(parameter.detach().float().cpu(), values)

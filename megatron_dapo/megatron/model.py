@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, TOKEN_VALUE, ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import padded_vocabulary
-from megatron_dapo.megatron.experts import normalise_probabilities
+from megatron_dapo.megatron.experts import normalize_probabilities
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import ModelConfig, describe_precision
 from megatron_dapo.megatron.rotary import inverse_frequencies
@@ -117,7 +117,7 @@ def _build_chunk(
     chunk.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
     mark_sharded_parameters(chunk)
     if architecture.experts is not None:
-        normalise_probabilities(chunk, architecture.experts.normalize)
+        normalize_probabilities(chunk, architecture.experts.normalize)
     if chunk.post_process:
         chunk.output_layer = OUTPUT_LAYERS[architecture.head](chunk, config)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def _build_chunk(
 def mark_sharded_parameters(chunk: torch.nn.Module) -> None:
     """Mark the weights that tensor ranks hold different parts of.
 
-    megatron-core does so while it initialises weights, which is skipped here; without the marks the gradient norm would
+    megatron-core does so while it initializes weights, which is skipped here; without the marks the gradient norm would
     count only the first tensor rank's parts.
     """
     for module in chunk.modules():

@@ -89,7 +89,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are overwritten by a checkpoint: initialising them first would cost a full copy of the model.
+        # Weights are overwritten by a checkpoint: initializing them first would cost a full copy of the model.
         perform_initialization=False,
         use_cpu_initialization=not cuda,
         # The loss function divides by global counts itself: gradients are summed over ranks, never averaged.
@@ -176,7 +176,7 @@ def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> d
 
 
 def _communication_fields(layout: ParallelLayout) -> dict[str, Any]:
-    """How pipeline neighbours talk. The interleaved schedule must not send forward and backward in one call: with
+    """How pipeline neighbors talk. The interleaved schedule must not send forward and backward in one call: with
     pipeline = 2 both go to the same rank, and megatron-core's exchange of lengths
     (p2p_communication.py:_communicate_shapes) would swap them."""
     interleaved = layout.virtual_pipeline > 1

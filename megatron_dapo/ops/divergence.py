@@ -1,4 +1,4 @@
-"""A generalised KL of two models a token, from their hidden states, in one pass over the vocabulary and no logits kept.
+"""A generalized KL of two models a token, from their hidden states, in one pass over the vocabulary and no logits kept.
 
 With p the reference's and s the actor's probabilities, d = log p - log s, and weights q proportional to (weighing
 model's probability)^gamma, taken as constants:

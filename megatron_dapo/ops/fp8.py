@@ -24,7 +24,7 @@ HALF_SUBNORMAL_STEP = 2.0**-10
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """`values` [rows, width] e4m3; `scales` fp32, [rows, width / 128] or [rows / 128, width / 128], what the values are
     multiplied with to get the originals back."""
 
@@ -41,19 +41,19 @@ class Quantised:
         return self.scales.repeat_interleave(rows_a_scale, 0).repeat_interleave(BLOCK, 1)
 
 
-def quantise_hidden(hidden: torch.Tensor) -> Quantised:
+def quantize_hidden(hidden: torch.Tensor) -> Quantized:
     """[rows, width] of any float type; a scale for 128 values of a row. `width` must be a multiple of 128."""
     blocks = hidden.float().unflatten(1, (-1, BLOCK))
     multiplier = block_multiplier(blocks.abs().amax(dim=2))
-    return Quantised((blocks * multiplier[..., None]).to(E4M3).flatten(1), multiplier.reciprocal())
+    return Quantized((blocks * multiplier[..., None]).to(E4M3).flatten(1), multiplier.reciprocal())
 
 
-def quantise_weight(weight: torch.Tensor) -> Quantised:
+def quantize_weight(weight: torch.Tensor) -> Quantized:
     """[rows, width]; a scale for 128 x 128. Both must be multiples of 128."""
     blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     multiplier = block_multiplier(blocks.abs().amax(dim=(1, 3)))
     values = (blocks * multiplier[:, None, :, None]).to(E4M3)
-    return Quantised(values.flatten(2, 3).flatten(0, 1), multiplier.reciprocal())
+    return Quantized(values.flatten(2, 3).flatten(0, 1), multiplier.reciprocal())
 
 
 def block_multiplier(amax: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def block_multiplier(amax: torch.Tensor) -> torch.Tensor:
     return torch.where((amax > 0) & torch.isfinite(amax), power, 1.0)
 
 
-def rounding_bound(values: torch.Tensor, quantised: Quantised) -> torch.Tensor:
+def rounding_bound(values: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """[rows, width] fp64: the most by which rounding can have moved each of `values`."""
-    subnormal = HALF_SUBNORMAL_STEP * quantised.spread_scales().double()
+    subnormal = HALF_SUBNORMAL_STEP * quantized.spread_scales().double()
     return torch.maximum(RELATIVE_ERROR * values.double().abs(), subnormal)

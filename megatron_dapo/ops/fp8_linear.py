@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.ops.fp8 import BLOCK, quantise_hidden, quantise_weight
+from megatron_dapo.ops.fp8 import BLOCK, quantize_hidden, quantize_weight
 
 
 def blockwise_linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -36,14 +36,14 @@ def blockwise_linear_of_any(hidden: torch.Tensor, weight: torch.Tensor) -> torch
 
 def rounded_along_tokens(values: torch.Tensor) -> torch.Tensor:
     """[P, width] fp32, rounded under a scale for 128 tokens of a column."""
-    return quantise_hidden(values.t()).widened().t()
+    return quantize_hidden(values.t()).widened().t()
 
 
 class _BlockwiseLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
-        product = quantise_hidden(hidden).widened() @ quantise_weight(weight).widened().t()
+        product = quantize_hidden(hidden).widened() @ quantize_weight(weight).widened().t()
         return (product + _not_finite(hidden, 1)).to(hidden.dtype)
 
     @staticmethod
@@ -51,7 +51,7 @@ class _BlockwiseLinear(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         to_hidden = to_weight = None
         if ctx.needs_input_grad[0]:
-            product = quantise_hidden(gradient).widened() @ quantise_weight(weight).widened()
+            product = quantize_hidden(gradient).widened() @ quantize_weight(weight).widened()
             to_hidden = (product + _not_finite(gradient, 1)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
             product = rounded_along_tokens(gradient).t() @ rounded_along_tokens(hidden)

@@ -44,7 +44,7 @@ def computing_device() -> torch.device:
 
 
 def broadcast_json(value: Any | None, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The JSON-serialisable `value` of rank `source`, on every rank (others pass None). Tuples arrive as lists."""
+    """The JSON-serializable `value` of rank `source`, on every rank (others pass None). Tuples arrive as lists."""
     device = communication_device(group)
     is_source = dist.get_rank(group) == source
     payload = _encode(value).to(device) if is_source else None
@@ -57,7 +57,7 @@ def broadcast_json(value: Any | None, source: int = 0, group: dist.ProcessGroup 
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's JSON-serialisable value, in rank order. Tuples arrive as lists, also from the own rank."""
+    """Every rank's JSON-serializable value, in rank order. Tuples arrive as lists, also from the own rank."""
     device = communication_device(group)
     payload = _encode(value).to(device)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)

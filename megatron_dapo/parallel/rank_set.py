@@ -1,4 +1,4 @@
-"""Which processes of the world hold a model: neighbouring ranks, numbered from 0 among themselves, and their group.
+"""Which processes of the world hold a model: neighboring ranks, numbered from 0 among themselves, and their group.
 
 A layout is arithmetic over its own ranks; where these stand in the world is said here and nowhere else.
 """

@@ -53,10 +53,10 @@ def random_model(seed: int = 7) -> PreTrainedModel:
     """A small Qwen2 with random weights, the same for the same seed."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return _randomise(Qwen2ForCausalLM(Qwen2Config(**MODEL_FIELDS)), seed)
+    return _randomize(Qwen2ForCausalLM(Qwen2Config(**MODEL_FIELDS)), seed)
 
 
-def _randomise(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+def _randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -82,7 +82,7 @@ def random_experts_model(seed: int = 7) -> PreTrainedModel:
     """A small Qwen3-MoE with random weights, the same for the same seed."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return _randomise(Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERT_FIELDS)), seed)
+    return _randomize(Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERT_FIELDS)), seed)
 
 
 def stored_tensors(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ class CheckLossReport:
         return self.max_rel_diff <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON-serialisable object; the figures come first."""
+        """One JSON-serializable object; the figures come first."""
         return {
             "max_rel_diff": self.max_rel_diff,
             "max_loss_rel_diff": max((row.loss_rel_diff for row in self.rows), default=sys.float_info.max),

@@ -46,7 +46,7 @@ from megatron_dapo.proof.cases import (
 )
 from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
 from megatron_dapo.proof.report import CheckLossSettings, LossCheckRow
-from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
+from megatron_dapo.trainer.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.types import MicroBatch, TrainSample
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def dapo_loss(
     log-probs."""
     bounds = {"clip_ratio_low": oracle.CLIP_LOW, "clip_ratio_high": oracle.CLIP_HIGH}
     objective = PolicyObjective(build_policy_loss("clip_higher", bounds, oracle.DUAL_CLIP))
-    return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviourTerms(micro_batch.rollout_logprobs))
+    return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviorTerms(micro_batch.rollout_logprobs))
 
 
 def build_actor(problem: LossProblem, layout: ParallelLayout, dtype: str) -> MegatronActor:

@@ -1,11 +1,11 @@
 """Preset `dapo`: agrees with the published DAPO scorer on every response, its quirks included.
 
-Source: arXiv 2503.14476, the reward of its released recipe, which normalises answers as Minerva did
+Source: arXiv 2503.14476, the reward of its released recipe, which normalizes answers as Minerva did
 (arXiv 2206.14858, appendix D.1). Text in, outcome out; nothing else counts:
 
 1. only the last 300 characters of the response count;
 2. the last match of `(?i)Answer\\s*:\\s*([^\\n]+)` is the prediction, without one the response is unparsable;
-3. prediction and gold are normalised alike;
+3. prediction and gold are normalized alike;
 4. equal strings are correct, everything else is wrong.
 
 So `42.`, `042`, `**42**`, `\\(42\\)`, `\\dfrac` for `\\frac` and a bare `\\boxed{42}` are wrong, while `x=42`,
@@ -97,7 +97,7 @@ def score(response: str, answer: str) -> VerifierResult:
 def gold_problem(answer: str) -> str | None:
     """Why no response could ever be right for this gold answer, or None."""
     if not normalize(answer):
-        return "nothing is left of it after normalisation"
+        return "nothing is left of it after normalization"
     if score(f"Answer: {answer}", answer).outcome != "correct":
         return f"even 'Answer: {answer}' does not match it (line breaks, or more than {TAIL_CHARACTERS} characters?)"
     return None

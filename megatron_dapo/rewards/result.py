@@ -16,7 +16,7 @@ class VerifierResult:
     outcome: str  # one of VERIFIER_OUTCOMES
     extracted: str | None = None  # the answer found in the response
     reward: float | None = None  # the verifier's own scale; None: the pool's reward for correct or incorrect
-    detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serialisable
+    detail: Mapping[str, Any] = field(default_factory=dict)  # JSON-serializable
 
     def __post_init__(self) -> None:
         if self.outcome not in VERIFIER_OUTCOMES:

@@ -159,7 +159,7 @@ def _json_detail(detail: Any) -> Mapping[str, Any]:
     try:
         size = len(json.dumps(detail, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"detail is not JSON-serialisable: {error}") from error
+        raise ValueError(f"detail is not JSON-serializable: {error}") from error
     if size > MAX_DETAIL_CHARACTERS:
         raise ValueError(f"detail has {size} characters of JSON, at most {MAX_DETAIL_CHARACTERS} are kept")
     return dict(detail)

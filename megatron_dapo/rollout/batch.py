@@ -43,7 +43,7 @@ class CollectionExhausted(RuntimeError):
 
 
 def batch_to_json(batch: RolloutBatch) -> dict[str, Any]:
-    """`batch` as JSON-serialisable dictionaries and lists."""
+    """`batch` as JSON-serializable dictionaries and lists."""
     return {
         "groups": [group_to_json(group) for group in batch.groups],
         "statistics": asdict(batch.statistics),

@@ -99,7 +99,7 @@ class BatchCollector(ABC):
 
     @abstractmethod
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
-        """JSON-serialisable, with the stream's state: one consistent cut. Batches handed out count as trained, save
+        """JSON-serializable, with the stream's state: one consistent cut. Batches handed out count as trained, save
         those `untrained`: the state is as if they had been given back.
         """
 

@@ -106,7 +106,7 @@ class ReplayBuffer:
         )
 
     def state_dict(self, put_back: Sequence[Group] = ()) -> dict[str, Any]:
-        """JSON-serialisable: the groups with every token, log-prob, score and version, and the counters. As if the
+        """JSON-serializable: the groups with every token, log-prob, score and version, and the counters. As if the
         groups `put_back` had been put back before.
         """
         return {

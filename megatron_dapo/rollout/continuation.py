@@ -8,7 +8,7 @@ values are computed anew by the weights that go on.
 How old a token may be is a statement about training: one of version v may train policy version t if t - v is at most
 the staleness bound. So everything here asks for the oldest version allowed, t - bound, where t is the version that the
 batch will train. A response over it starts again from its prompt with its own seed: a long response stays long, where a
-fresh draw would favour short ones.
+fresh draw would favor short ones.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def next_request(group: OpenGroup, index: int, sampling: SamplingParams, seed: i
 
 
 def open_group_to_json(group: OpenGroup) -> dict[str, Any]:
-    """JSON-serialisable, with every token, log-prob and version; the prompt by its id."""
+    """JSON-serializable, with every token, log-prob and version; the prompt by its id."""
     return {
         "group_id": group.group_id,
         "prompt_id": group.prompt.prompt_id,

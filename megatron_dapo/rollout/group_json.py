@@ -12,7 +12,7 @@ from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, 
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """`group` as JSON-serialisable dictionaries and lists. Tokens are handed on, not copied: there may be millions."""
+    """`group` as JSON-serializable dictionaries and lists. Tokens are handed on, not copied: there may be millions."""
     return {
         "group_id": group.group_id,
         "prompt": asdict(group.prompt),
@@ -60,7 +60,7 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
-    """`completion` as JSON-serialisable dictionaries and lists."""
+    """`completion` as JSON-serializable dictionaries and lists."""
     return {**vars(completion), "versions": tuple(asdict(version) for version in completion.versions)}
 
 

@@ -103,7 +103,7 @@ class WindowPool:
         self._groups = {group_id: group for group_id, group in self._groups.items() if group.num_waiting}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """JSON-serialisable, with every token, log-prob and version; prompts by their ids."""
+        """JSON-serializable, with every token, log-prob and version; prompts by their ids."""
         return [_group_to_json(group) for group in self._groups.values()]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], prompts: Mapping[str, Prompt]) -> None:

@@ -28,7 +28,7 @@ class DumpedBatch:
 
 
 def dump_batch(folder: Path, samples: Sequence[TrainSample], metadata: Mapping[str, Any]) -> Path:
-    """Write `samples` and JSON-serialisable `metadata` (train step, learning rate, ...) into the new folder `folder`."""
+    """Write `samples` and JSON-serializable `metadata` (train step, learning rate, ...) into the new folder `folder`."""
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -36,7 +36,7 @@ class RunSummary:
     )  # e.g. {"tensorboard": ..., "samples": ..., "huggingface": ...}
     extra: Mapping[str, Any] = field(
         default_factory=dict
-    )  # JSON-serialisable: intervals, truncation rate, losses of samples
+    )  # JSON-serializable: intervals, truncation rate, losses of samples
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:

@@ -94,7 +94,7 @@ class TrendAlarm:
         return self._correction(to_steps) / self._correction(from_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
+        """JSON-serializable."""
         return {
             "num_seen": self._num_seen,
             "means": dict(self._means),

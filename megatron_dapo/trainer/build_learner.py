@@ -164,7 +164,7 @@ def _objective(algorithm: AlgorithmConfig, actor: MegatronActor) -> PolicyObject
             off_policy.level,
             upper=off_policy.high,
             lower=off_policy.low,
-            batch_normalise=off_policy.normalise,
+            batch_normalize=off_policy.normalize,
         )
     return PolicyObjective(
         build_policy_loss(algorithm.policy_loss, settings, algorithm.dual_clip or None),

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.aggregation import global_denominators, rollout_token_weight, sample_token_weights
-from megatron_dapo.algorithms.off_policy import MismatchSums, mismatch_metrics, mismatch_sums, normalise_by_batch_mean
+from megatron_dapo.algorithms.off_policy import MismatchSums, mismatch_metrics, mismatch_sums, normalize_by_batch_mean
 from megatron_dapo.algorithms.vapo import positive_token_weights, positive_tokens
 from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.parallel.collectives import max_over, sum_over
@@ -29,7 +29,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import WeighSamples, build_micro_batches, split_mini_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
-from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
+from megatron_dapo.trainer.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.trainer.response_tokens import gather_response_tokens, speaks_for_its_tokens
 from megatron_dapo.types import MicroBatch, TrainSample
 
@@ -113,11 +113,11 @@ class LearnerCounters:
 
 @dataclass
 class _MiniBatch:
-    """One optimizer step's work for this rank. Behaviour terms are known per micro-batch on last pipeline stages only."""
+    """One optimizer step's work for this rank. Behavior terms are known per micro-batch on last pipeline stages only."""
 
     micro_batches: list[MicroBatch]
     num_tokens: int  # trained tokens of the whole mini-batch
-    behaviour: list[BehaviourTerms | None] = field(default_factory=list)
+    behavior: list[BehaviorTerms | None] = field(default_factory=list)
     correction_sums: dict[str, float] = field(default_factory=dict)  # of this rank's tokens, without a correction empty
 
 
@@ -177,12 +177,12 @@ class Learner:
         with self._phase("advantages"):
             mini_batches = self._cut(samples, train_step)
         # The first optimizer step still sees the old policy, unless something is needed of all samples before it.
-        ahead = mini_batches if self._normalises or mismatch_gate is not None else mini_batches[1:]
+        ahead = mini_batches if self._normalizes or mismatch_gate is not None else mini_batches[1:]
         mismatch: list[MismatchSums] = []
         if ahead:
             with self._phase("logprobs"):
                 for mini_batch in ahead:
-                    mini_batch.behaviour = self._old_policy(mini_batch, mismatch)
+                    mini_batch.behavior = self._old_policy(mini_batch, mismatch)
         if mismatch_gate is not None:
             self._check_mismatch(self._mismatch(mismatch), mismatch_gate)
         totals: dict[str, float] = {}
@@ -248,9 +248,9 @@ class Learner:
             )
 
     @property
-    def _normalises(self) -> bool:
+    def _normalizes(self) -> bool:
         correction = self._objective.correction
-        return correction is not None and correction.batch_normalise
+        return correction is not None and correction.batch_normalize
 
     def _cut(self, samples: Sequence[TrainSample], train_step: int) -> list[_MiniBatch]:
         settings = self._settings
@@ -303,11 +303,11 @@ class Learner:
             settings.aggregation, trained, groups, denominators, settings.aggregation_length
         ).tolist()
 
-    def _old_policy(self, mini_batch: _MiniBatch, mismatch: list[MismatchSums]) -> list[BehaviourTerms | None]:
+    def _old_policy(self, mini_batch: _MiniBatch, mismatch: list[MismatchSums]) -> list[BehaviorTerms | None]:
         """Old and reference log-probs and importance weights of this rank's part, before any step of this rollout batch."""
         old = self._actor.forward_logprobs(mini_batch.micro_batches, self._settings.temperature)
         reference = self._reference_logprobs(mini_batch)
-        terms: list[BehaviourTerms | None] = []
+        terms: list[BehaviorTerms | None] = []
         for index, outputs in enumerate(old):
             if outputs is None:
                 terms.append(None)
@@ -316,10 +316,10 @@ class Learner:
             mismatch.append(_gap(outputs.logprobs, micro_batch))
             weights, sums = self._objective.importance(micro_batch, outputs.logprobs)
             _add(mini_batch.correction_sums, sums)
-            terms.append(BehaviourTerms(outputs.logprobs, weights, reference[index]))
-        return self._normalised(terms, mini_batch.correction_sums) if self._normalises else terms
+            terms.append(BehaviorTerms(outputs.logprobs, weights, reference[index]))
+        return self._normalized(terms, mini_batch.correction_sums) if self._normalizes else terms
 
-    def _normalised(self, terms: list[BehaviourTerms | None], sums: Mapping[str, float]) -> list[BehaviourTerms | None]:
+    def _normalized(self, terms: list[BehaviorTerms | None], sums: Mapping[str, float]) -> list[BehaviorTerms | None]:
         mine = {name: sums.get(name, 0.0) if self._speaks else 0.0 for name in ("is_weight_sum", "num_tokens")}
         total = sum_over(mine, self._group)
         weight_sum, num_tokens = float(total["is_weight_sum"]), float(total["num_tokens"])
@@ -327,7 +327,7 @@ class Learner:
             term
             if term is None or term.importance_weights is None
             else replace(
-                term, importance_weights=normalise_by_batch_mean(term.importance_weights, weight_sum, num_tokens)
+                term, importance_weights=normalize_by_batch_mean(term.importance_weights, weight_sum, num_tokens)
             )
             for term in terms
         ]
@@ -342,11 +342,11 @@ class Learner:
         return slice_for_context(micro_batch, self._coordinates.context, self._layout.context)
 
     def _step(self, mini_batch: _MiniBatch, train_step: int, mismatch: list[MismatchSums]) -> StepResult:
-        """One optimizer step. Without behaviour terms it is the first since the rollout: its own forward gives them."""
-        first = not mini_batch.behaviour
+        """One optimizer step. Without behavior terms it is the first since the rollout: its own forward gives them."""
+        first = not mini_batch.behavior
         if first:
             reference = self._reference_logprobs(mini_batch)
-            mini_batch.behaviour = [None] * len(mini_batch.micro_batches)
+            mini_batch.behavior = [None] * len(mini_batch.micro_batches)
 
         def loss_fn(
             micro_batch: MicroBatch, outputs: Outputs, index: int
@@ -356,10 +356,10 @@ class Learner:
                 mismatch.append(_gap(old, micro_batch))
                 weights, sums = self._objective.importance(micro_batch, old)
                 _add(mini_batch.correction_sums, sums)
-                mini_batch.behaviour[index] = BehaviourTerms(old, weights, reference[index])
-            behaviour = mini_batch.behaviour[index]
-            assert behaviour is not None, "a loss is computed where log-probs are"
-            return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behaviour)
+                mini_batch.behavior[index] = BehaviorTerms(old, weights, reference[index])
+            behavior = mini_batch.behavior[index]
+            assert behavior is not None, "a loss is computed where log-probs are"
+            return self._objective(micro_batch, outputs.logprobs, outputs.entropy, behavior)
 
         rate = self._schedule.at(self._scheduled_step(self.counters.optimizer_steps, train_step))
         result = self._actor.train_step(mini_batch.micro_batches, loss_fn, self._settings.temperature, rate)

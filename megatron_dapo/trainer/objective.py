@@ -25,7 +25,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class BehaviourTerms:
+class BehaviorTerms:
     """Constants of one micro-batch (this rank's part): what the policy was, and how much each token counts. [P] each."""
 
     old_logprobs: torch.Tensor
@@ -63,13 +63,13 @@ class PolicyObjective:
         )
 
     def __call__(
-        self, micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, behaviour: BehaviourTerms
+        self, micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, behavior: BehaviorTerms
     ) -> tuple[torch.Tensor, Metrics]:
         """`logprobs` [P] and `entropy` [P] of the current policy -> (scalar loss, sums over trained tokens)."""
         token_loss, metrics = self.policy_loss(
             PolicyLossInputs(
                 logprobs=logprobs,
-                old_logprobs=behaviour.old_logprobs,
+                old_logprobs=behavior.old_logprobs,
                 advantages=micro_batch.advantages,
                 loss_mask=micro_batch.loss_mask,
                 sequence_ids=micro_batch.sequence_ids,
@@ -77,14 +77,14 @@ class PolicyObjective:
                 reduce_over_sequence_parts=self.reduce_over_sequence_parts,
             )
         )
-        if behaviour.importance_weights is not None:
-            token_loss = token_loss * behaviour.importance_weights
+        if behavior.importance_weights is not None:
+            token_loss = token_loss * behavior.importance_weights
         bonus, entropy_metrics = self._entropy_terms(entropy, micro_batch.loss_mask)
         metrics = {**metrics, **entropy_metrics}
         if bonus is not None:
             token_loss = token_loss + bonus
-        if behaviour.ref_logprobs is not None:
-            penalty, kl_metrics = kl_loss(self.kl_estimator, logprobs, behaviour.ref_logprobs, micro_batch.loss_mask)
+        if behavior.ref_logprobs is not None:
+            penalty, kl_metrics = kl_loss(self.kl_estimator, logprobs, behavior.ref_logprobs, micro_batch.loss_mask)
             token_loss = token_loss + self.kl_coefficient * penalty
             metrics = {**metrics, **kl_metrics}
         loss = (token_loss * micro_batch.loss_weights * micro_batch.loss_mask).sum()

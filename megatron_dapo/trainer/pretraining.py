@@ -31,7 +31,7 @@ class StopRule:
 def rise(series: Sequence[float]) -> float:
     """Of the least-squares line through `series`, from its first point to its last."""
     count = len(series)
-    centre, mean = (count - 1) / 2, sum(series) / count
-    spread = sum((place - centre) ** 2 for place in range(count))
-    slope = sum((place - centre) * (value - mean) for place, value in enumerate(series)) / max(spread, 1e-12)
+    center, mean = (count - 1) / 2, sum(series) / count
+    spread = sum((place - center) ** 2 for place in range(count))
+    slope = sum((place - center) * (value - mean) for place, value in enumerate(series)) / max(spread, 1e-12)
     return slope * (count - 1)

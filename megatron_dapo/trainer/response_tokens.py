@@ -62,9 +62,9 @@ def receive_response_tokens(samples: Sequence[TrainSample]) -> list[torch.Tensor
 
 def _summed(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     if dist.is_initialized():
-        travelling = flat.to(communication_device())
-        dist.all_reduce(travelling)
-        flat = travelling.cpu()
+        traveling = flat.to(communication_device())
+        dist.all_reduce(traveling)
+        flat = traveling.cpu()
     return list(flat.split(list(lengths)))
 
 

@@ -1,4 +1,4 @@
-"""One process of a training run: builds the parts, lets the loop go, exports and summarises."""
+"""One process of a training run: builds the parts, lets the loop go, exports and summarizes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run_training(loaded: LoadedConfig, rank: int, world_size: int) -> None:
     with prepared_run(loaded, rank, world_size, build_learner) as run:
         reason = run.loop.run()
         exports = _exports(run, reason)
-        run.summarise(reason, exports, time.perf_counter() - start)
+        run.summarize(reason, exports, time.perf_counter() - start)
 
 
 @dataclass
@@ -86,12 +86,12 @@ class Run:
     recorder: Recorder | None
     world: RunWorld
 
-    def summarise(
+    def summarize(
         self, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object] | None = None
     ) -> None:
         """summary.json, by rank 0."""
         if self.rank == 0:
-            _summarise(self, reason, exports, total_seconds, extra or {})
+            _summarize(self, reason, exports, total_seconds, extra or {})
 
 
 @contextmanager
@@ -313,7 +313,7 @@ def _export_policy(config: Config, actor: MegatronActor, world: RunWorld, target
     )
 
 
-def _summarise(
+def _summarize(
     run: Run, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object]
 ) -> None:
     config = run.config

@@ -49,7 +49,7 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> N
             if critic is not None:
                 export_critic_folder(loaded.config, critic, exports["critic"])
             dist.barrier()  # ranks without the critic wait until it is whole
-        run.summarise(reason, exports, time.perf_counter() - start, {EXPLAINED: explained})
+        run.summarize(reason, exports, time.perf_counter() - start, {EXPLAINED: explained})
         logger.info(
             "value pretraining: %s after %d steps; explained variance %.3f (mean of the last %d steps, each on responses "
             "the critic had not seen); the policy's weights are unchanged",

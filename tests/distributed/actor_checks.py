@@ -71,7 +71,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
-    "qwen3-moe-mixed": (  # dense and sparse layers, weights that are not normalised, tied
+    "qwen3-moe-mixed": (  # dense and sparse layers, weights that are not normalized, tied
         "Qwen3Moe",
         {
             "rope_parameters": DEFAULT_ROPE,

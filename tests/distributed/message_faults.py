@@ -68,7 +68,7 @@ def truncated(strike: Strike) -> None:
 
 
 def reordered(strike: Strike) -> None:
-    """Two neighbours change places; a single command comes after the next message."""
+    """Two neighbors change places; a single command comes after the next message."""
     own, at = strike.own, strike.at
     if len(own) == 1:
         strike.own.clear()

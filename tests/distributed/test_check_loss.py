@@ -56,7 +56,7 @@ def test_a_tied_model_from_a_folder(tmp_path) -> None:
 
 
 def per_micro_batch_mean(samples: Sequence[TrainSample]) -> list[float]:
-    """The error of training on means of micro-batches: here each sample is divided by its neighbour's and its own
+    """The error of training on means of micro-batches: here each sample is divided by its neighbor's and its own
     tokens."""
     counts = [int(sample.loss_mask.sum()) for sample in samples]
     pairs = [

@@ -26,7 +26,7 @@ def test_kill_and_resume_with_data_parallelism(recipe: Path, tmp_path: Path) -> 
     kill_and_resume(finish(recipe, "dp2", tmp_path, "run.total_steps=3"), tmp_path / "killed")
 
 
-def signalled(run: RunProcess, signum: int, after_steps: int) -> int:
+def signaled(run: RunProcess, signum: int, after_steps: int) -> int:
     """The exit code of a run that got a signal once so many steps were on record."""
     metrics = run.folder / "metrics.jsonl"
     came_so_far = run.wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= after_steps)
@@ -44,7 +44,7 @@ def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_to_the_same_end(finished: F
         # A step of its own: the rows of the run before are on record when this one has hardly begun.
         start, least = time.monotonic(), len(steps) + 1
         run = finished.run(folder, rare)
-        assert signalled(run, signum, least) == 0, run.exit_reason()
+        assert signaled(run, signum, least) == 0, run.exit_reason()
         assert time.monotonic() - start < RUN_TIMEOUT_S
         summary = json.loads((folder / "summary.json").read_text())
         steps = [record["train_step"] for record in lines_of(folder / "metrics.jsonl")]

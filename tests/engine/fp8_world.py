@@ -25,7 +25,7 @@ from transformers import (
 from megatron_dapo.bridge.delivery_plan import DeliveryPlan
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, read_parameters
-from megatron_dapo.ops.fp8 import quantise_weight
+from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.reshard.planner import plan
 from tools.prove_resume import QUICKSTART
 
@@ -107,7 +107,7 @@ def weights_of(folder: Path, scale: float) -> dict[str, torch.Tensor]:
 
 def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Projections with the values they have in FP8; norms, biases, routers, embedding and head as they are."""
-    return {n: quantise_weight(w).widened() if n.endswith("_proj.weight") else w for n, w in weights.items()}
+    return {n: quantize_weight(w).widened() if n.endswith("_proj.weight") else w for n, w in weights.items()}
 
 
 def transformers_logprobs(

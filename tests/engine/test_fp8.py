@@ -1,4 +1,4 @@
-"""Real SGLang servers in FP8: what they are given is what quantising whole tensors gives, sync after sync."""
+"""Real SGLang servers in FP8: what they are given is what quantizing whole tensors gives, sync after sync."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def setup(request, server_factory, tmp_path_factory) -> Setup:
     return Setup(client, folder, tmp_path_factory.mktemp("scratch"), world, tolerance)
 
 
-def test_the_server_tells_what_it_quantises(setup):
+def test_the_server_tells_what_it_quantizes(setup):
     """Its own layer types decide; they are what plans without a server expect."""
     size = setup.world.layout.tensor_parallel
     described = served_parameters(setup.client, size)

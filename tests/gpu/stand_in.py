@@ -4,7 +4,7 @@
 
 `torch.cuda` answers for a Hopper device, tensors asked for on it are made on the CPU, NCCL is gloo, and the functions of
 `transformer_engine_torch` that a training step calls compute in fp32 what their CUDA kernels are for. Every module,
-quantiser, tensor class, recipe and optimizer of Transformer Engine and megatron-core is the real one: what this shows is
+quantizer, tensor class, recipe and optimizer of Transformer Engine and megatron-core is the real one: what this shows is
 that they are built, called, saved and stepped as they want to be; of kernels, speed and rounding it shows nothing. The
 calls are held against the signatures of the compiled functions. Attention under context parallelism is not stood in for.
 """
@@ -191,7 +191,7 @@ def _signature(doc: str) -> inspect.Signature:
 
 
 def _wide(matrix: Any, columnwise: bool) -> torch.Tensor:
-    """fp32 [rows, columns] of a plain or quantised matrix, from the representation that a product would read."""
+    """fp32 [rows, columns] of a plain or quantized matrix, from the representation that a product would read."""
     if isinstance(matrix, torch.Tensor) and not hasattr(matrix, "dequantize_of"):
         if type(matrix) in (torch.Tensor, torch.nn.Parameter):
             return matrix.detach().reshape(-1, matrix.shape[-1]).float()

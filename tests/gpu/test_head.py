@@ -11,7 +11,7 @@ import pytest
 import torch
 from head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
-from megatron_dapo.ops.fp8 import quantise_hidden, quantise_weight
+from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight
 from megatron_dapo.ops.head.choice import Place, choose
 from megatron_dapo.ops.head.fp8_error import logprob_error_bound
 from megatron_dapo.ops.head.problem import Tiles
@@ -180,29 +180,29 @@ def test_fp32_models_are_not_rounded_by_tensor_cores(available, device) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_fp8_is_within_its_bound_and_that_of_its_quantised_values(available, device, temperature) -> None:
+def test_fp8_is_within_its_bound_and_that_of_its_quantized_values(available, device, temperature) -> None:
     name = available("te_fp8", width=1024, rows=5120)
     inputs = make(300, 1024, 5003, 5120, scale=0.02, dtype=torch.bfloat16, device=device)
     found = run(inputs, vocab_size=5003, temperature=temperature, implementation=name)
     right, _ = exact_outputs(*inputs, temperature, 5003)
     bound = logprob_error_bound(*inputs, temperature=temperature, vocab_size=5003)
     assert ((found.logprobs.double() - right).abs() <= bound + 1e-3).all()
-    quantised = quantise_hidden(inputs[0]).widened(), quantise_weight(inputs[1]).widened(), inputs[2]
-    logprobs, entropy = exact_outputs(*quantised, temperature, 5003)
+    quantized = quantize_hidden(inputs[0]).widened(), quantize_weight(inputs[1]).widened(), inputs[2]
+    logprobs, entropy = exact_outputs(*quantized, temperature, 5003)
     # The very values of the emulation: what remains is the order of the sums, and the 14 bits FP8 sums have inside.
     torch.testing.assert_close(found.logprobs.double(), logprobs, rtol=1e-3, atol=5e-3)
     torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-3, atol=5e-3)
 
 
-def test_transformer_engine_quantises_as_the_emulation_does(device) -> None:
+def test_transformer_engine_quantizes_as_the_emulation_does(device) -> None:
     pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
     from megatron_dapo.ops.head.fp8_logits import TransformerEngine
 
     engine = TransformerEngine()
     values = torch.randn(256, 512, device=device).mul(torch.logspace(-6, 4, 256, device=device)[:, None]).bfloat16()
     values[7] = 0
-    assert torch.equal(engine.hidden(values).dequantize().float(), quantise_hidden(values).widened())
-    assert torch.equal(engine.weight(values).dequantize().float(), quantise_weight(values).widened())
+    assert torch.equal(engine.hidden(values).dequantize().float(), quantize_hidden(values).widened())
+    assert torch.equal(engine.weight(values).dequantize().float(), quantize_weight(values).widened())
 
 
 def test_scaled_mm_and_the_emulation_multiply_the_same(device) -> None:

@@ -254,7 +254,7 @@ def test_weights_held_as_fp8_are_the_rounded_masters(recipe) -> None:
     Engine rounds them to that first, as it does where weights are kept in it."""
     from actor_checks import TEMPERATURE, loss_fn, ragged_batch
 
-    from megatron_dapo.ops.fp8 import quantise_weight
+    from megatron_dapo.ops.fp8 import quantize_weight
 
     precision = dataclasses.replace(recipe("fp8_blockwise"), fp8_parameters=True)
     want, layout, settings = wide_settings(precision)
@@ -267,7 +267,7 @@ def test_weights_held_as_fp8_are_the_rounded_masters(recipe) -> None:
         if not hasattr(parameter, "dequantize") or type(parameter) is torch.nn.Parameter:
             continue
         master = shards[f"master/{name}"].view(parameter.shape).bfloat16()
-        assert torch.equal(parameter.dequantize().float(), quantise_weight(master).widened().to(master.device)), name
+        assert torch.equal(parameter.dequantize().float(), quantize_weight(master).widened().to(master.device)), name
         checked += 1
     assert checked == 4 * actor.architecture.num_layers
 

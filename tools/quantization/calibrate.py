@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_dapo.ops.fp8 import BLOCK, LARGEST, quantise_weight
+from megatron_dapo.ops.fp8 import BLOCK, LARGEST, quantize_weight
 from tools.quantization.formats import Format
 from tools.quantization.stored import BLOCK_SCALES, read_json
 
@@ -71,7 +71,7 @@ def _round_scales_to_powers_of_two(model: Any) -> None:
         quantizer = getattr(module, "weight_quantizer", None)
         if quantizer is None or not quantizer.is_enabled:
             continue
-        scales = quantise_weight(module.weight).scales
+        scales = quantize_weight(module.weight).scales
         quantizer.amax = (scales * LARGEST).reshape(quantizer.amax.shape).to(quantizer.amax.dtype)
 
 

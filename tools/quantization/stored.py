@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
-from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantise_hidden
+from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantize_hidden
 from tools.quantization.experts import separate_experts
 
 Tensors = Mapping[str, torch.Tensor]
@@ -41,7 +41,7 @@ def load_dequantized(folder: Path, algorithm: str, dtype: torch.dtype, device: t
         model = AutoModelForCausalLM.from_config(plain_config(folder), dtype=dtype)
     separate_experts(model)
     model = model.to_empty(device=device)
-    _initialise_buffers(model, device)
+    _initialize_buffers(model, device)
     with HFCheckpoint(folder) as stored:
         groups = _modules(stored)
         for name, tensors in groups.items():
@@ -107,7 +107,7 @@ def _check_complete(model: nn.Module, stored: set[str], folder: Path) -> None:
         raise ValueError(f"{folder}: {len(missing)} tensors are missing, first {missing[0]}")
 
 
-def _initialise_buffers(model: Any, device: torch.device) -> None:
+def _initialize_buffers(model: Any, device: torch.device) -> None:
     """Rotary frequencies, which a model made without memory does not have."""
     rotary = type(model.model.rotary_emb)(config=model.config, device=device)
     model.model.rotary_emb = rotary
@@ -138,7 +138,7 @@ def _widen_blocks(tensors: Tensors) -> torch.Tensor:
 
 
 def _round_in_blocks(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-    return quantise_hidden(inputs.flatten(0, -2)).widened().view_as(inputs)
+    return quantize_hidden(inputs.flatten(0, -2)).widened().view_as(inputs)
 
 
 # ---- 4-bit integers, scaled inputs

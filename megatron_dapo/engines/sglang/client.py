@@ -288,7 +288,7 @@ class SglangClient:
     def update_weights_from_tensor(
         self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
     ) -> None:
-        """Hand one serialised payload to each engine rank. Payloads as bytes are sent in base64, strings as they are.
+        """Hand one serialized payload to each engine rank. Payloads as bytes are sent in base64, strings as they are.
 
         Never repeated. Success says that the loader ran; what it did is in its own report.
         """

@@ -1,7 +1,7 @@
 """FP8 in blocks on a CPU, which a stock SGLang runs with AMX and its kernel package alone. With CUDA it changes nothing.
 
 A layer's e4m3 weight is multiplied by its blocks' scales, rounded to the type of the activations, and used in a plain
-product, experts' weights in SGLang's own native loop over experts; activations are not quantised. SGLang's CPU kernels
+product, experts' weights in SGLang's own native loop over experts; activations are not quantized. SGLang's CPU kernels
 do the same in one piece, but repack the weights in place first; here they stay as they were loaded, so that the loader
 of deliveries finds them. Slow, and for tests: every product widens its weight again.
 """
@@ -36,7 +36,7 @@ def block_linear(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[..., columns] -> [..., rows] with weight [rows, columns] e4m3 and a scale for every `block_size` of it."""
-    assert input_scale is None, "activations are not quantised on a CPU"
+    assert input_scale is None, "activations are not quantized on a CPU"
     return torch.nn.functional.linear(input, widened(weight, block_size, weight_scale).to(input.dtype), bias)
 
 

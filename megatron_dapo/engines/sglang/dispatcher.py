@@ -1,7 +1,7 @@
 """Carries generations to servers and their outcomes back: one background thread with an event loop.
 
 The engine's own thread keeps all the books; this one only waits for HTTP. Every delivery has a number, and its outcome
-comes back under that number, so an answer to a delivery that the engine has given up is recognised and dropped.
+comes back under that number, so an answer to a delivery that the engine has given up is recognized and dropped.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A request is at any time waiting, in flight on one server under one delivery num
 once. When a server dies its deliveries are given up (a late answer bears a number nobody waits for) and their requests
 wait again. A server that is dying tells nothing of what it had generated, so a response starts over from where it was
 handed in: from its prefix where it has one. On a server started with `seeded` sampling it then becomes the same
-response; otherwise it is a fresh draw, which favours short responses a little (long ones are likelier to be hit).
+response; otherwise it is a fresh draw, which favors short responses a little (long ones are likelier to be hit).
 
 Requests go to the server with the fewest tokens in flight (prompt + expected response); those with one prompt stay
 together while that leaves loads even, so that the server computes the prompt once.
@@ -227,7 +227,7 @@ class SglangEngine:
         lost by any of them.
         """
         if self._jobs and self._version < 0:
-            raise RuntimeError("the SGLang servers have no verified weights yet: synchronise them before generating")
+            raise RuntimeError("the SGLang servers have no verified weights yet: synchronize them before generating")
         self._dispatch()
         if not self._ready and self._expects_news:
             self._handle(self._dispatcher.receive(self.settings.poll_wait_s))
@@ -357,8 +357,8 @@ class SglangEngine:
             problem = EngineAnswerError(
                 flight.server.client.name,
                 "POST /generate",
-                f"it serves weights labelled {generation.weight_version!r}, not policy version {expected}: "
-                "it was restarted or updated by somebody else; synchronise it again",
+                f"it serves weights labeled {generation.weight_version!r}, not policy version {expected}: "
+                "it was restarted or updated by somebody else; synchronize it again",
             )
             self._requeue(job, problem)
             self._bury(flight.server, problem)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dapo.ops.fp8 import quantise_hidden, quantise_weight, rounding_bound
+from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight, rounding_bound
 
 
 def logit_error_bound(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[P, rows] fp64: the most by which a product of quantised values can differ from the exact one."""
-    hidden_error = rounding_bound(hidden, quantise_hidden(hidden))
-    weight_error = rounding_bound(weight, quantise_weight(weight))
+    """[P, rows] fp64: the most by which a product of quantized values can differ from the exact one."""
+    hidden_error = rounding_bound(hidden, quantize_hidden(hidden))
+    weight_error = rounding_bound(weight, quantize_weight(weight))
     of_hidden, of_weight = hidden.double().abs(), weight.double().abs()
     return hidden_error @ of_weight.t() + of_hidden @ weight_error.t() + hidden_error @ weight_error.t()
 

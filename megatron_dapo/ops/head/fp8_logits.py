@@ -1,5 +1,5 @@
-"""The head with its logits from FP8 products: quantised tile by tile, multiplied by Transformer Engine, by torch's
-scaled_mm where that is not installed, and on a CPU in fp32 from the same quantised values.
+"""The head with its logits from FP8 products: quantized tile by tile, multiplied by Transformer Engine, by torch's
+scaled_mm where that is not installed, and on a CPU in fp32 from the same quantized values.
 
 Forward and the backward pass's repetition use the same FP8 logits, so the probabilities agree. The two products of
 the backward pass stay in the model's type: gradients of logits span more magnitudes than e4m3 has, and most would round
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dapo.ops.fp8 import BLOCK, Quantised, quantise_hidden, quantise_weight
+from megatron_dapo.ops.fp8 import BLOCK, Quantized, quantize_hidden, quantize_weight
 from megatron_dapo.ops.head import chunked
 from megatron_dapo.ops.head.imports import import_failure
 from megatron_dapo.ops.head.problem import Gradients, Problem, Tiles, Upstream
@@ -28,7 +28,7 @@ LEAST_CUDA = (12, 9)  # cuBLAS multiplies with blocks of scales from here on
 
 
 class Multiplier(Protocol):
-    """One way of multiplying quantised values. What it makes of hidden states and weight is its own affair."""
+    """One way of multiplying quantized values. What it makes of hidden states and weight is its own affair."""
 
     def hidden(self, hidden: torch.Tensor) -> Any:
         """Of [c, width]."""
@@ -44,10 +44,10 @@ class Emulated:
     """The products of the very values that FP8 multiplies, in fp32."""
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        return quantise_hidden(hidden).widened()
+        return quantize_hidden(hidden).widened()
 
     def weight(self, rows: torch.Tensor) -> torch.Tensor:
-        return quantise_weight(rows).widened()
+        return quantize_weight(rows).widened()
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return hidden @ weight.t()
@@ -57,16 +57,16 @@ class ScaledMatmul:
     """torch.nn.functional.scaled_mm, which wants the scales of tokens with tokens adjacent, and those of the weight
     padded to a multiple of 4 along the hidden size."""
 
-    def hidden(self, hidden: torch.Tensor) -> Quantised:
-        quantised = quantise_hidden(_padded(hidden))
-        return replace(quantised, scales=quantised.scales.t().contiguous().t())
+    def hidden(self, hidden: torch.Tensor) -> Quantized:
+        quantized = quantize_hidden(_padded(hidden))
+        return replace(quantized, scales=quantized.scales.t().contiguous().t())
 
-    def weight(self, rows: torch.Tensor) -> Quantised:
-        quantised = quantise_weight(rows)
-        missing = -quantised.scales.size(1) % 4
-        return replace(quantised, scales=torch.nn.functional.pad(quantised.scales, (0, missing)).t())
+    def weight(self, rows: torch.Tensor) -> Quantized:
+        quantized = quantize_weight(rows)
+        missing = -quantized.scales.size(1) % 4
+        return replace(quantized, scales=torch.nn.functional.pad(quantized.scales, (0, missing)).t())
 
-    def logits(self, hidden: Quantised, weight: Quantised) -> torch.Tensor:
+    def logits(self, hidden: Quantized, weight: Quantized) -> torch.Tensor:
         functional = torch.nn.functional
         return functional.scaled_mm(
             hidden.values,
@@ -80,14 +80,14 @@ class ScaledMatmul:
 
 
 class TransformerEngine:
-    """Transformer Engine's quantiser and product. Its switch for scales that are no powers of two is not read: trainer
+    """Transformer Engine's quantizer and product. Its switch for scales that are no powers of two is not read: trainer
     and rollout have one rule."""
 
     def __init__(self) -> None:
         tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
         extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
         e4m3 = importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
-        self._quantisers = {
+        self._quantizers = {
             dimensions: tensors.Float8BlockQuantizer(
                 e4m3, rowwise=True, columnwise=False, force_pow_2_scales=True, block_scaling_dim=dimensions
             )
@@ -96,10 +96,10 @@ class TransformerEngine:
         self._multiply = extensions.general_gemm
 
     def hidden(self, hidden: torch.Tensor) -> Any:
-        return self._quantisers[1](_padded(hidden))
+        return self._quantizers[1](_padded(hidden))
 
     def weight(self, rows: torch.Tensor) -> Any:
-        return self._quantisers[2](rows.contiguous())
+        return self._quantizers[2](rows.contiguous())
 
     def logits(self, hidden: Any, weight: Any) -> torch.Tensor:
         return self._multiply(weight, hidden, out_dtype=torch.float32, layout="TN")[0]
@@ -176,7 +176,7 @@ _OBSTACLES: dict[str, Callable[[torch.device], str | None]] = {
 
 
 class Fp8Logits(chunked.WideLogits):
-    """Logits of quantised values; hidden states are quantised once, a tile of the weight when it is entered."""
+    """Logits of quantized values; hidden states are quantized once, a tile of the weight when it is entered."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

@@ -97,7 +97,7 @@ def partial_sums(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Program (block of tokens, split of the columns): neighbours share the weight's tiles in the cache."""
+    """Program (block of tokens, split of the columns): neighbors share the weight's tiles in the cache."""
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     has_token = tokens < num_tokens

@@ -106,7 +106,7 @@ class Command:
     manifest: Manifest | None = None  # begin, adopt
     bucket: Bucket | None = None  # bucket
     channel: Mapping[str, Any] = field(default_factory=dict)  # {"kind": ..., ...}, JSON
-    seed: int = 0  # randomise
+    seed: int = 0  # randomize
 
     def encode(self) -> str:
         value = {
@@ -349,7 +349,7 @@ class Receiver:
         """`parameter_checksum` of every parameter."""
         return {name: parameter_checksum(tensor) for name, tensor in self.parameters.items()}
 
-    def randomise(self, seed: int) -> None:
+    def randomize(self, seed: int) -> None:
         """Fills every parameter with noise; the version is unknown from here on (a test of the first delivery)."""
         generator = torch.Generator().manual_seed(seed)
         for tensor in self.parameters.values():
@@ -446,8 +446,8 @@ def _checksums(receiver: Receiver, command: Command, source: BucketSource) -> Ou
     return 0, receiver.checksums()
 
 
-def _randomise(receiver: Receiver, command: Command, source: BucketSource) -> Outcome:
-    receiver.randomise(command.seed)
+def _randomize(receiver: Receiver, command: Command, source: BucketSource) -> Outcome:
+    receiver.randomize(command.seed)
     return 0, {}
 
 
@@ -457,7 +457,7 @@ _OPERATIONS: Mapping[str, Callable[[Receiver, Command, BucketSource], Outcome]] 
     "finish": _finish,
     "adopt": _adopt,
     "checksums": _checksums,
-    "randomise": _randomise,
+    "randomize": _randomize,
 }
 
 

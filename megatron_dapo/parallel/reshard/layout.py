@@ -1,6 +1,6 @@
 """Layouts: which box of which global tensor lives where on which rank.
 
-Everything that moves tensors (weight sync, converters, checkpoints, critic initialisation) is a pair of layouts, the
+Everything that moves tensors (weight sync, converters, checkpoints, critic initialization) is a pair of layouts, the
 plan between them (planner) and a transport (executors). A layout is arithmetic: rank 731 of 1024 is computed on a
 laptop.
 """

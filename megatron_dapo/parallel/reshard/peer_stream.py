@@ -2,7 +2,7 @@
 
     senders: send_buckets(group, outgoing)  ->  engine rank: receive_buckets(group, routed)
 
-Both ends cut a bucket into the same messages: a large part is a message of its own, smaller neighbours of one sender
+Both ends cut a bucket into the same messages: a large part is a message of its own, smaller neighbors of one sender
 travel together. A large part that is contiguous at an end needs no staging there: it leaves straight from the shard and
 arrives straight in the parameter. All senders of a bucket send at once; the next buckets are on their way while the last
 one is copied into its parameters.

@@ -230,9 +230,9 @@ class ReshardPlan:
             for groups, demand in self.wanted(station.group).items():
                 if station.own in groups:
                     continue
-                neighbours = groups & station.near
-                if neighbours:
-                    near[neighbours] = _joined(near[neighbours], demand) if neighbours in near else demand
+                neighbors = groups & station.near
+                if neighbors:
+                    near[neighbors] = _joined(near[neighbors], demand) if neighbors in near else demand
                 else:
                     far[groups] = demand
             self._demands[station] = (near, far)
@@ -290,8 +290,8 @@ class ReshardPlan:
     def _keys_of(self, rank: int) -> list[Key]:
         """The sets of holders that are asked for something and that `rank` is in."""
         group, node = self._sources.group_of[rank], rank // self.ranks_per_node
-        neighbours = self._node(node, self.destination)
-        near = {key: None for other in neighbours for key, _ in self.demands_of(other) if key[0] == node}
+        neighbors = self._node(node, self.destination)
+        near = {key: None for other in neighbors for key, _ in self.demands_of(other) if key[0] == node}
         return [*(key for key in near if group in key[1]), *self._far_keys_of_group.get(group, ())]
 
     def _largest(self, key: Key) -> int:

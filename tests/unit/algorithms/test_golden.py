@@ -28,7 +28,7 @@ from megatron_dapo.algorithms.off_policy import (
     importance_weights,
     mismatch_metrics,
     mismatch_sums,
-    normalise_by_batch_mean,
+    normalize_by_batch_mean,
 )
 from megatron_dapo.algorithms.policy_loss import ClipHigher, DualClip, Gspo, PolicyLoss, PolicyLossInputs, PpoClip
 from megatron_dapo.algorithms.prompt_priority import ucb_priority
@@ -310,8 +310,8 @@ def check_tis(section) -> None:
     assert_equal(weights("tis", "sequence", 2.0), [section["seq_tis_C2"]] * 5)
     assert_equal(weights("tis", "geometric", 1e6), [section["seq_geo_mean"]] * 5)
     truncated, sums = importance_weights(OffPolicyCorrection(), inputs)
-    normalised = normalise_by_batch_mean(truncated, float(sums["is_weight_sum"]), float(sums["num_tokens"]))
-    assert_equal(normalised, section["tis_token_C2_batch_normalised"])
+    normalized = normalize_by_batch_mean(truncated, float(sums["is_weight_sum"]), float(sums["num_tokens"]))
+    assert_equal(normalized, section["tis_token_C2_batch_normalised"])
     check_decoupled(section["decoupled_pg"], old, truncated)
     bypass = section["bypass_pg(ratio=new/rollout)"]
     new, advantages = section["decoupled_pg"]["p_new"], section["decoupled_pg"]["adv"]

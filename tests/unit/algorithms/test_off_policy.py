@@ -16,7 +16,7 @@ from megatron_dapo.algorithms.off_policy import (
     importance_weights,
     mismatch_metrics,
     mismatch_sums,
-    normalise_by_batch_mean,
+    normalize_by_batch_mean,
 )
 
 
@@ -117,13 +117,13 @@ def test_weights_carry_no_gradient_and_survive_absurd_log_probs():
     assert not weights.requires_grad and torch.isfinite(weights).all()
 
 
-def test_batch_normalisation_uses_the_sums_of_all_parts():
+def test_batch_normalization_uses_the_sums_of_all_parts():
     parts = [batch([[0.5, 0.2]]), batch([[-0.4, 0.1, 0.3]])]
     results = [importance_weights(OffPolicyCorrection(), part) for part in parts]
     total = sum(float(metrics["is_weight_sum"]) for _, metrics in results)
-    normalised = torch.cat([normalise_by_batch_mean(weights, total, 5) for weights, _ in results])
-    assert float(normalised.mean()) == pytest.approx(1.0)
-    assert normalise_by_batch_mean(torch.zeros(3), 0.0, 3).tolist() == [0.0, 0.0, 0.0]
+    normalized = torch.cat([normalize_by_batch_mean(weights, total, 5) for weights, _ in results])
+    assert float(normalized.mean()) == pytest.approx(1.0)
+    assert normalize_by_batch_mean(torch.zeros(3), 0.0, 3).tolist() == [0.0, 0.0, 0.0]
 
 
 @settings(max_examples=40, deadline=None)

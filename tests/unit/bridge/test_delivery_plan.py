@@ -118,7 +118,7 @@ def test_a_parameter_stays_in_one_bucket_where_it_fits(bucket_bytes):
                 sizes[write.part.name] = sizes.get(write.part.name, 0) + -(-size // PART_ALIGNMENT) * PART_ALIGNMENT
         split = {name for name, buckets in homes.items() if len(buckets) > 1}
         assert split == {name for name, size in sizes.items() if size > bucket_bytes}
-        # Buckets are well filled: no two neighbours would fit into one.
+        # Buckets are well filled: no two neighbors would fit into one.
         fills = [bucket.num_bytes for bucket in delivery.buckets(rank)]
         assert len(fills) <= 2 * -(-sum(fills) // bucket_bytes) + 1
 

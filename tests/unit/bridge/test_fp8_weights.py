@@ -1,6 +1,6 @@
-"""FP8 deliveries between random pairs of layouts: every byte against quantising whole tensors.
+"""FP8 deliveries between random pairs of layouts: every byte against quantizing whole tensors.
 
-The oracle quantises each Hugging Face tensor as a whole, by a formula of its own, and cuts it as the engine's loader
+The oracle quantizes each Hugging Face tensor as a whole, by a formula of its own, and cuts it as the engine's loader
 would; it knows nothing of pieces, ranks or blocks that are cut.
 """
 
@@ -26,7 +26,7 @@ from megatron_dapo.checkpoints.fp8_layout import (
 )
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
-from megatron_dapo.ops.fp8 import quantise_weight
+from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.delivery import Receiver
 from megatron_dapo.parallel.reshard.layout import TensorSpec, check_layout, piece_view
@@ -73,7 +73,7 @@ def weights_of(model: ModelArchitecture, seed: int = 0) -> dict[str, torch.Tenso
     return weights
 
 
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 values and scales of a whole matrix, block after block, exponent by exponent."""
     rows, columns = weight.shape
     values, scales = torch.empty(weight.shape, dtype=E4M3), torch.empty(-(-rows // 128), -(-columns // 128))
@@ -103,7 +103,7 @@ def engine_shard(model: ModelArchitecture, weights, rank: int, tp: int) -> dict[
         for kind in (0, 1):
             suffix = ("", SCALES)[kind]
             whole = {
-                n.removeprefix(prefix): quantised(w)[kind]
+                n.removeprefix(prefix): quantized(w)[kind]
                 for n, w in weights.items()
                 if n.startswith(prefix) and w.dim() == 2 and not n.endswith("mlp.gate.weight")
             }
@@ -237,8 +237,8 @@ def test_random_pairs():
 
 def test_the_rounding_is_the_trainers():
     weight = weights_of(architecture())["model.layers.0.mlp.gate_proj.weight"]
-    values, scales = quantised(weight)
-    own = quantise_weight(weight)
+    values, scales = quantized(weight)
+    own = quantize_weight(weight)
     assert same_bytes(own.values, values) and torch.equal(own.scales, scales)
 
 
@@ -267,9 +267,9 @@ def test_a_cut_block_without_the_exchange_would_be_wrong():
 def test_half_the_bytes_and_the_same_ledger():
     _, engine, _, receivers, _ = deliver(architecture(), ParallelLayout(2, 2), 2)
     plain = sum(spec.num_bytes for spec in engine.engines.local_specs(0).values())
-    quantised_bytes = sum(spec.num_bytes for n, spec in engine.local_specs(0).items() if spec.dtype == E4M3)
+    quantized_bytes = sum(spec.num_bytes for n, spec in engine.local_specs(0).items() if spec.dtype == E4M3)
     fp8 = sum(spec.num_bytes for spec in engine.local_specs(0).values())
-    assert 0 < fp8 - (plain - quantised_bytes) < quantised_bytes / 1000  # the scales
+    assert 0 < fp8 - (plain - quantized_bytes) < quantized_bytes / 1000  # the scales
     assert receivers[0].version == 1
 
 
@@ -281,7 +281,7 @@ def test_the_trainers_own_forward_at_the_engines_values():
     layout = Fp8SourceLayout(master, Fp8EngineLayout(plain, expected_parameters(plain)))
     weights = weights_of(model)
     rounded = {
-        name: quantise_weight(tensor).widened() if name in layout.quantized else tensor
+        name: quantize_weight(tensor).widened() if name in layout.quantized else tensor
         for name, tensor in weights.items()
     }
     own = trainer_buffers(master, weights, 1)
@@ -307,7 +307,7 @@ def test_a_part_is_cut_out_of_the_middle_of_blocks():
     source = Fp8Weights(layout, 0, trainer_buffers(master, weights, 0))
     name = "model.layers.0.mlp.down_proj.weight"
     (piece,) = [p for p in layout.pieces(0) if p.tensor == name]
-    values, _ = quantised(weights[name])
+    values, _ = quantized(weights[name])
     box = type(piece.box)((37, 100), (150, 301))
     assert same_bytes(source.part(piece, box), values[37:187, 100:401])
 
@@ -334,7 +334,7 @@ def described(plain, **changes) -> list[dict[str, TensorSpec]]:
     return [{**engine.local_specs(rank), **changes} for rank in range(plain.tensor_parallel)]
 
 
-def test_what_is_quantised_is_read_from_the_engine():
+def test_what_is_quantized_is_read_from_the_engine():
     plain = sglang_layout(architecture(), 2, torch.bfloat16)
     assert read_parameters(plain, described(plain)) == with_kv_scales(expected_parameters(plain))
     # A server whose checkpoint leaves the last layer alone, and has no scales of a cache.

@@ -17,7 +17,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Layer(torch.nn.Module):
-    """One quantised layer of a rank; ranks have different numbers of rows."""
+    """One quantized layer of a rank; ranks have different numbers of rows."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

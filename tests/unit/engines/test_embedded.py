@@ -59,7 +59,7 @@ def reference_model(name: str = "qwen2 tied", seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # sharper than the default initialisation, so that logits matter
+        for parameter in model.parameters():  # sharper than the default initialization, so that logits matter
             if parameter.dim() > 1:
                 parameter.mul_(5.0)
     return model
@@ -368,7 +368,7 @@ def test_stop_ids_of_different_width_and_a_stop_at_the_limit() -> None:
     assert completions["edge"].finish_reason == "stop"
 
 
-def test_nothing_is_generated_before_a_complete_synchronisation() -> None:
+def test_nothing_is_generated_before_a_complete_synchronization() -> None:
     model = reference_model()
     engine = EmbeddedEngine(model.config, EmbeddedEngineSettings(max_slots=2, max_length=32))
     assert engine.policy_version == -1

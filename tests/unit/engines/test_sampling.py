@@ -10,7 +10,7 @@ from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, unifo
 MASK = (1 << 64) - 1
 
 
-def splitmix_finaliser(x: int) -> int:
+def splitmix_finalizer(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
     return x ^ (x >> 31)
@@ -28,14 +28,14 @@ def rows(num_rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int
 def test_uniforms_are_splitmix64_of_seed_and_position(seed: int) -> None:
     positions = [0, 1, 7, 20480]
     expected = [
-        (splitmix_finaliser((splitmix_finaliser(seed & MASK) + (p + 1) * 0x9E3779B97F4A7C15) & MASK) >> 40) / 2**24
+        (splitmix_finalizer((splitmix_finalizer(seed & MASK) + (p + 1) * 0x9E3779B97F4A7C15) & MASK) >> 40) / 2**24
         for p in positions
     ]
     actual = uniforms(torch.full((4,), signed_seed(seed)), torch.tensor(positions))
     assert actual.tolist() == expected
 
 
-def test_uniforms_are_flat_and_unrelated_across_neighbouring_seeds() -> None:
+def test_uniforms_are_flat_and_unrelated_across_neighboring_seeds() -> None:
     numbers = (
         uniforms(torch.arange(2000)[:, None].expand(-1, 50).reshape(-1), torch.arange(50).repeat(2000))
         .double()

@@ -113,7 +113,7 @@ def exchange_tokens() -> None:
     assert torch.equal(received, sent)
 
 
-BEHAVIOURS: dict[str, Callable[[], None]] = {
+BEHAVIORS: dict[str, Callable[[], None]] = {
     "current_device": rotary,
     "synchronize": exchange_lengths,
     "literal_devices": gradient_norm,
@@ -126,15 +126,15 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
 }
 
 
-def attempt(behaviour: Callable[[], None], patches: list[tuple[Replacement, ...]]) -> str:
-    """The error of `behaviour` under these patches, "" for none; the patches are undone."""
+def attempt(behavior: Callable[[], None], patches: list[tuple[Replacement, ...]]) -> str:
+    """The error of `behavior` under these patches, "" for none; the patches are undone."""
     undo: list[Replacement] = []
     try:
         for patch in patches:
             for new in patch:
                 undo.append(Replacement(new.owner, new.name, getattr(new.owner, new.name)))
                 setattr(new.owner, new.name, new.value)
-        behaviour()
+        behavior()
         return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -148,10 +148,10 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mpu.initialize_model_parallel(create_gloo_process_groups=False)
     results = {}
-    for name in BEHAVIOURS:
+    for name in BEHAVIORS:
         others = [patch() for other, patch in PATCHES.items() if other != name]
-        without = attempt(BEHAVIOURS[name], others)
-        complete = attempt(BEHAVIOURS[name], [patch() for patch in PATCHES.values()])
+        without = attempt(BEHAVIORS[name], others)
+        complete = attempt(BEHAVIORS[name], [patch() for patch in PATCHES.values()])
         results[name] = [without, complete]
     print(json.dumps(results))
 

@@ -18,15 +18,15 @@ from megatron_dapo.parallel.layout import ParallelLayout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalise", [True, False])
-def test_weights_and_choices_are_those_of_transformers(normalise: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("normalize", [True, False])
+def test_weights_and_choices_are_those_of_transformers(normalize: bool, dtype: torch.dtype) -> None:
     """Large logits too, whose probabilities underflow: there the order of softmax and choice decides."""
     theirs = Qwen3MoeTopKRouter(
-        Qwen3MoeConfig(hidden_size=16, num_experts=12, num_experts_per_tok=4, norm_topk_prob=normalise)
+        Qwen3MoeConfig(hidden_size=16, num_experts=12, num_experts_per_tok=4, norm_topk_prob=normalize)
     )
     ours = SoftmaxFirstRouter.__new__(SoftmaxFirstRouter)
     torch.nn.Module.__init__(ours)
-    ours.topk, ours.normalise = 4, normalise
+    ours.topk, ours.normalize = 4, normalize
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         theirs.weight.copy_(torch.randn(12, 16, generator=generator))

@@ -28,7 +28,7 @@ from megatron_dapo.megatron.fp8_layers import (
 from megatron_dapo.megatron.implementations import implementations
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
 from megatron_dapo.megatron.precision import Precision, multiplier, precision_fields
-from megatron_dapo.ops.fp8 import BLOCK, quantise_hidden, quantise_weight
+from megatron_dapo.ops.fp8 import BLOCK, quantize_hidden, quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 
 LAYOUT = ParallelLayout(1, token_multiple=TOKENS)
@@ -221,7 +221,7 @@ def test_only_the_layers_asked_for_multiply_in_fp8() -> None:
 
 @pytest.mark.parametrize(("family", "num_layers"), [("dense", 8), ("experts", 4 + 4 * 4)])
 def test_a_layer_multiplies_what_a_server_holds(family: str, num_layers: int) -> None:
-    """quantise(master) is what each layer multiplies by, and what the bridge gives an engine, bit for bit."""
+    """quantize(master) is what each layer multiplies by, and what the bridge gives an engine, bit for bit."""
     want = wide_model(**FAMILIES[family])
     actor = build_actor(want, LAYOUT, settings_of())
     parameters = {name: p.detach() for name, p in actor.named_local_parameters().items()}
@@ -232,7 +232,7 @@ def test_a_layer_multiplies_what_a_server_holds(family: str, num_layers: int) ->
         hidden = inputs[0].flatten(0, -2)
         weight, num_tokens = part.weight.detach(), len(hidden)
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, -num_tokens % BLOCK))
-        product = quantise_hidden(hidden).widened() @ quantise_weight(weight).widened().t()
+        product = quantize_hidden(hidden).widened() @ quantize_weight(weight).widened().t()
         same = torch.equal(product[:num_tokens], outputs[0].flatten(0, -2))
         seen[id(part)] = seen.get(id(part), True) and same
 
@@ -245,12 +245,12 @@ def test_a_layer_multiplies_what_a_server_holds(family: str, num_layers: int) ->
 
     plain = sglang_layout(want.architecture, 1, torch.bfloat16)
     source = Fp8SourceLayout(actor.tensors, Fp8EngineLayout(plain, expected_parameters(plain)))
-    quantised = {name: quantise_weight(p).widened() for name, p in parameters.items() if name.endswith(MATRICES)}
+    quantized = {name: quantize_weight(p).widened() for name, p in parameters.items() if name.endswith(MATRICES)}
     before = {name: p.clone() for name, p in parameters.items()}
     with Fp8Weights(source, 0, parameters).in_place():
         for name, parameter in parameters.items():
-            assert torch.equal(parameter, quantised.get(name, before[name])), name
-    assert len(quantised) == 2 * num_layers
+            assert torch.equal(parameter, quantized.get(name, before[name])), name
+    assert len(quantized) == 2 * num_layers
     assert not any(key.startswith("master/") for key in shards), "an fp32 parameter is its own master"
 
 
@@ -263,7 +263,7 @@ def test_served_logprobs_are_the_trainer_s_at_the_served_values() -> None:
     with torch.no_grad():
         for name, parameter in actor.named_local_parameters().items():
             if name.endswith(MATRICES):
-                parameter.copy_(quantise_weight(parameter).widened())
+                parameter.copy_(quantize_weight(parameter).widened())
     again = actor.forward_logprobs(micro_batches, TEMPERATURE)
     for one, other in zip(in_fp8, again, strict=True):
         assert torch.equal(one.logprobs, other.logprobs), "rounding what is rounded changes nothing"

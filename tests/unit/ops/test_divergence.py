@@ -1,4 +1,4 @@
-"""The generalised KL against fp64 from all logits, the golden values, and the gradients it stands for."""
+"""The generalized KL against fp64 from all logits, the golden values, and the gradients it stands for."""
 
 from __future__ import annotations
 

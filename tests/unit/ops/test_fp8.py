@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dapo.ops.fp8 import quantise_hidden, quantise_weight
+from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight
 
 
 def e4m3_values() -> torch.Tensor:
@@ -24,40 +24,40 @@ def test_hidden_states_are_rounded_to_the_nearest_of_the_format_under_a_scale_a_
         torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
         * torch.tensor([1e-6, 1e-2, 1, 77, 1e5])[:, None]
     )
-    quantised = quantise_hidden(hidden)
-    assert quantised.scales.shape == (5, 2)
+    quantized = quantize_hidden(hidden)
+    assert quantized.scales.shape == (5, 2)
     for token in range(5):
         for block in range(2):
-            values, scale = hidden[token, block * 128 : block * 128 + 128], float(quantised.scales[token, block])
+            values, scale = hidden[token, block * 128 : block * 128 + 128], float(quantized.scales[token, block])
             multiplier = 1 / scale
             assert 2.0 ** round(torch.tensor(multiplier).log2().item()) == multiplier
             assert 224 < float(values.abs().max()) * multiplier <= 448
             right = nearest_by_search(values.double() * multiplier) * scale
             # Ties, of which random fp32 has none, apart.
-            assert torch.equal(quantised.widened()[token, block * 128 : block * 128 + 128].double(), right)
+            assert torch.equal(quantized.widened()[token, block * 128 : block * 128 + 128].double(), right)
 
 
 def test_the_weight_has_a_scale_for_128_by_128() -> None:
     weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
     weight[130, 300] = 1000.0
-    quantised = quantise_weight(weight)
-    assert quantised.scales.shape == (2, 3)
-    one, loud = quantised.scales[0, 0], quantised.scales[1, 2]
+    quantized = quantize_weight(weight)
+    assert quantized.scales.shape == (2, 3)
+    one, loud = quantized.scales[0, 0], quantized.scales[1, 2]
     assert loud / one == 2.0 ** round(float((loud / one).log2())) and loud > 100 * one
     block = weight[128:256, 256:384]
     right = nearest_by_search(block.double() / float(loud)) * float(loud)
-    assert torch.equal(quantised.widened()[128:256, 256:384].double(), right)
+    assert torch.equal(quantized.widened()[128:256, 256:384].double(), right)
 
 
 def test_values_of_the_format_and_blocks_of_zeros_come_back_as_they_are() -> None:
     hidden = torch.zeros(2, 256)
     hidden[0, :120] = e4m3_values()[:120].float() * 2.0**-9
     hidden[0, 120] = 448 * 2.0**-9
-    assert torch.equal(quantise_hidden(hidden).widened(), hidden)
+    assert torch.equal(quantize_hidden(hidden).widened(), hidden)
 
 
 @pytest.mark.parametrize("amax", [2.0**-126, 1e-30, 448.0, 449.0, 3e38])
 def test_any_magnitude_fits(amax) -> None:
-    quantised = quantise_hidden(torch.full((1, 128), amax))
-    assert torch.isfinite(quantised.widened()).all()
-    assert abs(float(quantised.widened()[0, 0]) - amax) <= 2**-4 * amax
+    quantized = quantize_hidden(torch.full((1, 128), amax))
+    assert torch.isfinite(quantized.widened()).all()
+    assert abs(float(quantized.widened()[0, 0]) - amax) <= 2**-4 * amax

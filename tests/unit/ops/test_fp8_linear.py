@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dapo.ops.fp8 import quantise_hidden, quantise_weight, rounding_bound
+from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight, rounding_bound
 from megatron_dapo.ops.fp8_linear import blockwise_linear, blockwise_linear_of_any
 
 POSITIVE = sorted(
@@ -55,7 +55,7 @@ def test_the_three_products_are_those_of_the_rounded_values(inputs) -> None:
 
 def test_errors_are_within_the_bound_of_the_format(inputs) -> None:
     h, w = (part.detach() for part in inputs[:2])
-    of_h, of_w = rounding_bound(h, quantise_hidden(h)), rounding_bound(w, quantise_weight(w))
+    of_h, of_w = rounding_bound(h, quantize_hidden(h)), rounding_bound(w, quantize_weight(w))
     bound = of_h @ w.double().abs().T + h.double().abs() @ of_w.T + of_h @ of_w.T
     error = (blockwise_linear(h, w).double() - h.double() @ w.double().T).abs()
     share = error / bound

@@ -9,7 +9,7 @@ import pytest
 import torch
 from head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
-from megatron_dapo.ops.fp8 import quantise_hidden, quantise_weight
+from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight
 from megatron_dapo.ops.head import fp8_logits
 from megatron_dapo.ops.head.choice import Place, choose
 from megatron_dapo.ops.head.fp8_error import logit_error_bound, logprob_error_bound
@@ -21,7 +21,7 @@ SETTINGS = {"implementation": "te_fp8", "chunk_tokens": 16, "chunk_columns": 100
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize(("width", "vocab_size", "rows"), [(128, 37, 128), (256, 300, 384)])
-def test_logprobs_are_within_the_bound_and_exactly_those_of_the_quantised_values(
+def test_logprobs_are_within_the_bound_and_exactly_those_of_the_quantized_values(
     temperature, width, vocab_size, rows
 ) -> None:
     inputs = make(40, width, vocab_size, rows, scale=0.1, dtype=torch.bfloat16)
@@ -31,8 +31,8 @@ def test_logprobs_are_within_the_bound_and_exactly_those_of_the_quantised_values
     error = (found.logprobs.double() - right).abs()
     assert (error <= bound + 1e-5).all()
     assert error.max() > 1e-3, "nothing was rounded"
-    quantised = quantise_hidden(inputs[0]).widened(), quantise_weight(inputs[1]).widened(), inputs[2]
-    logprobs, entropy = exact_outputs(*quantised, temperature, vocab_size)
+    quantized = quantize_hidden(inputs[0]).widened(), quantize_weight(inputs[1]).widened(), inputs[2]
+    logprobs, entropy = exact_outputs(*quantized, temperature, vocab_size)
     torch.testing.assert_close(found.logprobs.double(), logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
 
@@ -42,7 +42,7 @@ def test_the_bound_holds_for_values_of_very_different_sizes_and_is_reached_to_a_
     hidden = torch.randn(16, 128, generator=generator) * 10.0 ** torch.randint(-6, 2, (16, 128), generator=generator)
     weight = torch.randn(128, 128, generator=generator) * 10.0 ** torch.randint(-6, 2, (128, 128), generator=generator)
     exact_logits = hidden.double() @ weight.double().T
-    logits = quantise_hidden(hidden).widened().double() @ quantise_weight(weight).widened().double().T
+    logits = quantize_hidden(hidden).widened().double() @ quantize_weight(weight).widened().double().T
     share = (logits - exact_logits).abs() / logit_error_bound(hidden, weight)
     assert 0.1 < share.max() <= 1.0
 
@@ -51,7 +51,7 @@ def test_gradients_are_of_the_fp8_probabilities_through_the_model_s_own_values()
     hidden, weight, targets = make(40, 128, 200, 256, scale=0.1)
     found = run((hidden, weight, targets), vocab_size=200, temperature=0.8, **SETTINGS)
     h, w = hidden.double(), weight.double()
-    logits = quantise_hidden(hidden).widened().double() @ quantise_weight(weight).widened().double().T
+    logits = quantize_hidden(hidden).widened().double() @ quantize_weight(weight).widened().double().T
     logits = (logits[:, :200] / 0.8).requires_grad_()
     log_p = torch.log_softmax(logits, 1)
     upstream = torch.randn(2, 40, generator=torch.Generator().manual_seed(1)).double()

@@ -98,7 +98,7 @@ def test_only_the_last_300_characters_count():
         ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
     ],
 )
-def test_normalisation(raw, expected):
+def test_normalization(raw, expected):
     assert normalize(raw) == expected
 
 

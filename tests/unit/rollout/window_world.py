@@ -1,4 +1,4 @@
-"""A world without models for windows: an engine that honours `max_new_tokens` and a response's own length, in any order."""
+"""A world without models for windows: an engine that honors `max_new_tokens` and a response's own length, in any order."""
 
 from __future__ import annotations
 

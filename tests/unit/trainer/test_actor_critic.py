@@ -80,7 +80,7 @@ def test_correct_responses_are_also_learned_by_heart() -> None:
 
 
 def test_all_tokens_of_a_rollout_weigh_the_same_where_asked() -> None:
-    """T-PPO's normalisation: sum / tokens of the rollout x mini-batches; here mini-batches of 1 and 2 responses."""
+    """T-PPO's normalization: sum / tokens of the rollout x mini-batches; here mini-batches of 1 and 2 responses."""
     losses = {}
     for aggregation in ("token_mean", "rollout_token_mean"):
         policy = FakePolicy()

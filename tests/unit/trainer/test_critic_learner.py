@@ -31,7 +31,7 @@ def test_values_stand_at_the_state_before_each_token() -> None:
         ("sample_mean", (sum(0.5 * (v - 1) ** 2 for v in (0.2, 0.3, 0.4)) / 3 + 0.5 * 0.8**2) / 2),
     ],
 )
-def test_the_loss_is_normalised_over_the_mini_batch(aggregation: str, expected: float) -> None:
+def test_the_loss_is_normalized_over_the_mini_batch(aggregation: str, expected: float) -> None:
     critic = FakeCritic()
     metrics = make_critic_learner(critic, aggregation=aggregation).learn(
         [with_targets("0/0", 3, 1.0), with_targets("0/1", 1, 1.0)], 0

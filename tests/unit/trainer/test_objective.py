@@ -7,7 +7,7 @@ import torch
 
 from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
-from megatron_dapo.trainer.objective import BehaviourTerms, PolicyObjective
+from megatron_dapo.trainer.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.types import MicroBatch
 
 
@@ -43,7 +43,7 @@ def test_loss_is_the_weighted_sum_of_all_terms(micro_batch):
         kl_estimator="k3",
     )
     weights, _ = objective.importance(micro_batch, old)
-    loss, metrics = objective(micro_batch, new, -entropy, BehaviourTerms(old, weights, ref))
+    loss, metrics = objective(micro_batch, new, -entropy, BehaviorTerms(old, weights, ref))
     expected = 0.0
     for t in range(7):
         if not micro_batch.loss_mask[t]:
@@ -62,7 +62,7 @@ def test_masked_positions_may_hold_anything(micro_batch):
     objective = PolicyObjective(build_policy_loss("ppo_clip"))
     logprobs = torch.full((7,), -1.0, requires_grad=True)
     old = torch.where(micro_batch.loss_mask > 0, -1.0, float("nan"))
-    loss, _ = objective(micro_batch, logprobs, torch.zeros(7), BehaviourTerms(old))
+    loss, _ = objective(micro_batch, logprobs, torch.zeros(7), BehaviorTerms(old))
     loss.backward()
     assert torch.isfinite(loss)
     assert bool((logprobs.grad[micro_batch.loss_mask == 0] == 0).all())
@@ -74,7 +74,7 @@ def test_without_a_coefficient_entropy_stays_out_of_the_graph(micro_batch):
     objective = PolicyObjective(build_policy_loss("ppo_clip"))
     entropy = torch.ones(7, requires_grad=True)
     logprobs = torch.full((7,), -1.0, requires_grad=True)
-    loss, metrics = objective(micro_batch, logprobs, entropy, BehaviourTerms(logprobs.detach()))
+    loss, metrics = objective(micro_batch, logprobs, entropy, BehaviorTerms(logprobs.detach()))
     loss.backward()
     assert entropy.grad is None
     assert float(metrics["entropy_sum"]) == 4.0

@@ -10,7 +10,7 @@ from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, expected_parameters
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
-from megatron_dapo.ops.fp8 import quantise_weight
+from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.served_weights import WEIGHTS
 
@@ -42,7 +42,7 @@ def live():
     return master, parameters, sglang_layout(architecture, 1, torch.bfloat16)
 
 
-def test_what_is_not_quantised_is_delivered_as_it_is(live):
+def test_what_is_not_quantized_is_delivered_as_it_is(live):
     master, parameters, engines = live
     weights = WEIGHTS["none"](master, 0, lambda: parameters, single_rank)
     assert weights.layouts(engines, lambda: pytest.fail("nobody needs to be asked")) == (master, engines)
@@ -58,7 +58,7 @@ def test_fp8_follows_the_parameters_and_gives_them_back(live):
     source, destination = weights.layouts(engines, lambda: [served.local_specs(0)])
     assert destination.tensors == served.tensors and source.num_ranks == 1
     for _ in range(2):
-        rounded = quantise_weight(parameters[DOWN].detach())
+        rounded = quantize_weight(parameters[DOWN].detach())
         current = weights.current()
         assert torch.equal(current[DOWN].view(torch.uint8), rounded.values.view(torch.uint8))
         assert torch.equal(current["model.layers.0.mlp.down_proj.weight_scale_inv"], rounded.scales)
@@ -67,7 +67,7 @@ def test_fp8_follows_the_parameters_and_gives_them_back(live):
             parameters[DOWN].mul_(3.0)  # the next version
     before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
     with weights.as_served():
-        assert torch.equal(parameters[DOWN].detach(), quantise_weight(before[DOWN]).widened())
+        assert torch.equal(parameters[DOWN].detach(), quantize_weight(before[DOWN]).widened())
         head = "0.output_layer.weight"
         assert torch.equal(parameters[head].detach(), before[head])
     assert all(torch.equal(tensor.detach(), before[name]) for name, tensor in parameters.items())

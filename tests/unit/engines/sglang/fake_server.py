@@ -390,8 +390,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.isdigit():
             fake.calls.append((path, body))
             return self._send(int(fault), {"error": {"message": f"fault {fault} to order {fake.key}"}})
-        authorised = fake.key is None or path == "/health"
-        if not authorised and self.headers.get("Authorization") != f"Bearer {fake.key}":
+        authorized = fake.key is None or path == "/health"
+        if not authorized and self.headers.get("Authorization") != f"Bearer {fake.key}":
             return self._send(401, {"error": "Unauthorized"})
         if fault == "behind_stop":
             body["sampling_params"]["stop_token_ids"].clear()

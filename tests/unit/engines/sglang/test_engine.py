@@ -31,7 +31,7 @@ def client_of(server: FakeServer, timeouts: Timeouts = TIMEOUTS) -> SglangClient
 
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    """make_engine(servers, **settings) -> an engine at policy version 0, labelled so on the servers."""
+    """make_engine(servers, **settings) -> an engine at policy version 0, labeled so on the servers."""
     engines: list[SglangEngine] = []
 
     def make(servers: list[FakeServer], timeouts: Timeouts = TIMEOUTS, **settings: object) -> SglangEngine:
@@ -383,7 +383,7 @@ def test_weights_with_another_label_are_not_trained_on(make_server, make_engine:
     requests = make_requests(4)
     engine.submit(requests)
     check_all(requests, drain(engine), servers[1])
-    assert "labelled 'default', not policy version 0" in engine.failed_servers[0]
+    assert "labeled 'default', not policy version 0" in engine.failed_servers[0]
 
 
 def test_versions_never_go_backwards_nor_change_under_a_response(server: FakeServer, make_engine: MakeEngine) -> None:

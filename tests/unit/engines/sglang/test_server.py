@@ -27,17 +27,17 @@ import json, os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 options = dict(zip(sys.argv[1:], sys.argv[2:]))
-behaviour = json.loads({behaviour!r})
+behavior = json.loads({behavior!r})
 key = open(options["--api-key-file"]).read()
 print("engine starts", flush=True)
 
-if behaviour.get("hang"):
+if behavior.get("hang"):
     time.sleep(600)
-if behaviour.get("fail"):
+if behavior.get("fail"):
     print("Traceback (most recent call last):\\n  File x\\nValueError: the first error\\n"
           "Traceback (most recent call last):\\n  File y\\nRuntimeError: what follows", flush=True)
     sys.exit(3)
-if behaviour.get("children"):
+if behavior.get("children"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", stubborn])
@@ -46,8 +46,8 @@ if behaviour.get("children"):
 server = {{"version": "0.5.17", "dtype": "float32", "tp_size": 1, "max_total_num_tokens": 64,
           "enable_deterministic_inference": False, "custom_weight_loader": [options["--custom-weight-loader"]]}}
 model = {{"model_path": options["--model-path"], "architectures": ["Qwen2ForCausalLM"]}}
-server.update(behaviour.get("server", {{}}))
-model.update(behaviour.get("model", {{}}))
+server.update(behavior.get("server", {{}}))
+model.update(behavior.get("model", {{}}))
 
 class Handler(BaseHTTPRequestHandler):
     def answer(self, status, document):
@@ -58,13 +58,13 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
     def do_GET(self):
         if self.path == "/health":
-            return self.answer(behaviour.get("health", 200), {{}})
-        if self.headers["Authorization"] != "Bearer " + behaviour.get("key", key):
+            return self.answer(behavior.get("health", 200), {{}})
+        if self.headers["Authorization"] != "Bearer " + behavior.get("key", key):
             return self.answer(401, {{}})
         self.answer(200, {{"/server_info": server, "/model_info": model}}[self.path])
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(400, {{"error": "valid range is [0, %d)" % behaviour.get("vocab_size", 300)}})
+        self.answer(400, {{"error": "valid range is [0, %d)" % behavior.get("vocab_size", 300)}})
 
 ThreadingHTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
 """
@@ -77,14 +77,14 @@ def running(pids: list[int]) -> list[int]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Callable[..., ServerSettings]:
-    """settings(behaviour, **fields): of a server whose interpreter is the script with that behaviour."""
+    """settings(behavior, **fields): of a server whose interpreter is the script with that behavior."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 300}))
 
-    def make(behaviour: dict[str, Any] | None = None, **fields: Any) -> ServerSettings:
+    def make(behavior: dict[str, Any] | None = None, **fields: Any) -> ServerSettings:
         script = tmp_path / "engine.py"
-        script.write_text(ENGINE.format(python=sys.executable, behaviour=json.dumps(behaviour or {})))
+        script.write_text(ENGINE.format(python=sys.executable, behavior=json.dumps(behavior or {})))
         script.chmod(0o700)
         return ServerSettings(
             **{
@@ -161,7 +161,7 @@ def test_one_that_ends_is_reported_at_once_with_the_first_cause_last(settings: A
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "message"),
+    ("behavior", "message"),
     [
         ({"model": {"architectures": ["LlamaForCausalLM"]}}, "architecture LlamaForCausalLM, not Qwen2ForCausalLM"),
         ({"vocab_size": 512}, "vocab_size 512, not 300"),
@@ -176,9 +176,9 @@ def test_one_that_ends_is_reported_at_once_with_the_first_cause_last(settings: A
     ],
 )
 def test_one_that_serves_something_else_is_refused_and_ended(
-    settings: Any, start: Any, behaviour: dict[str, Any], message: str
+    settings: Any, start: Any, behavior: dict[str, Any], message: str
 ) -> None:
-    server = start(settings(behaviour))
+    server = start(settings(behavior))
     with pytest.raises(EngineStartError, match=message):
         server.wait_until_healthy()
     assert not running([server.pid])

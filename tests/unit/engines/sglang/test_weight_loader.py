@@ -186,7 +186,7 @@ def test_a_late_message_does_not_stop_the_delivery_that_is_under_way(model, aren
 
 def test_noise_and_checksums(model, arena):
     before = _send(model, arena, Command("1", "checksums", "d")).checksums
-    assert _send(model, arena, Command("2", "randomise", seed=1)).ok
+    assert _send(model, arena, Command("2", "randomize", seed=1)).ok
     after = _send(model, arena, Command("3", "checksums", "f")).checksums
     assert set(before) == {"embed_tokens.weight", "norm.weight"} and all(before[n] != after[n] for n in before)
 

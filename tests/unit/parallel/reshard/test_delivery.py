@@ -212,7 +212,7 @@ def test_adopting_checks_and_declares_without_a_ledger(receiver):
 def test_noise_changes_everything_and_the_version_is_unknown(receiver):
     _deliver(receiver, _manifest())
     before = receiver.checksums()
-    report = receiver.handle(Command("1", "randomise", seed=3), Bytes(torch.empty(0)))
+    report = receiver.handle(Command("1", "randomize", seed=3), Bytes(torch.empty(0)))
     after = receiver.handle(Command("2", "checksums"), Bytes(torch.empty(0))).checksums
     assert report.ok and report.version is None and all(after[name] != before[name] for name in before)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from megatron_dapo.ops.fp8 import quantise_weight
+from megatron_dapo.ops.fp8 import quantize_weight
 from tools.quantization import calibrate
 from tools.quantization.formats import FORMATS
 from tools.quantization.probe import compare, logprobs_of
@@ -58,7 +58,7 @@ def test_blocks_are_the_trainers_bit_for_bit(written) -> None:
     stored = quantized_matrices(folder)
     assert len(stored) == NUM_MATRICES
     for name, tensors in stored.items():
-        ours = quantise_weight(before.get_submodule(name).weight)
+        ours = quantize_weight(before.get_submodule(name).weight)
         assert torch.equal(tensors["weight"].float(), ours.values.float())
         assert torch.equal(tensors["weight_scale_inv"], ours.scales)
 

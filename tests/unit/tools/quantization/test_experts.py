@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from megatron_dapo.ops.fp8 import quantise_weight
+from megatron_dapo.ops.fp8 import quantize_weight
 from tools.quantization import calibrate
 from tools.quantization.experts import SeparateExperts, separate_experts
 from tools.quantization.formats import FORMATS
@@ -68,7 +68,7 @@ def test_every_expert_s_matrix_is_rounded_to_the_nearest(written, separated, nam
             right = (weight / tensors["weight_scale"]).to(torch.float8_e4m3fn)
             assert float(tensors["input_scale"]) > 0, module
         else:
-            ours = quantise_weight(weight)
+            ours = quantize_weight(weight)
             right = ours.values
             assert torch.equal(tensors["weight_scale_inv"], ours.scales)
         assert torch.equal(tensors["weight"].float(), right.float()), module
