@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule, build_lambda_rule
 from megatron_dapo.algorithms.value_loss import build_value_loss
+from megatron_dapo.checkpoints.atomic_directory import replace_directory
 from megatron_dapo.checkpoints.critic import HeadStart
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import critic_schedule_steps
@@ -20,7 +21,6 @@ from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimi
 from megatron_dapo.trainer.critic_advantages import AdvantageSettings
 from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
 from megatron_dapo.trainer.critic_state import load_training_state, save_training_state
-from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.pretraining import StopRule
 from megatron_dapo.trainer.run_world import RunWorld
 
@@ -132,9 +132,7 @@ def export_critic_folder(config: Config, critic: MegatronCritic, target: Path) -
     """The critic as a Hugging Face folder with its optimizer state beside; an earlier one is replaced once it is whole.
     All ranks of the critic call it.
     """
-
-    def write(folder: Path) -> None:
-        critic.export(folder, critic_start(config))
-        save_training_state(folder, critic, critic.layout, critic.rank)
-
-    return replace_folder(target, write, critic.part.group)
+    with replace_directory(target, critic.part.group) as directory:
+        critic.export(directory, critic_start(config))
+        save_training_state(directory, critic, critic.layout, critic.rank)
+    return target

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.checkpoints.atomic_directory import replace_directory
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.config.architecture import read_architecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
@@ -44,7 +45,6 @@ from megatron_dapo.trainer.checkpointing import Checkpoints, CriticState, RunPro
 from megatron_dapo.trainer.critic_learner import CriticLearner
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.evaluator import Evaluator
-from megatron_dapo.trainer.export import replace_folder
 from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
 from megatron_dapo.trainer.model_moves import CRITIC, POLICY, REFERENCE, ModelMoves
@@ -306,11 +306,8 @@ def _exports(run: Run, reason: str) -> dict[str, Path]:
 def _export_policy(config: Config, actor: MegatronActor, world: RunWorld, target: Path) -> None:
     tensors, group = actor.tensors, world.policy.group
     parameters = {name: tensor.detach() for name, tensor in actor.named_local_parameters().items()}
-    replace_folder(
-        target,
-        lambda folder: export_to_huggingface(folder, config.model.path, tensors, parameters, group),
-        group,
-    )
+    with replace_directory(target, group) as directory:
+        export_to_huggingface(directory, config.model.path, tensors, parameters, group)
 
 
 def _summarize(
