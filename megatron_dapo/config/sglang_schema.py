@@ -35,8 +35,10 @@ class SglangConfig(Section):
     """File with the API key of the servers in urls, readable by its owner alone. "": servers started here get a fresh
     key in the run's folder."""
 
-    host: str = "127.0.0.1"
-    """Interface the started servers listen on. Anything but loopback lets other machines try the key."""
+    host: str = "auto"
+    """Address the started servers listen on. auto: loopback in a run on one node; on several, each node's own address
+    towards the rendezvous host. 0.0.0.0: every interface, with the address of auto in the URL. Anything but loopback lets
+    other nodes try the key."""
 
     placement: Placement = "colocated"
     """colocated: servers share the trainer's devices, generation and training alternate. disaggregated: servers have

@@ -331,8 +331,10 @@ def run_folder_problem(folder: Path) -> str:
 
 def ports_problem(host: str, count: int) -> str:
     """Why `count` ports cannot be had on `host` at once, "" where they can. They are given back."""
-    from megatron_dapo.engines.sglang.ports import reserve_port
+    from megatron_dapo.engines.sglang.ports import listen_address, reserve_port
+    from megatron_dapo.parallel.peer_group import LOOPBACK
 
+    host = listen_address(host, LOOPBACK).bind
     with ExitStack() as stack:
         try:
             for _ in range(count):

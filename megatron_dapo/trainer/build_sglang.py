@@ -29,6 +29,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.sglang.client import ColocatedClient, EngineError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.keys import create_key, read_key
+from megatron_dapo.engines.sglang.ports import listen_address, require_reachable
 from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter
 from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import EngineServer, SglangServer
@@ -183,6 +184,8 @@ def _settings(site: _Site, place: int) -> ServerSettings:
     config, sglang = site.config, site.config.sglang
     cuda = site.device == "cuda"
     first = place * sglang.tensor + (site.processes_here if sglang.placement == "disaggregated" else 0)
+    address = listen_address(sglang.host, _own_address(site))
+    require_reachable(address, sglang.host, site.nodes.num_nodes)
     # A server on a CPU would take a fixed number whatever it needs.
     on_cpu = None if cuda else sglang.max_running_requests * (config.longest_sequence + SPARE_POSITIONS)
     return ServerSettings(
@@ -193,7 +196,8 @@ def _settings(site: _Site, place: int) -> ServerSettings:
         device=site.device,
         tensor_parallel=sglang.tensor,
         dtype=config.model.dtype,
-        host=sglang.host,
+        host=address.bind,
+        advertised_host=address.advertised,
         max_running_requests=sglang.max_running_requests,
         max_total_tokens=sglang.max_total_tokens or on_cpu,
         memory_fraction=sglang.memory_fraction if cuda else None,

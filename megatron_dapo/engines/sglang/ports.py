@@ -1,8 +1,9 @@
-"""Ports that nobody else can take between their choice and the server's own bind."""
+"""Addresses of servers, and ports that no other process can take between their choice and the server's own bind."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import random
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,52 @@ from pathlib import Path
 _FIRST, _LAST = 20000, 65535
 _DEFAULT_EPHEMERAL = (32768, 60999)
 _NUM_TRIES = 2000
+
+
+AUTOMATIC = "auto"
+_ALL_INTERFACES = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """The address a server of this node binds, and the one at which every node of the run reaches it."""
+
+    bind: str
+    advertised: str
+
+
+def listen_address(host: str, own_address: str) -> ListenAddress:
+    """Return the address for servers of this node under sglang.host = `host`.
+
+    own_address: this node's address as seen from the other nodes. "auto" binds and advertises it; 0.0.0.0 binds every
+    interface and advertises it; any other `host` is both.
+    """
+    if host == AUTOMATIC:
+        return ListenAddress(own_address, own_address)
+    return ListenAddress(host, own_address if host in _ALL_INTERFACES else host)
+
+
+def require_reachable(address: ListenAddress, host: str, num_nodes: int) -> None:
+    """Raise ValueError if servers on several nodes would advertise loopback, where no other node reaches them."""
+    if num_nodes == 1 or not is_loopback(address.advertised):
+        return
+    fix = (
+        "the rendezvous host (MASTER_ADDR) resolves to loopback on this node: give it by an address that all nodes reach"
+        if host in (AUTOMATIC, *_ALL_INTERFACES)
+        else f'set it to "{AUTOMATIC}", which advertises each node\'s own address'
+    )
+    raise ValueError(
+        f'sglang.host = "{host}" advertises servers at {address.advertised}, which is loopback, but the run has '
+        f"{num_nodes} nodes: {fix}"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is reached from its own node alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass
@@ -50,7 +97,7 @@ def reserve_port(host: str) -> ReservedPort:
             bound.close()
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ValueError(
-                    f"host {host!r} is no address of this machine: name one of its interfaces, or 127.0.0.1"
+                    f'host {host!r} is no address of this node: give one that is, or set sglang.host to "{AUTOMATIC}"'
                 ) from error
             continue
         return ReservedPort(host, number, bound)

@@ -65,7 +65,7 @@ class SglangServer:
     ) -> None:
         """See `start`."""
         self.settings, self.index, self.key_file, self.log = settings, index, settings.key_file, log
-        self.url = _url(settings.host, ports[0].number)
+        self.url = _url(settings.url_host, ports[0].number)
         self.info: ServerInfo | None = None
         self._expectation, self._process, self._ports, self._scratch = expectation, process, ports, scratch
         self._tree = ProcessTree(process)

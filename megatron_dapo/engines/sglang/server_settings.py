@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_dapo.engines.sglang.ports import is_loopback
+
 WEIGHT_LOADER = "megatron_dapo.engines.sglang.weight_loader.load"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 # SGLang's names of element types -> ours.
@@ -51,7 +53,9 @@ class ServerSettings:
     tensor_parallel: int = 1
     dtype: str = "float32"
     host: str = "127.0.0.1"
-    """Address to listen on: loopback, or that of one interface."""
+    """Address to bind: loopback, that of one interface, or 0.0.0.0 with an advertised_host."""
+    advertised_host: str = ""
+    """Address at which the other nodes of the run reach the server; "": host."""
     max_running_requests: int = 128
     max_total_tokens: int | None = None
     """Tokens the KV cache holds; None: as many as fit into `memory_fraction` (a GPU), 65,536 (a CPU)."""
@@ -82,14 +86,21 @@ class ServerSettings:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.host in ("0.0.0.0", "::", ""):
-            raise ValueError(f"host {self.host!r} means every interface: name the one the engine may be reached on")
+        if self.url_host in ("0.0.0.0", "::", ""):
+            raise ValueError(
+                f"host {self.host!r} means every interface: give the address to reach it by (advertised_host)"
+            )
         if self.quantization not in _MODEL_OVERRIDES:
             raise ValueError(f"quantization {self.quantization!r} is not one of {', '.join(_MODEL_OVERRIDES)}")
         if self.quantization != "none" and self.device == "cuda" and self.dtype in ("float32", "float"):
             raise ValueError("FP8 on a GPU takes activations of 16 bits, not float32: set model.dtype = bfloat16")
         if self.gpus and len(self.gpus) != self.tensor_parallel:
             raise ValueError(f"gpus {self.gpus}: {len(self.gpus)} for tensor_parallel {self.tensor_parallel}")
+
+    @property
+    def url_host(self) -> str:
+        """Host of the server's URL, the same on every node."""
+        return self.advertised_host or self.host
 
 
 def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: Path) -> list[str]:
@@ -143,7 +154,7 @@ def environment(settings: ServerSettings, scratch: Path, inherited: Mapping[str,
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
     }
-    if _is_loopback(settings.host):
+    if is_loopback(settings.host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"
     if settings.gpus:
         kept[_VISIBLE] = _visible(settings.gpus, inherited.get(_VISIBLE))
@@ -188,7 +199,3 @@ def _cpu_environment(settings: ServerSettings) -> dict[str, str]:
         cores = (str(rank % num_cores) for rank in range(settings.tensor_parallel))
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     return variables
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -160,7 +160,7 @@ def test_a_folder_another_run_works_in(tmp_path: Path) -> None:
 
 def test_ports() -> None:
     assert gather.ports_problem("127.0.0.1", 3) == ""
-    assert "no address of this machine" in gather.ports_problem("192.0.2.1", 1)
+    assert "no address of this node" in gather.ports_problem("192.0.2.1", 1)
 
 
 def test_key(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.engines.sglang.ports import reserve_port
+from megatron_dapo.engines.sglang.ports import ListenAddress, listen_address, require_reachable, reserve_port
 
 HOST = "127.0.0.1"
 
@@ -40,7 +40,7 @@ def test_many_at_once_never_clash() -> None:
 
 def test_processes_never_clash(repository: Path) -> None:
     code = (
-        "import sys; from megatron_dapo.engines.sglang.ports import reserve_port\n"
+        "import sys; from megatron_dapo.engines.sglang.ports import ListenAddress, listen_address, require_reachable, reserve_port\n"
         "ports = [reserve_port('127.0.0.1') for _ in range(64)]; [port.hand_over() for port in ports]\n"
         "print(*[port.number for port in ports], flush=True); sys.stdin.read()"
     )
@@ -87,8 +87,27 @@ def test_the_server_gets_it_and_nobody_else_not_even_between_two_servers() -> No
 
 
 @pytest.mark.parametrize(
-    ("host", "message"), [("192.0.2.1", "no address of this machine"), ("no.such.host.invalid", "has no address")]
+    ("host", "message"), [("192.0.2.1", "no address of this node"), ("no.such.host.invalid", "has no address")]
 )
 def test_a_host_that_is_not_ours(host: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         reserve_port(host)
+
+
+@pytest.mark.parametrize(
+    ("host", "bind", "advertised"),
+    [("auto", "10.0.0.2", "10.0.0.2"), ("0.0.0.0", "0.0.0.0", "10.0.0.2"), ("10.1.0.2", "10.1.0.2", "10.1.0.2")],
+)
+def test_each_node_advertises_its_own_address(host: str, bind: str, advertised: str) -> None:
+    address = listen_address(host, "10.0.0.2")
+    assert address == ListenAddress(bind, advertised)
+    require_reachable(address, host, num_nodes=2)
+
+
+@pytest.mark.parametrize("host", ["auto", "0.0.0.0", "127.0.0.1", "localhost", "::1"])
+def test_loopback_is_refused_on_several_nodes(host: str) -> None:
+    address = listen_address(host, "127.0.1.1")
+    require_reachable(address, host, num_nodes=1)
+    fix = "MASTER_ADDR" if host in ("auto", "0.0.0.0") else 'set it to "auto"'
+    with pytest.raises(ValueError, match=f"is loopback, but the run has 2 nodes: .*{fix}"):
+        require_reachable(address, host, num_nodes=2)

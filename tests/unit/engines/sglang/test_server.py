@@ -17,6 +17,7 @@ import pytest
 
 from megatron_dapo.engines.sglang import server as server_module
 from megatron_dapo.engines.sglang.keys import create_key
+from megatron_dapo.engines.sglang.ports import listen_address
 from megatron_dapo.engines.sglang.served import EngineStartError, Expectation
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_log import first_cause
@@ -121,6 +122,21 @@ def test_a_healthy_server_is_checked_used_and_ended(settings: Any, start: Any) -
     server.stop()
     assert not server.is_alive() and not running([server.pid])
     server.stop()  # a second time does nothing
+
+
+@pytest.mark.parametrize("host", ["auto", "0.0.0.0"])
+def test_servers_of_two_nodes_are_reached_at_their_own_addresses(settings: Any, start: Any, host: str) -> None:
+    """Two loopback addresses stand in for two nodes: the server of the second is not looked for at the first's."""
+    urls = []
+    for index, own_address in enumerate(("127.0.0.1", "127.0.0.2")):
+        address = listen_address(host, own_address)
+        server = start(settings(host=address.bind, advertised_host=address.advertised), index)
+        assert server.wait_until_healthy().vocab_size == 300
+        urls.append(server.url)
+        port = int(server.url.rpartition(":")[2])
+        with socket.socket() as other:  # an address of neither node
+            assert (other.connect_ex(("127.0.0.3", port)) == 0) == (host == "0.0.0.0")
+    assert [url.split(":")[1] for url in urls] == ["//127.0.0.1", "//127.0.0.2"]
 
 
 def test_what_it_leaves_is_removed_and_every_start_has_its_log(settings: Any, start: Any) -> None:
