@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_dapo.cli.precision_plan import precision_lines
 from megatron_dapo.config import (
     ArchitectureFacts,
     Config,
@@ -22,8 +23,7 @@ from megatron_dapo.config import (
 from megatron_dapo.config.inputs import critics_of_other_models
 from megatron_dapo.config.optimizer_schema import OptimizerConfig
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
-from megatron_dapo.trainer.precision_plan import precision_lines
+from megatron_dapo.trainer.topology import critic_layout, parallel_layout
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.layout import Layout, ShiftedLayout
 from megatron_dapo.parallel.reshard.planner import plan
 from megatron_dapo.parallel.reshard.traffic import Links, TrafficTable, traffic_table
-from megatron_dapo.trainer.parallel_layout import parallel_layout
 from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, EXPECTED_SOURCES
+from megatron_dapo.trainer.topology import parallel_layout
 
 GB, MIB = 1e9, 1 << 20
 NUM_TOP_SENDERS = 5

@@ -259,7 +259,7 @@ def checkpoint_sizes(config: Config) -> list[CheckpointSize]:
     """Of the policy on the run's layout, and of the critic where there is one. ValueError where a model does not fit its
     layout."""
     from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
-    from megatron_dapo.trainer.parallel_layout import critic_layout, parallel_layout
+    from megatron_dapo.trainer.topology import critic_layout, parallel_layout
 
     architecture, dtype = ModelArchitecture.from_directory(config.model.path), DTYPES[config.model.dtype]
     models = [("policy", architecture, parallel_layout(config, config.num_processes))]

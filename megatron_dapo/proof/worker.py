@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
+from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import load_from_huggingface
@@ -46,7 +47,6 @@ from megatron_dapo.proof.cases import (
 )
 from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
 from megatron_dapo.proof.report import CheckLossSettings, LossCheckRow
-from megatron_dapo.trainer.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.types import MicroBatch, TrainSample
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from typing import Protocol
 import torch
 
 from megatron_dapo.algorithms.token_rewards import token_divergence
-from megatron_dapo.trainer.critic_advantages import AdvantageSettings, EstimatedBatch, estimate_advantages
+from megatron_dapo.algorithms.value_advantages import AdvantageSettings, EstimatedBatch, estimate_advantages
+from megatron_dapo.trainer.actor_learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.critic_learner import CriticCounters
-from megatron_dapo.trainer.learner import LearnerCounters, LearnResult
-from megatron_dapo.trainer.update_order import InTurn, UpdateOrder
+from megatron_dapo.trainer.update_order import SequentialUpdate, UpdateOrder
 from megatron_dapo.types import TrainSample
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class ActorCriticLearner:
         self.critic = critic
         self._settings = settings
         self._phase = phase
-        self._order = order or InTurn(phase)
+        self._order = order or SequentialUpdate(phase)
 
     @property
     def counters(self) -> LearnerCounters:
@@ -95,7 +95,7 @@ class ActorCriticLearner:
         return self.policy.counters
 
     def learn(self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None) -> LearnResult:
-        """One pass over a rollout batch. Errors as in `Learner.learn`; ValueError where no value is finite."""
+        """One pass over a rollout batch. Errors as in `PolicyLearner.learn`; ValueError where no value is finite."""
         with self._phase("values"):
             values = self.critic.values(samples)
         penalties = self._penalties(samples)
@@ -114,7 +114,7 @@ class ActorCriticLearner:
         return self._settings.has_converged(self.critic.counters.history)
 
     def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
-        """See `Learner.compare`."""
+        """See `PolicyLearner.compare`."""
         return self.policy.compare(samples, temperature)
 
     def _learn_policy(self, batch: EstimatedBatch, train_step: int, mismatch_gate: float | None) -> LearnResult:

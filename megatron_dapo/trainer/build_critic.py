@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule, build_lambda_rule
+from megatron_dapo.algorithms.stop_rule import StopRule
+from megatron_dapo.algorithms.value_advantages import AdvantageSettings
 from megatron_dapo.algorithms.value_loss import build_value_loss
 from megatron_dapo.checkpoints.atomic_directory import replace_directory
 from megatron_dapo.checkpoints.critic import HeadStart
@@ -18,11 +20,9 @@ from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.trainer.actor_critic import ActorCriticSettings
 from megatron_dapo.trainer.build_model import model_settings
 from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
-from megatron_dapo.trainer.critic_advantages import AdvantageSettings
 from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
 from megatron_dapo.trainer.critic_state import load_training_state, save_training_state
-from megatron_dapo.trainer.pretraining import StopRule
-from megatron_dapo.trainer.run_world import RunWorld
+from megatron_dapo.trainer.topology import RunTopology
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def critic_start(config: Config) -> Path:
     return Path(config.critic.path) if config.critic.path else config.model.path
 
 
-def build_critic(config: Config, world: RunWorld, beside: Sequence[TrainedModel]) -> MegatronCritic:
+def build_critic(config: Config, world: RunTopology, beside: Sequence[TrainedModel]) -> MegatronCritic:
     """This rank's part of the critic, from critic.path or else from the policy; with its optimizer where that is kept.
     `beside`: the models of this process.
 

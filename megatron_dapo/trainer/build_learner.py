@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
@@ -21,6 +22,7 @@ from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
+from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
 from megatron_dapo.trainer.build_critic import (
     build_critic,
     build_critic_learner,
@@ -30,16 +32,14 @@ from megatron_dapo.trainer.build_critic import (
 from megatron_dapo.trainer.build_model import model_settings
 from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
 from megatron_dapo.trainer.critic_learner import CriticLearner
-from megatron_dapo.trainer.elsewhere import CriticElsewhere, PolicyElsewhere
-from megatron_dapo.trainer.learner import Learner, LearnerSettings
-from megatron_dapo.trainer.objective import PolicyObjective
-from megatron_dapo.trainer.run_world import RunWorld
-from megatron_dapo.trainer.update_order import AtOnce, InTurn
+from megatron_dapo.trainer.elsewhere import RemoteCritic, RemotePolicy
+from megatron_dapo.trainer.topology import RunTopology
+from megatron_dapo.trainer.update_order import ConcurrentUpdate, SequentialUpdate
 
 logger = logging.getLogger(__name__)
 
 
-def build_actor(config: Config, world: RunWorld) -> MegatronActor | None:
+def build_actor(config: Config, world: RunTopology) -> MegatronActor | None:
     """This rank's part of the policy with the weights of model.path; None on ranks of the critic alone. Collective."""
     if not world.policy.is_member:
         join_as_nonmember(world.policy_layout, world.policy, config.run.wait_timeout_seconds)
@@ -47,7 +47,7 @@ def build_actor(config: Config, world: RunWorld) -> MegatronActor | None:
     return _load_policy(config, world)
 
 
-def _load_policy(config: Config, world: RunWorld) -> MegatronActor:
+def _load_policy(config: Config, world: RunTopology) -> MegatronActor:
     architecture = ModelArchitecture.from_directory(config.model.path)
     has_weights = any(config.model.path.glob("*.safetensors")) or not config.model.allow_random_init
 
@@ -77,17 +77,17 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 
 def build_learner(
-    config: Config, actor: MegatronActor | None, world: RunWorld, phase: Phase
-) -> Learner | ActorCriticLearner:
+    config: Config, actor: MegatronActor | None, world: RunTopology, phase: Phase
+) -> PolicyLearner | ActorCriticLearner:
     """The learner of the actor by algorithm.name; `actor` is None on ranks of the critic alone."""
     return _LEARNERS[config.algorithm.name](config, actor, world, phase)
 
 
 def _policy_learner(
-    config: Config, actor: MegatronActor, world: RunWorld, phase: Phase, reference: MegatronActor | None
-) -> Learner:
+    config: Config, actor: MegatronActor, world: RunTopology, phase: Phase, reference: MegatronActor | None
+) -> PolicyLearner:
     objective = _objective(config.algorithm, actor)
-    return Learner(
+    return PolicyLearner(
         actor,
         objective,
         world.policy_layout,
@@ -100,19 +100,19 @@ def _policy_learner(
     )
 
 
-def _reference(config: Config, world: RunWorld, is_needed: bool) -> MegatronActor | None:
+def _reference(config: Config, world: RunTopology, is_needed: bool) -> MegatronActor | None:
     """The policy as it was; it is never trained, so its optimizer state stays unmade."""
     return _load_policy(config, world) if is_needed and world.policy.is_member else None
 
 
-def _dapo_learner(config: Config, actor: MegatronActor, world: RunWorld, phase: Phase) -> Learner:
+def _dapo_learner(config: Config, actor: MegatronActor, world: RunTopology, phase: Phase) -> PolicyLearner:
     """Group advantages and a clipped policy loss; a reference policy where the loss has a KL term."""
     reference = _reference(config, world, config.algorithm.kl_loss_coefficient > 0)
     return _policy_learner(config, actor, world, phase, reference)
 
 
 def _actor_critic_learner(
-    config: Config, actor: MegatronActor | None, world: RunWorld, phase: Phase
+    config: Config, actor: MegatronActor | None, world: RunTopology, phase: Phase
 ) -> ActorCriticLearner:
     """A critic's advantages; a reference policy where loss or reward have a KL term."""
     algorithm = config.algorithm
@@ -121,7 +121,7 @@ def _actor_critic_learner(
 
 
 def build_value_pretrainer(
-    config: Config, actor: MegatronActor | None, world: RunWorld, phase: Phase
+    config: Config, actor: MegatronActor | None, world: RunTopology, phase: Phase
 ) -> ActorCriticLearner:
     """The critic learns, the policy stands still."""
     return _with_critic(config, actor, world, phase, pretraining_settings(config), with_reference=False)
@@ -130,26 +130,28 @@ def build_value_pretrainer(
 def _with_critic(
     config: Config,
     actor: MegatronActor | None,
-    world: RunWorld,
+    world: RunTopology,
     phase: Phase,
     settings: ActorCriticSettings,
     with_reference: bool,
 ) -> ActorCriticLearner:
     reference = _reference(config, world, with_reference)
-    policy = _policy_learner(config, actor, world, phase, reference) if actor else PolicyElsewhere()
+    policy = _policy_learner(config, actor, world, phase, reference) if actor else RemotePolicy()
     here = [model for model in (actor, reference) if model is not None]
     for model in here:
         model.rest()  # makes room for the critic
     critic = _critic_side(config, world, here)
-    order = InTurn(phase) if world.is_shared else AtOnce(world, policy.counters, critic.counters, phase)
+    order = (
+        SequentialUpdate(phase) if world.is_shared else ConcurrentUpdate(world, policy.counters, critic.counters, phase)
+    )
     return ActorCriticLearner(policy, critic, settings, phase, order)
 
 
-def _critic_side(config: Config, world: RunWorld, beside: Sequence[MegatronActor]) -> CriticLearner | CriticElsewhere:
+def _critic_side(config: Config, world: RunTopology, beside: Sequence[MegatronActor]) -> CriticLearner | RemoteCritic:
     if world.critic.is_member:
         return build_critic_learner(config, build_critic(config, world, beside))
     join_as_nonmember(world.critic_layout, world.critic, config.run.wait_timeout_seconds)
-    return CriticElsewhere()
+    return RemoteCritic()
 
 
 def _objective(algorithm: AlgorithmConfig, actor: MegatronActor) -> PolicyObjective:
@@ -209,7 +211,7 @@ def _learner_settings(config: Config) -> LearnerSettings:
     )
 
 
-_LEARNERS: dict[str, Callable[..., Learner | ActorCriticLearner]] = {
+_LEARNERS: dict[str, Callable[..., PolicyLearner | ActorCriticLearner]] = {
     "dapo": _dapo_learner,
     "ppo": _actor_critic_learner,
     "vapo": _actor_critic_learner,

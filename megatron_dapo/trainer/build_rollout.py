@@ -40,7 +40,7 @@ from megatron_dapo.types import Group, Prompt, SamplingParams
 
 
 @dataclass
-class Driver:
+class RolloutContext:
     """What only the rank that drives the rollout has: data, verifiers, collector."""
 
     inputs: ModelInputs
@@ -58,9 +58,9 @@ class Driver:
         return statistics.num_disagreements / max(1, statistics.num_compared)
 
 
-def build_driver(
+def build_rollout_context(
     config: Config, engine: CollectiveEngine, on_progress: Callable[[CollectProgress], None], stack: ExitStack
-) -> Driver:
+) -> RolloutContext:
     """Data, verifiers and the collector; `stack` closes the verifiers' processes."""
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
     scorer = stack.enter_context(_scorer(config))
@@ -79,7 +79,9 @@ def build_driver(
         stream, dataset.by_id, engine, SampleScorer(scorer, inputs.decode, _overlong_penalty(config)), on_progress
     )
     collector = _COLLECTORS[config.algorithm.name](config, parts, sampling)
-    return Driver(inputs, scorer, collector, stream, tuple(dataset.prompts), _evaluation_task(config, inputs, pool))
+    return RolloutContext(
+        inputs, scorer, collector, stream, tuple(dataset.prompts), _evaluation_task(config, inputs, pool)
+    )
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,16 @@ from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.sglang.client import ColocatedClient, EngineError, SglangClient, Timeouts
+from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
+from megatron_dapo.engines.sglang.frontend import DirectFrontend, Frontend, RouterFrontend
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.ports import listen_address, require_reachable
 from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter
 from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import EngineServer, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
+from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, Servers, StartedServers
 from megatron_dapo.launch.environment import rendezvous_host
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
@@ -48,9 +51,6 @@ from megatron_dapo.parallel.reshard.planner import plan
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.elsewhere import without_engines
 from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, WEIGHTS, ServedWeights
-from megatron_dapo.trainer.sglang_engines import SglangEngines, SharedDevice
-from megatron_dapo.trainer.sglang_frontend import DirectFrontend, Frontend, RouterFrontend
-from megatron_dapo.trainer.sglang_servers import ExternalServers, ReadyServer, Servers, StartedServers
 
 MEBIBYTE = 1 << 20
 # SGLang keeps a few positions of a sequence free; a server that is short of them cuts responses silently.

@@ -21,7 +21,7 @@ from megatron_dapo.algorithms.value_loss import ValueLoss, ValueLossInputs
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches, split_mini_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
-from megatron_dapo.trainer.learner import LearnerCounters, StepResult
+from megatron_dapo.trainer.actor_learner import LearnerCounters, StepResult
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
 from megatron_dapo.trainer.response_tokens import gather_response_tokens
 from megatron_dapo.types import MicroBatch, TrainSample

@@ -11,16 +11,16 @@ from typing import TypeVar
 
 import torch
 
+from megatron_dapo.trainer.actor_learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.critic_learner import CriticCounters
 from megatron_dapo.trainer.driven_engine import Engines
-from megatron_dapo.trainer.learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.response_tokens import receive_response_tokens
 from megatron_dapo.types import Completion, GenerationRequest, TrainSample
 
 Result = TypeVar("Result")
 
 
-class PolicyElsewhere:
+class RemotePolicy:
     """The policy's learner on the critic's ranks. Its counters are what the policy's ranks tell."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class PolicyElsewhere:
         return LearnResult({}, 0)
 
     def response_logprobs(self, samples: Sequence[TrainSample]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """See `Learner.response_logprobs`."""
+        """See `PolicyLearner.response_logprobs`."""
         policy = receive_response_tokens(samples)
         return policy, receive_response_tokens(samples)
 
@@ -45,7 +45,7 @@ class PolicyElsewhere:
         raise AssertionError("servers are compared with the policy on its own ranks")
 
 
-class CriticElsewhere:
+class RemoteCritic:
     """The critic's learner on the policy's ranks. Its counters are what the critic's ranks tell."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class CriticElsewhere:
         return {}
 
 
-class EngineElsewhere:
+class NoEngine:
     """`CollectiveEngine` and `Publisher` on a rank without an engine."""
 
     policy_version = -1
@@ -85,5 +85,5 @@ class EngineElsewhere:
 
 def without_engines() -> Engines:
     """The engines of a rank that has none."""
-    nothing = EngineElsewhere()
+    nothing = NoEngine()
     return Engines(nothing, nothing)

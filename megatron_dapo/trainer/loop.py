@@ -25,10 +25,10 @@ from typing import Protocol
 
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
+from megatron_dapo.trainer.actor_learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
 from megatron_dapo.trainer.driven_engine import Publisher
 from megatron_dapo.trainer.evaluator import Evaluator
-from megatron_dapo.trainer.learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.parity_probe import Parity
 from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.recorder import Recorder

@@ -19,11 +19,11 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.recovery.checkpoint_store import CheckpointStore
 from megatron_dapo.telemetry.batch_dump import load_batch
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner
+from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
-from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.run import run_state
-from megatron_dapo.trainer.run_world import RunWorld, run_world
+from megatron_dapo.trainer.topology import RunTopology, run_topology
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -
 
 def replay(config: Config, folder: Path) -> dict[str, float]:
     """The metrics of the dumped step, "train_step" among them, in a default process group that exists. Collective."""
-    world = run_world(config)
+    world = run_topology(config)
     batch = load_batch(folder)
     step = int(batch.metadata["train_step"]) - 1
     actor = build_actor(config, world)
@@ -61,8 +61,8 @@ def replay(config: Config, folder: Path) -> dict[str, float]:
 def _restore(
     config: Config,
     actor: MegatronActor | None,
-    learner: Learner | ActorCriticLearner,
-    world: RunWorld,
+    learner: PolicyLearner | ActorCriticLearner,
+    world: RunTopology,
     step: int,
 ) -> None:
     store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)

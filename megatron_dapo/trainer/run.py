@@ -37,15 +37,15 @@ from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.telemetry.trend import TrendSettings
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner
+from megatron_dapo.trainer.actor_learner import PolicyLearner
 from megatron_dapo.trainer.build_critic import export_critic_folder
 from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
-from megatron_dapo.trainer.build_rollout import Driver, build_driver, sample_builder
+from megatron_dapo.trainer.build_rollout import RolloutContext, build_rollout_context, sample_builder
 from megatron_dapo.trainer.checkpointing import Checkpoints, CriticState, RunProgress, RunState
 from megatron_dapo.trainer.critic_learner import CriticLearner
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.evaluator import Evaluator
-from megatron_dapo.trainer.learner import Learner
 from megatron_dapo.trainer.loop import LoopSettings, Parts, TrainingLoop
 from megatron_dapo.trainer.model_moves import CRITIC, POLICY, REFERENCE, ModelMoves
 from megatron_dapo.trainer.parity_probe import Parity, ParityProbe, RoundedParityProbe, sequences_to_probe
@@ -53,7 +53,7 @@ from megatron_dapo.trainer.phases import Phases
 from megatron_dapo.trainer.publisher import PausingPublisher
 from megatron_dapo.trainer.recorder import Recorder, RunPaths
 from megatron_dapo.trainer.rollout_phase import RolloutPhase
-from megatron_dapo.trainer.run_world import RunWorld, run_world
+from megatron_dapo.trainer.topology import RunTopology, run_topology
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ NUM_PARITY_PROMPTS = 8
 STOPPED_BY_SIGNAL = "stopped by a signal"
 
 
-BuildLearner = Callable[..., "Learner | ActorCriticLearner"]
+BuildLearner = Callable[..., "PolicyLearner | ActorCriticLearner"]
 
 
 def run_training(loaded: LoadedConfig, rank: int, world_size: int) -> None:
@@ -82,9 +82,9 @@ class Run:
     loop: TrainingLoop
     actor: MegatronActor | None
     progress: RunProgress
-    learner: Learner | ActorCriticLearner
+    learner: PolicyLearner | ActorCriticLearner
     recorder: Recorder | None
-    world: RunWorld
+    world: RunTopology
 
     def summarize(
         self, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object] | None = None
@@ -104,12 +104,12 @@ def prepared_run(loaded: LoadedConfig, rank: int, world_size: int, build: BuildL
         write_resolved(loaded, config.run.folder / "config.json")
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        yield _build(config, run_world(config), build, stop, stack)
+        yield _build(config, run_topology(config), build, stop, stack)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _build(config: Config, world: RunWorld, build: BuildLearner, stop: StopRequest, stack: ExitStack) -> Run:
+def _build(config: Config, world: RunTopology, build: BuildLearner, stop: StopRequest, stack: ExitStack) -> Run:
     rank = world.rank
     phases = Phases(PhaseTimer(list(PHASES)), _watch(config, rank))
     connect = start_engines(config, world.policy, stack)
@@ -120,7 +120,7 @@ def _build(config: Config, world: RunWorld, build: BuildLearner, stop: StopReque
     def show(progress: CollectProgress) -> None:
         phases.show("generate", progress.num_accepted, progress.num_groups)
 
-    driver = build_driver(config, engine, show, stack) if rank == 0 else None
+    driver = build_rollout_context(config, engine, show, stack) if rank == 0 else None
     dist.barrier()  # reading the data takes rank 0 as long as it takes
     learner = build(config, actor, world, phases.phase)
     phases.moves = _moves(config, actor, learner)
@@ -149,23 +149,25 @@ def _build(config: Config, world: RunWorld, build: BuildLearner, stop: StopReque
     return Run(config, rank, loop, actor, progress, learner, recorder, world)
 
 
-def _moves(config: Config, actor: MegatronActor | None, learner: Learner | ActorCriticLearner) -> ModelMoves | None:
+def _moves(
+    config: Config, actor: MegatronActor | None, learner: PolicyLearner | ActorCriticLearner
+) -> ModelMoves | None:
     """What moves this process's models between the phases, where one of them leaves the device."""
     if config.model.offload == "none" and (config.critic.offload == "none" or not config.has_critic):
         return None
     policy = learner.policy if isinstance(learner, ActorCriticLearner) else learner
     models = {
         POLICY: actor,
-        REFERENCE: policy.reference if isinstance(policy, Learner) else None,
+        REFERENCE: policy.reference if isinstance(policy, PolicyLearner) else None,
         CRITIC: local_critic(learner) if isinstance(learner, ActorCriticLearner) else None,
     }
     return ModelMoves({name: model for name, model in models.items() if isinstance(model, TrainedModel)})
 
 
 def run_state(
-    world: RunWorld,
+    world: RunTopology,
     actor: MegatronActor | None,
-    learner: Learner | ActorCriticLearner,
+    learner: PolicyLearner | ActorCriticLearner,
     progress: RunProgress,
     collector: AsyncCollector | None,
 ) -> RunState:
@@ -175,7 +177,7 @@ def run_state(
     return RunState(actor, progress, learner.counters, collector, layout, world.rank, world.size, critic)
 
 
-def _critic_state(world: RunWorld, learner: ActorCriticLearner) -> CriticState:
+def _critic_state(world: RunTopology, learner: ActorCriticLearner) -> CriticState:
     model = local_critic(learner)
     rank = world.critic.rank if world.critic.is_member else 0
     return CriticState(model, learner.critic.counters, world.critic_layout, rank)
@@ -188,7 +190,7 @@ def local_critic(learner: ActorCriticLearner) -> MegatronCritic | None:
     return critic
 
 
-def _rollout(config: Config, driver: Driver, engines: Engines, stack: ExitStack) -> AsyncCollector:
+def _rollout(config: Config, driver: RolloutContext, engines: Engines, stack: ExitStack) -> AsyncCollector:
     """Rank 0's batches; collected ahead where the servers have devices of their own."""
     apart = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
     ahead = config.rollout.max_staleness if apart else 0
@@ -200,9 +202,9 @@ def _rollout(config: Config, driver: Driver, engines: Engines, stack: ExitStack)
 def _parity(
     config: Config,
     engines: Engines,
-    driver: Driver | None,
-    learner: Learner | ActorCriticLearner,
-    world: RunWorld,
+    driver: RolloutContext | None,
+    learner: PolicyLearner | ActorCriticLearner,
+    world: RunTopology,
 ) -> Parity | None:
     """The comparison of servers with the trainer, where there are servers. Collective among the policy's ranks."""
     if engines.served is None:
@@ -223,7 +225,7 @@ def _parity(
     return Parity(probe, engines.served, config.sglang.parity_interval)
 
 
-def _restore(config: Config, store: CheckpointStore, checkpoints: Checkpoints, world: RunWorld) -> Checkpoint | None:
+def _restore(config: Config, store: CheckpointStore, checkpoints: Checkpoints, world: RunTopology) -> Checkpoint | None:
     """Continue from the checkpoint that checkpoint.resume asks for, if any."""
     found = find_resume(config.checkpoint.resume, store, rank=world.rank, num_ranks=world.size, agree=_agree)
     if found is not None:
@@ -255,7 +257,7 @@ def _watch(config: Config, rank: int) -> Callable[[str], AbstractContextManager[
 def _evaluator(
     config: Config,
     engine: CollectiveEngine,
-    driver: Driver | None,
+    driver: RolloutContext | None,
     layout: ParallelLayout,
     rollout: AsyncCollector | None,
 ) -> Evaluator | None:
@@ -303,7 +305,7 @@ def _exports(run: Run, reason: str) -> dict[str, Path]:
     return {"huggingface": paths.huggingface, "critic": paths.critic}
 
 
-def _export_policy(config: Config, actor: MegatronActor, world: RunWorld, target: Path) -> None:
+def _export_policy(config: Config, actor: MegatronActor, world: RunTopology, target: Path) -> None:
     tensors, group = actor.tensors, world.policy.group
     parameters = {name: tensor.detach() for name, tensor in actor.named_local_parameters().items()}
     with replace_directory(target, group) as directory:

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.trainer.actor_learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.critic_learner import CriticCounters
-from megatron_dapo.trainer.learner import LearnerCounters, LearnResult
-from megatron_dapo.trainer.run_world import RunWorld
+from megatron_dapo.trainer.topology import RunTopology
 
 LearnPolicy = Callable[[], LearnResult]
 LearnCritic = Callable[[], dict[str, float]]
@@ -28,7 +28,7 @@ class UpdateOrder(Protocol):
     def run(self, policy: LearnPolicy, critic: LearnCritic) -> tuple[LearnResult, dict[str, float]]: ...
 
 
-class InTurn:
+class SequentialUpdate:
     """The same ranks do one after the other. What the policy does has phases of its own."""
 
     def __init__(self, phase: Phase) -> None:
@@ -41,7 +41,7 @@ class InTurn:
             return result, critic()
 
 
-class AtOnce:
+class ConcurrentUpdate:
     """Policy and critic update on ranks of their own. `counters`: of both, on every rank; they are set to what is told.
 
     The phase of the other's update is the time spent waiting for it. A failure on one side ends its processes, and with
@@ -49,7 +49,7 @@ class AtOnce:
     """
 
     def __init__(
-        self, world: RunWorld, policy_counters: LearnerCounters, critic_counters: CriticCounters, phase: Phase
+        self, world: RunTopology, policy_counters: LearnerCounters, critic_counters: CriticCounters, phase: Phase
     ) -> None:
         assert not world.is_shared, "models in the same processes update in turn"
         self._world = world

@@ -14,7 +14,7 @@ from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.trainer.build_learner import build_actor, build_learner
-from megatron_dapo.trainer.run_world import RunWorld, run_world
+from megatron_dapo.trainer.topology import RunTopology, run_topology
 from megatron_dapo.types import CriticContext, TrainSample, Window
 
 
@@ -22,7 +22,7 @@ from megatron_dapo.types import CriticContext, TrainSample, Window
 class Built:
     """What one rank holds; no actor where it holds a critic alone."""
 
-    world: RunWorld
+    world: RunTopology
     actor: MegatronActor | None
     learner: Any
 
@@ -30,7 +30,7 @@ class Built:
 def build(recipe: str, overrides: Sequence[str]) -> Built:
     """As a run builds it. Collective."""
     config = load_config(Path(recipe), list(overrides)).config
-    world = run_world(config)
+    world = run_topology(config)
     actor = build_actor(config, world)
     return Built(world, actor, build_learner(config, actor, world, PhaseTimer(list(PHASES)).phase))
 

@@ -14,7 +14,7 @@ from learners import build, judged_samples
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.parallel.collectives import all_gather_json
 from megatron_dapo.trainer.run import local_critic
-from megatron_dapo.trainer.run_world import RunWorld
+from megatron_dapo.trainer.topology import RunTopology
 
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def spoilt(value_loss: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-def refusal(world: RunWorld) -> str:
+def refusal(world: RunTopology) -> str:
     """A process that belongs to a part cannot stand aside while that part builds."""
     part, layout = (
         (world.policy, world.policy_layout) if world.policy.is_member else (world.critic, world.critic_layout)

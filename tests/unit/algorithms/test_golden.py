@@ -460,7 +460,7 @@ def check_two_windows(section, advantages) -> None:
     assert_equal(advantages(second, [0.0, 0.0, 1.0], True, 1.0, 0.95), section["policy_adv_w1(step k+1)"])
     whole = one_response(first + second, [0.0] * 7 + [1.0])
     assert_equal(monte_carlo_returns(whole, 1.0), section["critic_target_all_8_tokens(step k+1)"])
-    assert section["critic_trained_at_step_k"] is False  # tests/unit/trainer/test_critic_advantages.py
+    assert section["critic_trained_at_step_k"] is False  # tests/unit/algorithms/test_value_advantages.py
 
 
 def check_tppo_aggregation(section) -> None:

@@ -18,7 +18,7 @@ from megatron_dapo.config import critic_schema, model_schema, training_schema
 from megatron_dapo.config.validator import VERIFIER_PRESETS
 from megatron_dapo.ops.head.choice import AUTO, IMPLEMENTATIONS
 from megatron_dapo.rewards.verifier import PRESETS
-from megatron_dapo.trainer.learner import OVER_ROLLOUT
+from megatron_dapo.trainer.actor_learner import OVER_ROLLOUT
 
 PAIRS = [
     (training_schema.AdvantageName, ADVANTAGE_ESTIMATORS, ()),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "rollout"), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("rollout", "algorithms", "trainer")]
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from value_path import FakeCritic, FakePolicy, judged, make_critic_learner, make_policy_learner
+from judged_samples import judged
+from value_path import FakeCritic, FakePolicy, make_critic_learner, make_policy_learner
 
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda
+from megatron_dapo.algorithms.value_advantages import AdvantageSettings
 from megatron_dapo.telemetry.metrics import STEP_METRICS
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
-from megatron_dapo.trainer.critic_advantages import AdvantageSettings
-from megatron_dapo.trainer.learner import MismatchError
+from megatron_dapo.trainer.actor_learner import MismatchError
 
 PLAIN = AdvantageSettings(FixedLambda(0.95), whiten=False)
 
@@ -96,7 +97,7 @@ def test_all_tokens_of_a_rollout_weigh_the_same_where_asked() -> None:
 
 
 def make_estimates():
-    from megatron_dapo.trainer.critic_advantages import estimate_advantages
+    from megatron_dapo.algorithms.value_advantages import estimate_advantages
 
     samples = batch()
     return estimate_advantages(samples, make_critic_learner(FakeCritic()).values(samples), PLAIN).policy_samples

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer.actor_learner import LearnerCounters
 from megatron_dapo.trainer.checkpointing import Checkpoints, CriticState, RunProgress, RunState
 from megatron_dapo.trainer.critic_learner import CriticCounters
-from megatron_dapo.trainer.learner import LearnerCounters
 
 LAYOUT = ParallelLayout(1)
 

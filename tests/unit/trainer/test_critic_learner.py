@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from value_path import FakeCritic, judged, make_critic_learner
+from judged_samples import judged
+from value_path import FakeCritic, make_critic_learner
 
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.trainer.learner import TooManySkips
+from megatron_dapo.trainer.actor_learner import TooManySkips
 
 
 def with_targets(name: str, length: int, target: float):

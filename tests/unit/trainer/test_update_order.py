@@ -8,10 +8,10 @@ import pytest
 
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet
+from megatron_dapo.trainer.actor_learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.critic_learner import CriticCounters
-from megatron_dapo.trainer.learner import LearnerCounters, LearnResult
-from megatron_dapo.trainer.run_world import RunWorld
-from megatron_dapo.trainer.update_order import AtOnce, InTurn
+from megatron_dapo.trainer.topology import RunTopology
+from megatron_dapo.trainer.update_order import ConcurrentUpdate, SequentialUpdate
 
 
 def test_in_turn_the_policy_comes_first_and_the_critic_has_the_phase() -> None:
@@ -30,17 +30,17 @@ def test_in_turn_the_policy_comes_first_and_the_critic_has_the_phase() -> None:
         order.append("critic")
         return {"critic/loss": 3.0}
 
-    result, metrics = InTurn(phase).run(policy, critic)
+    result, metrics = SequentialUpdate(phase).run(policy, critic)
     assert order == ["policy", "train_critic", "critic"]
     assert result.num_optimizer_steps == 2 and metrics == {"critic/loss": 3.0}
 
 
 def test_models_in_the_same_processes_cannot_update_at_once() -> None:
     part, layout = RankSet(0, 2, 0, None), ParallelLayout(2)
-    world = RunWorld(2, 0, part, part, layout, layout)
+    world = RunTopology(2, 0, part, part, layout, layout)
     assert world.is_shared
     with pytest.raises(AssertionError, match="in turn"):
-        AtOnce(world, LearnerCounters(), CriticCounters(), lambda name: None)
+        ConcurrentUpdate(world, LearnerCounters(), CriticCounters(), lambda name: None)
 
 
 def test_a_part_of_the_world_numbers_its_ranks_from_0() -> None:

@@ -7,32 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.algorithms.value_loss import build_value_loss
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
 from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
-from megatron_dapo.trainer.learner import Learner, LearnerSettings
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
-from megatron_dapo.trainer.objective import PolicyObjective
-from megatron_dapo.types import CriticContext, TrainSample, Window
-
-
-def judged(
-    name: str, length: int, reward: float, start: int = 0, is_finished: bool = True, prompt: int = 2
-) -> TrainSample:
-    """A response of `length` tokens whose window begins at `start`."""
-    mask = torch.ones(length)
-    mask[:start] = 0.0
-    return TrainSample(
-        name,
-        int(name.split("/")[0]),
-        torch.arange(1, prompt + length + 1),
-        prompt,
-        mask,
-        torch.zeros(length),
-        torch.full((length,), -1.0),
-        critic_context=CriticContext(reward if is_finished else 0.0, reward > 0, Window(start, is_finished)),
-    )
 
 
 @dataclass
@@ -115,7 +96,7 @@ def make_critic_learner(critic: FakeCritic, loss: str = "squared", aggregation: 
     return CriticLearner(critic, ParallelLayout(1), 0, build_value_loss(loss), settings, schedule)
 
 
-def make_policy_learner(policy: FakePolicy, positive_coefficient: float = 0.0, **changes) -> Learner:
+def make_policy_learner(policy: FakePolicy, positive_coefficient: float = 0.0, **changes) -> PolicyLearner:
     schedule = LearningRateSchedule(1e-3, changes.pop("warmup_steps", 0), 10)
     settings = LearnerSettings(
         groups_per_mini_batch=64,
@@ -132,4 +113,4 @@ def make_policy_learner(policy: FakePolicy, positive_coefficient: float = 0.0, *
     loss = build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, None)
     layout = ParallelLayout(1)
     objective = PolicyObjective(loss, positive_coefficient=positive_coefficient)
-    return Learner(policy, objective, layout, 0, settings, schedule, lambda name: nullcontext())
+    return PolicyLearner(policy, objective, layout, 0, settings, schedule, lambda name: nullcontext())

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.engines.sglang.client import ColocatedClient
+from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
 from megatron_dapo.engines.sglang.engine import AllEnginesGone
+from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, ServersFailed, StartedServers
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.trainer import build_sglang
-from megatron_dapo.trainer.sglang_engines import SglangEngines, SharedDevice
-from megatron_dapo.trainer.sglang_servers import ExternalServers, ReadyServer, ServersFailed, StartedServers
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.trainer.pretraining import StopRule, rise
+from megatron_dapo.algorithms.stop_rule import StopRule, rise
 
 RULE = StopRule(num_steps=10, explained_variance_slope=0.005, loss_slope=0.05)
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
-from megatron_dapo.trainer.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.types import MicroBatch
 
 

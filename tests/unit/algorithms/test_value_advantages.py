@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from value_path import judged
+from judged_samples import judged
 
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LengthAdaptiveLambda, WindowLambda
-from megatron_dapo.trainer.critic_advantages import AdvantageSettings, estimate_advantages
+from megatron_dapo.algorithms.value_advantages import AdvantageSettings, estimate_advantages
 
 VALUES = [0.1, 0.2, 0.3, 0.4, 0.5]
 PLAIN = AdvantageSettings(FixedLambda(0.95), whiten=False)

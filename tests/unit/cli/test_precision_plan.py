@@ -11,9 +11,9 @@ import torch
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.cli.precision_plan import fullest_rank, precision_lines
 from megatron_dapo.config import Config, config_from_dict, read_architecture
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.trainer.precision_plan import fullest_rank, precision_lines
 
 DENSE = {
     "model_type": "qwen3",

@@ -13,20 +13,22 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.engine_update import EngineUpdate
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import ColocatedClient, SglangClient, wait_for_memory
 from megatron_dapo.engines.sglang.engine import AllEnginesGone, SglangEngine
+from megatron_dapo.engines.sglang.frontend import Frontend
+from megatron_dapo.engines.sglang.servers import ReadyServer, Servers
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.parallel.reshard.executors import Buffers
-from megatron_dapo.trainer.sglang_frontend import Frontend
-from megatron_dapo.trainer.sglang_servers import ReadyServer, Servers
 from megatron_dapo.types import Completion, GenerationRequest
+
+if TYPE_CHECKING:
+    from megatron_dapo.bridge.engine_update import EngineUpdate
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.aggregation import global_denominators, rollout_token_weight, sample_token_weights
+from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.algorithms.off_policy import MismatchSums, mismatch_metrics, mismatch_sums, normalize_by_batch_mean
 from megatron_dapo.algorithms.vapo import positive_token_weights, positive_tokens
 from megatron_dapo.megatron.context import slice_for_context
@@ -29,7 +30,6 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import WeighSamples, build_micro_batches, split_mini_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
-from megatron_dapo.trainer.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.trainer.response_tokens import gather_response_tokens, speaks_for_its_tokens
 from megatron_dapo.types import MicroBatch, TrainSample
 
@@ -140,7 +140,7 @@ class TooManySkips(RuntimeError):
     """Several optimizer steps in a row had a loss or gradient that was not finite."""
 
 
-class Learner:
+class PolicyLearner:
     """Trains the actor on rollout batches. All ranks call `learn` with the same samples."""
 
     def __init__(

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.trainer.learner import Learner, LearnerSettings
+from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
-from megatron_dapo.trainer.objective import PolicyObjective
 from megatron_dapo.types import TrainSample
 
 
@@ -58,7 +58,7 @@ class FakeActor:
         return Result(totals)
 
 
-def make_learner(actor: FakeActor, epochs: int, correction: OffPolicyCorrection | None = None) -> Learner:
+def make_learner(actor: FakeActor, epochs: int, correction: OffPolicyCorrection | None = None) -> PolicyLearner:
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         yield
@@ -76,7 +76,7 @@ def make_learner(actor: FakeActor, epochs: int, correction: OffPolicyCorrection 
     )
     loss = build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, None)
     schedule = LearningRateSchedule(1e-3, 0, 10)
-    return Learner(actor, PolicyObjective(loss, correction), ParallelLayout(1), 0, settings, schedule, phase)
+    return PolicyLearner(actor, PolicyObjective(loss, correction), ParallelLayout(1), 0, settings, schedule, phase)
 
 
 def make_samples(num_groups: int) -> list[TrainSample]:

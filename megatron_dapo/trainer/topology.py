@@ -1,0 +1,74 @@
+"""Placement of the models on the run's processes: which ranks hold the policy, which the critic, and their layouts.
+
+shared      critic.parallel.num_processes = 0: all ranks hold both models, which take turns
+separate    above 0: the last ranks hold only the critic, the others the policy; both update at the same time
+
+Rank 0 drives the rollout and writes the records. It always belongs to the policy's ranks, and its rank among them is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.config.schema import Config
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.precision import token_multiple
+
+if TYPE_CHECKING:
+    from megatron_dapo.parallel.rank_set import RankSet
+
+
+@dataclass(frozen=True)
+class RunTopology:
+    """Ranks and layouts of a run's models. Without a critic, its ranks and layout are the policy's and unused."""
+
+    size: int  # processes of the run
+    rank: int  # of this process in the world
+    policy: RankSet
+    critic: RankSet
+    policy_layout: ParallelLayout
+    critic_layout: ParallelLayout
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the same processes hold policy and critic."""
+        return self.policy.ranks == self.critic.ranks
+
+
+def run_topology(config: Config) -> RunTopology:
+    """Return the topology of a run whose default process group exists. Collective."""
+    # Commands that only print a layout import this module: they do without torch.
+    from megatron_dapo.parallel.rank_set import all_ranks, partition_ranks
+
+    world = all_ranks()
+    policy, critic = world, world
+    if config.num_critic_processes:
+        policy, critic = partition_ranks(config.num_critic_processes, config.run.wait_timeout_seconds)
+    size = world.num_ranks
+    return RunTopology(size, world.rank, policy, critic, parallel_layout(config, size), critic_layout(config, size))
+
+
+def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
+    """Return the policy's layout in a run of `world_size` processes, some of which may hold only the critic."""
+    return _layout(config, config.parallel, world_size - config.num_critic_processes)
+
+
+def critic_layout(config: Config, world_size: int) -> ParallelLayout:
+    """Return the critic's layout, over its own processes or over the policy's."""
+    return _layout(config, config.critic_parallel, config.num_critic_processes or world_size)
+
+
+def _layout(config: Config, p: ParallelConfig, world_size: int) -> ParallelLayout:
+    return ParallelLayout(
+        world_size,
+        tensor=p.tensor,
+        pipeline=p.pipeline,
+        virtual_pipeline=p.virtual_pipeline,
+        context=p.context,
+        expert=p.expert,
+        sequence_parallel=p.sequence_parallel,
+        expert_tensor=p.expert_tensor or None,
+        token_multiple=token_multiple(config.precision.recipe),
+    )
