@@ -132,7 +132,7 @@ def measure(
         scorer=SampleScorer(CoinVerifier(), lambda token_ids: str(token_ids[-1])),
         buffer=ReplayBuffer(max_staleness),
         settings=CollectorSettings(
-            group_size, SamplingParams(), seed=0, oversample=oversample, max_rounds=0, partial=partial
+            group_size, SamplingParams(), seed=0, oversample=oversample, max_num_gen_batches=0, partial=partial
         ),
         group_filter=GroupFilter(),
     )

@@ -132,7 +132,7 @@ def run_trl(packages: Path, config: Config, folder: Path, settings: Settings, **
 def run_ours(overrides: Sequence[str], recipe: Path, layout: str, folder: Path) -> dict[str, Any]:
     """This project's report, in TRL's terms, from the run's own metrics."""
     command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(recipe)]
-    command += ["--run-folder", str(folder / "run"), "--layout", layout]
+    command += ["--output-dir", str(folder / "run"), "--layout", layout]
     command += [part for override in overrides for part in ("--set", override)]
     folder.mkdir(parents=True, exist_ok=True)
     _run(command, {"PYTHONPATH": with_packages()}, folder / "log.txt")

@@ -84,9 +84,9 @@ def train(recipe: str, model: Path, folder: Path, steps: int, overrides: list[st
     values = [
         f"model.path={model}",
         f"precision.recipe={recipe}",
-        f"run.folder={folder}",
+        f"run.output_dir={folder}",
         f"run.total_steps={steps}",
-        "parallel.tensor=1",
+        "parallel.tp_size=1",
         "algorithm.off_policy.correction=tis",
         "checkpoint.interval=0",
         "checkpoint.export_huggingface=false",

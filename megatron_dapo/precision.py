@@ -145,10 +145,13 @@ def misfits(recipe: str, sizes: LinearSizes, tensor: int, expert_tensor: int = 1
     return [one for one in (whole, *cut, experts) if one.size % multiple]
 
 
+_SIZES = {"tensor": "tp_size", "expert_tensor": "etp_size"}  # the configuration's names
+
+
 def _cut(what: str, size: int, multiple: int, axis: str, ranks: int) -> Misfit:
     if ranks == 1:
         return Misfit(what, size, multiple)
-    return Misfit(f"{what} / parallel.{axis} ({ranks})", size // ranks, multiple, axis)
+    return Misfit(f"{what} / parallel.{_SIZES[axis]} ({ranks})", size // ranks, multiple, axis)
 
 
 def _cut_sizes(sizes: LinearSizes) -> Iterator[tuple[str, int]]:

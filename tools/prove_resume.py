@@ -83,7 +83,7 @@ lambda_rule = "{rule}"
 epochs = 2
 
 [critic.parallel]
-tensor = 1
+tp_size = 1
 
 [critic.optimizer]
 learning_rate = 1e-3

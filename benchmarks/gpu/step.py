@@ -9,7 +9,7 @@ stops. Sides run one after the other, each on a model of its own from the same s
 
     bf16                 everything in bf16
     fp8_blockwise        linear layers multiply e4m3 in blocks, weights are kept in bf16
-    fp8_parameters       the same with weights kept as FP8 alone, beside their masters
+    fp8_param       the same with weights kept as FP8 alone, beside their masters
     fp8_blockwise_head   the same as fp8_blockwise, and the log-prob head multiplies FP8 too
 
     tokens_per_second    real tokens of the step (no padding) / its seconds
@@ -101,7 +101,7 @@ class Side:
 SIDES: Mapping[str, Side] = {
     "bf16": Side(Precision("bf16")),
     "fp8_blockwise": Side(Precision("fp8_blockwise")),
-    "fp8_parameters": Side(Precision("fp8_blockwise", fp8_parameters=True)),
+    "fp8_param": Side(Precision("fp8_blockwise", fp8_param=True)),
     "fp8_blockwise_head": Side(Precision("fp8_blockwise"), "te_fp8"),
 }
 

@@ -19,7 +19,7 @@ def run_command(command: str, recipe: Path, run_folder: Path, overrides: Sequenc
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run_folder.parent.mkdir(parents=True, exist_ok=True)
     arguments = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", command, str(recipe)]
-    arguments += ["--run-folder", str(run_folder), *(part for each in overrides for part in ("--set", each))]
+    arguments += ["--output-dir", str(run_folder), *(part for each in overrides for part in ("--set", each))]
     log = run_folder.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as stream:
         code = subprocess.run(

@@ -181,7 +181,7 @@ class Fp8EngineLayout(ComputedLayout):
                     f"FP8 in blocks of {BLOCK}: rank {rank} of an engine with tensor parallel size "
                     f"{self.tensor_parallel} holds {_DIMS[dim]}s [{start}, {start + piece.shape[dim]}) of {piece.tensor} "
                     f"{tuple(shape)} from {_DIMS[dim]} {place} of {piece.local} on; both must begin at a multiple of "
-                    f"{BLOCK}: choose a smaller sglang.tensor, or serve this model without quantization"
+                    f"{BLOCK}: choose a smaller sglang.tp_size, or serve this model without quantization"
                 )
         blocks = block_box(piece.global_offset, piece.shape)
         place = (*stack, row // BLOCK, column // BLOCK)

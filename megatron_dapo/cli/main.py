@@ -46,7 +46,7 @@ SetOption = Annotated[
 LayoutOption = Annotated[
     str | None, typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")
 ]
-RunFolderOption = Annotated[Path | None, typer.Option(help="where the run writes; replaces run.folder")]
+OutputDirOption = Annotated[Path | None, typer.Option(help="where the run writes; replaces run.output_dir")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
 
 
@@ -55,11 +55,11 @@ def train(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     layout: LayoutOption = None,
-    run_folder: RunFolderOption = None,
+    output_dir: OutputDirOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face folder and summary.json."""
-    plan = _plan(recipe, overrides, layout, run_folder, num_devices=None if dry_run else _num_devices())
+    plan = _plan(recipe, overrides, layout, output_dir, num_devices=None if dry_run else _num_devices())
     for line in describe(plan):
         typer.echo(line)
     if not dry_run:
@@ -71,35 +71,35 @@ def pretrain_value(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     layout: LayoutOption = None,
-    run_folder: Annotated[
-        Path | None, typer.Option(help="where pretraining writes; default: value_pretraining in run.folder")
+    output_dir: Annotated[
+        Path | None, typer.Option(help="where pretraining writes; default: value_pretraining in run.output_dir")
     ] = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Train the critic alone, of the policy as it is; critic.path = RUN_FOLDER/critic then starts a run from it."""
+    """Train the critic alone, of the policy as it is; critic.path = OUTPUT_DIR/critic then starts a run from it."""
 
     def adapt(config: Config) -> Config:
         if not config.has_critic:
             raise ValueError('algorithm.name = "dapo" has no critic; set ppo, vapo or tppo')
-        return pretraining_config(config, run_folder)
+        return pretraining_config(config, output_dir)
 
     plan = _plan(recipe, overrides, layout, None, num_devices=None if dry_run else _num_devices(), adapt=adapt)
     for line in describe_pretraining(plan):
         typer.echo(line)
     if not dry_run:
-        raise typer.Exit(_run(recipe, plan, ("--pretrain-value", *([str(run_folder)] if run_folder else []))))
+        raise typer.Exit(_run(recipe, plan, ("--pretrain-value", *([str(output_dir)] if output_dir else []))))
 
 
 def _plan(
     recipe: Path,
     overrides: list[str] | None,
     layout: str | None,
-    run_folder: Path | None,
+    output_dir: Path | None,
     num_devices: int | None,
     adapt: Callable[[Config], Config] = lambda config: config,
 ) -> Plan:
     try:
-        return make_plan(recipe, overrides or [], layout, run_folder, num_devices, adapt=adapt)
+        return make_plan(recipe, overrides or [], layout, output_dir, num_devices, adapt=adapt)
     except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(REFUSED) from None
@@ -119,7 +119,7 @@ def _run(recipe: Path, plan: Plan, arguments: tuple[str, ...] = ()) -> int:
     from megatron_dapo.launch.lifetime import require_unused
     from megatron_dapo.telemetry.summary import read_summary, summary_table
 
-    folder = plan.loaded.config.run.folder
+    folder = plan.loaded.config.run.output_dir
     try:
         require_unused(folder)
     except RuntimeError as error:
@@ -154,11 +154,11 @@ def replay(
     batch: Annotated[Path, typer.Argument(help="folder of a dumped rollout batch, e.g. runs/x/batches/step_000001")],
     overrides: SetOption = None,
     layout: LayoutOption = None,
-    run_folder: RunFolderOption = None,
+    output_dir: OutputDirOption = None,
 ) -> None:
     """Train on a dumped rollout batch alone, from the state before it; metrics go to BATCH/replay.json."""
-    plan = _plan(recipe, overrides, layout, run_folder, _num_devices())
-    code = _start_workers(recipe, plan, plan.loaded.config.run.folder, ("--replay", str(batch)))
+    plan = _plan(recipe, overrides, layout, output_dir, _num_devices())
+    code = _start_workers(recipe, plan, plan.loaded.config.run.output_dir, ("--replay", str(batch)))
     if code == 0:
         typer.echo((batch / "replay.json").read_text(encoding="utf-8"))
     raise typer.Exit(code)
@@ -221,9 +221,9 @@ def plan_sync(
     overrides: SetOption = None,
     layout: LayoutOption = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="trainer ranks; default: the layout's")] = None,
-    engine_tp: Annotated[int | None, typer.Option(min=1, help="ranks of an engine; default: sglang.tensor")] = None,
+    engine_tp: Annotated[int | None, typer.Option(min=1, help="ranks of an engine; default: sglang.tp_size")] = None,
     engine_ep: Annotated[
-        int | None, typer.Option(min=1, help="expert-parallel ranks of an engine; default: sglang.expert")
+        int | None, typer.Option(min=1, help="expert-parallel ranks of an engine; default: sglang.ep_size")
     ] = None,
     engines: Annotated[int | None, typer.Option(min=1, help="default: as many as fit the trainer's ranks")] = None,
     device: Annotated[str, typer.Option(help="where the engines run: cuda or cpu (they pad differently)")] = "cuda",

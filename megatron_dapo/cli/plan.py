@@ -41,7 +41,7 @@ def make_plan(
     recipe: Path,
     overrides: Sequence[str],
     layout: str | None,
-    run_folder: Path | None,
+    output_dir: Path | None,
     num_devices: int | None,
     world_size: int | None = None,
     adapt: Callable[[Config], Config] = lambda config: config,
@@ -53,7 +53,7 @@ def make_plan(
     """
     merged = [*overrides]
     merged += layout_overrides(layout) if layout else []
-    merged += [f"run.folder={run_folder}"] if run_folder else []
+    merged += [f"run.output_dir={output_dir}"] if output_dir else []
     loaded = load_config(recipe, merged)
     loaded = replace(loaded, config=adapt(loaded.config))
     config = loaded.config
@@ -110,7 +110,7 @@ def describe(plan: Plan) -> list[str]:
         f"{1 + algorithm.clip_ratio_high:g}], {algorithm.aggregation}; advantage {_advantage(config)}",
         f"learning rate: {_rate(optimizer)}"
         + (f"; critic {_rate(config.critic.optimizer)}" if config.has_critic else ""),
-        f"output: {config.run.folder}",
+        f"output: {config.run.output_dir}",
     ]
 
 
@@ -126,7 +126,7 @@ def describe_pretraining(plan: Plan) -> list[str]:
         f"train steps of {rollout.prompts_per_step} prompts x {rollout.group_size} responses of at most "
         f"{rollout.max_response_tokens} tokens",
         f"learning rate: {_rate(critic.optimizer)}",
-        f"output: {config.run.folder}",
+        f"output: {config.run.output_dir}",
     ]
 
 

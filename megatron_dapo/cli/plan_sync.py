@@ -160,14 +160,14 @@ def plan_sync_of_recipe(
     """
     config = load_config(recipe, [*overrides, *(layout_overrides(layout) if layout else [])]).config
     parallel = parallel_layout(config, world_size or config.num_processes)
-    size = engine_tp or config.sglang.tensor
+    size = engine_tp or config.sglang.tp_size
     number = engines or parallel.world_size // size
     if number < 1:
         raise ValueError(f"an engine of {size} ranks does not fit {parallel.world_size} trainer ranks; give --engines")
     options = EngineOptions(
         size,
         number,
-        engine_ep or config.sglang.expert,
+        engine_ep or config.sglang.ep_size,
         device,
         apart=config.sglang.placement == "disaggregated",
         quantization=config.sglang.quantization,
@@ -183,7 +183,7 @@ def plan_sync_of_recipe(
         DTYPES[config.model.dtype],
         options,
         ranks_per_node=ranks_per_node,
-        bucket_bytes=config.sglang.bucket_mb * MIB,
+        bucket_bytes=config.sglang.weight_sync_bucket_mb * MIB,
         links=links,
     )
 

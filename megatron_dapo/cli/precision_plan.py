@@ -65,7 +65,7 @@ def _layers(config: Config, architecture: ArchitectureFacts) -> str:
     recipe = RECIPES[recipe_name(asked.recipe, dtype)]
     if not recipe.is_fp8:
         return f" in all layers, {recipe.products}"
-    first, last = asked.bf16_first_layers, count - asked.bf16_last_layers
+    first, last = asked.num_layers_at_start_in_bf16, count - asked.num_layers_at_end_in_bf16
     mlp = "experts" if architecture.num_experts else "MLP"
     router = ", router" if architecture.num_experts else ""
     others = [_numbers(start, stop) for start, stop in ((0, first), (last, count)) if stop > start]
@@ -97,7 +97,7 @@ def _memory(config: Config, architecture: ArchitectureFacts, layout: ParallelLay
 
 def _parts(config: Config, held: RankMatrices, layout: ParallelLayout) -> Iterator[str]:
     dtype = config.model.dtype
-    if config.precision.fp8_parameters:
+    if config.precision.fp8_param:
         yield f"weights {_gb(held.total - held.vocabulary)} (FP8) and {_gb(held.vocabulary * BYTES[dtype])} ({dtype})"
     else:
         yield f"weights {_gb(held.total * BYTES[dtype])} ({dtype})"
@@ -112,7 +112,7 @@ def _parts(config: Config, held: RankMatrices, layout: ParallelLayout) -> Iterat
 
 def _optimizer_share(config: Config, held: RankMatrices, layout: ParallelLayout) -> tuple[int, str]:
     """Elements whose masters and moments a rank keeps, and over how many ranks they are cut."""
-    if not config.parallel.distributed_optimizer:
+    if not config.parallel.use_distributed_optimizer:
         return held.total, ""
     replicas = layout.data * layout.context
     of_experts = layout.stage_size // (layout.expert_tensor_size * layout.expert)

@@ -44,7 +44,7 @@ def _critic_batches(config: Config) -> Iterator[Violation]:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     p = config.critic_parallel
     alignment = micro_batch_multiple(
-        max(p.tensor, 1), max(p.context, 1), p.sequence_parallel, token_multiple(config.precision.recipe)
+        max(p.tp_size, 1), max(p.cp_size, 1), p.sequence_parallel, token_multiple(config.precision.recipe)
     )
     needed = math.ceil(longest / alignment) * alignment
     own, policys = config.critic.micro_batch_tokens, config.training.micro_batch_tokens
@@ -100,12 +100,12 @@ def _windows(config: Config) -> Iterator[Violation]:
             f"set window.tokens = {max(1, rollout.max_response_tokens // 3)}",
             "rollout.max_response_tokens",
         )
-    if 1 <= window.train_items < rollout.group_size:
+    if 1 <= window.windows_per_step < rollout.group_size:
         yield violation(
             config,
-            "window.train_items",
-            "window.train_items == 0 (all) or >= rollout.group_size (a group's windows are trained together)",
-            f"set window.train_items = {rollout.group_size} or more, or 0",
+            "window.windows_per_step",
+            "window.windows_per_step == 0 (all) or >= rollout.group_size (a group's windows are trained together)",
+            f"set window.windows_per_step = {rollout.group_size} or more, or 0",
             "rollout.group_size",
         )
     if window.ignored_tail_tokens >= window.tokens >= 1:
@@ -126,7 +126,7 @@ def _windows_and_rollout(config: Config) -> Iterator[Violation]:
             config,
             "rollout.filter_groups",
             "rollout.filter_groups == false for tppo (a filter needs finished groups; a step's windows are of unfinished ones)",
-            "set rollout.filter_groups = false; window.train_items prefers groups with mixed outcomes",
+            "set rollout.filter_groups = false; window.windows_per_step prefers groups with mixed outcomes",
             "algorithm.name",
         )
     if rollout.max_staleness > 0:
@@ -183,7 +183,7 @@ def critic_layout_rules(config: Config, world_size: int, architecture: Architect
             config,
             "critic.parallel.num_processes",
             "critic.parallel.num_processes < processes (the others hold the policy)",
-            f"start {own + config.parallel.tensor * config.parallel.pipeline * config.parallel.context} processes or more, "
+            f"start {own + config.parallel.tp_size * config.parallel.pp_size * config.parallel.cp_size} processes or more, "
             "or set critic.parallel.num_processes = 0",
             processes=world_size,
         )
@@ -211,11 +211,11 @@ def critic_layout_rules(config: Config, world_size: int, architecture: Architect
 
 
 _CRITIC_FIELDS = (
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.virtual_pipeline",
-    "parallel.context",
-    "parallel.expert",
+    "parallel.tp_size",
+    "parallel.pp_size",
+    "parallel.vpp_size",
+    "parallel.cp_size",
+    "parallel.ep_size",
 )
 
 

@@ -20,20 +20,20 @@ class CriticParallelConfig(Section):
     """Processes that hold the critic alone, started besides the policy's; the last ranks of the run. Critic and policy
     then update at the same time. 0: it lives in the policy's processes, and they update in turn."""
 
-    tensor: int = 0
-    """Ranks every weight matrix is cut over. 0: parallel.tensor."""
+    tp_size: int = 0
+    """Ranks every weight matrix is cut over. 0: parallel.tp_size."""
 
-    pipeline: int = 0
-    """Stages the layers are cut into. 0: parallel.pipeline."""
+    pp_size: int = 0
+    """Stages the layers are cut into. 0: parallel.pp_size."""
 
-    virtual_pipeline: int = 0
-    """Model chunks per pipeline stage. 0: parallel.virtual_pipeline where the stages are as many, else 1."""
+    vpp_size: int = 0
+    """Model chunks per pipeline stage. 0: parallel.vpp_size where the stages are as many, else 1."""
 
-    context: int = 0
-    """Ranks every sequence is cut over. 0: parallel.context."""
+    cp_size: int = 0
+    """Ranks every sequence is cut over. 0: parallel.cp_size."""
 
-    expert: int = 0
-    """Ranks experts are cut over. 0: parallel.expert."""
+    ep_size: int = 0
+    """Ranks experts are cut over. 0: parallel.ep_size."""
 
 
 class CriticConfig(Section):
@@ -115,7 +115,7 @@ class AdvantageEstimationConfig(Section):
     whiten: bool = True
     """Shift and scale the advantages of a rollout batch to mean 0 and variance 1 over its trained tokens."""
 
-    limit: float = 0.0
+    clip: float = 0.0
     """Largest magnitude of an advantage, after whitening. T-PPO's authors take 10. 0: off."""
 
 
@@ -130,7 +130,7 @@ class WindowConfig(Section):
     """Last tokens of a window that are left out of the policy's loss where the response goes on: their advantages rest
     on one value alone."""
 
-    train_items: int = 0
+    windows_per_step: int = 0
     """Windows trained in a step, chosen by priority: groups with mixed outcomes first. 0: all."""
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 _AXES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "vpp": "virtual_pipeline",
-    "cp": "context",
-    "ep": "expert",
-    "etp": "expert_tensor",
+    "tp": "tp_size",
+    "pp": "pp_size",
+    "vpp": "vpp_size",
+    "cp": "cp_size",
+    "ep": "ep_size",
+    "etp": "etp_size",
     "dp": "data",
 }
 _TOKEN = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)(\d+)|(sp)")
@@ -29,10 +29,10 @@ def layout_overrides(text: str) -> list[str]:
     names = [token.group(1) or token.group(3) for token in tokens]
     if len(set(names)) != len(names):
         raise ValueError(f"layout {text!r}: an axis stands in it twice; write each once")
-    sizes = {**dict.fromkeys(_AXES.values(), 1), "expert_tensor": 0}
+    sizes = {**dict.fromkeys(_AXES.values(), 1), "etp_size": 0}
     sizes.update({_AXES[token.group(1)]: int(token.group(2)) for token in tokens if token.group(1)})
     data = sizes.pop("data")
-    num_processes = sizes["tensor"] * sizes["pipeline"] * sizes["context"] * data
+    num_processes = sizes["tp_size"] * sizes["pp_size"] * sizes["cp_size"] * data
     overrides = [f"parallel.{axis}={size}" for axis, size in sizes.items()]
     return [
         *overrides,

@@ -13,67 +13,67 @@ from megatron_dapo.config.schema import Config
 
 def _layout(config: Config) -> Iterator[Violation]:
     p = config.parallel
-    if p.virtual_pipeline > 1 and p.pipeline == 1:
+    if p.vpp_size > 1 and p.pp_size == 1:
         yield violation(
             config,
-            "parallel.virtual_pipeline",
-            "parallel.virtual_pipeline == 1 where parallel.pipeline == 1",
-            "set parallel.virtual_pipeline = 1, or parallel.pipeline = 2 or more",
-            "parallel.pipeline",
+            "parallel.vpp_size",
+            "parallel.vpp_size == 1 where parallel.pp_size == 1",
+            "set parallel.vpp_size = 1, or parallel.pp_size = 2 or more",
+            "parallel.pp_size",
         )
-    if p.sequence_parallel and p.tensor == 1:
+    if p.sequence_parallel and p.tp_size == 1:
         yield violation(
             config,
             "parallel.sequence_parallel",
-            "parallel.tensor > 1 where parallel.sequence_parallel is on",
-            "set parallel.sequence_parallel = false, or parallel.tensor = 2 or more",
-            "parallel.tensor",
+            "parallel.tp_size > 1 where parallel.sequence_parallel is on",
+            "set parallel.sequence_parallel = false, or parallel.tp_size = 2 or more",
+            "parallel.tp_size",
         )
 
 
 def _expert_tensor(config: Config) -> Iterator[Violation]:
     p = config.parallel
-    if p.expert_tensor < 1 or p.tensor < 1:
+    if p.etp_size < 1 or p.tp_size < 1:
         return
-    if p.tensor % p.expert_tensor:
+    if p.tp_size % p.etp_size:
         yield violation(
             config,
-            "parallel.expert_tensor",
-            "parallel.tensor % parallel.expert_tensor == 0",
-            f"set parallel.expert_tensor = {nearest_divisor(p.tensor, p.expert_tensor)}",
-            "parallel.tensor",
+            "parallel.etp_size",
+            "parallel.tp_size % parallel.etp_size == 0",
+            f"set parallel.etp_size = {nearest_divisor(p.tp_size, p.etp_size)}",
+            "parallel.tp_size",
         )
-    elif p.expert_tensor != p.tensor and p.expert == 1:
+    elif p.etp_size != p.tp_size and p.ep_size == 1:
         yield violation(
             config,
-            "parallel.expert_tensor",
-            "parallel.expert_tensor == parallel.tensor where parallel.expert == 1",
-            "set parallel.expert_tensor = 0, or parallel.expert = 2 or more",
-            "parallel.tensor",
-            "parallel.expert",
+            "parallel.etp_size",
+            "parallel.etp_size == parallel.tp_size where parallel.ep_size == 1",
+            "set parallel.etp_size = 0, or parallel.ep_size = 2 or more",
+            "parallel.tp_size",
+            "parallel.ep_size",
         )
 
 
 def _offload(config: Config) -> Iterator[Violation]:
     """The storage of an FP8 weight is Transformer Engine's."""
     for path in ("model.offload", "critic.offload"):
-        if value_of(config, path) == "all" and config.precision.fp8_parameters:
+        if value_of(config, path) == "all" and config.precision.fp8_param:
             yield violation(
                 config,
                 path,
-                f'{path} is "none" or "optimizer" where precision.fp8_parameters is on',
+                f'{path} is "none" or "optimizer" where precision.fp8_param is on',
                 f'set {path} = "optimizer"',
-                "precision.fp8_parameters",
+                "precision.fp8_param",
             )
 
 
 def world_rules(config: Config, world_size: int) -> Iterator[Violation]:
     """Rules of the number of processes that hold the policy; those of the critic alone are not among them."""
     p = config.parallel
-    if min(p.tensor, p.pipeline, p.context, p.expert) < 1 or world_size < 1:
+    if min(p.tp_size, p.pp_size, p.cp_size, p.ep_size) < 1 or world_size < 1:
         return
-    model_size = p.tensor * p.pipeline * p.context
-    axes = ("parallel.pipeline", "parallel.context")
+    model_size = p.tp_size * p.pp_size * p.cp_size
+    axes = ("parallel.pp_size", "parallel.cp_size")
     if p.num_processes and p.num_processes != world_size:
         yield violation(
             config,
@@ -87,8 +87,8 @@ def world_rules(config: Config, world_size: int) -> Iterator[Violation]:
         needed = math.ceil(world_size / model_size) * model_size
         yield violation(
             config,
-            "parallel.tensor",
-            "processes % (tensor * pipeline * context) == 0",
+            "parallel.tp_size",
+            "processes % (tp_size * pp_size * cp_size) == 0",
             f"start {needed + config.num_critic_processes} processes, or choose sizes whose product divides {world_size}",
             *axes,
             processes=world_size,
@@ -100,15 +100,15 @@ def world_rules(config: Config, world_size: int) -> Iterator[Violation]:
 
 def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
     p = config.parallel
-    cut = p.expert_tensor or p.tensor
-    if p.tensor % cut == 0 and (p.tensor // cut * data * p.context) % p.expert:
+    cut = p.etp_size or p.tp_size
+    if p.tp_size % cut == 0 and (p.tp_size // cut * data * p.cp_size) % p.ep_size:
         yield violation(
             config,
-            "parallel.expert",
-            "(tensor / expert_tensor * data * context) % expert == 0",
-            f"set parallel.expert = {nearest_divisor(p.tensor // cut * data * p.context, p.expert)}",
-            "parallel.context",
-            "parallel.expert_tensor",
+            "parallel.ep_size",
+            "(tp_size / etp_size * data * cp_size) % ep_size == 0",
+            f"set parallel.ep_size = {nearest_divisor(p.tp_size // cut * data * p.cp_size, p.ep_size)}",
+            "parallel.cp_size",
+            "parallel.etp_size",
             data=data,
         )
     responses = config.training.mini_batch_prompts * config.rollout.group_size
@@ -125,7 +125,7 @@ def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
 
 
 def _heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    tensor = config.parallel.tensor
+    tensor = config.parallel.tp_size
     names = ("num_attention_heads", "num_key_value_heads", *(("intermediate_size",) * architecture.has_dense_layers))
     common = math.gcd(*(getattr(architecture, name) for name in names))
     for name in names:
@@ -133,24 +133,24 @@ def _heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violatio
         if tensor >= 1 and size % tensor:
             yield violation(
                 config,
-                "parallel.tensor",
-                f"{name} % parallel.tensor == 0",
-                f"set parallel.tensor = {nearest_divisor(common, tensor)}",
+                "parallel.tp_size",
+                f"{name} % parallel.tp_size == 0",
+                f"set parallel.tp_size = {nearest_divisor(common, tensor)}",
                 **{name: size},
             )
 
 
 def _engine_heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
     """SGLang cuts query heads evenly; key-value heads are cut or repeated."""
-    tensor, heads, groups = config.sglang.tensor, architecture.num_attention_heads, architecture.num_key_value_heads
+    tensor, heads, groups = config.sglang.tp_size, architecture.num_attention_heads, architecture.num_key_value_heads
     if config.rollout.engine != "sglang" or tensor < 1:
         return
     if heads % tensor or (groups % tensor and tensor % groups):
         yield violation(
             config,
-            "sglang.tensor",
-            "num_attention_heads % sglang.tensor == 0, and sglang.tensor divides num_key_value_heads or is a multiple",
-            f"set sglang.tensor = {nearest_divisor(math.gcd(heads, groups), tensor)}",
+            "sglang.tp_size",
+            "num_attention_heads % sglang.tp_size == 0, and sglang.tp_size divides num_key_value_heads or is a multiple",
+            f"set sglang.tp_size = {nearest_divisor(math.gcd(heads, groups), tensor)}",
             num_attention_heads=heads,
             num_key_value_heads=groups,
         )
@@ -158,14 +158,14 @@ def _engine_heads(config: Config, architecture: ArchitectureFacts) -> Iterator[V
 
 def _layers(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
     p = config.parallel
-    chunks = p.pipeline * p.virtual_pipeline
+    chunks = p.pp_size * p.vpp_size
     if chunks >= 1 and architecture.num_layers % chunks:
         yield violation(
             config,
-            "parallel.pipeline",
-            "num_layers % (pipeline * virtual_pipeline) == 0",
-            f"choose pipeline * virtual_pipeline = {nearest_divisor(architecture.num_layers, chunks)}",
-            "parallel.virtual_pipeline",
+            "parallel.pp_size",
+            "num_layers % (pp_size * vpp_size) == 0",
+            f"choose pp_size * vpp_size = {nearest_divisor(architecture.num_layers, chunks)}",
+            "parallel.vpp_size",
             num_layers=architecture.num_layers,
         )
 
@@ -191,37 +191,37 @@ def _positions(config: Config, architecture: ArchitectureFacts) -> Iterator[Viol
 
 
 def _experts(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    expert = config.parallel.expert
+    expert = config.parallel.ep_size
     if expert > 1 and (architecture.num_experts == 0 or architecture.num_experts % expert):
-        fix = "set parallel.expert = 1 (the model is dense)"
+        fix = "set parallel.ep_size = 1 (the model is dense)"
         if architecture.num_experts:
-            fix = f"set parallel.expert = {nearest_divisor(architecture.num_experts, expert)}"
+            fix = f"set parallel.ep_size = {nearest_divisor(architecture.num_experts, expert)}"
         yield violation(
-            config, "parallel.expert", "num_experts % parallel.expert == 0", fix, num_experts=architecture.num_experts
+            config, "parallel.ep_size", "num_experts % parallel.ep_size == 0", fix, num_experts=architecture.num_experts
         )
 
 
 def _expert_matrices(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
     p, size = config.parallel, architecture.moe_intermediate_size
-    cut = p.expert_tensor or p.tensor
-    if not architecture.num_experts or min(p.tensor, cut) < 1:
+    cut = p.etp_size or p.tp_size
+    if not architecture.num_experts or min(p.tp_size, cut) < 1:
         return
     if size % cut:
         yield violation(
             config,
-            "parallel.expert_tensor",
-            "moe_intermediate_size % expert_tensor == 0 (0: tensor)",
-            f"set parallel.expert_tensor = {nearest_divisor(size, cut)}",
-            "parallel.tensor",
+            "parallel.etp_size",
+            "moe_intermediate_size % etp_size == 0 (0: tp_size)",
+            f"set parallel.etp_size = {nearest_divisor(size, cut)}",
+            "parallel.tp_size",
             moe_intermediate_size=size,
         )
-    if p.tensor > 1 and not p.sequence_parallel:
+    if p.tp_size > 1 and not p.sequence_parallel:
         yield violation(
             config,
             "parallel.sequence_parallel",
-            "parallel.sequence_parallel where experts meet parallel.tensor > 1 (Megatron-core needs it)",
+            "parallel.sequence_parallel where experts meet parallel.tp_size > 1 (Megatron-core needs it)",
             "set parallel.sequence_parallel = true",
-            "parallel.tensor",
+            "parallel.tp_size",
         )
 
 

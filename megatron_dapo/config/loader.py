@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_dapo.config.errors import ConfigError, Violation
+from megatron_dapo.config.renamed import RENAMED, renamed_value
 from megatron_dapo.config.schema import Config, leaf_fields, section_types
 from megatron_dapo.config.section import RelativeToRecipe
 
@@ -229,18 +230,27 @@ def _unknown(path: str, value: _Value) -> Violation:
             f"set its fields ({fields}), e.g. in a table [{path}]",
             value=value.value,
         )
+    if path in RENAMED:
+        new = RENAMED[path]
+        line = f"{new} = {_toml(renamed_value(new, value.value))}"
+        return _violation(path, f"its present name, {new}", f"write {line} in {value.origin}", **{path: value.value})
     nearest = _nearest(path)
     rule = f"a known key (this one is given by {value.origin})"
     return _violation(path, rule, f"did you mean {nearest}?" if nearest else "remove it")
+
+
+def _toml(value: Any) -> str:
+    """A value as it is written in a recipe."""
+    return json.dumps(value, default=str)
 
 
 def _nearest(path: str) -> str | None:
     """The field the writer most likely meant: the same name in another section, else the closest spelling."""
     leaves = list(leaf_fields())
     name = path.rpartition(".")[2]
-    for candidate in leaves:
+    for candidate in (*leaves, *RENAMED):
         if candidate.rpartition(".")[2] == name:
-            return candidate
+            return RENAMED.get(candidate, candidate)
     parent = path.rpartition(".")[0]
     siblings = {leaf.rpartition(".")[2]: leaf for leaf in leaves if leaf.rpartition(".")[0] == parent}
     by_name = {leaf.rpartition(".")[2]: leaf for leaf in leaves}

@@ -22,7 +22,7 @@ class ModelConfig(Section):
     """Type of parameters and activations; masters and moments are float32 either way. bfloat16 on accelerators. How
     linear layers multiply is precision.recipe's, which may be FP8."""
 
-    recompute: Recompute = "none"
+    recompute_granularity: Recompute = "none"
     """Activations recomputed in the backward pass: none, selective (attention only) or full (whole layers). Raise it
     when activations do not fit in memory."""
 
@@ -47,34 +47,34 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model and the batch are cut over processes. data-parallel size = processes / (tensor * pipeline *
-    context)."""
+    """How the model and the batch are cut over processes. data-parallel size = processes / (tp_size * pp_size *
+    cp_size)."""
 
-    tensor: int = 1
+    tp_size: int = 1
     """Ranks every weight matrix is cut over; must divide attention heads and key-value heads."""
 
-    pipeline: int = 1
+    pp_size: int = 1
     """Stages the layers are cut into."""
 
-    virtual_pipeline: int = 1
+    vpp_size: int = 1
     """Model chunks per pipeline stage (interleaved schedule); 1 is the plain schedule. Raise it to shrink the pipeline
     bubble."""
 
-    context: int = 1
+    cp_size: int = 1
     """Ranks every sequence is cut over. Raise it when one sequence's activations do not fit."""
 
-    expert: int = 1
+    ep_size: int = 1
     """Ranks experts are cut over, within context x data. For mixture-of-experts models only."""
 
-    expert_tensor: int = 0
-    """Ranks each expert's matrices are cut over; 0: as many as tensor. Another size than tensor needs expert > 1."""
+    etp_size: int = 0
+    """Ranks each expert's matrices are cut over; 0: tp_size. Another size than tp_size needs ep_size > 1."""
 
     sequence_parallel: bool = False
-    """Cut the activations between matrix products over the tensor ranks as well. Saves memory; needs tensor > 1."""
+    """Cut the activations between matrix products over the tensor ranks as well. Saves memory; needs tp_size > 1."""
 
-    distributed_optimizer: bool = True
+    use_distributed_optimizer: bool = True
     """Cut optimizer state over the data-parallel ranks."""
 
     num_processes: int = 0
     """Processes of the policy to start on this machine, or expected of an outside launcher; critic.parallel.num_processes
-    come on top. 0: tensor * pipeline * context, or what the launcher gives."""
+    come on top. 0: tp_size * pp_size * cp_size, or what the launcher gives."""

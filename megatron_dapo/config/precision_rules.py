@@ -10,7 +10,7 @@ from megatron_dapo.config.rule import violation
 from megatron_dapo.config.schema import Config
 from megatron_dapo.precision import FP8_DELAYED, RECIPES, LinearSizes, Recipe, misfits
 
-_LAYER_FIELDS = ("precision.bf16_first_layers", "precision.bf16_last_layers")
+_LAYER_FIELDS = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16")
 
 
 def _recipe(config: Config) -> Recipe:
@@ -32,9 +32,9 @@ def _type(config: Config) -> Iterator[Violation]:
 def _only_with_fp8(config: Config) -> Iterator[Violation]:
     asked = config.precision
     fields = [path for path in _LAYER_FIELDS if getattr(asked, path.rpartition(".")[2]) > 0]
-    fields += ["precision.fp8_parameters"] * asked.fp8_parameters
+    fields += ["precision.fp8_param"] * asked.fp8_param
     for path in () if _recipe(config).is_fp8 else fields:
-        off = "false" if path.endswith("parameters") else "0"
+        off = "false" if path.endswith("fp8_param") else "0"
         yield violation(
             config,
             path,
@@ -46,40 +46,40 @@ def _only_with_fp8(config: Config) -> Iterator[Violation]:
 
 def _layers_in_bf16(config: Config) -> Iterator[Violation]:
     asked = config.precision
-    if asked.recipe == FP8_DELAYED and max(asked.bf16_first_layers, asked.bf16_last_layers) > 0:
+    if asked.recipe == FP8_DELAYED and max(asked.num_layers_at_start_in_bf16, asked.num_layers_at_end_in_bf16) > 0:
         yield violation(
             config,
             "precision.recipe",
-            "bf16_first_layers == bf16_last_layers == 0 for fp8_delayed (its maxima are reduced over all layers at once)",
+            "num_layers_at_start_in_bf16 == num_layers_at_end_in_bf16 == 0 for fp8_delayed (its maxima are reduced over all layers at once)",
             'set both to 0, or precision.recipe = "fp8_blockwise"',
             *_LAYER_FIELDS,
         )
 
 
 def _parameters(config: Config) -> Iterator[Violation]:
-    if not config.precision.fp8_parameters or not _recipe(config).is_fp8:
+    if not config.precision.fp8_param or not _recipe(config).is_fp8:
         return
-    if not config.parallel.distributed_optimizer:
+    if not config.parallel.use_distributed_optimizer:
         yield violation(
             config,
-            "precision.fp8_parameters",
-            "parallel.distributed_optimizer where precision.fp8_parameters (it makes FP8 weights of the masters)",
-            "set parallel.distributed_optimizer = true, or precision.fp8_parameters = false",
-            "parallel.distributed_optimizer",
+            "precision.fp8_param",
+            "parallel.use_distributed_optimizer where precision.fp8_param (it makes FP8 weights of the masters)",
+            "set parallel.use_distributed_optimizer = true, or precision.fp8_param = false",
+            "parallel.use_distributed_optimizer",
         )
     if config.model.dtype != "bfloat16":
         yield violation(
             config,
-            "precision.fp8_parameters",
-            'model.dtype == "bfloat16" where precision.fp8_parameters (a float32 weight is its own master)',
-            'set model.dtype = "bfloat16", or precision.fp8_parameters = false',
+            "precision.fp8_param",
+            'model.dtype == "bfloat16" where precision.fp8_param (a float32 weight is its own master)',
+            'set model.dtype = "bfloat16", or precision.fp8_param = false',
             "model.dtype",
         )
 
 
 def _shapes(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    recipe, tensor = config.precision.recipe, config.parallel.tensor
-    expert_tensor = config.parallel.expert_tensor or tensor
+    recipe, tensor = config.precision.recipe, config.parallel.tp_size
+    expert_tensor = config.parallel.etp_size or tensor
     if not _recipe(config).is_fp8 or min(tensor, expert_tensor) < 1:
         return
     sizes = LinearSizes(
@@ -92,9 +92,9 @@ def _shapes(config: Config, architecture: ArchitectureFacts) -> Iterator[Violati
     )
     fits_whole = not misfits(recipe, sizes, 1)
     # Experts are cut as dense layers where nothing else is said.
-    cuts = {"tensor": "parallel.tensor", "expert_tensor": "parallel.expert_tensor"}
-    if config.parallel.expert_tensor == 0:
-        cuts["expert_tensor"] = "parallel.tensor"
+    cuts = {"tensor": "parallel.tp_size", "expert_tensor": "parallel.etp_size"}
+    if config.parallel.etp_size == 0:
+        cuts["expert_tensor"] = "parallel.tp_size"
     for one in misfits(recipe, sizes, tensor, expert_tensor):
         path = cuts[one.cut] if one.cut and fits_whole else ""
         yield violation(
@@ -109,7 +109,7 @@ def _shapes(config: Config, architecture: ArchitectureFacts) -> Iterator[Violati
 
 
 def _num_layers(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
-    asked, stages = config.precision, config.parallel.pipeline
+    asked, stages = config.precision, config.parallel.pp_size
     if not _recipe(config).is_fp8 or stages < 1:
         return
     a_stage = architecture.num_layers // stages
@@ -118,18 +118,18 @@ def _num_layers(config: Config, architecture: ArchitectureFacts) -> Iterator[Vio
             yield violation(
                 config,
                 path,
-                f"{path} <= num_layers / parallel.pipeline (Megatron-core keeps them in one stage)",
+                f"{path} <= num_layers / parallel.pp_size (Megatron-core keeps them in one stage)",
                 f"set {path} = {a_stage} or less",
-                "parallel.pipeline",
+                "parallel.pp_size",
                 num_layers=architecture.num_layers,
             )
-    if asked.bf16_first_layers + asked.bf16_last_layers >= architecture.num_layers:
+    if asked.num_layers_at_start_in_bf16 + asked.num_layers_at_end_in_bf16 >= architecture.num_layers:
         yield violation(
             config,
-            "precision.bf16_first_layers",
-            "bf16_first_layers + bf16_last_layers < num_layers (else nothing is multiplied in FP8)",
+            "precision.num_layers_at_start_in_bf16",
+            "num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 < num_layers (else nothing is multiplied in FP8)",
             'lower them, or set precision.recipe = ""',
-            "precision.bf16_last_layers",
+            "precision.num_layers_at_end_in_bf16",
             num_layers=architecture.num_layers,
         )
 

@@ -17,12 +17,12 @@ class PrecisionConfig(Section):
     scale for 128 values and 128 x 128 of a weight, which SGLang serves (compute capability 9.0 and CUDA 12.9; emulated
     on a CPU). fp8_current, fp8_delayed: one scale a tensor, of the tensor or of earlier steps."""
 
-    bf16_first_layers: int = 0
+    num_layers_at_start_in_bf16: int = 0
     """First layers of the model that stay in model.dtype under an FP8 recipe. Raise it when FP8 costs learning."""
 
-    bf16_last_layers: int = 0
+    num_layers_at_end_in_bf16: int = 0
     """Last layers of the model that stay in model.dtype under an FP8 recipe."""
 
-    fp8_parameters: bool = False
+    fp8_param: bool = False
     """Hold the weights of FP8 layers as FP8 alone, beside their float32 masters. Saves memory; Transformer Engine only,
-    needs parallel.distributed_optimizer."""
+    needs parallel.use_distributed_optimizer."""

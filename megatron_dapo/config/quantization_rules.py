@@ -10,7 +10,7 @@ from megatron_dapo.config.schema import Config
 
 
 def _correction(config: Config) -> Iterator[Violation]:
-    if _is_off(config) or config.sglang.accept_quantization_bias:
+    if _is_off(config) or config.sglang.allow_quantization_bias:
         return
     if config.algorithm.off_policy.correction == "none":
         yield violation(
@@ -18,9 +18,9 @@ def _correction(config: Config) -> Iterator[Violation]:
             "sglang.quantization",
             'sglang.quantization == "none" without an off-policy correction (quantized servers sample from another '
             "policy than the one that is trained)",
-            'set algorithm.off_policy.correction = "tis" (or mis, icepop), or sglang.accept_quantization_bias = true',
+            'set algorithm.off_policy.correction = "tis" (or mis, icepop), or sglang.allow_quantization_bias = true',
             "algorithm.off_policy.correction",
-            "sglang.accept_quantization_bias",
+            "sglang.allow_quantization_bias",
         )
 
 
@@ -36,12 +36,12 @@ def _engine(config: Config) -> Iterator[Violation]:
 
 
 def _transport(config: Config) -> Iterator[Violation]:
-    if not _is_off(config) and config.sglang.transport == "disk":
+    if not _is_off(config) and config.sglang.weight_sync_transport == "disk":
         yield violation(
             config,
-            "sglang.transport",
-            'sglang.transport is memory or peer where sglang.quantization == "fp8" (a folder holds the trained weights)',
-            'set sglang.transport = "peer", or "memory" for servers on the trainer\'s machines',
+            "sglang.weight_sync_transport",
+            'sglang.weight_sync_transport is shared_memory or p2p where sglang.quantization == "fp8" (a folder holds the trained weights)',
+            'set sglang.weight_sync_transport = "p2p", or "shared_memory" for servers on the trainer\'s machines',
             "sglang.quantization",
         )
 

@@ -12,8 +12,8 @@ Resume = Literal["auto", "never", "must"]
 class CheckpointConfig(Section):
     """Exact resume, and the exported model."""
 
-    folder: str = ""
-    """Where checkpoints are kept; relative to the current directory. "": <run.folder>/checkpoints."""
+    output_dir: str = ""
+    """Where checkpoints are kept; relative to the current directory. "": <run.output_dir>/checkpoints."""
 
     interval: int = 20
     """Train steps between checkpoints. 0: only at the end and on a signal."""
@@ -26,8 +26,8 @@ class CheckpointConfig(Section):
     if it holds none."""
 
     export_huggingface: bool = True
-    """Write the trained policy as a Hugging Face folder, <run.folder>/huggingface, when the run ends, and the critic, where
-    there is one, as <run.folder>/critic."""
+    """Write the trained policy as a Hugging Face folder, <run.output_dir>/huggingface, when the run ends, and the critic, where
+    there is one, as <run.output_dir>/critic."""
 
 
 class EvaluationConfig(Section):
@@ -62,7 +62,7 @@ class TelemetryConfig(Section):
     """What is recorded of a run."""
 
     tensorboard: bool = True
-    """Write TensorBoard events to <run.folder>/tensorboard, x axis the train step. metrics.jsonl is written either
+    """Write TensorBoard events to <run.output_dir>/tensorboard, x axis the train step. metrics.jsonl is written either
     way."""
 
     samples_per_step: int = 64

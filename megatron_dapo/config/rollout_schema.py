@@ -8,7 +8,6 @@ from megatron_dapo.config.section import InputPath, Section
 
 Template = Literal["chat", "plain"]
 Engine = Literal["embedded", "sglang"]
-Partial = Literal["restart", "continue"]
 OnExhausted = Literal["train_partial", "stop", "error"]
 
 
@@ -58,19 +57,19 @@ class RolloutConfig(Section):
     """Sampling temperature of training rollouts; the trainer's log-probs are taken at the same temperature."""
 
     top_p: float = 1.0
-    """Nucleus mass. Below 1 the engine renormalizes what the trainer does not: refused unless accept_bias."""
+    """Nucleus mass. Below 1 the engine renormalizes what the trainer does not: refused unless allow_biased_sampling."""
 
     top_k: int = 0
-    """Only the k likeliest tokens; 0: off. Above 0 it biases like top_p < 1: refused unless accept_bias."""
+    """Only the k likeliest tokens; 0: off. Above 0 it biases like top_p < 1: refused unless allow_biased_sampling."""
 
-    accept_bias: bool = False
+    allow_biased_sampling: bool = False
     """Allow top_p < 1 or top_k > 0 in training rollouts, knowing that the importance ratios are then wrong."""
 
     oversample: float = 1.0
     """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 fills a batch sooner when many groups are
     filtered, at the price of surplus groups."""
 
-    max_generation_rounds: int = 10
+    max_num_gen_batches: int = 10
     """A generation round is prompts_per_step * oversample prompts; after this many in one step collecting ends as
     on_exhausted says. 0: no limit."""
 
@@ -91,10 +90,10 @@ class RolloutConfig(Section):
     """Policy versions a carried-over surplus group may be behind when it is trained; older ones are dropped and their
     prompts queued again. Above 0 needs algorithm.off_policy.correction."""
 
-    partial: Partial = "restart"
-    """What becomes of responses that are unfinished when a batch is full: restart their prompts later, or continue them
-    from where they are in the next generation step, each token with the version that sampled it. continue has an effect
-    within max_staleness only."""
+    partial_rollout: bool = False
+    """Continue responses that are unfinished when a batch is full from where they are in the next generation step, each
+    token with the version that sampled it. Off: their prompts start again later. Has an effect within max_staleness
+    only."""
 
     slots_per_rank: int = 64
     """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""
@@ -153,6 +152,6 @@ class RewardConfig(Section):
     """Leave truncated responses out of the loss (their tokens leave the denominator, too). Not the same as the
     punishment."""
 
-    confirm_both_overlong: bool = False
+    allow_overlong_filter_and_punishment: bool = False
     """Allow overlong_filter together with overlong_punishment, knowing that truncated responses then never feel the
     punishment."""

@@ -37,8 +37,8 @@ class RunConfig(Section):
     name: str = "run"
     """Label in logs, TensorBoard and the summary."""
 
-    folder: Path = Path("runs/run")
-    """Folder everything is written to (metrics, samples, checkpoints, summary); relative to the current directory."""
+    output_dir: Path = Path("runs/run")
+    """Directory everything is written to (metrics, samples, checkpoints, summary); relative to the current directory."""
 
     seed: int = 0
     """Seed of parameter initialization, of every sample's random numbers and of mini-batch shuffling. Change it to
@@ -130,22 +130,22 @@ class Config(Section):
     def critic_parallel(self) -> ParallelConfig:
         """How the critic is cut: what it does not say is as the policy's."""
         asked, policy = self.critic.parallel, self.parallel
-        tensor, pipeline = asked.tensor or policy.tensor, asked.pipeline or policy.pipeline
-        same_stages = pipeline == policy.pipeline
+        tensor, pipeline = asked.tp_size or policy.tp_size, asked.pp_size or policy.pp_size
+        same_stages = pipeline == policy.pp_size
         return policy.model_copy(
             update={
-                "tensor": tensor,
-                "pipeline": pipeline,
-                "virtual_pipeline": asked.virtual_pipeline or (policy.virtual_pipeline if same_stages else 1),
-                "context": asked.context or policy.context,
-                "expert": asked.expert or policy.expert,
+                "tp_size": tensor,
+                "pp_size": pipeline,
+                "vpp_size": asked.vpp_size or (policy.vpp_size if same_stages else 1),
+                "cp_size": asked.cp_size or policy.cp_size,
+                "ep_size": asked.ep_size or policy.ep_size,
                 "sequence_parallel": policy.sequence_parallel and tensor > 1,
             }
         )
 
     @property
-    def checkpoint_folder(self) -> Path:
-        return Path(self.checkpoint.folder) if self.checkpoint.folder else self.run.folder / "checkpoints"
+    def checkpoint_dir(self) -> Path:
+        return Path(self.checkpoint.output_dir) if self.checkpoint.output_dir else self.run.output_dir / "checkpoints"
 
     @property
     def evaluation_response_tokens(self) -> int:
@@ -171,7 +171,7 @@ class Config(Section):
     def num_processes(self) -> int:
         """Processes this run asks for when no outside launcher decides."""
         p = self.parallel
-        return (p.num_processes or p.tensor * p.pipeline * p.context) + self.num_critic_processes
+        return (p.num_processes or p.tp_size * p.pp_size * p.cp_size) + self.num_critic_processes
 
     @property
     def num_critic_processes(self) -> int:

@@ -8,7 +8,7 @@ from megatron_dapo.config.section import Section
 
 Placement = Literal["colocated", "disaggregated"]
 SharedMemory = Literal["host", "device"]
-WeightTransport = Literal["memory", "peer", "disk"]
+WeightTransport = Literal["shared_memory", "p2p", "disk"]
 Quantization = Literal["none", "fp8"]
 
 
@@ -19,19 +19,19 @@ class SglangConfig(Section):
     """Interpreter of the environment SGLang is installed in; "": the trainer's own. Relative: from the current
     directory."""
 
-    tensor: int = 1
+    tp_size: int = 1
     """Tensor-parallel size of a server."""
 
-    expert: int = 1
+    ep_size: int = 1
     """Ranks a server's experts are dealt out over, within its tensor ranks. For mixture-of-experts models."""
 
     servers_per_node: int = 1
     """Servers started on every node of the trainer."""
 
     urls: tuple[str, ...] = ()
-    """Servers that run already (other nodes of the same job), instead of starting any. Needs key_file."""
+    """Servers that run already (other nodes of the same job), instead of starting any. Needs api_key_file."""
 
-    key_file: str = ""
+    api_key_file: str = ""
     """File with the API key of the servers in urls, readable by its owner alone. "": servers started here get a fresh
     key in the run's folder."""
 
@@ -44,15 +44,15 @@ class SglangConfig(Section):
     """colocated: servers share the trainer's devices, generation and training alternate. disaggregated: servers have
     devices of their own; with rollout.max_staleness above 0 the next batch is generated while this one is trained."""
 
-    transport: WeightTransport = "memory"
-    """How weights reach the servers. memory: every engine rank's own shard through shared memory of the node. peer: from
+    weight_sync_transport: WeightTransport = "shared_memory"
+    """How weights reach the servers. shared_memory: every engine rank's own shard through shared memory of the node. p2p: from
     all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face folder."""
 
     shared_memory: SharedMemory = "host"
-    """Where the memory of transport = "memory" lies. host: in the machine's, on a GPU as well. device: on the GPU that an
+    """Where the memory of weight_sync_transport = "shared_memory" lies. host: in the machine's, on a GPU as well. device: on the GPU that an
     engine rank shares with a trainer rank, opened by all through CUDA IPC; it has not run on a GPU yet."""
 
-    bucket_mb: int = 64
+    weight_sync_bucket_mb: int = 64
     """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""
 
     quantization: Quantization = "none"
@@ -60,7 +60,7 @@ class SglangConfig(Section):
     values, rounded on the way to them as the trainer rounds. Needs algorithm.off_policy.correction, as servers then
     sample from another policy than the one that is trained."""
 
-    accept_quantization_bias: bool = False
+    allow_quantization_bias: bool = False
     """Allow quantization without an off-policy correction, knowing that the importance ratios are then wrong."""
 
     fp8_step0_max_mean_abs: float = 0.1
@@ -76,14 +76,14 @@ class SglangConfig(Section):
     """Responses a server generates at a time."""
 
     max_total_tokens: int = 0
-    """Tokens a server's KV cache holds. 0: as many as memory_fraction of its memory allows; on a CPU the most that
+    """Tokens a server's KV cache holds. 0: as many as mem_fraction_static of its memory allows; on a CPU the most that
     max_running_requests responses of full length need."""
 
-    memory_fraction: float = 0.6
+    mem_fraction_static: float = 0.6
     """Share of a device's memory for a server's weights and KV cache. Lower it when the trainer on the same device runs
     out of memory."""
 
-    seeded: bool = True
+    enable_deterministic_inference: bool = True
     """Give every response its own seed (SGLang's deterministic mode, somewhat slower). Off: rollouts cannot be
     repeated."""
 
@@ -93,10 +93,10 @@ class SglangConfig(Section):
     request_timeout_seconds: float = 1800.0
     """Seconds one response may take, its time in the queue included."""
 
-    update_timeout_seconds: float = 600.0
+    weight_sync_timeout_seconds: float = 600.0
     """Seconds each state of a weight update (pause, flush, transfer, verify) may take."""
 
-    restart_budget: int = 3
+    max_restarts: int = 3
     """Times a dead server is started again in one run; after that the run ends with a checkpoint."""
 
     parity_interval: int = 10

@@ -34,7 +34,7 @@ class OffPolicyConfig(Section):
     high: float = 2.0
     """Upper bound of w."""
 
-    normalize: bool = False
+    batch_normalize: bool = False
     """Divide the weights by their mean over the optimizer mini-batch, after cutting."""
 
 

@@ -65,14 +65,14 @@ _RANGES: dict[str, _Range] = {
     "run.max_generation_steps": _NOT_NEGATIVE,
     "run.wait_timeout_seconds": _POSITIVE,
     "model.logprob_chunk_tokens": _AT_LEAST_ONE,
-    "precision.bf16_first_layers": _NOT_NEGATIVE,
-    "precision.bf16_last_layers": _NOT_NEGATIVE,
-    "parallel.tensor": _AT_LEAST_ONE,
-    "parallel.pipeline": _AT_LEAST_ONE,
-    "parallel.virtual_pipeline": _AT_LEAST_ONE,
-    "parallel.context": _AT_LEAST_ONE,
-    "parallel.expert": _AT_LEAST_ONE,
-    "parallel.expert_tensor": _NOT_NEGATIVE,
+    "precision.num_layers_at_start_in_bf16": _NOT_NEGATIVE,
+    "precision.num_layers_at_end_in_bf16": _NOT_NEGATIVE,
+    "parallel.tp_size": _AT_LEAST_ONE,
+    "parallel.pp_size": _AT_LEAST_ONE,
+    "parallel.vpp_size": _AT_LEAST_ONE,
+    "parallel.cp_size": _AT_LEAST_ONE,
+    "parallel.ep_size": _AT_LEAST_ONE,
+    "parallel.etp_size": _NOT_NEGATIVE,
     "parallel.num_processes": _NOT_NEGATIVE,
     "data.train_paths": _NOT_EMPTY,
     "data.max_prompt_tokens": _AT_LEAST_ONE,
@@ -85,22 +85,22 @@ _RANGES: dict[str, _Range] = {
     "rollout.top_p": _PROBABILITY_MASS,
     "rollout.top_k": _NOT_NEGATIVE,
     "rollout.oversample": _AT_LEAST_ONE,
-    "rollout.max_generation_rounds": _NOT_NEGATIVE,
+    "rollout.max_num_gen_batches": _NOT_NEGATIVE,
     "rollout.accuracy_min": _FRACTION,
     "rollout.accuracy_max": _FRACTION,
     "rollout.max_staleness": _NOT_NEGATIVE,
     "rollout.slots_per_rank": _AT_LEAST_ONE,
-    "sglang.tensor": _AT_LEAST_ONE,
-    "sglang.expert": _AT_LEAST_ONE,
+    "sglang.tp_size": _AT_LEAST_ONE,
+    "sglang.ep_size": _AT_LEAST_ONE,
     "sglang.servers_per_node": _AT_LEAST_ONE,
-    "sglang.bucket_mb": _AT_LEAST_ONE,
+    "sglang.weight_sync_bucket_mb": _AT_LEAST_ONE,
     "sglang.max_running_requests": _AT_LEAST_ONE,
     "sglang.max_total_tokens": _NOT_NEGATIVE,
-    "sglang.memory_fraction": ("in (0, 1)", lambda value: 0 < value < 1),
+    "sglang.mem_fraction_static": ("in (0, 1)", lambda value: 0 < value < 1),
     "sglang.start_timeout_seconds": _POSITIVE,
     "sglang.request_timeout_seconds": _POSITIVE,
-    "sglang.update_timeout_seconds": _POSITIVE,
-    "sglang.restart_budget": _NOT_NEGATIVE,
+    "sglang.weight_sync_timeout_seconds": _POSITIVE,
+    "sglang.max_restarts": _NOT_NEGATIVE,
     "sglang.fp8_step0_max_mean_abs": _POSITIVE,
     "sglang.parity_interval": _NOT_NEGATIVE,
     "reward.num_workers": _AT_LEAST_ONE,
@@ -132,11 +132,11 @@ _RANGES: dict[str, _Range] = {
     "algorithm.positive_example_coefficient": _NOT_NEGATIVE,
     "critic.head_scale": _NOT_NEGATIVE,
     "critic.parallel.num_processes": _NOT_NEGATIVE,
-    "critic.parallel.expert": _NOT_NEGATIVE,
-    "critic.parallel.tensor": _NOT_NEGATIVE,
-    "critic.parallel.pipeline": _NOT_NEGATIVE,
-    "critic.parallel.virtual_pipeline": _NOT_NEGATIVE,
-    "critic.parallel.context": _NOT_NEGATIVE,
+    "critic.parallel.ep_size": _NOT_NEGATIVE,
+    "critic.parallel.tp_size": _NOT_NEGATIVE,
+    "critic.parallel.pp_size": _NOT_NEGATIVE,
+    "critic.parallel.vpp_size": _NOT_NEGATIVE,
+    "critic.parallel.cp_size": _NOT_NEGATIVE,
     "critic.optimizer.learning_rate": _NOT_NEGATIVE,
     "critic.optimizer.warmup_steps": _NOT_NEGATIVE,
     "critic.optimizer.min_learning_rate": _NOT_NEGATIVE,
@@ -156,10 +156,10 @@ _RANGES: dict[str, _Range] = {
     "advantage_estimation.lambda_alpha": _POSITIVE,
     "advantage_estimation.lambda_floor": ("in [0, 1)", lambda value: 0 <= value < 1),
     "advantage_estimation.critic_lambda": _FRACTION,
-    "advantage_estimation.limit": _NOT_NEGATIVE,
+    "advantage_estimation.clip": _NOT_NEGATIVE,
     "window.tokens": _AT_LEAST_ONE,
     "window.ignored_tail_tokens": _NOT_NEGATIVE,
-    "window.train_items": _NOT_NEGATIVE,
+    "window.windows_per_step": _NOT_NEGATIVE,
     "value_pretraining.min_steps": ("at least 2", lambda value: value >= 2),
     "value_pretraining.max_steps": _AT_LEAST_ONE,
     "value_pretraining.explained_variance_slope": _NOT_NEGATIVE,
@@ -216,7 +216,7 @@ def _sequence_alignment(config: Config) -> int:
     """What a micro-batch's tokens are a multiple of."""
     p = config.parallel
     own_tokens = token_multiple(config.precision.recipe)
-    return micro_batch_multiple(max(p.tensor, 1), max(p.context, 1), p.sequence_parallel, own_tokens)
+    return micro_batch_multiple(max(p.tp_size, 1), max(p.cp_size, 1), p.sequence_parallel, own_tokens)
 
 
 def _groups(config: Config) -> Iterator[Violation]:
@@ -246,13 +246,13 @@ def _groups(config: Config) -> Iterator[Violation]:
             "rollout.accuracy_max",
             "rollout.group_size",
         )
-    if rollout.filter_groups and rollout.max_generation_rounds == 0 and config.data.max_epochs == 0:
+    if rollout.filter_groups and rollout.max_num_gen_batches == 0 and config.data.max_epochs == 0:
         yield violation(
             config,
-            "rollout.max_generation_rounds",
-            "rollout.max_generation_rounds >= 1 or data.max_epochs >= 1 where groups are filtered (a batch that no group "
+            "rollout.max_num_gen_batches",
+            "rollout.max_num_gen_batches >= 1 or data.max_epochs >= 1 where groups are filtered (a batch that no group "
             "passes into would be collected for ever)",
-            "set rollout.max_generation_rounds = 10, or data.max_epochs = 1 or more",
+            "set rollout.max_num_gen_batches = 10, or data.max_epochs = 1 or more",
             "data.max_epochs",
             "rollout.filter_groups",
         )
@@ -260,21 +260,21 @@ def _groups(config: Config) -> Iterator[Violation]:
 
 def _sampling(config: Config) -> Iterator[Violation]:
     rollout = config.rollout
-    if rollout.top_p < 1 and not rollout.accept_bias:
+    if rollout.top_p < 1 and not rollout.allow_biased_sampling:
         yield violation(
             config,
             "rollout.top_p",
             "rollout.top_p == 1 in training rollouts (the trainer's log-probs are over the whole vocabulary)",
-            "set rollout.top_p = 1.0, or rollout.accept_bias = true",
-            "rollout.accept_bias",
+            "set rollout.top_p = 1.0, or rollout.allow_biased_sampling = true",
+            "rollout.allow_biased_sampling",
         )
-    if rollout.top_k > 0 and not rollout.accept_bias:
+    if rollout.top_k > 0 and not rollout.allow_biased_sampling:
         yield violation(
             config,
             "rollout.top_k",
             "rollout.top_k == 0 in training rollouts (the trainer's log-probs are over the whole vocabulary)",
-            "set rollout.top_k = 0, or rollout.accept_bias = true",
-            "rollout.accept_bias",
+            "set rollout.top_k = 0, or rollout.allow_biased_sampling = true",
+            "rollout.allow_biased_sampling",
         )
     if rollout.max_staleness > 0 and config.algorithm.off_policy.correction == "none":
         yield violation(
@@ -290,30 +290,30 @@ def _engines(config: Config) -> Iterator[Violation]:
     rollout, sglang = config.rollout, config.sglang
     if rollout.engine != "sglang":
         return
-    if sglang.placement == "disaggregated" and rollout.max_staleness > 0 and rollout.partial == "restart":
+    if sglang.placement == "disaggregated" and rollout.max_staleness > 0 and not rollout.partial_rollout:
         yield violation(
             config,
-            "rollout.partial",
-            'rollout.partial == "continue" where generation runs beside training (every update would throw all '
+            "rollout.partial_rollout",
+            "rollout.partial_rollout == true where generation runs beside training (every update would throw all "
             "unfinished responses away)",
-            'set rollout.partial = "continue", or rollout.max_staleness = 0',
+            "set rollout.partial_rollout = true, or rollout.max_staleness = 0",
             "rollout.max_staleness",
             "sglang.placement",
         )
-    if sglang.urls and not sglang.key_file:
+    if sglang.urls and not sglang.api_key_file:
         yield violation(
             config,
-            "sglang.key_file",
-            "sglang.key_file names a file where sglang.urls are given",
-            "set sglang.key_file to the file with the servers' API key",
+            "sglang.api_key_file",
+            "sglang.api_key_file names a file where sglang.urls are given",
+            "set sglang.api_key_file to the file with the servers' API key",
             "sglang.urls",
         )
-    if sglang.urls and sglang.transport == "memory":
+    if sglang.urls and sglang.weight_sync_transport == "shared_memory":
         yield violation(
             config,
-            "sglang.transport",
-            "sglang.transport is peer or disk for servers given by URL (memory is for servers this run starts)",
-            'set sglang.transport = "peer"',
+            "sglang.weight_sync_transport",
+            "sglang.weight_sync_transport is p2p or disk for servers given by URL (shared_memory is for servers this run starts)",
+            'set sglang.weight_sync_transport = "p2p"',
             "sglang.urls",
         )
     if sglang.urls and sglang.placement == "colocated":
@@ -324,13 +324,13 @@ def _engines(config: Config) -> Iterator[Violation]:
             'set sglang.placement = "disaggregated"',
             "sglang.urls",
         )
-    if min(sglang.tensor, sglang.expert) >= 1 and sglang.tensor % sglang.expert:
+    if min(sglang.tp_size, sglang.ep_size) >= 1 and sglang.tp_size % sglang.ep_size:
         yield violation(
             config,
-            "sglang.expert",
-            "sglang.tensor % sglang.expert == 0",
-            f"set sglang.expert = {nearest_divisor(sglang.tensor, sglang.expert)}",
-            "sglang.tensor",
+            "sglang.ep_size",
+            "sglang.tp_size % sglang.ep_size == 0",
+            f"set sglang.ep_size = {nearest_divisor(sglang.tp_size, sglang.ep_size)}",
+            "sglang.tp_size",
         )
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     if 0 < sglang.max_total_tokens < longest:
@@ -405,14 +405,14 @@ def _overlong(config: Config) -> Iterator[Violation]:
             f"set {prefix}.max_length = {config.rollout.max_response_tokens}",
             "rollout.max_response_tokens",
         )
-    if punishment.enabled and config.reward.overlong_filter and not config.reward.confirm_both_overlong:
+    if punishment.enabled and config.reward.overlong_filter and not config.reward.allow_overlong_filter_and_punishment:
         yield violation(
             config,
             "reward.overlong_filter",
             "overlong_filter and overlong_punishment not both on (filtered responses never feel the punishment)",
-            "switch one of them off, or set reward.confirm_both_overlong = true",
+            "switch one of them off, or set reward.allow_overlong_filter_and_punishment = true",
             f"{prefix}.enabled",
-            "reward.confirm_both_overlong",
+            "reward.allow_overlong_filter_and_punishment",
         )
 
 

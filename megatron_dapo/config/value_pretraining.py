@@ -15,14 +15,14 @@ def pretraining_config(config: Config, folder: Path | None = None) -> Config:
     It never writes where the run itself will: a run that found these checkpoints would go on from them. A critic.path that
     names what pretraining is to write is where the run starts from; pretraining itself then starts from the policy.
     """
-    folder = folder or config.run.folder / SUBFOLDER
+    folder = folder or config.run.output_dir / SUBFOLDER
     start = config.critic.path
     if start and Path(start).resolve() == (folder / "critic").resolve():
         start = ""
-    checkpoints = str(Path(config.checkpoint.folder) / SUBFOLDER) if config.checkpoint.folder else ""
+    checkpoints = str(Path(config.checkpoint.output_dir) / SUBFOLDER) if config.checkpoint.output_dir else ""
     changes = {
         "run": {
-            "folder": folder,
+            "output_dir": folder,
             "total_steps": config.value_pretraining.max_steps,
             "max_generation_steps": 0,
         },
@@ -34,7 +34,7 @@ def pretraining_config(config: Config, folder: Path | None = None) -> Config:
         # The policy's, which makes no step: how its rate would move over so few says nothing.
         "optimizer": {"schedule": "constant"},
         "critic": {"path": start, "warmup_train_steps": 0},
-        "checkpoint": {"folder": checkpoints},
+        "checkpoint": {"output_dir": checkpoints},
         "evaluation": {"interval": 0, "at_start": False, "at_end": False},
     }
     return config.model_copy(

@@ -164,7 +164,7 @@ def precision_answer(config: Config) -> dict[str, str]:
 
 def _sglang_engine(config: Config) -> str:
     servers = len(config.sglang.urls) or f"{config.sglang.servers_per_node} a node"
-    return f"SGLang servers ({servers}, {config.sglang.placement}, weights by {config.sglang.transport})"
+    return f"SGLang servers ({servers}, {config.sglang.placement}, weights by {config.sglang.weight_sync_transport})"
 
 
 _ROLLOUT = {"embedded": lambda config: "transformers inside the trainer's processes", "sglang": _sglang_engine}
@@ -178,7 +178,7 @@ def attention_shape(config: Config) -> tuple[int, int, int]:
     from megatron_dapo.checkpoints.architecture import ModelArchitecture
 
     architecture = ModelArchitecture.from_directory(config.model.path)
-    tensor = max(1, config.parallel.tensor)
+    tensor = max(1, config.parallel.tp_size)
     groups = max(1, architecture.num_key_value_heads // tensor)
     heads = groups * max(1, architecture.num_attention_heads // tensor // groups)
     return architecture.head_dim, heads, groups
@@ -265,7 +265,7 @@ def checkpoint_sizes(config: Config) -> list[CheckpointSize]:
     models = [("policy", architecture, parallel_layout(config, config.num_processes))]
     if config.has_critic:
         models.append(("critic", architecture.with_value_head(), critic_layout(config, config.num_processes)))
-    is_cut = config.parallel.distributed_optimizer
+    is_cut = config.parallel.use_distributed_optimizer
     return [_checkpoint_size(name, model, layout, dtype, is_cut) for name, model, layout in models]
 
 

@@ -133,7 +133,9 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
 def engine_key_finding(path: str, problem: str) -> Finding:
     """The key of servers that run elsewhere. `problem`: why it cannot be used, "" where it can."""
     if problem:
-        return conflict("engine key", problem, "set sglang.key_file to the servers' key, readable by its owner alone")
+        return conflict(
+            "engine key", problem, "set sglang.api_key_file to the servers' key, readable by its owner alone"
+        )
     return ok("engine key", path)
 
 
@@ -147,7 +149,7 @@ def checkpoint_storage(path: Path, free: int, kept: int, models: Sequence[Checkp
         + "; ".join(model.formula() for model in models)
         + (f", less {size(kept)} there" if kept else "")
     )
-    fix = "free space, set checkpoint.folder to a larger disk, or lower checkpoint.keep"
+    fix = "free space, set checkpoint.output_dir to a larger disk, or lower checkpoint.keep"
     return Storage("checkpoint disk", path, free, needed, formula, fix)
 
 
@@ -158,7 +160,7 @@ def export_storage(path: Path, free: int, num_parameters: int, weight_bytes: int
     formula = f"2 exports of {num_parameters:.4g} parameters x {weight_bytes} bytes" + (
         f" + {size(beside)} of checkpoints" if beside else ""
     )
-    fix = "free space, or set run.folder to a larger disk, or checkpoint.export_huggingface = false"
+    fix = "free space, or set run.output_dir to a larger disk, or checkpoint.export_huggingface = false"
     return Storage("run disk", path, free, needed, formula, fix)
 
 
@@ -169,12 +171,12 @@ def shared_memory_storage(
 
     A bucket never holds more than the model (`model_bytes`; None where that is not known).
     """
-    bucket, words = bucket_mb * MEBIBYTE, f"{bucket_mb} MiB (sglang.bucket_mb)"
+    bucket, words = bucket_mb * MEBIBYTE, f"{bucket_mb} MiB (sglang.weight_sync_bucket_mb)"
     if model_bytes is not None and model_bytes < bucket:
         bucket, words = model_bytes, f"{size(model_bytes)} (the whole model)"
     needed = num_engine_ranks * 2 * bucket
     formula = f"{num_engine_ranks} engine ranks here x 2 buckets x {words}"
-    fix = f"lower sglang.bucket_mb, or give {path} more (docker run --shm-size)"
+    fix = f"lower sglang.weight_sync_bucket_mb, or give {path} more (docker run --shm-size)"
     return Storage("shared memory", path, free, needed, formula, fix)
 
 
@@ -189,7 +191,7 @@ def storage_finding(storage: Storage) -> Finding:
 def folder_finding(folder: Path, problem: str) -> Finding:
     """`problem`: why the run folder cannot be written, "" where it can."""
     if problem:
-        fix = "set run.folder to a folder of your own, or wait for the run that has it"
+        fix = "set run.output_dir to a folder of your own, or wait for the run that has it"
         return conflict("run folder", problem, fix)
     return ok("run folder", f"{folder} can be written")
 

@@ -98,7 +98,7 @@ def _read_recipe(file: Path, overrides: Sequence[str]) -> tuple[Config | None, l
 def _linear_products(config: Config, report: Report) -> Finding:
     answer, asked = gather.precision_answer(config), config.precision
     report.facts["precision"] = answer
-    return machine.linear_products_finding(answer, asked.bf16_first_layers + asked.bf16_last_layers)
+    return machine.linear_products_finding(answer, asked.num_layers_at_start_in_bf16 + asked.num_layers_at_end_in_bf16)
 
 
 def _implementations(config: Config | None, report: Report) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: Report) -> Iterat
     yield machine.bfloat16_finding(torch.devices, config.model.dtype)
     problem, detail = gather.model_problem(config)
     yield recipe.model_finding(config.model.path, problem, detail)
-    yield recipe.folder_finding(config.run.folder, gather.run_folder_problem(config.run.folder))
+    yield recipe.folder_finding(config.run.output_dir, gather.run_folder_problem(config.run.output_dir))
     if config.rollout.engine == "sglang":
         num_bytes = None if problem else gather.model_bytes(config)
         yield from _servers(config, bool(torch.devices), num_bytes)
@@ -128,16 +128,18 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: Report) -> Iterat
 def _servers(config: Config, has_gpu: bool, model_bytes: int | None) -> Iterator[Finding]:
     sglang = config.sglang
     if sglang.urls:
-        yield recipe.engine_key_finding(sglang.key_file, gather.key_problem(sglang.key_file))
+        yield recipe.engine_key_finding(sglang.api_key_file, gather.key_problem(sglang.api_key_file))
         return
     yield from recipe.sglang_findings(gather.sglang_facts(config), sglang.router)
     # A server listens on one port and its ranks meet on another; so does the router, with its figures on the other.
     wanted = 2 * (sglang.servers_per_node + sglang.router)
     yield recipe.ports_finding(sglang.host, wanted, gather.ports_problem(sglang.host, wanted))
-    if sglang.transport == "memory" and not has_gpu:
-        folder, ranks = gather.shared_memory_folder(), sglang.servers_per_node * sglang.tensor
+    if sglang.weight_sync_transport == "shared_memory" and not has_gpu:
+        folder, ranks = gather.shared_memory_folder(), sglang.servers_per_node * sglang.tp_size
         free = gather.free_bytes(folder)
-        yield recipe.storage_finding(recipe.shared_memory_storage(folder, free, ranks, sglang.bucket_mb, model_bytes))
+        yield recipe.storage_finding(
+            recipe.shared_memory_storage(folder, free, ranks, sglang.weight_sync_bucket_mb, model_bytes)
+        )
 
 
 def _storage(config: Config) -> Iterator[Finding]:
@@ -145,7 +147,7 @@ def _storage(config: Config) -> Iterator[Finding]:
         models = gather.checkpoint_sizes(config)
     except ValueError:
         return  # the model does not fit the layout: the recipe's findings say so
-    folder, run = config.checkpoint_folder, config.run.folder
+    folder, run = config.checkpoint_dir, config.run.output_dir
     kept = gather.used_bytes(folder)
     storage = recipe.checkpoint_storage(folder, gather.free_bytes(folder), kept, models, config.checkpoint.keep)
     yield recipe.storage_finding(storage)

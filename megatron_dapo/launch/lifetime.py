@@ -65,7 +65,7 @@ def _lock(run_folder: Path) -> TextIO:
         stream.close()
         raise RuntimeError(
             f"run folder {run_folder} is in use by process {holder}: wait for that run, stop it, or choose another "
-            "run.folder"
+            "run.output_dir"
         ) from None
     return stream
 

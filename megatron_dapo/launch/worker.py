@@ -28,7 +28,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="train the critic alone, of the policy as it is; FOLDER: where it writes, run.folder/value_pretraining if not given",
+        help="train the critic alone, of the policy as it is; FOLDER: where it writes, run.output_dir/value_pretraining if not given",
     )
     return parser.parse_args(arguments)
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.pretrain_value is not None:
         folder = Path(parsed.pretrain_value) if parsed.pretrain_value else None
         loaded = replace(loaded, config=pretraining_config(loaded.config, folder))
-    run_folder = loaded.config.run.folder
+    run_folder = loaded.config.run.output_dir
     # Until the process ends: a second run must not write into the same folder.
     lock = FolderLock(run_folder) if process.rank == 0 else None
     write_worker_pid(run_folder, process.rank)

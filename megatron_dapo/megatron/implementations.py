@@ -78,10 +78,10 @@ def _precision(config: ModelConfig) -> Iterator[Implementation]:
     if precision.is_fp8:
         held = (
             "FP8, beside fp32 masters"
-            if precision.fp8_parameters
+            if precision.fp8_param
             else f"{config.dtype_name}, rounded to FP8 for each product"
         )
-        yield Implementation("fp8 weights", held, "fp8_parameters" if precision.fp8_parameters else "no fp8_parameters")
+        yield Implementation("fp8 weights", held, "fp8_param" if precision.fp8_param else "no fp8_param")
 
 
 def describe(rows: Iterable[Implementation]) -> str:

@@ -38,23 +38,23 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 @dataclass(frozen=True)
 class Precision:
     """`recipe`: a name of `megatron_dapo.precision.RECIPES`, or "" for the one of the model's type. `bf16_*_layers`:
-    layers that stay in the model's type under FP8. `fp8_parameters`: weights are kept as FP8 beside fp32 masters."""
+    layers that stay in the model's type under FP8. `fp8_param`: weights are kept as FP8 beside fp32 masters."""
 
     recipe: str = BY_DTYPE
-    bf16_first_layers: int = 0
-    bf16_last_layers: int = 0
-    fp8_parameters: bool = False
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+    fp8_param: bool = False
 
     def __post_init__(self) -> None:
-        kept = max(self.bf16_first_layers, self.bf16_last_layers)
-        if min(self.bf16_first_layers, self.bf16_last_layers) < 0:
+        kept = max(self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16)
+        if min(self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16) < 0:
             raise ValueError(
-                f"precision: bf16_first_layers {self.bf16_first_layers} and bf16_last_layers {self.bf16_last_layers} "
+                f"precision: num_layers_at_start_in_bf16 {self.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16 {self.num_layers_at_end_in_bf16} "
                 "must be at least 0"
             )
-        if not self.is_fp8 and (kept or self.fp8_parameters):
+        if not self.is_fp8 and (kept or self.fp8_param):
             raise ValueError(
-                f"precision: layers in bf16 ({kept}) and fp8_parameters ({self.fp8_parameters}) are of FP8 recipes, but "
+                f"precision: layers in bf16 ({kept}) and fp8_param ({self.fp8_param}) are of FP8 recipes, but "
                 f"the recipe is {self.recipe!r}"
             )
         if self.recipe == FP8_DELAYED and kept:
@@ -66,19 +66,19 @@ class Precision:
 
     def has_fp8(self, layer: int, num_layers: int) -> bool:
         """Whether that layer of the model multiplies in FP8."""
-        return self.is_fp8 and self.bf16_first_layers <= layer < num_layers - self.bf16_last_layers
+        return self.is_fp8 and self.num_layers_at_start_in_bf16 <= layer < num_layers - self.num_layers_at_end_in_bf16
 
 
 def precision_fields(precision: Precision) -> dict[str, Any]:
     """Fields of TransformerConfig with which megatron-core has Transformer Engine compute the recipe."""
     if not precision.is_fp8:
         return {}
-    first, last = precision.bf16_first_layers, precision.bf16_last_layers
+    first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     kept = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
     return {
         **_FIELDS[precision.recipe],
         **(kept if first or last else {}),
-        **({"fp8_param": True} if precision.fp8_parameters else {}),
+        **({"fp8_param": True} if precision.fp8_param else {}),
     }
 
 
@@ -116,8 +116,8 @@ def _has_transformer_engine() -> bool:
 def _obstacle_on_a_cpu(precision: Precision) -> str | None:
     if precision.recipe != FP8_BLOCKWISE:
         return f"there is no CUDA device, and only {FP8_BLOCKWISE} is emulated"
-    if precision.fp8_parameters:
-        return "there is no CUDA device, and weights held as FP8 (fp8_parameters) are not emulated"
+    if precision.fp8_param:
+        return "there is no CUDA device, and weights held as FP8 (fp8_param) are not emulated"
     return None
 
 

@@ -289,7 +289,7 @@ def _save_message(store: CheckpointStore, step: int, problem: Exception | None) 
     what = "another rank failed; its own message says why" if problem is None else str(problem)
     if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
         free = shutil.disk_usage(store.folder if store.folder.is_dir() else Path.cwd()).free
-        fix = "free space, lower checkpoint.keep, or move checkpoint.folder"
+        fix = "free space, lower checkpoint.keep, or move checkpoint.output_dir"
         what = f"the disk is full ({free / 2**20:.0f} MiB free); {fix}"
     earlier = [other for other in store.steps() if other != step]
     left = f"the newest earlier checkpoint is {store.path(earlier[0])}" if earlier else "there is no earlier checkpoint"
@@ -320,7 +320,7 @@ def newest_valid(
     if reasons:
         message = (
             f"none of the checkpoints in {store.folder} can be loaded: {'; '.join(reasons)}. "
-            "Restore one, or start anew with another run.folder"
+            "Restore one, or start anew with another run.output_dir"
         )
         raise CheckpointError(message) if found_here else _consequence(message)
     return None
@@ -353,13 +353,13 @@ def find_resume(
         if store.steps():
             raise CheckpointError(
                 f'checkpoint.resume = "never", but {store.folder} holds checkpoints of steps {store.steps()}; '
-                "choose another run.folder, or resume"
+                "choose another run.output_dir, or resume"
             )
         return None
     found = newest_valid(store, rank=rank, num_ranks=num_ranks, agree=agree)
     if found is None and mode == "must":
         raise CheckpointError(
-            f'checkpoint.resume = "must", but there is no checkpoint in {store.folder}; check run.folder'
+            f'checkpoint.resume = "must", but there is no checkpoint in {store.folder}; check run.output_dir'
         )
     return found
 

@@ -152,7 +152,10 @@ class Collector(BatchCollector):
         while self._unfinished and len(self._in_flight) < num_wanted:
             requests.extend(self._go_on(next(iter(self._unfinished))))
         while len(self._in_flight) < num_wanted:
-            if self._settings.max_rounds and self._builder.num_started >= self._settings.max_rounds * round_size:
+            if (
+                self._settings.max_num_gen_batches
+                and self._builder.num_started >= self._settings.max_num_gen_batches * round_size
+            ):
                 exhausted = "rounds"
                 break
             prompt_id = self._stream.next()
@@ -305,7 +308,7 @@ class Collector(BatchCollector):
     def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
         counts = ", ".join(f"{decision} {count}" for decision, count in self._builder.filter_decisions.items())
         remedy = {
-            "rounds": f"raise max_rounds (now {self._settings.max_rounds}), choose easier or harder data, "
+            "rounds": f"raise max_num_gen_batches (now {self._settings.max_num_gen_batches}), choose easier or harder data, "
             "or let on_exhausted train partial batches",
             "prompts": "allow more epochs, add data, or let on_exhausted train partial batches",
         }[exhausted]

@@ -12,7 +12,7 @@ group size, the pool never holds more than num_groups x G + G - 1 responses (unf
 begun last), because a prompt is drawn only while fewer than num_groups x G wait.
 
 The batch holds all windows of the collection. The policy is trained on the tokens of the window (earlier ones are
-context), the critic on finished responses, from their first token. With `train_items` the batch holds the windows of
+context), the critic on finished responses, from their first token. With `windows_per_step` the batch holds the windows of
 the groups that `window_priority` wants most. Those left out are counted as filter decision "not_chosen": their unfinished
 responses go on as if nothing had been, but the window is trained by nobody, and a response that finished in it is never
 seen by the critic. Because groups without contrast are the ones left out, the critic then sees fewer of the prompts that
@@ -246,9 +246,9 @@ class WindowCollector(BatchCollector):
 
     def _chosen(self, groups: Sequence[Group]) -> set[int]:
         """Indices of the groups to train."""
-        if not self._settings.train_items:
+        if not self._settings.windows_per_step:
             return set(range(len(groups)))
-        return choose_groups([self._progress(group) for group in groups], self._settings.train_items)
+        return choose_groups([self._progress(group) for group in groups], self._settings.windows_per_step)
 
     def _progress(self, group: Group) -> GroupProgress:
         begun = self._pool[group.group_id]

@@ -67,7 +67,7 @@ _STEP = [
         (
             "groups_unfinished",
             "groups",
-            "groups unfinished when the batch was full that the next step goes on with (rollout.partial)",
+            "groups unfinished when the batch was full that the next step goes on with (rollout.partial_rollout)",
         ),
         ("staleness_mean", "versions", "policy versions the trained groups are behind (by their oldest token), mean"),
         ("staleness_max", "versions", "the same, largest"),

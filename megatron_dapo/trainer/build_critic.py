@@ -54,7 +54,7 @@ def build_critic(config: Config, world: RunTopology, beside: Sequence[TrainedMod
 def _critic_settings(config: Config) -> CriticSettings:
     return CriticSettings(
         model=model_settings(config),
-        optimizer=optimizer_settings(config.critic.optimizer, config.parallel.distributed_optimizer),
+        optimizer=optimizer_settings(config.critic.optimizer, config.parallel.use_distributed_optimizer),
         seed=config.run.seed,
         offload=config.critic.offload,
         collective_timeout_s=config.run.wait_timeout_seconds,
@@ -90,7 +90,7 @@ def training_settings(config: Config) -> ActorCriticSettings:
             gamma=section.gamma,
             critic_lambda=section.critic_lambda,
             whiten=section.whiten,
-            limit=section.limit,
+            limit=section.clip,
             ignored_tail_tokens=config.window.ignored_tail_tokens if algorithm.name == "tppo" else 0,
         ),
         kl_coefficient=algorithm.kl_reward_coefficient,

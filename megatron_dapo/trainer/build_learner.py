@@ -63,7 +63,7 @@ def _load_policy(config: Config, world: RunTopology) -> MegatronActor:
 
     settings = ActorSettings(
         model=model_settings(config),
-        optimizer=optimizer_settings(config.optimizer, config.parallel.distributed_optimizer),
+        optimizer=optimizer_settings(config.optimizer, config.parallel.use_distributed_optimizer),
         chunk_tokens=config.model.logprob_chunk_tokens,
         head_implementation=config.model.logprob_implementation,
         seed=config.run.seed,
@@ -166,7 +166,7 @@ def _objective(algorithm: AlgorithmConfig, actor: MegatronActor) -> PolicyObject
             off_policy.level,
             upper=off_policy.high,
             lower=off_policy.low,
-            batch_normalize=off_policy.normalize,
+            batch_normalize=off_policy.batch_normalize,
         )
     return PolicyObjective(
         build_policy_loss(algorithm.policy_loss, settings, algorithm.dual_clip or None),

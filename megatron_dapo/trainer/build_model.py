@@ -10,5 +10,7 @@ from megatron_dapo.megatron.precision import Precision
 def model_settings(config: Config) -> ModelSettings:
     """Of every trained model of the run."""
     asked = config.precision
-    precision = Precision(asked.recipe, asked.bf16_first_layers, asked.bf16_last_layers, asked.fp8_parameters)
-    return ModelSettings(config.model.dtype, config.model.recompute, precision)
+    precision = Precision(
+        asked.recipe, asked.num_layers_at_start_in_bf16, asked.num_layers_at_end_in_bf16, asked.fp8_param
+    )
+    return ModelSettings(config.model.dtype, config.model.recompute_granularity, precision)

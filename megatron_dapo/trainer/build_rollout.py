@@ -103,9 +103,9 @@ def _group_collector(config: Config, parts: _CollectorParts, sampling: SamplingP
         sampling=sampling,
         seed=config.run.seed,
         oversample=rollout.oversample,
-        max_rounds=rollout.max_generation_rounds,
+        max_num_gen_batches=rollout.max_num_gen_batches,
         on_exhausted=rollout.on_exhausted,
-        partial=rollout.partial,
+        partial="continue" if rollout.partial_rollout else "restart",
     )
     group_filter = GroupFilter(rollout.accuracy_min, rollout.accuracy_max) if rollout.filter_groups else None
     buffer = ReplayBuffer(max_staleness=rollout.max_staleness)
@@ -121,7 +121,7 @@ def _window_collector(config: Config, parts: _CollectorParts, sampling: Sampling
         sampling=sampling,
         seed=config.run.seed,
         window_tokens=config.window.tokens,
-        train_items=config.window.train_items,
+        windows_per_step=config.window.windows_per_step,
         on_exhausted=config.rollout.on_exhausted,
     )
     return WindowCollector(parts.stream, parts.prompts, parts.engine, parts.scorer, settings, parts.on_progress)
@@ -140,7 +140,7 @@ def _scorer(config: Config) -> Any:
     primary = open_verifier_pool(config.reward)
     if not config.reward.shadow_verifier:
         return primary
-    path = RunPaths(config.run.folder).disagreements
+    path = RunPaths(config.run.output_dir).disagreements
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(disagreement: Disagreement) -> None:
@@ -175,4 +175,4 @@ def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any) -> Evaluati
         return None
     dataset = load_eval_dataset(config, inputs, pool)
     protocol = evaluation_protocol(config, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
-    return EvaluationTask(dataset, protocol, pool.score_many, inputs, RunPaths(config.run.folder).evaluations)
+    return EvaluationTask(dataset, protocol, pool.score_many, inputs, RunPaths(config.run.output_dir).evaluations)

@@ -125,9 +125,9 @@ def _site(config: Config, part: RankSet) -> _Site | None:
     groups = [
         dist.new_group(list(nodes.ranks_of(node)), backend="gloo", timeout=timeout) for node in range(nodes.num_nodes)
     ]
-    key_file = Path(config.sglang.key_file) if config.sglang.key_file else config.run.folder / "engine.key"
-    if part.world_rank == 0 and not config.sglang.key_file:
-        create_key(config.run.folder)
+    key_file = Path(config.sglang.api_key_file) if config.sglang.api_key_file else config.run.output_dir / "engine.key"
+    if part.world_rank == 0 and not config.sglang.api_key_file:
+        create_key(config.run.output_dir)
     dist.barrier()
     if not part.is_member:
         return None
@@ -149,10 +149,10 @@ def _engines(site: _Site, architecture: ModelArchitecture, number: int) -> Sglan
     config, sglang = site.config, site.config.sglang
     return sglang_layout(
         architecture,
-        sglang.tensor,
+        sglang.tp_size,
         DTYPES[config.model.dtype],
         number,
-        expert_parallel=sglang.expert,
+        expert_parallel=sglang.ep_size,
         device=site.device,
     )
 
@@ -166,7 +166,7 @@ def _servers(site: _Site) -> Servers:
         expectation = Expectation.of(_settings(site, place=0))
         attach = partial(_attach, site, expectation)
         return ExternalServers(attach, len(sglang.urls), site.rank, site.part.group)
-    budget, group = sglang.restart_budget, site.part.group
+    budget, group = sglang.max_restarts, site.part.group
     return StartedServers(partial(_spawn, site), site.nodes, site.rank, sglang.servers_per_node, budget, group)
 
 
@@ -183,7 +183,7 @@ def _settings(site: _Site, place: int) -> ServerSettings:
     """Settings of the `place`-th server of a machine."""
     config, sglang = site.config, site.config.sglang
     cuda = site.device == "cuda"
-    first = place * sglang.tensor + (site.processes_here if sglang.placement == "disaggregated" else 0)
+    first = place * sglang.tp_size + (site.processes_here if sglang.placement == "disaggregated" else 0)
     address = listen_address(sglang.host, _own_address(site))
     require_reachable(address, sglang.host, site.nodes.num_nodes)
     # A server on a CPU would take a fixed number whatever it needs.
@@ -192,23 +192,23 @@ def _settings(site: _Site, place: int) -> ServerSettings:
         python=_python(config),
         model_path=config.model.path,
         key_file=site.key_file,
-        log_folder=config.run.folder / "engines",
+        log_folder=config.run.output_dir / "engines",
         device=site.device,
-        tensor_parallel=sglang.tensor,
+        tensor_parallel=sglang.tp_size,
         dtype=config.model.dtype,
         host=address.bind,
         advertised_host=address.advertised,
         max_running_requests=sglang.max_running_requests,
         max_total_tokens=sglang.max_total_tokens or on_cpu,
-        memory_fraction=sglang.memory_fraction if cuda else None,
+        memory_fraction=sglang.mem_fraction_static if cuda else None,
         memory_saver=_shares_devices(site),
-        seeded=sglang.seeded,
+        seeded=sglang.enable_deterministic_inference,
         quantization=sglang.quantization,
         random_weights=True,  # the first delivery fills them, and is checked
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
-        more_arguments=("--ep-size", str(sglang.expert)) if sglang.expert > 1 else (),
-        gpus=tuple(range(first, first + sglang.tensor)) if cuda else (),
+        more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
+        gpus=tuple(range(first, first + sglang.tp_size)) if cuda else (),
     )
 
 
@@ -234,19 +234,19 @@ def _shared_gpu(site: _Site, architecture: ModelArchitecture) -> SharedDevice | 
         return None
     sglang = site.config.sglang
     place, num_bytes = site.rank % site.nodes.ranks_per_node, 0
-    if place < sglang.servers_per_node * sglang.tensor:  # a server's rank is on this device
-        shard = _expected(site, architecture).local_specs(place % sglang.tensor)
+    if place < sglang.servers_per_node * sglang.tp_size:  # a server's rank is on this device
+        shard = _expected(site, architecture).local_specs(place % sglang.tp_size)
         num_bytes = sum(spec.num_bytes for spec in shard.values())
-    return SharedDevice(num_bytes, sglang.update_timeout_seconds)
+    return SharedDevice(num_bytes, sglang.weight_sync_timeout_seconds)
 
 
 def _timeouts(config: Config) -> Timeouts:
     sglang = config.sglang
     return Timeouts(
         generate_s=sglang.request_timeout_seconds,
-        control_s=sglang.update_timeout_seconds,
-        flush_s=sglang.update_timeout_seconds,
-        update_s=sglang.update_timeout_seconds,
+        control_s=sglang.weight_sync_timeout_seconds,
+        flush_s=sglang.weight_sync_timeout_seconds,
+        update_s=sglang.weight_sync_timeout_seconds,
     )
 
 
@@ -262,7 +262,7 @@ def _frontend(site: _Site, vocab_size: int, clients: Mapping[int, SglangClient])
 
 
 def _start_router(site: _Site, urls: Sequence[str]) -> SglangRouter:
-    settings = RouterSettings(_python(site.config), site.key_file, site.config.run.folder / "engines")
+    settings = RouterSettings(_python(site.config), site.key_file, site.config.run.output_dir / "engines")
     return SglangRouter.start(settings, urls)
 
 
@@ -277,7 +277,7 @@ def _engine(
     if longest < config.longest_sequence:
         raise ValueError(
             f"a server holds at most {longest} tokens of one sequence, prompt and response of this run are up to "
-            f"{config.longest_sequence}: raise sglang.max_total_tokens or sglang.memory_fraction, or shorten them"
+            f"{config.longest_sequence}: raise sglang.max_total_tokens or sglang.mem_fraction_static, or shorten them"
         )
     return SglangEngine(clients, SglangEngineSettings(longest, vocab_size, max_in_flight))
 
@@ -297,8 +297,8 @@ def _update(
     engines = _engines(site, actor.architecture, len(servers.leaders))
     pair = weights.layouts(engines, partial(_describe, site, controls))
     handles = EngineHandles(servers.leaders, controls)
-    delivery, transport = _TRANSPORTS[site.config.sglang.transport](site, handles, *pair)
-    seconds = site.config.sglang.update_timeout_seconds
+    delivery, transport = _TRANSPORTS[site.config.sglang.weight_sync_transport](site, handles, *pair)
+    seconds = site.config.sglang.weight_sync_timeout_seconds
     timeouts = UpdateTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
     release_cache = device.release_cache if device else None
     return EngineUpdate(
@@ -310,10 +310,10 @@ def _describe(site: _Site, controls: Mapping[int, SglangClient]) -> list[dict[st
     """The parameters of the first server, which rank 0 leads. ValueError on every rank where it does not tell."""
     told: dict[str, Any] = {}
     if site.rank == 0:
-        seconds = site.config.sglang.update_timeout_seconds
+        seconds = site.config.sglang.weight_sync_timeout_seconds
         try:
             found = served_parameters(
-                controls[0], site.config.sglang.tensor, host=_own_address(site), timeout_s=seconds
+                controls[0], site.config.sglang.tp_size, host=_own_address(site), timeout_s=seconds
             )
             told = {"ranks": [specs_to_json(specs) for specs in found]}
         except (ValueError, EngineError) as error:  # told to every rank instead of leaving them to wait
@@ -325,7 +325,7 @@ def _describe(site: _Site, controls: Mapping[int, SglangClient]) -> list[dict[st
 
 
 def _bucket_bytes(site: _Site) -> int:
-    return site.config.sglang.bucket_mb * MEBIBYTE
+    return site.config.sglang.weight_sync_bucket_mb * MEBIBYTE
 
 
 def _by_memory(
@@ -341,7 +341,7 @@ def _by_memory(
         site.nodes,
         GroupCoordinator(site.node),
         peers=peers,
-        message_timeout_s=site.config.sglang.update_timeout_seconds,
+        message_timeout_s=site.config.sglang.weight_sync_timeout_seconds,
         device=_shared_device(site.config.sglang.shared_memory),
     )
     return delivery, transport
@@ -397,12 +397,12 @@ def _by_disk(
         export_to_huggingface(folder, config.model.path, source, sources, site.part.group)
 
     assert isinstance(source, MegatronLayout), "a folder holds the trained weights, config refuses others"
-    folder = config.run.folder / "weights"
+    folder = config.run.output_dir / "weights"
     return delivery, DiskTransport(delivery, handles, folder, export, GroupCoordinator(site.everyone))
 
 
 _TRANSPORTS: dict[str, Callable[..., tuple[DeliveryPlan, Transport]]] = {
-    "memory": _by_memory,
-    "peer": _by_peers,
+    "shared_memory": _by_memory,
+    "p2p": _by_peers,
     "disk": _by_disk,
 }

@@ -71,7 +71,7 @@ class Recorder:
         """`train_step`: steps the run has already made; `evaluated_step`: the newest it has evaluated, -1 if none."""
         telemetry = config.telemetry
         first_step, first_evaluation = train_step + 1, evaluated_step + 1
-        self.paths = RunPaths(config.run.folder)
+        self.paths = RunPaths(config.run.output_dir)
         self._telemetry = telemetry
         tensorboard: list[MetricWriter] = (
             [TensorBoardWriter(self.paths.tensorboard, first_step)] if telemetry.tensorboard else []

@@ -65,10 +65,10 @@ def _restore(
     world: RunTopology,
     step: int,
 ) -> None:
-    store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)
+    store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep)
     if step not in store.steps():
         raise ValueError(
-            f"the batch of train step {step + 1} needs the checkpoint of step {step}, but {config.checkpoint_folder} holds {store.steps()}; "
+            f"the batch of train step {step + 1} needs the checkpoint of step {step}, but {config.checkpoint_dir} holds {store.steps()}; "
             "dump with checkpoint.interval = 1 and a larger checkpoint.keep, or replay another batch"
         )
     state = run_state(world, actor, learner, RunProgress(), None)

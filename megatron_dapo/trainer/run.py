@@ -101,7 +101,7 @@ def prepared_run(loaded: LoadedConfig, rank: int, world_size: int, build: BuildL
     require_valid(config, world_size, read_architecture(config.model.path))
     initialize_process_group(config.run.wait_timeout_seconds)
     if rank == 0:
-        write_resolved(loaded, config.run.folder / "config.json")
+        write_resolved(loaded, config.run.output_dir / "config.json")
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         yield _build(config, run_topology(config), build, stop, stack)
@@ -127,7 +127,7 @@ def _build(config: Config, world: RunTopology, build: BuildLearner, stop: StopRe
     progress = RunProgress()
     rollout = _rollout(config, driver, engines, stack) if driver else None
     state = run_state(world, actor, learner, progress, rollout)
-    store = CheckpointStore(config.checkpoint_folder, config.checkpoint.keep)
+    store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep)
     checkpoints = Checkpoints(store, state, _agree)
     found = _restore(config, store, checkpoints, world)
     recorder = _recorder(config, rank, progress, stack)
@@ -248,7 +248,7 @@ def _agree(ok: bool) -> bool:
 
 
 def _watch(config: Config, rank: int) -> Callable[[str], AbstractContextManager[None]]:
-    on_expired = exit_with_stacks(config.run.folder, rank)
+    on_expired = exit_with_stacks(config.run.output_dir, rank)
     return lambda name: watch(
         f"phase {name}", config.run.wait_timeout_seconds, lambda: f"rank {rank} is in phase {name}", on_expired
     )
@@ -293,7 +293,7 @@ def _exports(run: Run, reason: str) -> dict[str, Path]:
     has_source = any(config.model.path.glob("*.safetensors"))  # random models have no folder whose form they could take
     if not config.checkpoint.export_huggingface or reason == STOPPED_BY_SIGNAL or not has_source:
         return {}
-    paths = RunPaths(config.run.folder)
+    paths = RunPaths(config.run.output_dir)
     if run.actor is not None:
         _export_policy(config, run.actor, run.world, paths.huggingface)
     if not isinstance(run.learner, ActorCriticLearner):
@@ -316,7 +316,7 @@ def _summarize(
     run: Run, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object]
 ) -> None:
     config = run.config
-    progress, paths = run.progress, RunPaths(config.run.folder)
+    progress, paths = run.progress, RunPaths(config.run.output_dir)
     steps = sorted(int(step) for step in progress.evaluations)
     accuracy = {step: progress.evaluations[str(step)]["eval/avg_at_k"] for step in steps}
     seconds = max(progress.train_seconds, 1e-9)

@@ -63,12 +63,12 @@ def critic_layout(config: Config, world_size: int) -> ParallelLayout:
 def _layout(config: Config, p: ParallelConfig, world_size: int) -> ParallelLayout:
     return ParallelLayout(
         world_size,
-        tensor=p.tensor,
-        pipeline=p.pipeline,
-        virtual_pipeline=p.virtual_pipeline,
-        context=p.context,
-        expert=p.expert,
+        tensor=p.tp_size,
+        pipeline=p.pp_size,
+        virtual_pipeline=p.vpp_size,
+        context=p.cp_size,
+        expert=p.ep_size,
         sequence_parallel=p.sequence_parallel,
-        expert_tensor=p.expert_tensor or None,
+        expert_tensor=p.etp_size or None,
         token_multiple=token_multiple(config.precision.recipe),
     )

@@ -31,7 +31,7 @@ NUM_AVERAGED = 5  # newest train steps whose explained variance is reported
 
 
 def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> None:
-    """From a configuration of `pretraining_config` to <run.folder>/critic. Every process of the run calls it."""
+    """From a configuration of `pretraining_config` to <run.output_dir>/critic. Every process of the run calls it."""
     start = time.perf_counter()
     _require_weights(loaded.config)
     with prepared_run(loaded, rank, world_size, build_value_pretrainer) as run:
@@ -45,7 +45,7 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> N
         explained = sum(newest) / max(1, len(newest))
         exports = {}
         if reason != STOPPED_BY_SIGNAL:
-            critic, exports["critic"] = local_critic(learner), RunPaths(loaded.config.run.folder).critic
+            critic, exports["critic"] = local_critic(learner), RunPaths(loaded.config.run.output_dir).critic
             if critic is not None:
                 export_critic_folder(loaded.config, critic, exports["critic"])
             dist.barrier()  # ranks without the critic wait until it is whole

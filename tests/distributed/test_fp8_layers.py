@@ -49,7 +49,9 @@ def test_layouts_agree(family: str) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("family", RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(family: str) -> None:
-    cases = [{**case, "precision": {"recipe": "fp8_blockwise", "bf16_last_layers": 1}} for case in RESUMED[family]]
+    cases = [
+        {**case, "precision": {"recipe": "fp8_blockwise", "num_layers_at_end_in_bf16": 1}} for case in RESUMED[family]
+    ]
     arguments = {"family": family, "cases": cases}
     for case, result in zip(cases, run_distributed("fp8_checks:resume", 2, arguments, timeout_s=180), strict=True):
         assert result["continued"] == result["history"], case

@@ -31,10 +31,10 @@ REFUSALS = {
         ("training.mini_batch_prompts=4",), ("training.mini_batch_prompts", "rollout.prompts_per_step", "4", "6")
     ),
     "too few processes": Refusal(
-        ("parallel.tensor=2", "parallel.num_processes=1"), ("start 2 processes", "processes = 1"), layout=""
+        ("parallel.tp_size=2", "parallel.num_processes=1"), ("start 2 processes", "processes = 1"), layout=""
     ),
     "unknown key": Refusal(("rollout.group_sise=4",), ("group_sise", "group_size")),
-    "heads that do not divide": Refusal((), ("parallel.tensor", "3"), layout="tp3"),
+    "heads that do not divide": Refusal((), ("parallel.tp_size", "3"), layout="tp3"),
 }
 
 

@@ -22,14 +22,14 @@ NUM_PROCESSES = 4
 ALGORITHMS = ("vapo", "tppo")
 # parallel.* and critic.parallel.*: the critic in the policy's processes, or in the last ones alone.
 LAYOUTS = {
-    "dp4": ({}, {"tensor": 2}),
-    "tp2sp": ({"tensor": 2, "sequence_parallel": "true"}, {"pipeline": 2, "tensor": 1}),
-    "cp2": ({"context": 2}, {"tensor": 2, "context": 1}),
-    "tp2pp2": ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 1, "context": 2}),
-    "dp3 and one process": ({}, {"num_processes": 1, "tensor": 1}),
-    "tp2 and two processes": ({"tensor": 2}, {"num_processes": 2, "tensor": 2}),
-    "dp2 and two stages": ({}, {"num_processes": 2, "tensor": 1, "pipeline": 2}),
-    "pp2 and two parts of a sequence": ({"pipeline": 2}, {"num_processes": 2, "pipeline": 1, "context": 2}),
+    "dp4": ({}, {"tp_size": 2}),
+    "tp2sp": ({"tp_size": 2, "sequence_parallel": "true"}, {"pp_size": 2, "tp_size": 1}),
+    "cp2": ({"cp_size": 2}, {"tp_size": 2, "cp_size": 1}),
+    "tp2pp2": ({"tp_size": 2, "pp_size": 2}, {"tp_size": 2, "pp_size": 1, "cp_size": 2}),
+    "dp3 and one process": ({}, {"num_processes": 1, "tp_size": 1}),
+    "tp2 and two processes": ({"tp_size": 2}, {"num_processes": 2, "tp_size": 2}),
+    "dp2 and two stages": ({}, {"num_processes": 2, "tp_size": 1, "pp_size": 2}),
+    "pp2 and two parts of a sequence": ({"pp_size": 2}, {"num_processes": 2, "pp_size": 1, "cp_size": 2}),
 }
 # What a step of one optimizer step each comes to; norms are over all parameters of all ranks.
 COMPARED = (
@@ -107,6 +107,6 @@ def test_every_pair_of_layouts_makes_the_same_step(
 def _replayed_by_command(recipe: Path, batch: Path, folder: Path) -> dict[str, float]:
     """The metrics of the step in one process."""
     overrides = sets(WHOLE_STEP)
-    outcome = run_command("replay", str(recipe), str(batch), "--layout", "tp1", "--run-folder", str(folder), *overrides)
+    outcome = run_command("replay", str(recipe), str(batch), "--layout", "tp1", "--output-dir", str(folder), *overrides)
     assert outcome.code == 0, outcome.text
     return json.loads((batch / "replay.json").read_text())

@@ -27,7 +27,7 @@ def vapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(vapo: Path) -> list[dict]:
     """What three processes saw of two train steps, one optimizer step of each model a train step."""
-    overrides = ["parallel.tensor=2", OWN, "critic.epochs=1", "training.mini_batch_prompts=2"]
+    overrides = ["parallel.tp_size=2", OWN, "critic.epochs=1", "training.mini_batch_prompts=2"]
     arguments = {"recipe": str(vapo), "overrides": overrides}
     return run_distributed(target_in(str(Path(__file__).parent / "own_ranks_worker.py"), "run"), 3, arguments)
 
@@ -108,6 +108,6 @@ def test_what_stops_the_policy_is_the_runs_last_word(vapo: Path, tmp_path: Path)
 
 
 def test_a_critic_that_does_not_divide_its_processes_is_refused(vapo: Path, tmp_path: Path) -> None:
-    outcome = train(vapo, tmp_path / "run", "tp2", OWN, "critic.parallel.tensor=2")
+    outcome = train(vapo, tmp_path / "run", "tp2", OWN, "critic.parallel.tp_size=2")
     assert outcome.code == 2 and "set critic.parallel.num_processes = 2" in outcome.text, outcome.text
     assert not (tmp_path / "run").exists()

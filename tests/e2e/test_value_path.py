@@ -84,7 +84,7 @@ REFUSALS = {
         ('algorithm.name="tppo"', "rollout.filter_groups=true", "window.tokens=32"),
         ("rollout.filter_groups", "tppo"),
     ),
-    "a critic's layout that does not fit": (("critic.parallel.tensor=3",), ("critic.parallel.tensor", "3")),
+    "a critic's layout that does not fit": (("critic.parallel.tp_size=3",), ("critic.parallel.tp_size", "3")),
 }
 
 

@@ -51,14 +51,14 @@ def run_command(*arguments: str, limit: Callable[[], None] | None = None) -> Out
 
 def train(recipe: Path, folder: Path, layout: str, *overrides: str, limit: Callable[[], None] | None = None) -> Outcome:
     """`megatron-dapo train` to its end; `layout` "" leaves it to the recipe."""
-    arguments = [str(recipe), *(["--layout", layout] if layout else []), "--run-folder", str(folder), *sets(overrides)]
+    arguments = [str(recipe), *(["--layout", layout] if layout else []), "--output-dir", str(folder), *sets(overrides)]
     return run_command("train", *arguments, limit=limit)
 
 
 def pretrain(recipe: Path, folder: Path, *overrides: str) -> Outcome:
     """`megatron-dapo pretrain-value` at TP2 to its end, three steps from the start."""
     chosen = sets([*THREE_STEPS, *NO_EVALUATION, *overrides])
-    return run_command("pretrain-value", str(recipe), "--layout", "tp2", "--run-folder", str(folder), *chosen)
+    return run_command("pretrain-value", str(recipe), "--layout", "tp2", "--output-dir", str(folder), *chosen)
 
 
 def sets(overrides: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ def command(recipe: Path, folder: Path, python: Path, *overrides: str, layout: s
     settings = (*SETTINGS, f'sglang.python="{python}"', *overrides)
     return [
         *(sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(recipe)),
-        *("--layout", layout, "--run-folder", str(folder)),
+        *("--layout", layout, "--output-dir", str(folder)),
         *(part for setting in settings for part in ("--set", setting)),
     ]
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(RUN_S + 30)
 
 WAYS = {
     "own process, by memory": ("critic.parallel.num_processes=1",),
-    "own process, by peers": ("critic.parallel.num_processes=1", 'sglang.transport="peer"'),
+    "own process, by peers": ("critic.parallel.num_processes=1", 'sglang.weight_sync_transport="p2p"'),
     "offloaded": ('model.offload="all"', 'critic.offload="all"', 'sglang.placement="disaggregated"'),
 }
 
@@ -22,7 +22,12 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_servers_serve_what_is_trained(way: str, engine_python: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    settings = ("sglang.bucket_mb=1", "sglang.parity_interval=1", "run.total_steps=2", "optimizer.warmup_steps=0")
+    settings = (
+        "sglang.weight_sync_bucket_mb=1",
+        "sglang.parity_interval=1",
+        "run.total_steps=2",
+        "optimizer.warmup_steps=0",
+    )
     finish(write_recipe(tmp_path, "vapo"), folder, engine_python, *settings, *WAYS[way])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and all(row["mismatch/abs_logprob_diff_mean"] < 1e-5 for row in rows)

@@ -15,7 +15,7 @@ from tools.prove_resume import write_recipe
 NUM_STEPS = 3
 SETTINGS = (
     *RANDOM_MODEL_SETTINGS,
-    "sglang.bucket_mb=1",
+    "sglang.weight_sync_bucket_mb=1",
     "rollout.max_response_tokens=32",
     f"run.total_steps={NUM_STEPS}",
     "checkpoint.export_huggingface=false",
@@ -39,7 +39,7 @@ def train(
 @pytest.mark.parametrize("transport", ["memory", "peer"])
 def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) -> None:
     placement = {"memory": "colocated", "peer": "disaggregated"}[transport]
-    where = [f'sglang.transport="{transport}"', f'sglang.placement="{placement}"']
+    where = [f'sglang.weight_sync_transport="{transport}"', f'sglang.placement="{placement}"']
     finished = train(tmp_path, model, engine_python, *where)
     log = finished.stdout + finished.stderr
     assert finished.returncode == 0, log[-3000:]
@@ -74,5 +74,5 @@ def test_experts_that_train_in_fp8_are_served_in_fp8(engine_python, tmp_path) ->
 def test_without_a_correction_nothing_starts(model, engine_python, tmp_path) -> None:
     refused = train(tmp_path, model, engine_python, 'algorithm.off_policy.correction="none"')
     assert refused.returncode != 0
-    assert "sglang.accept_quantization_bias = true" in refused.stdout + refused.stderr
+    assert "sglang.allow_quantization_bias = true" in refused.stdout + refused.stderr
     assert not (tmp_path / "run" / "engines").exists()

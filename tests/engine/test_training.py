@@ -80,7 +80,7 @@ def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
 
     def start(*overrides: str) -> Run:
         settings = (
-            "sglang.bucket_mb=1",  # of 2.9 MB: a delivery takes several
+            "sglang.weight_sync_bucket_mb=1",  # of 2.9 MB: a delivery takes several
             f"run.total_steps={NUM_STEPS}",
             "checkpoint.export_huggingface=false",
             *overrides,
@@ -189,10 +189,10 @@ def test_generation_beside_training_stays_within_the_bound(train: Callable[..., 
     """Servers of their own, filled by point-to-point, collect the next batch meanwhile; responses go on across updates."""
     run = train(
         'sglang.placement="disaggregated"',
-        'sglang.transport="peer"',
-        'rollout.partial="continue"',
+        'sglang.weight_sync_transport="p2p"',
+        "rollout.partial_rollout=true",
         "rollout.max_staleness=1",
-        "sglang.tensor=2",
+        "sglang.tp_size=2",
     )
     assert run.finish()["train_steps"] == NUM_STEPS
     check_samples(run)

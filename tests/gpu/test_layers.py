@@ -256,7 +256,7 @@ def test_weights_held_as_fp8_are_the_rounded_masters(recipe) -> None:
 
     from megatron_dapo.ops.fp8 import quantize_weight
 
-    precision = dataclasses.replace(recipe("fp8_blockwise"), fp8_parameters=True)
+    precision = dataclasses.replace(recipe("fp8_blockwise"), fp8_param=True)
     want, layout, settings = wide_settings(precision)
     actor = build(want, layout, settings)
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
@@ -274,14 +274,14 @@ def test_weights_held_as_fp8_are_the_rounded_masters(recipe) -> None:
 
 @pytest.mark.usefixtures("transformer_engine")
 @pytest.mark.parametrize(
-    ("name", "fp8_parameters"),
+    ("name", "fp8_param"),
     [("bf16", False), ("fp8_blockwise", False), ("fp8_blockwise", True), ("fp8_delayed", False)],
 )
-def test_a_loaded_state_is_the_saved_one_and_goes_on(recipe, name, fp8_parameters) -> None:
+def test_a_loaded_state_is_the_saved_one_and_goes_on(recipe, name, fp8_param) -> None:
     """Two steps, the state as a checkpoint holds it, another model from other weights: the same bits, and the next step."""
     from actor_checks import TEMPERATURE, Reference, differing, loss_fn, ragged_batch, snapshot
 
-    want, layout, settings = wide_settings(dataclasses.replace(recipe(name), fp8_parameters=fp8_parameters))
+    want, layout, settings = wide_settings(dataclasses.replace(recipe(name), fp8_param=fp8_param))
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
     whole = build(want, layout, settings)
     for _ in range(2):

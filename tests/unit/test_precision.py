@@ -94,10 +94,10 @@ def test_every_rank_s_own_tokens_are_aligned(
             2,
             [
                 (
-                    "QKV rows, (num_attention_heads 14 + 2 num_key_value_heads 2) x head_dim 64 / parallel.tensor (2) "
+                    "QKV rows, (num_attention_heads 14 + 2 num_key_value_heads 2) x head_dim 64 / parallel.tp_size (2) "
                     "= 576 is no multiple of 128"
                 ),
-                "attention outputs, num_attention_heads 14 x head_dim 64 / parallel.tensor (2) = 448 is no multiple of 128",
+                "attention outputs, num_attention_heads 14 x head_dim 64 / parallel.tp_size (2) = 448 is no multiple of 128",
             ],
         ),
         ("fp8_current", QWEN_HALF_B, 2, []),

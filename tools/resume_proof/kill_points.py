@@ -101,7 +101,7 @@ class RunProcess:
         self.log = folder.with_suffix(".log")
         sets = [part for override in (*settings.overrides, *extra) for part in ("--set", override)]
         command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(settings.recipe)]
-        command += ["--layout", settings.layout, "--run-folder", str(folder), *sets]
+        command += ["--layout", settings.layout, "--output-dir", str(folder), *sets]
         path = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", ""))))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.start = time.monotonic()
@@ -242,11 +242,11 @@ def make_reference(settings: ResumeProofSettings) -> tuple[Path, float, float]:
     run = RunProcess(settings, settings.folder / "reference", ["checkpoint.keep=1000"])
     run.wait_until(run.is_past_start_up)
     started = time.monotonic()
-    run.wait_until((run.folder / "summary.json").is_file)
+    run.wait_until((run.output_dir / "summary.json").is_file)
     ended = time.monotonic()
     if code := run.wait():
         raise RuntimeError(f"the uninterrupted run ended with exit code {code}: {run.exit_reason()}")
-    return run.folder, started - run.start, ended - started
+    return run.output_dir, started - run.start, ended - started
 
 
 def after_seconds(seconds: float) -> tuple[str, Moment]:

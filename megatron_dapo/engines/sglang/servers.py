@@ -111,7 +111,7 @@ class StartedServers(_ServerRegistry):
         if self._num_restarts > self._budget:
             index, reason = min(lost.items())
             raise ServersFailed(
-                f"server {index} is lost and {self._num_restarts} restarts are more than sglang.restart_budget "
+                f"server {index} is lost and {self._num_restarts} restarts are more than sglang.max_restarts "
                 f"{self._budget}; the first root cause: {reason}"
             )
         for index in set(lost) & set(self._own):

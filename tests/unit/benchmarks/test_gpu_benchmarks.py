@@ -105,7 +105,7 @@ def test_speedups_are_over_bf16(step) -> None:
 def test_the_step_runs_at_a_tiny_size_with_emulated_fp8(folder) -> None:
     found = run(folder / "step.py", "--tiny", "--rounds", "1", "--warm-up", "1")
     assert set(found["cases"]) == {"bf16", "fp8_blockwise", "fp8_blockwise_head"} and not found["failed"]
-    assert "not emulated" in found["skipped"]["fp8_parameters"]
+    assert "not emulated" in found["skipped"]["fp8_param"]
     for row in found["cases"].values():
         assert row["last_nll"] != row["first_nll"] and row["tokens_per_second"] > 0
         assert found["tokens"] <= row["padded_tokens"]

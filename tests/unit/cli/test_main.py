@@ -38,15 +38,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
 def test_train_starts_the_workers_it_was_asked_for(recipe: Path, tmp_path: Path, started: list) -> None:
     folder = tmp_path / "run"
     result = runner.invoke(
-        app, ["train", str(recipe), "--set", "run.seed=5", "--layout", "tp2", "--run-folder", str(folder)]
+        app, ["train", str(recipe), "--set", "run.seed=5", "--layout", "tp2", "--output-dir", str(folder)]
     )
     assert result.exit_code == 0, result.output
     ((module, arguments, num_processes, run_folder),) = started
     assert (module, num_processes, run_folder) == (WORKER, 2, folder)
     assert (
         arguments[:3] == [str(recipe), "--set", "run.seed=5"]
-        and "parallel.tensor=2" in arguments
-        and f"run.folder={folder}" in arguments
+        and "parallel.tp_size=2" in arguments
+        and f"run.output_dir={folder}" in arguments
     )
     assert "TP2" in result.output and "accuracy after" in result.output and "0.900" in result.output
 
@@ -61,14 +61,16 @@ def test_workers_pretrain_in_the_folder_that_is_watched(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "elsewhere" if given else Path("runs/run/value_pretraining")
     result = runner.invoke(
-        app, ["pretrain-value", str(recipe), *PRETRAIN, *(["--run-folder", str(folder)] if given else [])]
+        app, ["pretrain-value", str(recipe), *PRETRAIN, *(["--output-dir", str(folder)] if given else [])]
     )
     assert result.exit_code == 0, result.output
     ((_, arguments, _, run_folder),) = started
     told = parse_arguments(arguments)
     config = load_config(told.recipe, told.overrides).config
     assert run_folder == folder
-    assert pretraining_config(config, Path(told.pretrain_value) if told.pretrain_value else None).run.folder == folder
+    assert (
+        pretraining_config(config, Path(told.pretrain_value) if told.pretrain_value else None).run.output_dir == folder
+    )
     assert "20 to 150 train steps" in result.output and f"output: {folder}" in result.output
 
 
@@ -138,7 +140,7 @@ def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, mon
         return 1
 
     monkeypatch.setattr(local, "launch_workers", launch)
-    result = runner.invoke(app, ["train", str(recipe), "--run-folder", str(folder)])
+    result = runner.invoke(app, ["train", str(recipe), "--output-dir", str(folder)])
     assert result.exit_code == 1
     assert result.output.strip().splitlines()[-1] == "first failure: rank 1, exception: ValueError: bad gold"
 
@@ -158,7 +160,7 @@ def test_eval_does_not_ask_for_the_critic(recipe: Path, monkeypatch: pytest.Monk
         raise ValueError("it evaluates")
 
     sys.modules["megatron_dapo.cli.evaluate"].evaluate_folder = reached
-    critic = ["--set", "critic.parallel.tensor=2", "--set", "critic.path=/gone"]
+    critic = ["--set", "critic.parallel.tp_size=2", "--set", "critic.path=/gone"]
     result = runner.invoke(app, ["eval", str(recipe), *PRETRAIN, *critic])
     assert "error: it evaluates" in result.output, result.output
 

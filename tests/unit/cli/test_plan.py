@@ -22,7 +22,7 @@ def test_flags_decide(recipe: Path, tmp_path: Path) -> None:
     plan = make_plan(recipe, ["run.total_steps=3"], "tp2pp2", tmp_path / "out", num_devices=0)
     assert plan.layout.describe() == "TP2 PP2 CP1 DP1" and plan.layout.world_size == 4
     config = plan.loaded.config
-    assert (config.run.total_steps, config.run.folder, config.parallel.num_processes) == (3, tmp_path / "out", 4)
+    assert (config.run.total_steps, config.run.output_dir, config.parallel.num_processes) == (3, tmp_path / "out", 4)
     again = make_plan(recipe, plan.overrides, None, None, num_devices=0)
     assert again.loaded.config == config
 
@@ -41,7 +41,7 @@ def test_lines_hold_the_resolved_numbers(recipe: Path) -> None:
 
 def test_files_model_layout_and_values_are_refused_together(recipe: Path) -> None:
     found = violated(recipe, "data.train_paths=['gone.jsonl']", "training.mini_batch_prompts=3", layout="tp4pp3")
-    assert found == {"data.train_paths", "training.mini_batch_prompts", "parallel.tensor", "parallel.pipeline"}
+    assert found == {"data.train_paths", "training.mini_batch_prompts", "parallel.tp_size", "parallel.pp_size"}
 
 
 def test_missing_model_does_not_hide_the_rest(recipe: Path) -> None:
@@ -62,5 +62,5 @@ def test_more_processes_than_accelerators(recipe: Path) -> None:
 
 
 def test_an_outside_launcher_decides_the_world(recipe: Path) -> None:
-    assert make_plan(recipe, ["parallel.tensor=2"], None, None, num_devices=None, world_size=8).layout.data == 4
-    assert violated(recipe, "parallel.tensor=2", world_size=3) == {"parallel.tensor"}
+    assert make_plan(recipe, ["parallel.tp_size=2"], None, None, num_devices=None, world_size=8).layout.data == 4
+    assert violated(recipe, "parallel.tp_size=2", world_size=3) == {"parallel.tp_size"}

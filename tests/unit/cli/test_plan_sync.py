@@ -85,7 +85,7 @@ def test_fp8_halves_the_bytes_of_linear_layers(planned):
     assert plain["shard_bytes"]["max"] - figures["shard_bytes"]["max"] == (linear - 4 * blocks) // 2
     assert figures["bytes_ratio"] == 1.0
     code, text = planned(*settings[:3], "4", *fp8, sizes=sizes)
-    assert code == 2 and "must begin at a multiple of 128" in text and "sglang.tensor" in text
+    assert code == 2 and "must begin at a multiple of 128" in text and "sglang.tp_size" in text
 
 
 def test_text_for_a_person(planned):

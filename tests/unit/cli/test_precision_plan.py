@@ -94,7 +94,7 @@ def lines_of(document: dict[str, Any], config: Config, layout: ParallelLayout, t
 
 def test_layers_padding_and_masters_of_experts_in_fp8(tmp_path: Path) -> None:
     layout = ParallelLayout(8, **SEQUENCE, expert=4, expert_tensor=1, token_multiple=128)
-    config = run_of(recipe="fp8_blockwise", bf16_first_layers=1)
+    config = run_of(recipe="fp8_blockwise", num_layers_at_start_in_bf16=1)
     precision, padding, memory = lines_of(EXPERTS, config, layout, tmp_path)
     assert "fp8_blockwise: projections of attention and experts in layers 2 to 4 of 4, e4m3 x e4m3" in precision
     assert "layer 1, embedding, norms, router, attention in bfloat16" in precision
@@ -107,14 +107,14 @@ def test_layers_padding_and_masters_of_experts_in_fp8(tmp_path: Path) -> None:
 
 
 def test_a_float32_parameter_is_its_own_master(tmp_path: Path) -> None:
-    config = run_of("float32", {"distributed_optimizer": False})
+    config = run_of("float32", {"use_distributed_optimizer": False})
     precision, memory = lines_of(DENSE, config, ParallelLayout(2), tmp_path)
     assert precision == "precision: fp32 in all layers, in the type of the operands"
     assert "which are their own masters" in memory and "cut over" not in memory
 
 
 def test_weights_held_as_fp8_take_a_byte(tmp_path: Path) -> None:
-    config = run_of(recipe="fp8_blockwise", fp8_parameters=True)
+    config = run_of(recipe="fp8_blockwise", fp8_param=True)
     memory = lines_of(DENSE, config, ParallelLayout(1, token_multiple=128), tmp_path)[-1]
     held = fullest_rank(read_architecture(tmp_path), ParallelLayout(1))
     assert f"weights {held.dense / 1e6:.3g} MB (FP8) and {2 * held.vocabulary / 1e6:.3g} MB (bfloat16)" in memory

@@ -12,25 +12,25 @@ from megatron_dapo.config import layout_overrides, load_config
 @pytest.mark.parametrize(
     ("text", "sizes", "processes"),
     [
-        ("tp1pp2", {"pipeline": 2}, 2),
-        ("TP2 PP2", {"tensor": 2, "pipeline": 2}, 4),
-        ("tp2dp2sp", {"tensor": 2, "sequence_parallel": True}, 4),
-        ("pp2vpp2-cp2", {"pipeline": 2, "virtual_pipeline": 2, "context": 2}, 4),
-        ("dp2ep2", {"expert": 2}, 2),
-        ("tp2ep2etp1sp", {"tensor": 2, "expert": 2, "expert_tensor": 1, "sequence_parallel": True}, 2),
+        ("tp1pp2", {"pp_size": 2}, 2),
+        ("TP2 PP2", {"tp_size": 2, "pp_size": 2}, 4),
+        ("tp2dp2sp", {"tp_size": 2, "sequence_parallel": True}, 4),
+        ("pp2vpp2-cp2", {"pp_size": 2, "vpp_size": 2, "cp_size": 2}, 4),
+        ("dp2ep2", {"ep_size": 2}, 2),
+        ("tp2ep2etp1sp", {"tp_size": 2, "ep_size": 2, "etp_size": 1, "sequence_parallel": True}, 2),
     ],
 )
 def test_layout(text: str, sizes: dict[str, object], processes: int, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[model]\npath = "m"\n[data]\ntrain_paths = ["t"]\n[parallel]\ntensor = 8\n')
+    recipe.write_text('[model]\npath = "m"\n[data]\ntrain_paths = ["t"]\n[parallel]\ntp_size = 8\n')
     config = load_config(recipe, layout_overrides(text)).config
     base = {
-        "tensor": 1,
-        "pipeline": 1,
-        "virtual_pipeline": 1,
-        "context": 1,
-        "expert": 1,
-        "expert_tensor": 0,
+        "tp_size": 1,
+        "pp_size": 1,
+        "vpp_size": 1,
+        "cp_size": 1,
+        "ep_size": 1,
+        "etp_size": 0,
         "sequence_parallel": False,
     }
     got = {name: getattr(config.parallel, name) for name in base}

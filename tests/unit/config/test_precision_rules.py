@@ -27,7 +27,7 @@ EXPERTS = {
     "num_experts": 8,
     "has_dense_layers": False,
 }
-SEQUENCE = {"tensor": 4, "sequence_parallel": True}
+SEQUENCE = {"tp_size": 4, "sequence_parallel": True}
 
 
 def make(dtype: str = "float32", parallel: dict[str, Any] | None = None, **precision: Any) -> Config:
@@ -49,8 +49,8 @@ def make(dtype: str = "float32", parallel: dict[str, Any] | None = None, **preci
         ("float32", {}),
         ("float32", {"recipe": "fp32"}),
         ("bfloat16", {"recipe": "bf16"}),
-        ("float32", {"recipe": "fp8_blockwise", "bf16_first_layers": 1}),
-        ("bfloat16", {"recipe": "fp8_blockwise", "bf16_last_layers": 2, "fp8_parameters": True}),
+        ("float32", {"recipe": "fp8_blockwise", "num_layers_at_start_in_bf16": 1}),
+        ("bfloat16", {"recipe": "fp8_blockwise", "num_layers_at_end_in_bf16": 2, "fp8_param": True}),
         ("bfloat16", {"recipe": "fp8_delayed"}),
     ],
 )
@@ -63,12 +63,17 @@ def test_these_agree(dtype: str, precision: dict[str, Any]) -> None:
     [
         ("float32", {"recipe": "bf16"}, "precision.recipe", 'model.dtype = "bfloat16"'),
         ("bfloat16", {"recipe": "fp32"}, "precision.recipe", 'model.dtype = "float32"'),
-        ("bfloat16", {"bf16_first_layers": 1}, "precision.bf16_first_layers", "fp8_blockwise"),
-        ("bfloat16", {"recipe": "bf16", "bf16_last_layers": 1}, "precision.bf16_last_layers", "= 0"),
-        ("bfloat16", {"fp8_parameters": True}, "precision.fp8_parameters", "= false"),
-        ("float32", {"recipe": "fp8_current", "fp8_parameters": True}, "precision.fp8_parameters", "bfloat16"),
-        ("bfloat16", {"recipe": "fp8_delayed", "bf16_first_layers": 1}, "precision.recipe", "fp8_blockwise"),
-        ("bfloat16", {"recipe": "fp8_blockwise", "bf16_first_layers": -1}, "precision.bf16_first_layers", ">= 0"),
+        ("bfloat16", {"num_layers_at_start_in_bf16": 1}, "precision.num_layers_at_start_in_bf16", "fp8_blockwise"),
+        ("bfloat16", {"recipe": "bf16", "num_layers_at_end_in_bf16": 1}, "precision.num_layers_at_end_in_bf16", "= 0"),
+        ("bfloat16", {"fp8_param": True}, "precision.fp8_param", "= false"),
+        ("float32", {"recipe": "fp8_current", "fp8_param": True}, "precision.fp8_param", "bfloat16"),
+        ("bfloat16", {"recipe": "fp8_delayed", "num_layers_at_start_in_bf16": 1}, "precision.recipe", "fp8_blockwise"),
+        (
+            "bfloat16",
+            {"recipe": "fp8_blockwise", "num_layers_at_start_in_bf16": -1},
+            "precision.num_layers_at_start_in_bf16",
+            ">= 0",
+        ),
     ],
 )
 def test_contradictions(dtype: str, precision: dict[str, Any], path: str, fix: str) -> None:
@@ -77,9 +82,9 @@ def test_contradictions(dtype: str, precision: dict[str, Any], path: str, fix: s
 
 
 def test_fp8_parameters_need_the_distributed_optimizer() -> None:
-    parallel = {"distributed_optimizer": False}
-    found = validate(make("bfloat16", parallel, recipe="fp8_blockwise", fp8_parameters=True))
-    assert [violation.path for violation in found] == ["precision.fp8_parameters"]
+    parallel = {"use_distributed_optimizer": False}
+    found = validate(make("bfloat16", parallel, recipe="fp8_blockwise", fp8_param=True))
+    assert [violation.path for violation in found] == ["precision.fp8_param"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +93,8 @@ def test_fp8_parameters_need_the_distributed_optimizer() -> None:
         ({"hidden_size": 900}, {}, "precision.recipe", "hidden_size % 128"),
         (
             {},
-            {"tensor": 2},
-            "parallel.tensor",
+            {"tp_size": 2},
+            "parallel.tp_size",
             "QKV rows, (num_attention_heads 14 + 2 num_key_value_heads 2) x head_dim 64",
         ),
         ({"intermediate_size": 5000}, {}, "precision.recipe", "intermediate_size % 128"),
@@ -102,15 +107,15 @@ def test_fp8_parameters_need_the_distributed_optimizer() -> None:
         ),
         (
             {**EXPERTS, "moe_intermediate_size": 384},
-            {**SEQUENCE, "expert": 2},
-            "parallel.tensor",
-            "moe_intermediate_size / parallel.expert_tensor (4) % 128 == 0",
+            {**SEQUENCE, "ep_size": 2},
+            "parallel.tp_size",
+            "moe_intermediate_size / parallel.etp_size (4) % 128 == 0",
         ),
         (
             {**EXPERTS, "moe_intermediate_size": 768},
-            {**SEQUENCE, "expert": 2, "expert_tensor": 4},
-            "parallel.expert_tensor",
-            "moe_intermediate_size / parallel.expert_tensor (4) % 128 == 0",
+            {**SEQUENCE, "ep_size": 2, "etp_size": 4},
+            "parallel.etp_size",
+            "moe_intermediate_size / parallel.etp_size (4) % 128 == 0",
         ),
     ],
 )
@@ -119,7 +124,7 @@ def test_shapes_are_named_with_the_multiple(
 ) -> None:
     config = make(parallel=parallel, recipe="fp8_blockwise")
     found = validate(
-        config, world_size=16 if "expert" in parallel else None, architecture=replace(QWEN_HALF_B, **changes)
+        config, world_size=16 if "ep_size" in parallel else None, architecture=replace(QWEN_HALF_B, **changes)
     )
     assert found and {violation.path for violation in found} == {path}
     assert any(words in violation.formula for violation in found), [violation.formula for violation in found]
@@ -129,8 +134,8 @@ def test_shapes_are_named_with_the_multiple(
     ("changes", "parallel"),
     [
         ({**EXPERTS, "moe_intermediate_size": 768}, {}),
-        ({**EXPERTS, "moe_intermediate_size": 384}, {**SEQUENCE, "expert": 4, "expert_tensor": 1}),
-        ({**EXPERTS, "moe_intermediate_size": 768}, {"tensor": 2, "sequence_parallel": True, "expert": 8}),
+        ({**EXPERTS, "moe_intermediate_size": 384}, {**SEQUENCE, "ep_size": 4, "etp_size": 1}),
+        ({**EXPERTS, "moe_intermediate_size": 768}, {"tp_size": 2, "sequence_parallel": True, "ep_size": 8}),
     ],
 )
 def test_experts_are_cut_over_their_own_ranks(changes: dict[str, Any], parallel: dict[str, Any]) -> None:
@@ -139,15 +144,15 @@ def test_experts_are_cut_over_their_own_ranks(changes: dict[str, Any], parallel:
 
 
 def test_layers_out_of_fp8_leave_some_and_fit_a_stage() -> None:
-    config = make(recipe="fp8_blockwise", bf16_first_layers=12, bf16_last_layers=12)
-    assert [v.path for v in validate(config, architecture=QWEN_HALF_B)] == ["precision.bf16_first_layers"]
-    config = make(parallel={"pipeline": 4}, recipe="fp8_blockwise", bf16_last_layers=7)
+    config = make(recipe="fp8_blockwise", num_layers_at_start_in_bf16=12, num_layers_at_end_in_bf16=12)
+    assert [v.path for v in validate(config, architecture=QWEN_HALF_B)] == ["precision.num_layers_at_start_in_bf16"]
+    config = make(parallel={"pp_size": 4}, recipe="fp8_blockwise", num_layers_at_end_in_bf16=7)
     [found] = validate(config, architecture=QWEN_HALF_B)
-    assert found.path == "precision.bf16_last_layers" and "= 6 or less" in found.suggestion
+    assert found.path == "precision.num_layers_at_end_in_bf16" and "= 6 or less" in found.suggestion
 
 
 def test_a_micro_batch_holds_the_longest_sequence_with_the_recipe_s_padding() -> None:
-    parallel = {"tensor": 2, "sequence_parallel": True, "context": 2}
+    parallel = {"tp_size": 2, "sequence_parallel": True, "cp_size": 2}
     config = make(parallel=parallel, recipe="fp8_blockwise")
     small = config.model_copy(update={"training": config.training.model_copy(update={"micro_batch_tokens": 511})})
     [found] = validate(small)
@@ -156,11 +161,11 @@ def test_a_micro_batch_holds_the_longest_sequence_with_the_recipe_s_padding() ->
 
 
 def test_a_critic_cut_otherwise_is_looked_at_too() -> None:
-    tree = {"algorithm": {"name": "vapo"}, "critic": {"parallel": {"tensor": 2}}, "parallel": {"num_processes": 2}}
+    tree = {"algorithm": {"name": "vapo"}, "critic": {"parallel": {"tp_size": 2}}, "parallel": {"num_processes": 2}}
     config = make(recipe="fp8_blockwise").model_dump()
     config = config_from_dict({**config, **{name: {**config[name], **values} for name, values in tree.items()}})
     found = [violation for violation in validate(config, architecture=QWEN_HALF_B) if "multiple" in violation.values]
-    assert {violation.path for violation in found} == {"critic.parallel.tensor"}
+    assert {violation.path for violation in found} == {"critic.parallel.tp_size"}
     assert (
-        "critic.parallel.tensor (2)" in found[0].formula and "a smaller critic.parallel.tensor" in found[0].suggestion
+        "critic.parallel.tp_size (2)" in found[0].formula and "a smaller critic.parallel.tp_size" in found[0].suggestion
     )

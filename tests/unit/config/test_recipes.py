@@ -40,7 +40,7 @@ AIME_50: dict[str, Any] = {
     "rollout.prompts_per_step": 512,
     "rollout.group_size": 16,
     "rollout.oversample": 3.0,
-    "rollout.max_generation_rounds": 10,
+    "rollout.max_num_gen_batches": 10,
     "rollout.filter_groups": True,
     "rollout.accuracy_min": 0.0,
     "rollout.accuracy_max": 1.0,
@@ -96,7 +96,7 @@ TPPO: dict[str, Any] = {
     "advantage_estimation.lambda_alpha": 0.05,
     "advantage_estimation.lambda_floor": 0.95,
     "advantage_estimation.critic_lambda": 1.0,
-    "advantage_estimation.limit": 10.0,
+    "advantage_estimation.clip": 10.0,
     "window.tokens": 8192,
     "window.ignored_tail_tokens": 8,
     "rollout.max_response_tokens": 24576,
@@ -168,4 +168,4 @@ def test_quickstart_inputs_stand_beside_the_recipe() -> None:
     assert config.data.train_paths == (folder / "train.jsonl",) and config.data.eval_paths == (
         folder / "heldout.jsonl",
     )
-    assert config.parallel.tensor == 2 and config.num_processes == 2
+    assert config.parallel.tp_size == 2 and config.num_processes == 2

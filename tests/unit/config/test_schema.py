@@ -68,7 +68,7 @@ def read() -> set[str]:
 
 # Read through a property of Config, or a function of config/, that turns "0 or empty: from elsewhere" into a value.
 THROUGH = {
-    "checkpoint.folder": "checkpoint_folder",
+    "checkpoint.output_dir": "checkpoint_dir",
     "evaluation.max_response_tokens": "evaluation_response_tokens",
     "algorithm.aggregation_length": "aggregation_length",
     "parallel.num_processes": "require_valid",  # the processes there are must be those it asks for
@@ -80,7 +80,11 @@ THROUGH = {
     "value_pretraining.max_steps": "pretraining_config",
 }
 # Their whole purpose is to let the validator accept something.
-CONFIRMATIONS = ("rollout.accept_bias", "sglang.accept_quantization_bias", "reward.confirm_both_overlong")
+CONFIRMATIONS = (
+    "rollout.allow_biased_sampling",
+    "sglang.allow_quantization_bias",
+    "reward.allow_overlong_filter_and_punishment",
+)
 
 
 @pytest.mark.parametrize("path", [path for path in leaf_fields() if path not in CONFIRMATIONS])
@@ -95,10 +99,10 @@ def test_reading_is_found_through_names() -> None:
         "def f(settings: RewardConfig, config):\n"
         "    p, q = config.parallel, config.rollout.top_k\n"
         "    other = config.data\n"
-        "    return settings.timeout_seconds, p.tensor, other.template, config.run.seed, q.group_size, x.clip_grad\n"
+        "    return settings.timeout_seconds, p.tp_size, other.template, config.run.seed, q.group_size, x.clip_grad\n"
     )
     found = {name for name in fields_read_in(tree) if "." in name}
-    assert found == {"reward.timeout_seconds", "rollout.top_k", "parallel.tensor", "data.template", "run.seed"}
+    assert found == {"reward.timeout_seconds", "rollout.top_k", "parallel.tp_size", "data.template", "run.seed"}
 
 
 @pytest.mark.parametrize("path", CONFIRMATIONS)
@@ -118,18 +122,18 @@ def test_resolved_shortcuts() -> None:
     tree = {
         "model": {"path": "m"},
         "data": {"train_paths": ["t"]},
-        "run": {"folder": "runs/x"},
+        "run": {"output_dir": "runs/x"},
         "rollout": {"max_response_tokens": 77},
     }
     config = config_from_dict(tree)
-    assert config.checkpoint_folder == Path("runs/x/checkpoints")
+    assert config.checkpoint_dir == Path("runs/x/checkpoints")
     assert (config.evaluation_response_tokens, config.aggregation_length, config.num_processes) == (77, 77, 1)
     own = {
         **tree,
-        "checkpoint": {"folder": "/ck"},
+        "checkpoint": {"output_dir": "/ck"},
         "evaluation": {"max_response_tokens": 5},
-        "parallel": {"tensor": 2, "context": 2},
+        "parallel": {"tp_size": 2, "cp_size": 2},
     }
     config = config_from_dict({**own, "algorithm": {"aggregation_length": 9}})
-    assert config.checkpoint_folder == Path("/ck")
+    assert config.checkpoint_dir == Path("/ck")
     assert (config.evaluation_response_tokens, config.aggregation_length, config.num_processes) == (5, 9, 4)

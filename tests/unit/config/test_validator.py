@@ -66,8 +66,8 @@ def test_valid_configuration_has_no_violation() -> None:
 GIVEN_SERVERS = {
     "rollout__engine": "sglang",
     "sglang__urls": ["http://10.0.0.1:30000"],
-    "sglang__key_file": "engine.key",
-    "sglang__transport": "peer",
+    "sglang__api_key_file": "engine.key",
+    "sglang__weight_sync_transport": "p2p",
     "sglang__placement": "disaggregated",
 }
 
@@ -87,7 +87,7 @@ BROKEN = [
     ("rollout.max_staleness", {"rollout__max_staleness": 1}),
     ("rollout.temperature", {"rollout__temperature": 0.0}),
     (
-        "rollout.partial",
+        "rollout.partial_rollout",
         {
             "rollout__engine": "sglang",
             "rollout__max_staleness": 1,
@@ -95,16 +95,16 @@ BROKEN = [
             "sglang__placement": "disaggregated",
         },
     ),
-    ("sglang.expert", {"rollout__engine": "sglang", "sglang__tensor": 4, "sglang__expert": 3}),
-    ("parallel.expert_tensor", {"parallel__tensor": 4, "parallel__expert_tensor": 3, "parallel__expert": 2}),
-    ("parallel.expert_tensor", {"parallel__tensor": 4, "parallel__expert_tensor": 2}),
+    ("sglang.ep_size", {"rollout__engine": "sglang", "sglang__tp_size": 4, "sglang__ep_size": 3}),
+    ("parallel.etp_size", {"parallel__tp_size": 4, "parallel__etp_size": 3, "parallel__ep_size": 2}),
+    ("parallel.etp_size", {"parallel__tp_size": 4, "parallel__etp_size": 2}),
     ("sglang.max_total_tokens", {"rollout__engine": "sglang", "sglang__max_total_tokens": 95}),
-    ("sglang.key_file", {**GIVEN_SERVERS, "sglang__key_file": ""}),
-    ("sglang.transport", {**GIVEN_SERVERS, "sglang__transport": "memory"}),
+    ("sglang.api_key_file", {**GIVEN_SERVERS, "sglang__api_key_file": ""}),
+    ("sglang.weight_sync_transport", {**GIVEN_SERVERS, "sglang__weight_sync_transport": "shared_memory"}),
     ("sglang.placement", {**GIVEN_SERVERS, "sglang__placement": "colocated"}),
     ("sglang.quantization", {"rollout__engine": "sglang", "sglang__quantization": "fp8"}),
     ("sglang.quantization", {"sglang__quantization": "fp8", "algorithm__off_policy__correction": "tis"}),
-    ("sglang.transport", {**FP8_SERVERS, "sglang__transport": "disk"}),
+    ("sglang.weight_sync_transport", {**FP8_SERVERS, "sglang__weight_sync_transport": "disk"}),
     ("algorithm.off_policy.low", {"algorithm__off_policy__correction": "icepop"}),
     (
         "algorithm.off_policy.level",
@@ -134,13 +134,13 @@ BROKEN = [
     ("reward.shadow_verifier", {"reward__shadow_verifier": "dapo"}),
     ("reward.correct", {"reward__correct": -1.0}),
     ("run.max_generation_steps", {"run__max_generation_steps": 50}),
-    ("rollout.max_generation_rounds", {"rollout__max_generation_rounds": 0}),
+    ("rollout.max_num_gen_batches", {"rollout__max_num_gen_batches": 0}),
     ("optimizer.warmup_steps", {"optimizer__warmup_steps": 100, "optimizer__schedule": "cosine"}),
     ("optimizer.min_learning_rate", {"optimizer__min_learning_rate": 1.0, "optimizer__schedule": "linear"}),
     ("data.eval_paths", {"data__eval_paths": []}),
     ("data.train_paths", {"data__train_paths": []}),
     ("evaluation.num_samples", {"evaluation__temperature": 0.0}),
-    ("parallel.virtual_pipeline", {"parallel__virtual_pipeline": 2}),
+    ("parallel.vpp_size", {"parallel__vpp_size": 2}),
     ("parallel.sequence_parallel", {"parallel__sequence_parallel": True}),
     ("optimizer.betas", {"optimizer__betas": [0.9, 1.0]}),
 ]
@@ -156,24 +156,24 @@ def test_each_rule_is_found_alone(path: str, values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"rollout__top_p": 0.9, "rollout__accept_bias": True},
+        {"rollout__top_p": 0.9, "rollout__allow_biased_sampling": True},
         {"rollout__max_staleness": 2, "algorithm__off_policy__correction": "tis"},
         {
             "reward__overlong_filter": True,
-            "reward__confirm_both_overlong": True,
+            "reward__allow_overlong_filter_and_punishment": True,
             "reward__overlong_punishment": {"enabled": True, "max_length": 64, "cache_length": 16},
         },
         {"reward__verifier": "package.module:score"},
         GIVEN_SERVERS,
         FP8_SERVERS,
-        {**FP8_SERVERS, "algorithm__off_policy__correction": "none", "sglang__accept_quantization_bias": True},
+        {**FP8_SERVERS, "algorithm__off_policy__correction": "none", "sglang__allow_quantization_bias": True},
         {
             "rollout__engine": "sglang",
             "rollout__max_staleness": 1,
-            "rollout__partial": "continue",
+            "rollout__partial_rollout": True,
             "algorithm__off_policy__correction": "tis",
             "sglang__placement": "disaggregated",
-            "sglang__transport": "peer",
+            "sglang__weight_sync_transport": "p2p",
         },
         {"algorithm__dual_clip": 0.0},
         {"evaluation__temperature": 0.0, "evaluation__num_samples": 1},
@@ -220,12 +220,12 @@ def test_layout_rules_agree_with_the_layout(
 ) -> None:
     config = make(
         parallel={
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "virtual_pipeline": virtual,
-            "context": context,
-            "expert": expert,
-            "expert_tensor": expert_tensor,
+            "tp_size": tensor,
+            "pp_size": pipeline,
+            "vpp_size": virtual,
+            "cp_size": context,
+            "ep_size": expert,
+            "etp_size": expert_tensor,
             "sequence_parallel": sequence,
         },
         training__micro_batch_tokens=4096,
@@ -260,15 +260,15 @@ def test_nearest_divisor(number: int, wanted: int) -> None:
 
 
 def test_micro_batch_holds_the_longest_sequence_with_its_padding() -> None:
-    parallel = {"tensor": 2, "context": 3, "sequence_parallel": True}
+    parallel = {"tp_size": 2, "cp_size": 3, "sequence_parallel": True}
     config = make(parallel=parallel, training__micro_batch_tokens=96, rollout__max_response_tokens=65)
     found = [violation for violation in validate(config) if violation.path == "training.micro_batch_tokens"]
     assert "= 102 or more" in found[0].suggestion and found[0].values["multiple"] == 6
 
 
 def test_world_size_error_holds_both_numbers() -> None:
-    found = validate(make(parallel__tensor=4, parallel__pipeline=2), world_size=12)
-    assert [violation.path for violation in found] == ["parallel.tensor"]
+    found = validate(make(parallel__tp_size=4, parallel__pp_size=2), world_size=12)
+    assert [violation.path for violation in found] == ["parallel.tp_size"]
     assert (
         found[0].values["processes"] == 12
         and found[0].values["model_size"] == 8
@@ -277,7 +277,7 @@ def test_world_size_error_holds_both_numbers() -> None:
 
 
 def test_too_few_processes_named() -> None:
-    found = validate(make(parallel__tensor=2, parallel__num_processes=4), world_size=2)
+    found = validate(make(parallel__tp_size=2, parallel__num_processes=4), world_size=2)
     assert [violation.path for violation in found] == ["parallel.num_processes"]
 
 
@@ -290,16 +290,16 @@ def test_every_data_parallel_rank_gets_a_response() -> None:
 @pytest.mark.parametrize(
     ("path", "values"),
     [
-        ("parallel.tensor", {"parallel__tensor": 16}),
-        ("parallel.pipeline", {"parallel__pipeline": 4, "parallel__virtual_pipeline": 3}),
+        ("parallel.tp_size", {"parallel__tp_size": 16}),
+        ("parallel.pp_size", {"parallel__pp_size": 4, "parallel__vpp_size": 3}),
         (
             "rollout.max_response_tokens",
             {"rollout__max_response_tokens": 131072 - 31, "training__micro_batch_tokens": 2**20},
         ),
         ("evaluation.max_response_tokens", {"evaluation__max_response_tokens": 131072}),
-        ("parallel.expert", {"parallel__expert": 2, "parallel__context": 2}),
-        ("sglang.tensor", {"rollout__engine": "sglang", "sglang__tensor": 16}),
-        ("sglang.tensor", {"rollout__engine": "sglang", "sglang__tensor": 5}),
+        ("parallel.ep_size", {"parallel__ep_size": 2, "parallel__cp_size": 2}),
+        ("sglang.tp_size", {"rollout__engine": "sglang", "sglang__tp_size": 16}),
+        ("sglang.tp_size", {"rollout__engine": "sglang", "sglang__tp_size": 5}),
     ],
 )
 def test_architecture_rules(path: str, values: dict[str, Any]) -> None:
@@ -322,10 +322,10 @@ QWEN_30B_A3B = ArchitectureFacts(
 @pytest.mark.parametrize(
     ("path", "parallel", "world"),
     [
-        ("", {"tensor": 4, "expert": 8, "sequence_parallel": True, "expert_tensor": 1}, 8),
-        ("parallel.sequence_parallel", {"tensor": 2}, 2),
-        ("parallel.expert", {"expert": 3}, 3),
-        ("parallel.expert_tensor", {"tensor": 512, "expert": 2, "sequence_parallel": True}, 1024),
+        ("", {"tp_size": 4, "ep_size": 8, "sequence_parallel": True, "etp_size": 1}, 8),
+        ("parallel.sequence_parallel", {"tp_size": 2}, 2),
+        ("parallel.ep_size", {"ep_size": 3}, 3),
+        ("parallel.etp_size", {"tp_size": 512, "ep_size": 2, "sequence_parallel": True}, 1024),
     ],
 )
 def test_rules_of_experts(path: str, parallel: dict[str, Any], world: int) -> None:
@@ -392,7 +392,7 @@ def test_nothing_divides_by_zero() -> None:
             {
                 "algorithm__name": "vapo",
                 "training__micro_batch_tokens": 96,
-                "critic__parallel__context": 5,
+                "critic__parallel__cp_size": 5,
                 "parallel__num_processes": 5,
             },
             "critic.micro_batch_tokens",
@@ -408,7 +408,7 @@ def test_nothing_divides_by_zero() -> None:
         ({"rollout__oversample": 1.5}, "rollout.oversample"),
         ({"reward__overlong_filter": True}, "reward.overlong_filter"),
         ({"advantage_estimation__critic_lambda": 0.95}, "advantage_estimation.critic_lambda"),
-        ({"window__train_items": 3}, "window.train_items"),
+        ({"window__windows_per_step": 3}, "window.windows_per_step"),
         ({"value_pretraining__max_steps": 3}, "value_pretraining.max_steps"),
     ],
 )
@@ -420,53 +420,51 @@ def test_rules_of_the_value_path(changes: dict[str, Any], path: str) -> None:
 
 
 def test_the_critic_is_cut_as_the_policy_where_nothing_else_is_said() -> None:
-    config = make(
-        parallel__tensor=2, parallel__pipeline=2, parallel__virtual_pipeline=2, parallel__sequence_parallel=True
-    )
+    config = make(parallel__tp_size=2, parallel__pp_size=2, parallel__vpp_size=2, parallel__sequence_parallel=True)
     assert config.critic_parallel == config.parallel
     other = make(
-        parallel__tensor=2, parallel__pipeline=2, parallel__virtual_pipeline=2, parallel__sequence_parallel=True,
-        critic__parallel__tensor=1, critic__parallel__pipeline=1,
+        parallel__tp_size=2, parallel__pp_size=2, parallel__vpp_size=2, parallel__sequence_parallel=True,
+        critic__parallel__tp_size=1, critic__parallel__pp_size=1,
     ).critic_parallel  # fmt: skip
-    assert (other.tensor, other.pipeline, other.virtual_pipeline, other.sequence_parallel) == (1, 1, 1, False)
+    assert (other.tp_size, other.pp_size, other.vpp_size, other.sequence_parallel) == (1, 1, 1, False)
 
 
 def test_the_critics_layout_is_checked_like_the_policys() -> None:
-    config = make(algorithm__name="vapo", parallel__tensor=2, critic__parallel__tensor=3)
+    config = make(algorithm__name="vapo", parallel__tp_size=2, critic__parallel__tp_size=3)
     found = validate(config, 2, QWEN_32B)
-    assert {violation.path for violation in found} == {"critic.parallel.tensor"}
+    assert {violation.path for violation in found} == {"critic.parallel.tp_size"}
 
 
 def with_own(**values: Any) -> Config:
-    return make(**{"algorithm__name": "vapo", "rollout__filter_groups": False, "parallel__tensor": 2, **values})
+    return make(**{"algorithm__name": "vapo", "rollout__filter_groups": False, "parallel__tp_size": 2, **values})
 
 
 def test_the_critics_own_processes_come_on_top() -> None:
-    config = with_own(critic__parallel__num_processes=1, critic__parallel__tensor=1)
+    config = with_own(critic__parallel__num_processes=1, critic__parallel__tp_size=1)
     assert (config.num_processes, config.num_critic_processes) == (3, 1)
     assert validate(config) == validate(config, 3, QWEN_32B) == []
-    assert paths(config, world_size=5) == [] and paths(config, world_size=4) == ["parallel.tensor"]
-    without = make(parallel__tensor=2, critic__parallel__num_processes=1)
+    assert paths(config, world_size=5) == [] and paths(config, world_size=4) == ["parallel.tp_size"]
+    without = make(parallel__tp_size=2, critic__parallel__num_processes=1)
     assert (without.num_processes, without.num_critic_processes) == (2, 0), "an algorithm without a critic has none"
 
 
 def test_processes_the_critic_cannot_be_cut_over_are_refused() -> None:
     [found] = validate(with_own(critic__parallel__num_processes=3))
-    assert found.path == "critic.parallel.tensor" and found.values["processes"] == 3
+    assert found.path == "critic.parallel.tp_size" and found.values["processes"] == 3
     assert "set critic.parallel.num_processes = 4" in found.suggestion
-    [found] = validate(with_own(critic__parallel__num_processes=2, critic__parallel__tensor=3))
-    assert found.values["critic.parallel.tensor"] == 3
+    [found] = validate(with_own(critic__parallel__num_processes=2, critic__parallel__tp_size=3))
+    assert found.values["critic.parallel.tp_size"] == 3
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_processes_are_left_for_the_policy(world_size: int) -> None:
-    config = with_own(critic__parallel__num_processes=3, critic__parallel__tensor=1)
+    config = with_own(critic__parallel__num_processes=3, critic__parallel__tp_size=1)
     [found] = validate(config, world_size=world_size)
     assert found.path == "critic.parallel.num_processes" and "start 5 processes" in found.suggestion
     assert found.values == {"critic.parallel.num_processes": 3, "processes": world_size}
 
 
 def test_a_wrong_number_of_processes_is_named_with_those_of_the_critic() -> None:
-    config = with_own(critic__parallel__num_processes=1, critic__parallel__tensor=1, parallel__num_processes=4)
+    config = with_own(critic__parallel__num_processes=1, critic__parallel__tp_size=1, parallel__num_processes=4)
     [found] = validate(config, world_size=3)
     assert found.path == "parallel.num_processes" and "start 5 processes" in found.suggestion

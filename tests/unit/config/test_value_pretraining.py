@@ -35,11 +35,11 @@ def test_prompts_are_its_own_where_they_are_named() -> None:
 def test_it_never_writes_where_the_run_will() -> None:
     """A run that found the checkpoints of pretraining would go on from them, with most of its steps behind it."""
     plain = load_config(VAPO).config
-    apart = load_config(VAPO, ["checkpoint.folder=/ck"]).config
-    assert pretraining_config(plain).checkpoint_folder == plain.run.folder / "value_pretraining" / "checkpoints"
-    assert pretraining_config(apart).checkpoint_folder == Path("/ck/value_pretraining")
+    apart = load_config(VAPO, ["checkpoint.output_dir=/ck"]).config
+    assert pretraining_config(plain).checkpoint_dir == plain.run.output_dir / "value_pretraining" / "checkpoints"
+    assert pretraining_config(apart).checkpoint_dir == Path("/ck/value_pretraining")
     given = pretraining_config(apart, Path("/elsewhere"))
-    assert (given.run.folder, given.checkpoint_folder) == (Path("/elsewhere"), Path("/ck/value_pretraining"))
+    assert (given.run.output_dir, given.checkpoint_dir) == (Path("/elsewhere"), Path("/ck/value_pretraining"))
 
 
 def test_a_recipe_may_name_the_critic_that_its_pretraining_writes() -> None:

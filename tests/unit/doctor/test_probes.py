@@ -76,7 +76,12 @@ def test_a_transformer_engine_that_cannot_tell() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="answers of a CPU")
 def test_the_trainer_s_rule_says_what_multiplies() -> None:
-    asked = {"recipe": "fp8_blockwise", "bf16_first_layers": 0, "bf16_last_layers": 0, "fp8_parameters": False}
+    asked = {
+        "recipe": "fp8_blockwise",
+        "num_layers_at_start_in_bf16": 0,
+        "num_layers_at_end_in_bf16": 0,
+        "fp8_param": False,
+    }
     assert probes.precision_answer("bfloat16", asked)["name"] == "emulation in fp32"
     problem = probes.precision_answer("bfloat16", {**asked, "recipe": "fp8_delayed"})["problem"]
     assert "fp8_delayed cannot run here: there is no CUDA device" in problem

@@ -38,7 +38,7 @@ def doctor(*arguments: str) -> Result:
 
 
 def in_folder(tmp_path: Path) -> tuple[str, ...]:
-    return (str(RECIPE), "--set", f"run.folder={tmp_path / 'run'}")
+    return (str(RECIPE), "--set", f"run.output_dir={tmp_path / 'run'}")
 
 
 def test_a_sound_machine(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_json_is_one_object_with_everything(machine: pytest.MonkeyPatch, tmp_pat
     result = doctor(*in_folder(tmp_path), "--layout", "tp3", "--json")
     answer = json.loads(result.stdout)
     assert result.exit_code == 1 and answer["ok"] is False
-    assert answer["first_conflict"]["name"] == "recipe parallel.tensor"
+    assert answer["first_conflict"]["name"] == "recipe parallel.tp_size"
     names = [finding["name"] for finding in answer["findings"]]
-    assert names.index("python") < names.index("gpus") < names.index("recipe parallel.tensor")
+    assert names.index("python") < names.index("gpus") < names.index("recipe parallel.tp_size")
     assert "package torch" in names and "checkpoint disk" not in names  # a layout that does not exist has no size
     assert answer["implementations"] == [ROW] and answer["facts"]["torch"]["version"] == "2.13.0+cpu"
 

@@ -56,7 +56,7 @@ MATRICES = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "lin
             {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
         ),
         (
-            Precision("fp8_blockwise", bf16_first_layers=1, bf16_last_layers=2, fp8_parameters=True),
+            Precision("fp8_blockwise", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2, fp8_param=True),
             {
                 "fp8": "e4m3",
                 "fp8_recipe": "blockwise",
@@ -77,7 +77,7 @@ def test_fields_are_those_that_megatron_takes(precision: Precision, fields: dict
 def test_layers_in_bf16_are_those_that_megatron_keeps() -> None:
     from megatron.core.fp8_utils import is_first_last_bf16_layer
 
-    precision = Precision("fp8_blockwise", bf16_first_layers=1, bf16_last_layers=2)
+    precision = Precision("fp8_blockwise", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
     config = TransformerConfig(num_layers=6, hidden_size=128, num_attention_heads=2, **precision_fields(precision))
     for layer in range(6):
         assert precision.has_fp8(layer, 6) == (not is_first_last_bf16_layer(config, layer))
@@ -86,10 +86,10 @@ def test_layers_in_bf16_are_those_that_megatron_keeps() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"bf16_first_layers": 1}, "of FP8 recipes"),
-        ({"recipe": "bf16", "fp8_parameters": True}, "of FP8 recipes"),
-        ({"recipe": "fp8_delayed", "bf16_last_layers": 1}, "fp8_delayed knows no layers in bf16"),
-        ({"recipe": "fp8_blockwise", "bf16_last_layers": -1}, "must be at least 0"),
+        ({"num_layers_at_start_in_bf16": 1}, "of FP8 recipes"),
+        ({"recipe": "bf16", "fp8_param": True}, "of FP8 recipes"),
+        ({"recipe": "fp8_delayed", "num_layers_at_end_in_bf16": 1}, "fp8_delayed knows no layers in bf16"),
+        ({"recipe": "fp8_blockwise", "num_layers_at_end_in_bf16": -1}, "must be at least 0"),
     ],
 )
 def test_contradictions(values: dict[str, Any], words: str) -> None:
@@ -110,7 +110,7 @@ def test_the_model_s_type_is_not_contradicted() -> None:
     [
         (Precision("fp8_current"), "only fp8_blockwise is emulated"),
         (Precision("fp8_delayed"), "only fp8_blockwise is emulated"),
-        (Precision("fp8_blockwise", fp8_parameters=True), "are not emulated"),
+        (Precision("fp8_blockwise", fp8_param=True), "are not emulated"),
     ],
 )
 def test_what_is_not_emulated_is_refused(monkeypatch: pytest.MonkeyPatch, precision: Precision, words: str) -> None:
@@ -170,7 +170,7 @@ def test_on_a_device_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"hidden_size": 192}, LAYOUT, "hidden_size = 192 is no multiple of 128"),
         ({"intermediate_size": 200}, LAYOUT, "intermediate_size = 200 is no multiple of 128"),
-        ({}, ParallelLayout(4, tensor=4, token_multiple=TOKENS), "/ parallel.tensor .4. = 64 is no multiple of 128"),
+        ({}, ParallelLayout(4, tensor=4, token_multiple=TOKENS), "/ parallel.tp_size .4. = 64 is no multiple of 128"),
         (
             {**EXPERTS, "moe_intermediate_size": 200, "intermediate_size": 200},
             LAYOUT,
@@ -179,7 +179,7 @@ def test_on_a_device_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {**EXPERTS, "moe_intermediate_size": 384, "hidden_size": 256},
             ParallelLayout(2, tensor=2, sequence_parallel=True, token_multiple=TOKENS),
-            "moe_intermediate_size / parallel.expert_tensor .2. = 192 is no multiple of 128",
+            "moe_intermediate_size / parallel.etp_size .2. = 192 is no multiple of 128",
         ),
         ({}, ParallelLayout(1), "pads them to a multiple of 1; set token_multiple = 128"),
     ],
@@ -191,7 +191,7 @@ def test_shapes_that_fp8_cannot_multiply_are_named(changes: dict[str, Any], layo
 
 
 def test_the_table_names_recipe_products_and_the_layers_kept_out() -> None:
-    precision = Precision("fp8_blockwise", bf16_first_layers=1)
+    precision = Precision("fp8_blockwise", num_layers_at_start_in_bf16=1)
     config = transformer_config(ModelArchitecture.from_config(WIDE), LAYOUT, ModelSettings(precision=precision))
     rows = {row.op: row for row in implementations(config)}
     assert rows["precision"].name == "fp8_blockwise" and "no CUDA device" in rows["precision"].reason
@@ -213,7 +213,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def test_only_the_layers_asked_for_multiply_in_fp8() -> None:
-    precision = Precision("fp8_blockwise", bf16_first_layers=1, bf16_last_layers=1)
+    precision = Precision("fp8_blockwise", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
     actor = build_actor(wide_model(), LAYOUT, settings_of(precision))
     names = [name for name, part in actor.chunks[0].named_modules() if isinstance(part, KINDS)]
     assert len(names) == 8 and {name.split("layers.")[1][0] for name in names} == {"1", "2"}
@@ -359,7 +359,7 @@ def test_fp8_differs_from_fp32_by_what_its_rounding_costs(changes: dict[str, Any
 def test_bf16_layers_bring_it_closer() -> None:
     want = wide_model()
     exact, _ = measured(build_actor(want, LAYOUT, settings_of(Precision())))
-    kept = Precision("fp8_blockwise", bf16_first_layers=2, bf16_last_layers=1)
+    kept = Precision("fp8_blockwise", num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1)
     errors = [measured(build_actor(want, LAYOUT, settings_of(p)), exact)[1]["logprob"] for p in (BLOCKWISE, kept)]
     assert errors[1] < errors[0]
 

@@ -90,7 +90,7 @@ def test_a_rejected_group_costs_one_replacement(make_world: Callable) -> None:
     num_groups=st.integers(1, 6),
     group_size=st.integers(1, 4),
     oversample=st.sampled_from([1.0, 1.5, 3.0]),
-    max_rounds=st.sampled_from([0, 1, 10]),
+    max_num_gen_batches=st.sampled_from([0, 1, 10]),
     max_staleness=st.integers(0, 2),
     abort_rate=st.sampled_from([0.0, 0.05]),
     partial=st.sampled_from(["restart", "continue"]),
@@ -102,7 +102,7 @@ def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
     num_groups: int,
     group_size: int,
     oversample: float,
-    max_rounds: int,
+    max_num_gen_batches: int,
     max_staleness: int,
     abort_rate: float,
     partial: str,
@@ -114,7 +114,7 @@ def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
         pass_rates,
         group_size=group_size,
         oversample=oversample,
-        max_rounds=max_rounds,
+        max_num_gen_batches=max_num_gen_batches,
         max_staleness=max_staleness,
         abort_rate=abort_rate,
         partial=partial,
@@ -262,7 +262,7 @@ def test_stop_keeps_the_groups_for_a_later_run(make_world: Callable) -> None:
 
 
 def test_error_names_the_counts_and_loses_nothing(make_world: Callable) -> None:
-    world = make_world([0.0] * 30 + [1.0] * 30, on_exhausted="error", max_rounds=3)
+    world = make_world([0.0] * 30 + [1.0] * 30, on_exhausted="error", max_num_gen_batches=3)
     with pytest.raises(
         CollectionExhausted,
         match=r"only 0 of 5 groups: rounds are exhausted after 15 groups \(kept 0, all_right \d+, all_wrong \d+\)",
@@ -273,7 +273,7 @@ def test_error_names_the_counts_and_loses_nothing(make_world: Callable) -> None:
 
 
 def test_rounds_count_the_groups_started_and_schedules_have_their_own_counter(make_world: Callable) -> None:
-    world = make_world([0.0, 0.0, 0.5] * 100, group_size=16, max_rounds=2)
+    world = make_world([0.0, 0.0, 0.5] * 100, group_size=16, max_num_gen_batches=2)
     batch = world.collector.collect(10)
     assert batch.exhausted == "rounds" and batch.statistics.num_started == 20 and 0 < len(batch.groups) < 10
     assert not batch.should_stop
@@ -371,7 +371,7 @@ def test_a_foreign_or_wrong_state_is_refused(make_world: Callable) -> None:
     [
         ({"group_size": 0}, "group_size = 0"),
         ({"oversample": 0.5}, "oversample = 0.5"),
-        ({"max_rounds": -1}, "max_rounds = -1"),
+        ({"max_num_gen_batches": -1}, "max_num_gen_batches = -1"),
         ({"on_exhausted": "panic"}, "train_partial, stop, error"),
         ({"partial": "half"}, "restart, continue"),
     ],

@@ -204,15 +204,15 @@ def run(world: object, num_steps: int, num_groups: int = 5) -> list:
 
 
 @pytest.mark.parametrize("trial", range(20))
-@pytest.mark.parametrize("train_items", [0, 12])
+@pytest.mark.parametrize("windows_per_step", [0, 12])
 def test_killed_anywhere_and_resumed_every_window_is_handed_out_once_with_the_same_tokens(
-    trial: int, train_items: int
+    trial: int, windows_per_step: int
 ) -> None:
     """Kills within collections and between them, resuming from the last checkpoint; checkpoints within collections (a
     signal), of batches not yet trained, and after steps. Across an epoch's edge and to the end of the data.
     """
     chance = random.Random(trial)
-    arguments = {"train_items": train_items, "max_epochs": 2}
+    arguments = {"windows_per_step": windows_per_step, "max_epochs": 2}
     reference = make_world(MIXED * 3, **arguments)
     expected = run(reference, 16)
     world, actual = make_world(MIXED * 3, **arguments, jitter=trial), []
@@ -268,12 +268,12 @@ def test_every_response_of_an_epoch_is_accounted_for(
 ) -> None:
     """With batches of changing size and windows that are not chosen; the pool stays within its bound."""
     chance = random.Random(seed)
-    train_items = 0 if extra_items is None else group_size + extra_items
+    windows_per_step = 0 if extra_items is None else group_size + extra_items
     world = make_world(
         pass_rates,
         group_size=group_size,
         window_tokens=window_tokens,
-        train_items=train_items,
+        windows_per_step=windows_per_step,
         jitter=seed,
         abort_rate=0.1,
     )
@@ -290,16 +290,16 @@ def test_every_response_of_an_epoch_is_accounted_for(
         if batch.should_stop:
             break
         assert batch.statistics.windows.num_windows <= num_groups * group_size
-        assert len(windows(batch)) <= (train_items or 999)
-        if not train_items:
+        assert len(windows(batch)) <= (windows_per_step or 999)
+        if not windows_per_step:
             seen.add(batch)
     assert accounting.drawn == accounting.trained + accounting.not_chosen == group_size * len(pass_rates)
-    if not train_items:
+    if not windows_per_step:
         assert accounting.not_chosen == 0 and len(seen.finished) == accounting.drawn
 
 
 def test_groups_left_out_are_counted_and_their_unfinished_responses_go_on() -> None:
-    whole, part = make_world(MIXED * 20), make_world(MIXED * 20, train_items=12)
+    whole, part = make_world(MIXED * 20), make_world(MIXED * 20, windows_per_step=12)
     num_left_out = num_groups = 0
     for _ in range(6):
         everything, batch = whole.collector.collect(5), part.collector.collect(5)
@@ -319,7 +319,7 @@ def test_groups_left_out_are_counted_and_their_unfinished_responses_go_on() -> N
 
 def test_groups_with_contrast_over_all_steps_are_chosen_first() -> None:
     """A group that was half right and half wrong in earlier windows is chosen for its last ones."""
-    world = make_world(MIXED * 20, train_items=8)
+    world = make_world(MIXED * 20, windows_per_step=8)
     full = make_world(MIXED * 20)
     scores: dict[str, list[float]] = {}
     for _ in range(8):
@@ -517,7 +517,7 @@ def test_a_pool_over_its_limit_is_refused_before_anything_is_drawn() -> None:
         ({"group_size": 0}, "group_size = 0"),
         ({"window_tokens": 0}, "window_tokens = 0"),
         ({"max_pool_items": -1}, "max_pool_items = -1"),
-        ({"train_items": 3}, "train_items = 3 cannot hold one group of 4"),
+        ({"windows_per_step": 3}, "windows_per_step = 3 cannot hold one group of 4"),
         ({"on_exhausted": "panic"}, "train_partial, stop, error"),
     ],
 )

@@ -26,7 +26,7 @@ def test_the_advantage_is_that_of_the_group_or_of_the_critic(
     of_a_critic: dict[str, float], shown: float, tmp_path: Path
 ) -> None:
     tree = {
-        "run": {"folder": str(tmp_path)},
+        "run": {"output_dir": str(tmp_path)},
         "model": {"path": "m"},
         "data": {"train_paths": ["t"]},
         "telemetry": {"tensorboard": False, "progress": False},

@@ -198,7 +198,7 @@ def test_beyond_the_budget_the_first_root_cause_is_named() -> None:
     world = make_world(budget=1)
     world.engines.publish(0)
     world.update.failing = [{1: "checksums differ"}, {1: "it died"}]
-    with pytest.raises(ServersFailed, match="2 restarts are more than sglang.restart_budget 1.*root cause: it died"):
+    with pytest.raises(ServersFailed, match="2 restarts are more than sglang.max_restarts 1.*root cause: it died"):
         world.engines.publish(1)
     assert world.engines.policy_version == 0
 
