@@ -1,7 +1,7 @@
 """What a recipe of precision is and what it asks of shapes: facts and arithmetic, for configuration and model alike.
 
 A recipe says how the linear layers of a transformer layer multiply. Everything else (embedding, norms, attention, the
-residual stream) is in the model's type, and masters and moments are fp32 in every recipe.
+residual stream) is in the model's type, and main params and moments are fp32 in every recipe.
 
     fp32, bf16      in the model's type, which they name
     fp8_blockwise   e4m3, a scale for 128 values of a token (of a gradient: of its row, or of 128 tokens where tokens

@@ -26,7 +26,7 @@ import program
 import torch
 from program import Benchmark, Missing, Row, Rows, rounds_of
 
-from megatron_dapo.ops.head.choice import IMPLEMENTATIONS, TRITON, Place, choose
+from megatron_dapo.ops.lm_head.select import IMPLEMENTATIONS, TRITON, HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,7 +40,7 @@ TRITON_TFLOPS, FP8_FORWARD_SPEEDUP = 550.0, 1.5
 LOSS_TOLERANCE = 0.01
 
 
-def own(name: str, place: Place) -> Loss:
+def own(name: str, place: HeadSpec) -> Loss:
     try:
         choose(name, place)
     except ValueError as error:
@@ -48,25 +48,25 @@ def own(name: str, place: Place) -> Loss:
     return lambda inputs: -vocab_parallel_logprobs(*inputs, vocab_size=inputs[1].size(0), implementation=name)[0].mean()
 
 
-def liger(place: Place) -> Loss:
+def liger(place: HeadSpec) -> Loss:
     function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
     return lambda inputs: function(*inputs)
 
 
-def apple(place: Place) -> Loss:
+def apple(place: HeadSpec) -> Loss:
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return lambda inputs: function(*inputs)
 
 
-def verl(place: Place) -> Loss:
+def verl(place: HeadSpec) -> Loss:
     function = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
     return lambda inputs: -function(*inputs, 1.0, "none")[0].mean()
 
 
-PEERS: dict[str, Callable[[Place], Loss]] = {"liger": liger, "apple": apple, "verl": verl}
+PEERS: dict[str, Callable[[HeadSpec], Loss]] = {"liger": liger, "apple": apple, "verl": verl}
 
 
-def loss_of(side: str, place: Place) -> Loss:
+def loss_of(side: str, place: HeadSpec) -> Loss:
     """Missing where it cannot run here."""
     if side not in PEERS:
         return own(side, place)
@@ -171,7 +171,7 @@ def measuring(arguments: argparse.Namespace) -> AbstractContextManager[Callable[
     def measure_case(case: str) -> Row:
         side, _, sizes = case.partition(" ")
         inputs = make_inputs(tuple(int(size) for size in sizes.split("x")), device)
-        row = measure(loss_of(side, Place.of(inputs[0], inputs[1])), inputs, arguments)
+        row = measure(loss_of(side, HeadSpec.of(inputs[0], inputs[1])), inputs, arguments)
         return row | ({"blocks": str(blocks_in_use(inputs[0]))} if side == TRITON and device.type == "cuda" else {})
 
     return program.always(measure_case)
@@ -181,14 +181,14 @@ def set_blocks(text: str) -> None:
     """Have the 16-bit kernels compiled with other blocks."""
     if not text:
         return
-    fused = importlib.import_module("megatron_dapo.ops.head.fused")
+    fused = importlib.import_module("megatron_dapo.ops.lm_head.fused")
     tokens, columns, width, warps, stages = (int(number) for number in text.split(","))
     for is_hopper in (True, False):
         fused._BLOCKS[2, is_hopper] = fused.Blocks(tokens, columns, width, num_warps=warps, num_stages=stages)
 
 
 def blocks_in_use(hidden: torch.Tensor) -> Any:
-    return importlib.import_module("megatron_dapo.ops.head.fused")._blocks(hidden)
+    return importlib.import_module("megatron_dapo.ops.lm_head.fused")._blocks(hidden)
 
 
 def summary(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:

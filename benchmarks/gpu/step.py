@@ -2,14 +2,14 @@
 
     python benchmarks/gpu/step.py [--json] [--save] [--model 1.5b] [--only bf16,fp8_blockwise] [--recompute none]
 
-The actor as training builds it (TP1, data-parallel wrapper, AdamW with fp32 masters), on random weights made on the
+The actor as training builds it (TP1, data-parallel wrapper, AdamW with fp32 main params), on random weights made on the
 device; packed sequences whose lengths have a long tail; the token-mean policy gradient. A step is all its micro-batches
 forward and backward, the sum over ranks, clipping and AdamW. Medians over rounds; the device has finished when the clock
 stops. Sides run one after the other, each on a model of its own from the same seed:
 
     bf16                 everything in bf16
     fp8_blockwise        linear layers multiply e4m3 in blocks, weights are kept in bf16
-    fp8_param       the same with weights kept as FP8 alone, beside their masters
+    fp8_param       the same with weights kept as FP8 alone, beside their main params
     fp8_blockwise_head   the same as fp8_blockwise, and the log-prob head multiplies FP8 too
 
     tokens_per_second    real tokens of the step (no padding) / its seconds

@@ -1,5 +1,5 @@
 """What a recipe of precision comes to for a model on a layout, in lines a person reads before the run: which layers
-multiply in which format, to which multiples tokens are padded, and what weights, masters and moments take on a rank.
+multiply in which format, to which multiples tokens are padded, and what weights, main params and moments take on a rank.
 
 Arithmetic from the few facts of a model's shape: norms and biases, a thousandth of the weights, are left out.
 """
@@ -103,15 +103,15 @@ def _parts(config: Config, held: RankMatrices, layout: ParallelLayout) -> Iterat
         yield f"weights {_gb(held.total * BYTES[dtype])} ({dtype})"
     own, words = _optimizer_share(config, held, layout)
     if dtype == "float32":
-        yield "which are their own masters"
+        yield "which are their own main params"
     else:
-        yield f"fp32 masters {_gb(own * FP32_BYTES)}{words}"
+        yield f"fp32 main params {_gb(own * FP32_BYTES)}{words}"
     yield f"fp32 moments {_gb(NUM_MOMENTS * own * FP32_BYTES)}{words}"
     yield f"fp32 gradients {_gb(held.total * FP32_BYTES)}"
 
 
 def _optimizer_share(config: Config, held: RankMatrices, layout: ParallelLayout) -> tuple[int, str]:
-    """Elements whose masters and moments a rank keeps, and over how many ranks they are cut."""
+    """Elements whose main params and moments a rank keeps, and over how many ranks they are cut."""
     if not config.parallel.use_distributed_optimizer:
         return held.total, ""
     replicas = layout.data * layout.context

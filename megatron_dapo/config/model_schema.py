@@ -19,7 +19,7 @@ class ModelConfig(Section):
     folder."""
 
     dtype: Dtype = "float32"
-    """Type of parameters and activations; masters and moments are float32 either way. bfloat16 on accelerators. How
+    """Type of parameters and activations; main params and moments are float32 either way. bfloat16 on accelerators. How
     linear layers multiply is precision.recipe's, which may be FP8."""
 
     recompute_granularity: Recompute = "none"

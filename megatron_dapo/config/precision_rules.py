@@ -63,7 +63,7 @@ def _parameters(config: Config) -> Iterator[Violation]:
         yield violation(
             config,
             "precision.fp8_param",
-            "parallel.use_distributed_optimizer where precision.fp8_param (it makes FP8 weights of the masters)",
+            "parallel.use_distributed_optimizer where precision.fp8_param (it makes FP8 weights of the main params)",
             "set parallel.use_distributed_optimizer = true, or precision.fp8_param = false",
             "parallel.use_distributed_optimizer",
         )
@@ -71,7 +71,7 @@ def _parameters(config: Config) -> Iterator[Violation]:
         yield violation(
             config,
             "precision.fp8_param",
-            'model.dtype == "bfloat16" where precision.fp8_param (a float32 weight is its own master)',
+            'model.dtype == "bfloat16" where precision.fp8_param (a float32 weight is its own main param)',
             'set model.dtype = "bfloat16", or precision.fp8_param = false',
             "model.dtype",
         )
@@ -127,7 +127,7 @@ def _num_layers(config: Config, architecture: ArchitectureFacts) -> Iterator[Vio
         yield violation(
             config,
             "precision.num_layers_at_start_in_bf16",
-            "num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 < num_layers (else nothing is multiplied in FP8)",
+            "num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 < num_layers (else nothing is computed in FP8)",
             'lower them, or set precision.recipe = ""',
             "precision.num_layers_at_end_in_bf16",
             num_layers=architecture.num_layers,

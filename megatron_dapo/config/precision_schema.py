@@ -10,7 +10,7 @@ RecipeName = Literal["", "fp32", "bf16", "fp8_blockwise", "fp8_current", "fp8_de
 
 
 class PrecisionConfig(Section):
-    """How linear layers multiply. What is not multiplied in FP8 has model.dtype; masters and moments are float32."""
+    """How linear layers multiply. What is not computed in FP8 has model.dtype; main params and moments are float32."""
 
     recipe: RecipeName = ""
     """"": as model.dtype says. fp32, bf16: the same by name; must agree with model.dtype. fp8_blockwise: e4m3 with a
@@ -24,5 +24,5 @@ class PrecisionConfig(Section):
     """Last layers of the model that stay in model.dtype under an FP8 recipe."""
 
     fp8_param: bool = False
-    """Hold the weights of FP8 layers as FP8 alone, beside their float32 masters. Saves memory; Transformer Engine only,
+    """Hold the weights of FP8 layers as FP8 alone, beside their float32 main params. Saves memory; Transformer Engine only,
     needs parallel.use_distributed_optimizer."""

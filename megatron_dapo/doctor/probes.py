@@ -94,10 +94,10 @@ def implementation_table(
 
 def precision_answer(dtype: str, precision: dict[str, Any]) -> dict[str, str]:
     """What would multiply in linear layers ("recipe", "name", "reason"), or the "problem" of what is asked for."""
-    from megatron_dapo.megatron.precision import Precision, multiplier
+    from megatron_dapo.megatron.precision import Precision, linear_backend
 
     try:
-        return asdict(multiplier(Precision(**precision), dtype))
+        return asdict(linear_backend(Precision(**precision), dtype))
     except ValueError as error:
         return {"problem": str(error)}
 

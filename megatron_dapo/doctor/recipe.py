@@ -41,13 +41,13 @@ class CheckpointSize:
     weight_bytes: int
     num_parameters: int
     optimizer_copies: int
-    has_masters: bool
+    has_main_params: bool
     model: str = "policy"
 
     @property
     def state_bytes(self) -> int:
         """Bytes a parameter of the optimizer's state."""
-        return _MOMENTS + (_MASTER if self.has_masters else 0)
+        return _MOMENTS + (_MASTER if self.has_main_params else 0)
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +55,7 @@ class CheckpointSize:
 
     def formula(self) -> str:
         """The sum in words."""
-        parts = f"{_MASTER if self.has_masters else 0} master + {_MOMENTS} two moments"
+        parts = f"{_MASTER if self.has_main_params else 0} master + {_MOMENTS} two moments"
         return (
             f"{self.model}: {size(self.weight_bytes)} weights of all ranks + {self.num_parameters:.4g} parameters x ({parts}) bytes "
             f"x {self.optimizer_copies}"

@@ -26,7 +26,7 @@ PACKAGE = "package "
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """Everything that was found."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -38,9 +38,9 @@ class Report:
         return first_conflict(self.findings) is None
 
 
-def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layout: str | None = None) -> Report:
+def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layout: str | None = None) -> DoctorReport:
     """Gather, judge, and put together; with a recipe also what that needs. Nothing is written or left running."""
-    report = Report()
+    report = DoctorReport()
     torch = gather.torch_facts()
     config = None
     report.facts["torch"] = asdict(torch)
@@ -58,7 +58,7 @@ def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layo
     return report
 
 
-def _machine(torch: machine.TorchFacts, report: Report) -> Iterator[Finding]:
+def _machine(torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Finding]:
     installed, version = gather.installed_versions(), sys.version_info[:3]
     device = "cuda" if torch.cuda is not None or (torch.driver is not None and not torch.version) else "cpu"
     lock = packages.choose_lock(gather.locks(), device, version[:2])
@@ -95,13 +95,13 @@ def _read_recipe(file: Path, overrides: Sequence[str]) -> tuple[Config | None, l
     return config, recipe.violation_findings(problems)
 
 
-def _linear_products(config: Config, report: Report) -> Finding:
+def _linear_products(config: Config, report: DoctorReport) -> Finding:
     answer, asked = gather.precision_answer(config), config.precision
     report.facts["precision"] = answer
     return machine.linear_products_finding(answer, asked.num_layers_at_start_in_bf16 + asked.num_layers_at_end_in_bf16)
 
 
-def _implementations(config: Config | None, report: Report) -> Iterator[Finding]:
+def _implementations(config: Config | None, report: DoctorReport) -> Iterator[Finding]:
     try:
         report.implementations = gather.implementation_rows(config)
     except ProbeFailure as failure:
@@ -109,7 +109,7 @@ def _implementations(config: Config | None, report: Report) -> Iterator[Finding]
         yield conflict("implementations", f"the actor cannot be put together: {failure}", fix)
 
 
-def _recipe(config: Config, torch: machine.TorchFacts, report: Report) -> Iterator[Finding]:
+def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Finding]:
     yield recipe.processes_finding(config.num_processes, len(torch.devices))
     yield machine.bfloat16_finding(torch.devices, config.model.dtype)
     problem, detail = gather.model_problem(config)
@@ -153,13 +153,13 @@ def _storage(config: Config) -> Iterator[Finding]:
     yield recipe.storage_finding(storage)
     if config.checkpoint.export_huggingface:
         beside = storage.needed if gather.same_disk(folder, run) else 0
-        width = 2 if models[0].has_masters else 4
+        width = 2 if models[0].has_main_params else 4
         num_parameters = sum(model.num_parameters for model in models)
         export = recipe.export_storage(run, gather.free_bytes(run), num_parameters, width, beside)
         yield recipe.storage_finding(export)
 
 
-def _attention(config: Config, report: Report) -> Iterator[Finding]:
+def _attention(config: Config, report: DoctorReport) -> Iterator[Finding]:
     shape = gather.attention_shape(config)
     rows = [row["name"] for row in report.implementations if row["op"] == "attention"]
     by_engine = any("Transformer Engine" in name for name in rows)
@@ -170,7 +170,7 @@ def _attention(config: Config, report: Report) -> Iterator[Finding]:
     yield from recipe.attention_findings(results, config.model.dtype, words)
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: DoctorReport) -> dict[str, Any]:
     """One object with everything."""
     first = first_conflict(report.findings)
     return {
@@ -182,7 +182,7 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def describe(report: Report) -> list[str]:
+def describe(report: DoctorReport) -> list[str]:
     """Lines for a person; packages as they should be are counted, not listed. The last line is the verdict."""
     shown = [f for f in report.findings if not f.name.startswith(PACKAGE) or f.verdict != "ok"]
     num_fine = len(report.findings) - len(shown)

@@ -39,7 +39,7 @@ LossFunction = Loss[TokenOutputs]
 @dataclass(frozen=True)
 class ActorSettings(TrainingSettings):
     """`chunk_tokens`: tokens whose logits live at a time (None: chosen by size). `head_implementation`: of the log-prob
-    head, see `ops.head.choice`."""
+    head, see `ops.lm_head.select`."""
 
     chunk_tokens: int | None = None
     head_implementation: str = "auto"

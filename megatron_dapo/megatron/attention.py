@@ -28,7 +28,7 @@ SLACK_FRACTION = 0.25
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PaddedBatch:
     """One padded batch: its sizes and, under context parallelism, which keys [n, 1, queries, keys] a query may see."""
 
     num_sequences: int
@@ -50,29 +50,29 @@ class GatherIndex:
 class AttentionPlan:
     """How packed tokens are arranged into padded batches. An index is None where it would change nothing."""
 
-    buckets: tuple[Bucket, ...]
+    batches: tuple[PaddedBatch, ...]
     queries: GatherIndex | None
     keys: GatherIndex | None
 
 
-def bucket_sequences(lengths: Sequence[int]) -> list[list[int]]:
+def batch_sequences(lengths: Sequence[int]) -> list[list[int]]:
     """Indices of the sequences of each padded batch: longest first, waste bounded by the slack."""
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index])
-    buckets: list[list[int]] = []
+    batches: list[list[int]] = []
     for index in order:
-        longest = lengths[buckets[-1][0]] if buckets else -1
-        if longest - lengths[index] > max(SLACK_TOKENS, SLACK_FRACTION * longest) or not buckets:
-            buckets.append([])
-        buckets[-1].append(index)
-    return buckets
+        longest = lengths[batches[-1][0]] if batches else -1
+        if longest - lengths[index] > max(SLACK_TOKENS, SLACK_FRACTION * longest) or not batches:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
 
 
 def plan_attention(cu_seqlens: torch.Tensor, context_rank: int, context_size: int) -> AttentionPlan:
     """Arrange the sequences that `cu_seqlens` [N + 1] (not sliced) delimits, as rank `context_rank` sees them."""
     bounds = cu_seqlens.to("cpu", torch.int64)
     lengths = (bounds[1:] - bounds[:-1]).tolist()
-    buckets, query_rows, key_rows = [], [], []
-    for members in bucket_sequences(lengths):
+    batches, query_rows, key_rows = [], [], []
+    for members in batch_sequences(lengths):
         starts, sizes = bounds[:-1][members], torch.tensor([lengths[index] for index in members])
         query_slots, query_positions = _local_slots(starts, sizes, context_rank, context_size)
         key_slots = _global_slots(starts, sizes, context_size, int(bounds[-1]) // context_size)
@@ -80,13 +80,13 @@ def plan_attention(cu_seqlens: torch.Tensor, context_rank: int, context_size: in
         if context_size > 1:
             mask = torch.arange(key_slots.size(1)) <= query_positions[:, :, None]
             mask = mask[:, None].to(cu_seqlens.device)
-        buckets.append(Bucket(len(members), query_slots.size(1), key_slots.size(1), mask))
+        batches.append(PaddedBatch(len(members), query_slots.size(1), key_slots.size(1), mask))
         query_rows.append(query_slots.flatten())
         key_rows.append(key_slots.flatten())
     num_tokens = int(bounds[-1])
     queries = _gather_index(torch.cat(query_rows), num_tokens // context_size, cu_seqlens.device)
     keys = queries if context_size == 1 else _gather_index(torch.cat(key_rows), num_tokens, cu_seqlens.device)
-    return AttentionPlan(tuple(buckets), queries, keys)
+    return AttentionPlan(tuple(batches), queries, keys)
 
 
 def _local_slots(
@@ -241,25 +241,25 @@ class PackedAttention(torch.nn.Module):
             key, value = _GatherRanks.apply(torch.cat((key, value), dim=1), self.context_group).chunk(2, dim=1)
         padded_query = query if plan.queries is None else _Pad.apply(query, plan.queries)
         padded_key, padded_value = (part if plan.keys is None else _Pad.apply(part, plan.keys) for part in (key, value))
-        padded = self._attend(padded_query, padded_key, padded_value, plan.buckets)
+        padded = self._attend(padded_query, padded_key, padded_value, plan.batches)
         return padded if plan.queries is None else _Unpad.apply(padded, plan.queries)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: tuple[Bucket, ...]
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batches: tuple[PaddedBatch, ...]
     ) -> torch.Tensor:
-        query_sizes = [bucket.num_sequences * bucket.num_queries for bucket in buckets]
-        key_sizes = [bucket.num_sequences * bucket.num_keys for bucket in buckets]
+        query_sizes = [batch.num_sequences * batch.num_queries for batch in batches]
+        key_sizes = [batch.num_sequences * batch.num_keys for batch in batches]
         outputs = []
-        for bucket, q, k, v in zip(
-            buckets, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
+        for batch, q, k, v in zip(
+            batches, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True
         ):
-            q, k, v = (part.unflatten(0, (bucket.num_sequences, -1)).transpose(1, 2) for part in (q, k, v))
+            q, k, v = (part.unflatten(0, (batch.num_sequences, -1)).transpose(1, 2) for part in (q, k, v))
             out = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=bucket.mask,
-                is_causal=bucket.mask is None,
+                attn_mask=batch.mask,
+                is_causal=batch.mask is None,
                 scale=self.scale,
                 enable_gqa=q.size(1) != k.size(1),
             )

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_dapo.megatron.model import output_weight
-from megatron_dapo.ops.head.choice import AUTO, Choice, Place, choose
+from megatron_dapo.ops.lm_head.select import AUTO, Choice, HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 from megatron_dapo.types import MicroBatch
 
@@ -24,7 +24,7 @@ class TokenOutputs:
 @dataclass(frozen=True)
 class HeadSettings:
     """`vocab_size`: without padding. `chunk_tokens`: tokens whose logits live at a time; None: chosen by size.
-    `implementation`: a name of `ops.head.choice.IMPLEMENTATIONS`, or "auto" for the rule stated there."""
+    `implementation`: a name of `ops.lm_head.select.IMPLEMENTATIONS`, or "auto" for the rule stated there."""
 
     vocab_size: int
     temperature: float = 1.0
@@ -53,4 +53,4 @@ def token_outputs(
 def implementation(chunk: GPTModel, settings: HeadSettings) -> Choice:
     """Which implementation `token_outputs` takes for this last chunk, and why; ValueError where it cannot run here."""
     weight = output_weight(chunk)
-    return choose(settings.implementation, Place(weight.device, weight.dtype, weight.size(1), weight.size(0)))
+    return choose(settings.implementation, HeadSpec(weight.device, weight.dtype, weight.size(1), weight.size(0)))

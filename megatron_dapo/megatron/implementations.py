@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_dapo.megatron.described import class_of, submodules_of
 from megatron_dapo.megatron.layer_spec import block_spec, uses_transformer_engine
-from megatron_dapo.megatron.model_config import ModelConfig
-from megatron_dapo.megatron.precision import multiplier
-from megatron_dapo.ops.head.choice import AUTO, Place, choose
+from megatron_dapo.megatron.model_config import GPTConfig
+from megatron_dapo.megatron.precision import linear_backend
+from megatron_dapo.ops.lm_head.select import AUTO, HeadSpec, choose
 from megatron_dapo.precision import RECIPES
 
 VOCABULARY_MULTIPLE = 128  # rows of a rank's part of the vocabulary are a multiple of it
@@ -46,7 +46,7 @@ class Implementation:
     reason: str
 
 
-def implementations(config: ModelConfig, head: str = AUTO) -> tuple[Implementation, ...]:
+def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation, ...]:
     """The table for a model of this configuration, its log-prob head being the one asked for by name or by rule. Needs
     no process group; builds no module. ValueError for what is asked for and cannot run here."""
     spec = block_spec(config, range(config.num_layers))
@@ -68,16 +68,16 @@ def implementations(config: ModelConfig, head: str = AUTO) -> tuple[Implementati
     )
 
 
-def _precision(config: ModelConfig) -> Iterator[Implementation]:
+def _precision(config: GPTConfig) -> Iterator[Implementation]:
     """By which recipe linear layers multiply, what multiplies, and which layers keep out of it."""
-    chosen, precision, count = multiplier(config.precision, config.dtype_name), config.precision, config.num_layers
+    chosen, precision, count = linear_backend(config.precision, config.dtype_name), config.precision, config.num_layers
     yield Implementation("precision", chosen.recipe, chosen.reason)
     left = count - config.num_fp8_layers
     kept = f"; {left} of {count} layers in {config.dtype_name}" if precision.is_fp8 and left else ""
     yield Implementation("linear products", chosen.name, RECIPES[chosen.recipe].products + kept)
     if precision.is_fp8:
         held = (
-            "FP8, beside fp32 masters"
+            "FP8, beside fp32 main params"
             if precision.fp8_param
             else f"{config.dtype_name}, rounded to FP8 for each product"
         )
@@ -89,9 +89,9 @@ def describe(rows: Iterable[Implementation]) -> str:
     return "\n".join(f"  {row.op:<15} {row.name}  ({row.reason})" for row in rows)
 
 
-def _log_prob_head(config: ModelConfig, head: str) -> Implementation:
+def _log_prob_head(config: GPTConfig, head: str) -> Implementation:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = choose(head, Place(device, config.params_dtype, config.hidden_size, VOCABULARY_MULTIPLE))
+    chosen = choose(head, HeadSpec(device, config.params_dtype, config.hidden_size, VOCABULARY_MULTIPLE))
     return Implementation("log-prob head", f"own {chosen.name}", chosen.reason)
 
 

@@ -30,7 +30,7 @@ from megatron_dapo.megatron.fp8_layers import (
     Fp8NormColumnParallelLinear,
     Fp8RowParallelLinear,
 )
-from megatron_dapo.megatron.model_config import ModelConfig
+from megatron_dapo.megatron.model_config import GPTConfig
 from megatron_dapo.megatron.norms import NormColumnParallelLinear, RMSNorm
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: ModelConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
+def block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
     """The given layers of the model, of Transformer Engine's modules where it can be used, else of the own ones."""
     if uses_transformer_engine():
         return _transformer_engine_block_spec(config, layers)
@@ -65,19 +65,17 @@ def block_spec(config: ModelConfig, layers: Sequence[int]) -> TransformerBlockSu
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def has_experts(config: ModelConfig, layer: int) -> bool:
+def has_experts(config: GPTConfig, layer: int) -> bool:
     """Whether a layer of the model holds a mixture of experts."""
     return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
 
 
-def linear_kinds(config: ModelConfig, layer: int) -> LinearKinds:
+def linear_kinds(config: GPTConfig, layer: int) -> LinearKinds:
     """Of one own layer, by the precision that is asked for."""
     return IN_FP8 if config.precision.has_fp8(layer, config.num_layers) else IN_MODEL_TYPE
 
 
-def _transformer_engine_block_spec(
-    config: ModelConfig, layers: Sequence[int]
-) -> TransformerBlockSubmodules | ModuleSpec:
+def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -95,7 +93,7 @@ def _transformer_engine_block_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
-def own_layer_spec(config: ModelConfig, experts: bool, linear: LinearKinds = IN_MODEL_TYPE) -> ModuleSpec:
+def own_layer_spec(config: GPTConfig, experts: bool, linear: LinearKinds = IN_MODEL_TYPE) -> ModuleSpec:
     """One layer: norm + QKV, packed attention, output projection, and norm + gated MLP, or a norm and experts."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(

@@ -31,7 +31,7 @@ from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, TOKEN_VALUE, 
 from megatron_dapo.checkpoints.megatron_layout import padded_vocabulary
 from megatron_dapo.megatron.experts import normalize_probabilities
 from megatron_dapo.megatron.layer_spec import block_spec
-from megatron_dapo.megatron.model_config import ModelConfig, describe_precision
+from megatron_dapo.megatron.model_config import GPTConfig, describe_precision
 from megatron_dapo.megatron.rotary import inverse_frequencies
 from megatron_dapo.megatron.value_head import ValueHead
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -81,7 +81,7 @@ OUTPUT_LAYERS: Mapping[str, Callable[[GPTModel, TransformerConfig], torch.nn.Mod
 
 
 def build_chunks(
-    architecture: ModelArchitecture, layout: ParallelLayout, config: ModelConfig, rank: int
+    architecture: ModelArchitecture, layout: ParallelLayout, config: GPTConfig, rank: int
 ) -> list[GPTModel]:
     """This rank's model chunks, one a virtual pipeline stage, in training mode; weights are NaN until loaded."""
     logger.info("precision: %s", describe_precision(config))
@@ -98,7 +98,7 @@ def build_chunks(
 
 
 def _build_chunk(
-    architecture: ModelArchitecture, layout: ParallelLayout, config: ModelConfig, pipeline_rank: int, stage: int
+    architecture: ModelArchitecture, layout: ParallelLayout, config: GPTConfig, pipeline_rank: int, stage: int
 ) -> GPTModel:
     vp_stage = stage if layout.virtual_pipeline > 1 else None
     chunk = GPTModel(

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.megatron.experts import layer_pattern
-from megatron_dapo.megatron.precision import Precision, multiplier, precision_fields
+from megatron_dapo.megatron.precision import Precision, linear_backend, precision_fields
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, LinearSizes, misfits, recipe_name
 
@@ -46,7 +46,7 @@ class ModelSettings:
 
 
 @dataclass
-class ModelConfig(TransformerConfig):
+class GPTConfig(TransformerConfig):
     """megatron-core's configuration, and the precision that was asked for: on a CPU the layers follow it, with CUDA
     megatron-core's own fields do."""
 
@@ -63,23 +63,23 @@ class ModelConfig(TransformerConfig):
         return sum(self.precision.has_fp8(layer, self.num_layers) for layer in range(self.num_layers))
 
 
-def describe_precision(config: ModelConfig) -> str:
+def describe_precision(config: GPTConfig) -> str:
     """One line for the log."""
-    chosen = multiplier(config.precision, config.dtype_name)
+    chosen = linear_backend(config.precision, config.dtype_name)
     layers = f", {config.num_fp8_layers} of {config.num_layers} layers" if config.precision.is_fp8 else ""
     return f"{chosen.recipe}{layers}, linear products by {chosen.name} ({chosen.reason})"
 
 
-def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings) -> ModelConfig:
+def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings) -> GPTConfig:
     """The configuration of the model on this layout, which must fit the architecture (`megatron_layout` checks).
 
     ValueError where the precision cannot be computed here, or not on these shapes.
     """
     dtype = DTYPES[settings.dtype]
     cuda = torch.cuda.is_available()
-    multiplier(settings.precision, settings.dtype)
+    linear_backend(settings.precision, settings.dtype)
     _check_shapes(architecture, layout, settings.precision)
-    return ModelConfig(
+    return GPTConfig(
         precision=settings.precision,
         **(precision_fields(settings.precision) if cuda else {}),
         **_architecture_fields(architecture),

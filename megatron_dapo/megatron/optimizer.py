@@ -51,7 +51,7 @@ def wrap_data_parallel(
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], config: TransformerConfig, settings: OptimizerSettings, part: RankSet
 ) -> Any:
-    """megatron-core's AdamW over the wrapped chunks; fp32 masters are copied from the weights as they are now.
+    """megatron-core's AdamW over the wrapped chunks; fp32 main params are copied from the weights as they are now.
 
     Collective among the ranks of `part`.
     """

@@ -38,7 +38,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 @dataclass(frozen=True)
 class Precision:
     """`recipe`: a name of `megatron_dapo.precision.RECIPES`, or "" for the one of the model's type. `bf16_*_layers`:
-    layers that stay in the model's type under FP8. `fp8_param`: weights are kept as FP8 beside fp32 masters."""
+    layers that stay in the model's type under FP8. `fp8_param`: weights are kept as FP8 beside fp32 main params."""
 
     recipe: str = BY_DTYPE
     num_layers_at_start_in_bf16: int = 0
@@ -65,7 +65,7 @@ class Precision:
         return self.recipe in RECIPES and RECIPES[self.recipe].is_fp8
 
     def has_fp8(self, layer: int, num_layers: int) -> bool:
-        """Whether that layer of the model multiplies in FP8."""
+        """Whether that layer of the model computes in FP8."""
         return self.is_fp8 and self.num_layers_at_start_in_bf16 <= layer < num_layers - self.num_layers_at_end_in_bf16
 
 
@@ -83,7 +83,7 @@ def precision_fields(precision: Precision) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Multiplier:
+class LinearBackend:
     """`name` multiplies in the linear layers, by `recipe`, because of `reason`."""
 
     recipe: str
@@ -91,18 +91,18 @@ class Multiplier:
     reason: str
 
 
-def multiplier(precision: Precision, dtype: str) -> Multiplier:
+def linear_backend(precision: Precision, dtype: str) -> LinearBackend:
     """What multiplies here. ValueError with what is in the way of what is asked for."""
     recipe = recipe_name(precision.recipe, dtype)
     if not RECIPES[recipe].is_fp8:
         library = TRANSFORMER_ENGINE if _has_cuda() and _has_transformer_engine() else TORCH
-        return Multiplier(recipe, library, "asked for" if precision.recipe else f"the model is in {dtype}")
+        return LinearBackend(recipe, library, "asked for" if precision.recipe else f"the model is in {dtype}")
     obstacle = _obstacle_on_a_device(recipe) if _has_cuda() else _obstacle_on_a_cpu(precision)
     if obstacle is not None:
         raise ValueError(f"precision: {recipe} cannot run here: {obstacle}")
     if _has_cuda():
-        return Multiplier(recipe, TRANSFORMER_ENGINE, "asked for, and Transformer Engine says that it is available")
-    return Multiplier(recipe, EMULATED, "asked for; there is no CUDA device")
+        return LinearBackend(recipe, TRANSFORMER_ENGINE, "asked for, and Transformer Engine says that it is available")
+    return LinearBackend(recipe, EMULATED, "asked for; there is no CUDA device")
 
 
 def _has_cuda() -> bool:

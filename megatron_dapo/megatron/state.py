@@ -5,7 +5,7 @@ Tensor names are "<kind>/<local parameter name>" with these kinds:
 | kind | tensor |
 |---|---|
 | parameter | the whole local parameter, in the model's type |
-| master | fp32 master of the 16-bit parameter; where the model is fp32 the parameter is its own master |
+| master | fp32 main params of the 16-bit parameter; where the model is fp32 the parameter is its own main param |
 | exp_avg, exp_avg_sq | Adam's moments, fp32 |
 | step | Adam's step count of this parameter, a scalar |
 | random | state of a random-number generator; the name is the generator's |
@@ -38,7 +38,7 @@ class OwnedPart:
 
     name: str
     parameter: torch.nn.Parameter
-    main: torch.Tensor  # the inner optimizer's parameter: the parameter itself, a view of it, or its fp32 master
+    main: torch.Tensor  # the inner optimizer's parameter: the parameter itself, a view of it, or its fp32 main params
     start: int
     end: int
     inner: torch.optim.Optimizer
@@ -73,7 +73,7 @@ def _whole_part(name: str, parameter: torch.nn.Parameter, optimizer: Any) -> Own
 
 
 def optimizer_tensors(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Masters and moments: what this rank's optimizer holds beside the parameters and their gradients."""
+    """Main params and moments: what this rank's optimizer holds beside the parameters and their gradients."""
     for part in owned_parts(parameters, optimizer):
         if _has_master(part):
             yield part.main

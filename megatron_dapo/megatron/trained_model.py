@@ -18,7 +18,7 @@ from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.megatron import schedule, state
 from megatron_dapo.megatron.host_memory import HostMemory, Moved, own_memory
-from megatron_dapo.megatron.masters import load_exactly, set_masters
+from megatron_dapo.megatron.main_params import load_exactly, set_main_params
 from megatron_dapo.megatron.metrics import sum_metrics
 from megatron_dapo.megatron.model import build_chunks, named_local_parameters
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
@@ -85,7 +85,7 @@ class TrainedModel:
         part: RankSet | None = None,
     ) -> None:
         """Build on the ranks of `part` (None: all processes). `load` fills fp32 buffers of the named local parameters, all
-        NaN until then; masters are what it gives, parameters that rounded to the model's type.
+        NaN until then; main params are what it gives, parameters that rounded to the model's type.
 
         Models of one layout share their process groups. `beside` are models on other layouts that will run again: their
         groups stay; those of other models on another layout are destroyed (`initialize_parallel_state`).
@@ -115,7 +115,7 @@ class TrainedModel:
             own_memory(named_local_parameters(chunks).values())
         self.chunks = wrap_data_parallel(chunks, self.config, settings.optimizer)
         self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, self.part)
-        set_masters(self.named_local_parameters(), self.optimizer, exact)
+        set_main_params(self.named_local_parameters(), self.optimizer, exact)
 
     def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

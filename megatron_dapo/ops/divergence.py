@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_dapo.ops.head import chunked
-from megatron_dapo.ops.head.problem import Problem, Upstream, accumulation_dtype, choose_tiles
+from megatron_dapo.ops.lm_head import chunked
+from megatron_dapo.ops.lm_head.inputs import HeadInputs, Upstream, accumulation_dtype, choose_tiles
 from megatron_dapo.ops.logprob import shard_of
 
 REFERENCE, ACTOR = 0, 1
@@ -76,8 +76,8 @@ def vocab_parallel_divergence(
     shard_of(reference_hidden, reference_weight, targets, temperature, vocab_size, group)
     tiles = choose_tiles(hidden.size(0), shard.num_columns, hidden.device, chunk_tokens, chunk_columns)
     pair = _Pair(
-        Problem(reference_hidden.detach(), reference_weight.detach(), targets, shard, tiles),
-        Problem(hidden, weight, targets, shard, tiles),
+        HeadInputs(reference_hidden.detach(), reference_weight.detach(), targets, shard, tiles),
+        HeadInputs(hidden, weight, targets, shard, tiles),
         WEIGHING_MODELS[weigh_by],
         float(gamma),
     )
@@ -88,8 +88,8 @@ def vocab_parallel_divergence(
 class _Pair:
     """Both models' heads, whose probabilities weigh, and to which power."""
 
-    reference: Problem
-    actor: Problem
+    reference: HeadInputs
+    actor: HeadInputs
     weighing: int
     gamma: float
 
@@ -115,15 +115,15 @@ class _Divergence(torch.autograd.Function):
             return None, None, None
         hidden, weight, reference_hidden, reference_weight, maxima, sums, mean = ctx.saved_tensors
         targets, shard, tiles, weighing, gamma = ctx.recipe
-        reference = Problem(reference_hidden, reference_weight, targets, shard, tiles)
-        pair = _Pair(reference, Problem(hidden, weight, targets, shard, tiles), weighing, gamma)
+        reference = HeadInputs(reference_hidden, reference_weight, targets, shard, tiles)
+        pair = _Pair(reference, HeadInputs(hidden, weight, targets, shard, tiles), weighing, gamma)
         zero = torch.zeros_like(mean)
         of_tokens = _OfTokens(
             maxima, sums, mean, *(zero if to is None else to / shard.temperature for to in (to_mse, to_cross))
         )
         upstream = Upstream(mean, maxima[ACTOR], zero, None, None, *ctx.needs_input_grad[:2])
         gradients = chunked.gradients(
-            pair.actor, upstream, tile_gradients=lambda problem, upstream: _TileGradients(pair, of_tokens)
+            pair.actor, upstream, tile_gradients=lambda inputs, upstream: _TileGradients(pair, of_tokens)
         )
         return *gradients, None
 

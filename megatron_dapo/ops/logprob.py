@@ -12,7 +12,7 @@ exp, sum exp * logit, target logit), both of [tokens] size; backward does none, 
 as this rank's partial sum.
 
 Padded vocabulary columns are cut off before the matrix product, so they are in no sum and their gradient is exactly
-zero. `megatron_dapo.ops.head.choice` says which implementation does it, and why.
+zero. `megatron_dapo.ops.lm_head.select` says which implementation does it, and why.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_dapo.ops.head import reference
-from megatron_dapo.ops.head.choice import REFERENCE, Place, choose, kernels_of
-from megatron_dapo.ops.head.problem import Kernels, Problem, Shard, Upstream, choose_tiles, combine
+from megatron_dapo.ops.lm_head import reference
+from megatron_dapo.ops.lm_head.inputs import HeadInputs, Kernels, Shard, Upstream, choose_tiles, combine
+from megatron_dapo.ops.lm_head.select import REFERENCE, HeadSpec, choose, kernels_of
 
 
 def vocab_parallel_logprobs(
@@ -45,7 +45,7 @@ def vocab_parallel_logprobs(
     hidden: [P, h], the same on every rank of `group`. weight: [V_padded / ranks, h], this rank's rows of the output
     matrix, rows in rank order. targets: [P] int64 in [0, vocab_size). vocab_size: the true V; columns from V on are
     padding. group: ranks over which the rows are sharded, None for one shard. implementation: a name of
-    `head.choice.IMPLEMENTATIONS` or "auto". chunk_tokens, chunk_columns: tokens and columns whose logits live at a
+    `lm_head.select.IMPLEMENTATIONS` or "auto". chunk_tokens, chunk_columns: tokens and columns whose logits live at a
     time; None: by the device's cache or memory. `triton` has tiles of its own.
     Sums run in fp32 (fp64 for fp64 inputs) and the results have that type. The gradient of `hidden` is this rank's
     partial sum over its columns: the caller reduces it over `group`. Every rank gets the same values bit for bit.
@@ -56,12 +56,12 @@ def vocab_parallel_logprobs(
     """
     shard = shard_of(hidden, weight, targets, temperature, vocab_size, group)
     tiles = choose_tiles(hidden.size(0), shard.num_columns, hidden.device, chunk_tokens, chunk_columns)
-    problem = Problem(hidden, weight, targets, shard, tiles)
-    name = choose(implementation, Place.of(hidden, weight)).name
+    inputs = HeadInputs(hidden, weight, targets, shard, tiles)
+    name = choose(implementation, HeadSpec.of(hidden, weight)).name
     if name == REFERENCE:
-        logprobs, entropy = reference.logprobs_and_entropy(problem)
+        logprobs, entropy = reference.logprobs_and_entropy(inputs)
         return _without_strangers(logprobs, targets, vocab_size), entropy
-    return _Head.apply(hidden, weight, problem, kernels_of(name))
+    return _Head.apply(hidden, weight, inputs, kernels_of(name))
 
 
 def shard_of(
@@ -113,13 +113,13 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, problem: Problem, kernels: Kernels
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, inputs: HeadInputs, kernels: Kernels
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy, maxima, log_totals = combine(*kernels.sums(problem), problem.shard)
-        ctx.save_for_backward(hidden, weight, problem.targets, entropy, maxima, log_totals)
-        ctx.shard, ctx.tiles, ctx.kernels = problem.shard, problem.tiles, kernels
+        logprobs, entropy, maxima, log_totals = combine(*kernels.sums(inputs), inputs.shard)
+        ctx.save_for_backward(hidden, weight, inputs.targets, entropy, maxima, log_totals)
+        ctx.shard, ctx.tiles, ctx.kernels = inputs.shard, inputs.tiles, kernels
         ctx.set_materialize_grads(False)
-        return _without_strangers(logprobs, problem.targets, problem.shard.vocab_size), entropy
+        return _without_strangers(logprobs, inputs.targets, inputs.shard.vocab_size), entropy
 
     @staticmethod
     @once_differentiable
@@ -129,14 +129,14 @@ class _Head(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, None
         hidden, weight, targets, *of_forward = ctx.saved_tensors
-        problem = Problem(hidden, weight, targets, ctx.shard, ctx.tiles)
+        inputs = HeadInputs(hidden, weight, targets, ctx.shard, ctx.tiles)
         upstream = Upstream(
             *of_forward,
             _over_temperature(grad_logprobs, ctx.shard),
             _over_temperature(grad_entropy, ctx.shard),
             *ctx.needs_input_grad[:2],
         )
-        return *ctx.kernels.gradients(problem, upstream), None, None
+        return *ctx.kernels.gradients(inputs, upstream), None, None
 
 
 def _over_temperature(gradient: torch.Tensor | None, shard: Shard) -> torch.Tensor | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.ops.head import chunked
-from megatron_dapo.ops.head.problem import Problem, choose_tiles, combine
+from megatron_dapo.ops.lm_head import chunked
+from megatron_dapo.ops.lm_head.inputs import HeadInputs, choose_tiles, combine
 from megatron_dapo.ops.logprob import shard_of
 
 
@@ -42,9 +42,9 @@ def vocab_parallel_top_logprobs(
         raise ValueError(f"top log-probs: k {k} is not in [1, {vocab_size}], the vocabulary")
     shard = shard_of(hidden, weight, targets, temperature, vocab_size, group)
     tiles = choose_tiles(hidden.size(0), shard.num_columns, hidden.device, chunk_tokens, chunk_columns)
-    problem = Problem(hidden, weight, targets, shard, tiles)
-    source = _WithTop(problem, k)
-    maxima, totals = chunked.sums(problem, lambda problem: source)
+    inputs = HeadInputs(hidden, weight, targets, shard, tiles)
+    source = _WithTop(inputs, k)
+    maxima, totals = chunked.sums(inputs, lambda inputs: source)
     logprobs, entropy, maxima, log_totals = combine(maxima, totals, shard)
     logits, words = _over_ranks(source.logits_found / shard.temperature, source.words + shard.first_column, k, group)
     return TopLogprobs(logprobs, entropy, (logits - maxima[:, None]).sub_(log_totals[:, None]).clamp_(max=0.0), words)
@@ -53,12 +53,12 @@ def vocab_parallel_top_logprobs(
 class _WithTop(chunked.WideLogits):
     """Keeps the k largest products of each token as tiles go by; -inf, word 0, where there were fewer."""
 
-    def __init__(self, problem: Problem, k: int) -> None:
-        super().__init__(problem)
-        num_tokens = problem.hidden.size(0)
+    def __init__(self, inputs: HeadInputs, k: int) -> None:
+        super().__init__(inputs)
+        num_tokens = inputs.hidden.size(0)
         dtype = torch.promote_types(self._dtype, torch.float32)
-        self.logits_found = problem.hidden.new_full((num_tokens, k), float("-inf"), dtype=dtype)
-        self.words = torch.zeros((num_tokens, k), dtype=torch.int64, device=problem.hidden.device)
+        self.logits_found = inputs.hidden.new_full((num_tokens, k), float("-inf"), dtype=dtype)
+        self.words = torch.zeros((num_tokens, k), dtype=torch.int64, device=inputs.hidden.device)
         self._first = 0
 
     def enter(self, columns: slice) -> None:

@@ -72,7 +72,7 @@ def pose_problem(
     config, description, tensors, numbers, weights, gradients = None, None, None, None, None, {}
     if dist.get_rank() == 0:
         model = oracle.folder_model(settings.model) if settings.model else make_model()
-        model = model.to(DTYPES[settings.dtype])  # the rounded weights are the ones both sides compute with
+        model = model.to(DTYPES[settings.dtype])  # the quantized weights are the ones both sides compute with
         config = model.config.to_dict()
         weights = (
             {}

@@ -30,7 +30,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import WeighSamples, build_micro_batches, split_mini_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
-from megatron_dapo.trainer.response_tokens import gather_response_tokens, speaks_for_its_tokens
+from megatron_dapo.trainer.response_tokens import gather_response_tokens, is_reporting_rank
 from megatron_dapo.types import MicroBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class PolicyLearner:
         self._objective = objective
         self._layout = layout
         self._coordinates = layout.coordinates(rank)
-        self._speaks = speaks_for_its_tokens(layout, rank)
+        self._is_reporting_rank = is_reporting_rank(layout, rank)
         self._settings = settings
         self._schedule = schedule
         self._phase = phase
@@ -320,7 +320,9 @@ class PolicyLearner:
         return self._normalized(terms, mini_batch.correction_sums) if self._normalizes else terms
 
     def _normalized(self, terms: list[BehaviorTerms | None], sums: Mapping[str, float]) -> list[BehaviorTerms | None]:
-        mine = {name: sums.get(name, 0.0) if self._speaks else 0.0 for name in ("is_weight_sum", "num_tokens")}
+        mine = {
+            name: sums.get(name, 0.0) if self._is_reporting_rank else 0.0 for name in ("is_weight_sum", "num_tokens")
+        }
         total = sum_over(mine, self._group)
         weight_sum, num_tokens = float(total["is_weight_sum"]), float(total["num_tokens"])
         return [
@@ -404,7 +406,7 @@ class PolicyLearner:
         """Mean weight of the off-policy correction and the shares of tokens it bounded and masked; 1 and 0 without one."""
         names = ("num_tokens", "is_weight_sum", "is_bounded_sum", "is_masked_sum")
         sums = dict.fromkeys(names, 0.0)
-        for mini_batch in mini_batches if self._speaks else ():
+        for mini_batch in mini_batches if self._is_reporting_rank else ():
             for name in names:
                 sums[name] += mini_batch.correction_sums.get(name, 0.0)
         total = (
@@ -424,7 +426,7 @@ class PolicyLearner:
         """Over all ranks; ranks that do not speak for tokens add nothing."""
         empty = mismatch_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0))
         total = empty
-        for part in parts if self._speaks else ():
+        for part in parts if self._is_reporting_rank else ():
             total = total.combine(part)
         if dist.is_initialized():
             total = MismatchSums(sum_over(total.sums, self._group), max_over(total.maxima, self._group))

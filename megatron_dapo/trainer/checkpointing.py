@@ -1,6 +1,6 @@
 """What a checkpoint of a run holds, so that the run goes on bit for bit as if it had never stopped.
 
-rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 masters, moments, steps and random states
+rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 main params, moments, steps and random states
 critic_rank_00000.*                       the same of the critic, where there is one, by its own ranks' numbers
 run.json                                  counters, and what was measured so far
 collector.json, collector.safetensors     prompt stream, replay buffer and unfinished responses; their tokens as tensors

@@ -1,7 +1,7 @@
 """The optimizer state of a critic beside its Hugging Face folder, so that training goes on where pretraining stopped.
 
 training_state/layout.json                     the layout it is of
-training_state/rank_00000.safetensors, .json   a rank's fp32 masters, moments and steps
+training_state/rank_00000.safetensors, .json   a rank's fp32 main params, moments and steps
 
 Another layout, type of numbers or division of the state over ranks starts from the folder's weights with moments of 0; that
 is said, not refused.

@@ -75,7 +75,7 @@ class ParityProbe:
 
 
 class RoundedParityProbe(ParityProbe):
-    """A server that holds rounded weights is held against a trainer with the same ones; what the rounding itself does is
+    """A server that holds quantized weights is held against a trainer with the same ones; what the rounding itself does is
     told beside it."""
 
     def __init__(
@@ -93,7 +93,7 @@ class RoundedParityProbe(ParityProbe):
     def _mismatch(self, server: str, samples: Sequence[TrainSample]) -> dict[str, float]:
         trained = self._compare(samples)
         logger.info(
-            "%s serves rounded weights: mean |d log-prob| %.3g, max %.3g against the trained ones on %d prompts",
+            "%s serves quantized weights: mean |d log-prob| %.3g, max %.3g against the trained ones on %d prompts",
             server,
             trained["mismatch/abs_logprob_diff_mean"],
             trained["mismatch/abs_logprob_diff_max"],

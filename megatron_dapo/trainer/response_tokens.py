@@ -20,7 +20,7 @@ from megatron_dapo.parallel.packing import PADDING_ID, unpack_responses
 from megatron_dapo.types import MicroBatch, TrainSample
 
 
-def speaks_for_its_tokens(layout: ParallelLayout, rank: int) -> bool:
+def is_reporting_rank(layout: ParallelLayout, rank: int) -> bool:
     """One tensor rank of a last stage: the other tensor ranks hold the same numbers."""
     coordinates = layout.coordinates(rank)
     return coordinates.tensor == 0 and coordinates.pipeline == layout.pipeline - 1
@@ -44,7 +44,7 @@ def gather_response_tokens(
     assert len(starts) == len(samples), "sample ids of a batch are unique"
     prompt_lengths = {sample.sample_id: sample.prompt_length for sample in samples}
     flat = torch.zeros(sum(lengths))
-    if speaks_for_its_tokens(layout, rank):
+    if is_reporting_rank(layout, rank):
         for output, micro_batch in zip(outputs, micro_batches, strict=True):
             assert output is not None, "the last pipeline stage has outputs"
             whole = _whole(output.detach().to("cpu", torch.float32), micro_batch, layout, rank)

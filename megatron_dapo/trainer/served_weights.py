@@ -62,7 +62,7 @@ class TrainedWeights:
         return {name: tensor.detach() for name, tensor in self._parameters().items()}
 
 
-class RoundedWeights:
+class QuantizedWeights:
     """Those that the servers hold in FP8 are rounded to it, all others cast."""
 
     def __init__(
@@ -92,7 +92,7 @@ class RoundedWeights:
         return self.current().in_place()
 
 
-WEIGHTS: Mapping[str, Callable[..., ServedWeights]] = {"none": TrainedWeights, "fp8": RoundedWeights}
+WEIGHTS: Mapping[str, Callable[..., ServedWeights]] = {"none": TrainedWeights, "fp8": QuantizedWeights}
 
 
 def _as_it_is(engines: SglangLayout) -> EngineLayout:

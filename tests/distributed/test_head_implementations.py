@@ -14,7 +14,7 @@ from megatron_dapo.ops.divergence import vocab_parallel_divergence
 from megatron_dapo.ops.top_logprobs import vocab_parallel_top_logprobs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "ops"))
-from head_cases import exact, make, run
+from lm_head_cases import exact, make, run
 
 NUM_TOKENS, ROWS = 40, 32
 SETTINGS = ({"implementation": "reference"}, {"implementation": "chunked", "chunk_tokens": 16, "chunk_columns": 7})

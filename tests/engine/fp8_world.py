@@ -97,7 +97,7 @@ RANDOM_MODEL_SETTINGS = (
 )
 # Servers against the trainer with the same FP8 weights, and against what is trained: mean and largest in nats.
 PARITY = re.compile(r"parity with server 0 on \d+ prompts: mean \|d log-prob\| (\S+), max (\S+)$", re.M)
-ROUNDING = re.compile(r"server 0 serves rounded weights: mean \|d log-prob\| (\S+), max (\S+) against", re.M)
+ROUNDING = re.compile(r"server 0 serves quantized weights: mean \|d log-prob\| (\S+), max (\S+) against", re.M)
 
 
 def weights_of(folder: Path, scale: float) -> dict[str, torch.Tensor]:

@@ -145,7 +145,9 @@ def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Ru
     check_nothing_is_left(run)
 
 
-def test_a_killed_engine_in_fp8_is_filled_with_rounded_weights_again(train: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_killed_engine_in_fp8_is_filled_with_quantized_weights_again(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
     """kill -9 in the middle of the first rollout: the next server serves the same rounding of the same weights."""
     model = save_quickstart_model(tmp_path / "model", **CUT_HEADS)
     settings = ("rollout.max_response_tokens=128", "run.total_steps=1", "optimizer.warmup_steps=0")

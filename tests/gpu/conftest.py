@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.megatron.precision import Precision, multiplier
-from megatron_dapo.ops.head.choice import Place, choose
+from megatron_dapo.megatron.precision import Precision, linear_backend
+from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 for folder in ("tests/gpu", "tests/unit/ops", "tests/distributed", "benchmarks/gpu", "benchmarks/peers"):
@@ -44,7 +44,7 @@ def available(device: str) -> Callable[[str, torch.dtype, int, int], str]:
 
     def check(name: str, dtype: torch.dtype = torch.bfloat16, width: int = 128, rows: int = 128) -> str:
         try:
-            choose(name, Place(torch.device(device), dtype, width, rows))
+            choose(name, HeadSpec(torch.device(device), dtype, width, rows))
         except ValueError as error:
             pytest.skip(str(error))
         return name
@@ -58,7 +58,7 @@ def recipe() -> Callable[[str], Precision]:
 
     def check(name: str) -> Precision:
         try:
-            multiplier(Precision(name), "bfloat16")
+            linear_backend(Precision(name), "bfloat16")
         except ValueError as error:
             pytest.skip(str(error))
         return Precision(name)

@@ -450,7 +450,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """AdamW (mode 1). Lists: gradients, parameters, moments, and masters where parameters have them."""
+    """AdamW (mode 1). Lists: gradients, parameters, moments, and main params where parameters have them."""
     assert mode == 1
     for gradient, parameter, first, second, *master in zip(*lists, strict=True):
         wide = master[0] if master else parameter

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
+from lm_head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
 from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight
-from megatron_dapo.ops.head.choice import Place, choose
-from megatron_dapo.ops.head.fp8_error import logprob_error_bound
-from megatron_dapo.ops.head.problem import Tiles
+from megatron_dapo.ops.lm_head.fp8_error import logprob_error_bound
+from megatron_dapo.ops.lm_head.inputs import Tiles
+from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 pytestmark = pytest.mark.gpu
@@ -196,7 +196,7 @@ def test_fp8_is_within_its_bound_and_that_of_its_quantized_values(available, dev
 
 def test_transformer_engine_quantizes_as_the_emulation_does(device) -> None:
     pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
-    from megatron_dapo.ops.head.fp8_logits import TransformerEngine
+    from megatron_dapo.ops.lm_head.fp8_logits import TransformerEngine
 
     engine = TransformerEngine()
     values = torch.randn(256, 512, device=device).mul(torch.logspace(-6, 4, 256, device=device)[:, None]).bfloat16()
@@ -206,7 +206,7 @@ def test_transformer_engine_quantizes_as_the_emulation_does(device) -> None:
 
 
 def test_scaled_mm_and_the_emulation_multiply_the_same(device) -> None:
-    from megatron_dapo.ops.head import fp8_logits
+    from megatron_dapo.ops.lm_head import fp8_logits
 
     obstacle = fp8_logits._in_the_way_of_scaled_mm(torch.device(device))
     if obstacle is not None:
@@ -222,5 +222,5 @@ def test_scaled_mm_and_the_emulation_multiply_the_same(device) -> None:
 def test_auto_takes_triton_here(device) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip(f"compute capability {torch.cuda.get_device_capability()} is below 8.0")
-    chosen = choose("auto", Place(torch.device(device), torch.bfloat16, 128, 128))
+    chosen = choose("auto", HeadSpec(torch.device(device), torch.bfloat16, 128, 128))
     assert chosen.name == "triton", chosen.reason

@@ -249,8 +249,8 @@ def test_log_prob_passes_in_fp8_leave_no_state_behind(recipe) -> None:
     assert all(torch.equal(one.logprobs, other.logprobs) for one, other in zip(first, again, strict=True))
 
 
-def test_weights_held_as_fp8_are_the_rounded_masters(recipe) -> None:
-    """What multiplies, and what the bridge serves, is what `ops.fp8` makes of the masters in the model's type: Transformer
+def test_weights_held_as_fp8_are_the_rounded_main_params(recipe) -> None:
+    """What multiplies, and what the bridge serves, is what `ops.fp8` makes of the main params in the model's type: Transformer
     Engine rounds them to that first, as it does where weights are kept in it."""
     from actor_checks import TEMPERATURE, loss_fn, ragged_batch
 

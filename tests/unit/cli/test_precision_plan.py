@@ -92,7 +92,7 @@ def lines_of(document: dict[str, Any], config: Config, layout: ParallelLayout, t
     return precision_lines(config, read_architecture(tmp_path), layout)
 
 
-def test_layers_padding_and_masters_of_experts_in_fp8(tmp_path: Path) -> None:
+def test_layers_padding_and_main_params_of_experts_in_fp8(tmp_path: Path) -> None:
     layout = ParallelLayout(8, **SEQUENCE, expert=4, expert_tensor=1, token_multiple=128)
     config = run_of(recipe="fp8_blockwise", num_layers_at_start_in_bf16=1)
     precision, padding, memory = lines_of(EXPERTS, config, layout, tmp_path)
@@ -102,15 +102,15 @@ def test_layers_padding_and_masters_of_experts_in_fp8(tmp_path: Path) -> None:
     held = fullest_rank(read_architecture(tmp_path), layout)
     own = (held.dense + held.vocabulary) // 4 + held.experts // 2
     assert f"weights {2 * held.total / 1e6:.3g} MB (bfloat16)" in memory
-    assert f"fp32 masters {4 * own / 1e6:.3g} MB (cut over 4 ranks, of experts 2)" in memory
+    assert f"fp32 main params {4 * own / 1e6:.3g} MB (cut over 4 ranks, of experts 2)" in memory
     assert f"fp32 moments {8 * own / 1e6:.3g} MB" in memory
 
 
-def test_a_float32_parameter_is_its_own_master(tmp_path: Path) -> None:
+def test_a_float32_parameter_is_its_own_main_param(tmp_path: Path) -> None:
     config = run_of("float32", {"use_distributed_optimizer": False})
     precision, memory = lines_of(DENSE, config, ParallelLayout(2), tmp_path)
     assert precision == "precision: fp32 in all layers, in the type of the operands"
-    assert "which are their own masters" in memory and "cut over" not in memory
+    assert "which are their own main params" in memory and "cut over" not in memory
 
 
 def test_weights_held_as_fp8_take_a_byte(tmp_path: Path) -> None:

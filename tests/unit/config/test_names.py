@@ -16,7 +16,7 @@ from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES
 from megatron_dapo.config import critic_schema, model_schema, training_schema
 from megatron_dapo.config.validator import VERIFIER_PRESETS
-from megatron_dapo.ops.head.choice import AUTO, IMPLEMENTATIONS
+from megatron_dapo.ops.lm_head.select import AUTO, IMPLEMENTATIONS
 from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.trainer.actor_learner import OVER_ROLLOUT
 

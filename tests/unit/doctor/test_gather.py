@@ -123,7 +123,7 @@ def test_a_checkpoint_holds_the_weights_of_all_ranks(tensor: int, replicas: int)
     [found] = gather.checkpoint_sizes(config(parallel=parallel))
     assert found.weight_bytes >= 4 * replicas * found.num_parameters  # padding, norms and a tied output come on top
     assert found.weight_bytes < 1.2 * 4 * replicas * found.num_parameters
-    assert (found.optimizer_copies, found.has_masters) == (1, False)
+    assert (found.optimizer_copies, found.has_main_params) == (1, False)
     [whole] = gather.checkpoint_sizes(config(parallel={**parallel, "use_distributed_optimizer": False}))
     assert whole.optimizer_copies == replicas
 

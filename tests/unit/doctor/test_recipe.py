@@ -44,11 +44,11 @@ def test_sglang(facts: SglangFacts, wants_router: bool, verdicts: list[str], wor
     assert [finding.verdict for finding in findings] == verdicts and words in findings[-1].detail
 
 
-def test_a_checkpoint_is_weights_masters_and_moments() -> None:
-    bfloat16 = CheckpointSize(weight_bytes=4000, num_parameters=1000, optimizer_copies=1, has_masters=True)
+def test_a_checkpoint_is_weights_main_params_and_moments() -> None:
+    bfloat16 = CheckpointSize(weight_bytes=4000, num_parameters=1000, optimizer_copies=1, has_main_params=True)
     assert bfloat16.num_bytes == 4000 + 1000 * (4 + 4 + 4)
-    whole = CheckpointSize(weight_bytes=8000, num_parameters=1000, optimizer_copies=2, has_masters=False)
-    assert whole.num_bytes == 8000 + 2 * 1000 * 8  # an fp32 parameter is its own master
+    whole = CheckpointSize(weight_bytes=8000, num_parameters=1000, optimizer_copies=2, has_main_params=False)
+    assert whole.num_bytes == 8000 + 2 * 1000 * 8  # an fp32 parameter is its own main param
 
 
 def test_checkpoints_that_are_there_already_need_no_more_space() -> None:

@@ -49,7 +49,7 @@ def test_recompute_changes_no_bit(references: str, recompute: str) -> None:
         assert torch.equal(gradient, again.gradients()[name]), name
 
 
-def test_bfloat16_is_close_and_keeps_fp32_masters(references: str) -> None:
+def test_bfloat16_is_close_and_keeps_fp32_main_params(references: str) -> None:
     want = Reference.read(references, "qwen2")
     settings = ActorSettings(model=ModelSettings(dtype="bfloat16"))
     errors = parity(want, LAYOUT, settings)

@@ -11,7 +11,7 @@ from megatron_dapo.megatron.attention import (
     _Pad,
     _Rotate,
     _Unpad,
-    bucket_sequences,
+    batch_sequences,
     plan_attention,
 )
 from megatron_dapo.megatron.context import context_token_index
@@ -74,12 +74,12 @@ def test_context_ranks_together_attend_as_one(lengths: tuple[int, ...], context_
     outputs = []
     for rank, index in enumerate(indices):
         plan = plan_attention(bounds, rank, context_size)
-        assert plan.buckets[0].mask is not None
+        assert plan.batches[0].mask is not None
         pad = [
             part if slots is None else _Pad.apply(part, slots)
             for part, slots in ((query[index], plan.queries), (gathered_key, plan.keys), (gathered_value, plan.keys))
         ]
-        out = own_attention()._attend(*pad, plan.buckets)
+        out = own_attention()._attend(*pad, plan.batches)
         outputs.append(out if plan.queries is None else _Unpad.apply(out, plan.queries))
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     total = sum((out * weights[index]).sum() for out, index in zip(outputs, indices, strict=True))
@@ -92,12 +92,12 @@ def test_context_ranks_together_attend_as_one(lengths: tuple[int, ...], context_
 
 def test_buckets_hold_every_sequence_once_and_bound_the_padding() -> None:
     lengths = [3, 500, 90, 410, 88, 1, 260, 0, 64]
-    buckets = bucket_sequences(lengths)
-    assert sorted(index for bucket in buckets for index in bucket) == [0, 1, 2, 3, 4, 5, 6, 8]
-    for bucket in buckets:
-        longest, shortest = lengths[bucket[0]], lengths[bucket[-1]]
+    batches = batch_sequences(lengths)
+    assert sorted(index for batch in batches for index in batch) == [0, 1, 2, 3, 4, 5, 6, 8]
+    for batch in batches:
+        longest, shortest = lengths[batch[0]], lengths[batch[-1]]
         assert longest - shortest <= max(32, 0.25 * longest)
-    assert len(buckets) < 6
+    assert len(batches) < 6
 
 
 def test_rotation_is_the_complex_product_and_its_gradient_the_inverse() -> None:

@@ -34,7 +34,7 @@ def build(want: CriticReference, **case: str) -> MegatronCritic:
     return MegatronCritic.build(want.folder, LAYOUT, settings_of(case))
 
 
-def test_the_head_computes_in_fp32_and_keeps_fp32_masters_of_a_bfloat16_model(want: CriticReference) -> None:
+def test_the_head_computes_in_fp32_and_keeps_fp32_main_params_of_a_bfloat16_model(want: CriticReference) -> None:
     critic = build(want, dtype="bfloat16")
     assert 1e-5 < value_error(critic, want) < 0.05
     [values, *_] = critic.forward_values(of_rank(LAYOUT))

@@ -27,7 +27,7 @@ from megatron_dapo.megatron.fp8_layers import (
 )
 from megatron_dapo.megatron.implementations import implementations
 from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
-from megatron_dapo.megatron.precision import Precision, multiplier, precision_fields
+from megatron_dapo.megatron.precision import Precision, linear_backend, precision_fields
 from megatron_dapo.ops.fp8 import BLOCK, quantize_hidden, quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
 
@@ -116,7 +116,7 @@ def test_the_model_s_type_is_not_contradicted() -> None:
 def test_what_is_not_emulated_is_refused(monkeypatch: pytest.MonkeyPatch, precision: Precision, words: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=f"{precision.recipe} cannot run here: there is no CUDA device, and .*{words}"):
-        multiplier(precision, "bfloat16")
+        linear_backend(precision, "bfloat16")
 
 
 def engine(answer: Any = (True, ""), power_2: bool = True, override: str | None = None) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def test_on_a_device_transformer_engine_s_word_counts(
     monkeypatch.setattr(module, "_has_transformer_engine", lambda: modules is not None)
     monkeypatch.setattr(module.importlib, "import_module", lambda name: (modules or {})[name])
     with pytest.raises(ValueError, match=f"fp8_blockwise cannot run here: .*{words}"):
-        multiplier(BLOCKWISE, "bfloat16")
+        linear_backend(BLOCKWISE, "bfloat16")
 
 
 def test_on_a_device_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_on_a_device_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_has_transformer_engine", lambda: True)
     monkeypatch.setattr(module.importlib, "import_module", modules.__getitem__)
     for recipe in ("fp8_blockwise", "fp8_current", "fp8_delayed"):
-        assert multiplier(Precision(recipe), "bfloat16").name == "Transformer Engine"
+        assert linear_backend(Precision(recipe), "bfloat16").name == "Transformer Engine"
 
 
 @pytest.mark.parametrize(
@@ -251,11 +251,11 @@ def test_a_layer_multiplies_what_a_server_holds(family: str, num_layers: int) ->
         for name, parameter in parameters.items():
             assert torch.equal(parameter, quantized.get(name, before[name])), name
     assert len(quantized) == 2 * num_layers
-    assert not any(key.startswith("master/") for key in shards), "an fp32 parameter is its own master"
+    assert not any(key.startswith("master/") for key in shards), "an fp32 parameter is its own main param"
 
 
 def test_served_logprobs_are_the_trainer_s_at_the_served_values() -> None:
-    """A model in fp32 at the rounded weights differs from FP8 by the rounding of activations alone."""
+    """A model in fp32 at the quantized weights differs from FP8 by the rounding of activations alone."""
     want = wide_model()
     micro_batches = [micro for _, micro in ragged_batch().of_rank(LAYOUT, 0)]
     actor = build_actor(want, LAYOUT, settings_of())
@@ -269,7 +269,7 @@ def test_served_logprobs_are_the_trainer_s_at_the_served_values() -> None:
         assert torch.equal(one.logprobs, other.logprobs), "rounding what is rounded changes nothing"
 
 
-def test_masters_are_the_checkpoint_s_values() -> None:
+def test_main_params_are_the_checkpoint_s_values() -> None:
     want = wide_model()
     wide = build_actor(want, ParallelLayout(1), settings_of(Precision())).named_local_parameters()
     actor = build_actor(want, LAYOUT, settings_of(dtype="bfloat16"))
@@ -298,7 +298,7 @@ def test_training_sees_the_logprobs_of_the_forward_pass_and_that_pass_changes_no
 
 
 def test_transformer_engine_is_told_to_round_the_weights_again_in_every_pass() -> None:
-    """It keeps rounded weights from micro-batch to micro-batch; after a step those of before would be stale."""
+    """It keeps quantized weights from micro-batch to micro-batch; after a step those of before would be stale."""
     actor = build_actor(wide_model(), LAYOUT, settings_of(Precision()))
     actor.config.fp8 = "e4m3"  # what megatron-core looks at
     part = actor.chunks[0].module.decoder.layers[0].mlp.linear_fc2
@@ -318,7 +318,7 @@ def test_transformer_engine_is_told_to_round_the_weights_again_in_every_pass() -
 
 
 def _everything(actor: Any) -> dict[str, torch.Tensor]:
-    """Parameters, masters, moments and every buffer of every module."""
+    """Parameters, main params, moments and every buffer of every module."""
     tensors, _ = actor.state_shards()
     buffers = {f"buffer/{name}": b for chunk in actor.chunks for name, b in chunk.named_buffers() if b is not None}
     return {**tensors, **buffers}

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_dapo.ops.head import fused, fused_kernels
+from megatron_dapo.ops.lm_head import fused, fused_kernels
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 OF_THE_MODEL = ("hidden", "weight", "gradients")

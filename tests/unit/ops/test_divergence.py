@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_cases import make
+from lm_head_cases import make
 
 from megatron_dapo.ops.divergence import vocab_parallel_divergence
 

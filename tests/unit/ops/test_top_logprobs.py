@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_cases import exact_outputs, make
+from lm_head_cases import exact_outputs, make
 
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 from megatron_dapo.ops.top_logprobs import vocab_parallel_top_logprobs

@@ -51,7 +51,7 @@ def test_missing_logprobs_are_named() -> None:
         ParityProbe(SEQUENCES, trainer, gate=1.0).check("server 0", lambda tokens: [-1.0] * len(tokens))
 
 
-def test_rounded_weights_are_compared_with_rounded_weights_and_the_rounding_is_told(caplog) -> None:
+def test_quantized_weights_are_compared_with_quantized_weights_and_the_rounding_is_told(caplog) -> None:
     """The trainer is 0.05 off as trained and equal as served; the gate is on the second, and holds there alone."""
     state = {"rounded": False}
 
@@ -69,7 +69,7 @@ def test_rounded_weights_are_compared_with_rounded_weights_and_the_rounding_is_t
     with caplog.at_level("INFO"):
         metrics = probe.check("server 0", lambda tokens: server(0.01, tokens))
     assert metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.01, rel=1e-4) and not state["rounded"]
-    assert "server 0 serves rounded weights: mean |d log-prob| 0.06, max 0.06 against the trained ones" in caplog.text
+    assert "server 0 serves quantized weights: mean |d log-prob| 0.06, max 0.06 against the trained ones" in caplog.text
     with pytest.raises(ParityError, match="server 1 does not serve"):
         probe.check("server 1", lambda tokens: server(0.03, tokens))
 

@@ -37,7 +37,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Problem:
+class HeadInputs:
     """hidden [P, h], weight [rows, h] of this rank, targets [P] in the whole vocabulary."""
 
     hidden: torch.Tensor
@@ -78,12 +78,12 @@ Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 @dataclass(frozen=True)
 class Kernels:
-    """`sums(problem)`: maxima [P] over this rank's columns, and [3, P]: sum exp and sum exp * logit, both of logits
+    """`sums(inputs)`: maxima [P] over this rank's columns, and [3, P]: sum exp and sum exp * logit, both of logits
     relative to that maximum, and the target's logit as it is (0 where another rank owns it).
-    `gradients(problem, upstream)`: those of hidden [P, h] (this rank's part) and weight [rows, h], in their types."""
+    `gradients(inputs, upstream)`: those of hidden [P, h] (this rank's part) and weight [rows, h], in their types."""
 
-    sums: Callable[[Problem], tuple[torch.Tensor, torch.Tensor]]
-    gradients: Callable[[Problem, Upstream], Gradients]
+    sums: Callable[[HeadInputs], tuple[torch.Tensor, torch.Tensor]]
+    gradients: Callable[[HeadInputs, Upstream], Gradients]
 
 
 def _slices(total: int, step: int) -> Iterator[slice]:

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 
 from megatron_dapo.ops.fp8 import BLOCK, Quantized, quantize_hidden, quantize_weight
-from megatron_dapo.ops.head import chunked
-from megatron_dapo.ops.head.imports import import_failure
-from megatron_dapo.ops.head.problem import Gradients, Problem, Tiles, Upstream
+from megatron_dapo.ops.lm_head import chunked
+from megatron_dapo.ops.lm_head.compat import import_failure
+from megatron_dapo.ops.lm_head.inputs import Gradients, HeadInputs, Tiles, Upstream
 
 TRANSFORMER_ENGINE, SCALED_MM, EMULATED = "Transformer Engine", "torch scaled_mm", "emulated in fp32"
 LEAST_CAPABILITY = (9, 0)
-_FUSED = "megatron_dapo.ops.head.fused"
+_FUSED = "megatron_dapo.ops.lm_head.fused"
 LEAST_CUDA = (12, 9)  # cuBLAS multiplies with blocks of scales from here on
 
 
@@ -178,26 +178,26 @@ _OBSTACLES: dict[str, Callable[[torch.device], str | None]] = {
 class Fp8Logits(chunked.WideLogits):
     """Logits of quantized values; hidden states are quantized once, a tile of the weight when it is entered."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._multiplier = _MULTIPLIERS[multiplier_name(problem.hidden.device)]()
-        self._hidden = {part.start: self._multiplier.hidden(problem.hidden[part]) for part in problem.token_tiles()}
+    def __init__(self, inputs: HeadInputs) -> None:
+        super().__init__(inputs)
+        self._multiplier = _MULTIPLIERS[multiplier_name(inputs.hidden.device)]()
+        self._hidden = {part.start: self._multiplier.hidden(inputs.hidden[part]) for part in inputs.token_tiles()}
         self._weight: Any = None
 
     def enter(self, columns: slice) -> None:
         super().enter(columns)
         whole_blocks = slice(columns.start, columns.stop + -columns.stop % BLOCK)
-        self._weight = self._multiplier.weight(self._problem.weight[whole_blocks])
+        self._weight = self._multiplier.weight(self._inputs.weight[whole_blocks])
 
     def logits(self, tokens: slice) -> torch.Tensor:
         logits = self._multiplier.logits(self._hidden[tokens.start], self._weight)
         return logits[: tokens.stop - tokens.start, : self._rows.size(0)]
 
 
-def _in_blocks(problem: Problem) -> Problem:
+def _in_blocks(inputs: HeadInputs) -> HeadInputs:
     """With tiles of whole blocks of columns, which share their scales."""
-    columns = problem.tiles.columns + -problem.tiles.columns % BLOCK
-    return replace(problem, tiles=Tiles(problem.tiles.tokens, columns))
+    columns = inputs.tiles.columns + -inputs.tiles.columns % BLOCK
+    return replace(inputs, tiles=Tiles(inputs.tiles.tokens, columns))
 
 
 def _take_tile(device: torch.device) -> chunked.TakeTile:
@@ -207,14 +207,14 @@ def _take_tile(device: torch.device) -> chunked.TakeTile:
     return importlib.import_module(_FUSED).take_tile
 
 
-def sums(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def sums(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.sums`."""
-    maxima, totals = chunked.sums(_in_blocks(problem), Fp8Logits, _take_tile(problem.hidden.device))
+    maxima, totals = chunked.sums(_in_blocks(inputs), Fp8Logits, _take_tile(inputs.hidden.device))
     # Conversions that saturate would make 448 of infinity.
-    totals[0].add_(problem.hidden.abs().amax(dim=1).mul(0.0))
+    totals[0].add_(inputs.hidden.abs().amax(dim=1).mul(0.0))
     return maxima, totals
 
 
-def gradients(problem: Problem, upstream: Upstream) -> Gradients:
+def gradients(inputs: HeadInputs, upstream: Upstream) -> Gradients:
     """See `Kernels.gradients`."""
-    return chunked.gradients(_in_blocks(problem), upstream, Fp8Logits)
+    return chunked.gradients(_in_blocks(inputs), upstream, Fp8Logits)

@@ -10,12 +10,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
+from lm_head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 from packaging.version import Version
 
-from megatron_dapo.ops.head import chunked
-from megatron_dapo.ops.head.choice import Place, choose
-from megatron_dapo.ops.head.problem import Problem, Shard, Tiles, combine
+from megatron_dapo.ops.lm_head import chunked
+from megatron_dapo.ops.lm_head.inputs import HeadInputs, Shard, Tiles, combine
+from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 TILES = {
@@ -189,7 +189,7 @@ def _to_hidden_accumulated_in_bf16(inputs, columns: int) -> torch.Tensor:
 
 def test_an_unknown_implementation_is_an_error_that_lists_them() -> None:
     with pytest.raises(ValueError, match=r"no implementation 'fast'; there are auto, reference, chunked, triton"):
-        choose("fast", Place(torch.device("cpu"), torch.float32, 16, 32))
+        choose("fast", HeadSpec(torch.device("cpu"), torch.float32, 16, 32))
 
 
 def test_chunk_columns_below_one_is_an_error() -> None:
@@ -207,12 +207,12 @@ def test_the_oracle_of_the_cases_agrees_with_torch() -> None:
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process with the interpreter")
 def test_tiles_of_another_product_are_reduced_by_the_kernel_as_by_torch() -> None:
-    from megatron_dapo.ops.head import fused
+    from megatron_dapo.ops.lm_head import fused
 
     hidden, weight, targets = make(21, vocab_size=75)
-    problem = Problem(hidden, weight, targets, Shard(0, 75, 75, 0.7, None), Tiles(18, 40))
-    by_kernel = combine(*chunked.sums(problem, take=fused.take_tile), problem.shard)
-    by_torch = combine(*chunked.sums(problem), problem.shard)
+    inputs = HeadInputs(hidden, weight, targets, Shard(0, 75, 75, 0.7, None), Tiles(18, 40))
+    by_kernel = combine(*chunked.sums(inputs, take=fused.take_tile), inputs.shard)
+    by_torch = combine(*chunked.sums(inputs), inputs.shard)
     for one, other in zip(by_kernel, by_torch, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

@@ -1,7 +1,7 @@
-"""fp32 masters that are the checkpoint's values, bit for bit, whatever type the model's own weights are rounded to.
+"""fp32 main params that are the checkpoint's values, bit for bit, whatever type the model's own weights are rounded to.
 
-megatron-core copies masters from the model's weights, so a checkpoint in fp32, or weights held as FP8, would lose their
-last bits before the first step. Here weights are loaded in fp32 and rounded into the model; masters are then set to what
+megatron-core copies main params from the model's weights, so a checkpoint in fp32, or weights held as FP8, would lose their
+last bits before the first step. Here weights are loaded in fp32 and rounded into the model; main params are then set to what
 was loaded.
 """
 
@@ -40,15 +40,15 @@ def _buffer_for(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _holds(parameter: torch.nn.Parameter, values: torch.Tensor) -> bool:
-    """Put the values in; whether none was rounded. Of weights held as FP8 megatron-core takes masters from what they
+    """Put the values in; whether none was rounded. Of weights held as FP8 megatron-core takes main params from what they
     were initialized with, so theirs are set in any case."""
     with torch.no_grad():
         parameter.copy_(values)
         return not is_float8tensor(parameter) and torch.equal(parameter.detach().float().cpu(), values)
 
 
-def set_masters(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any, values: Buffers) -> None:
-    """Overwrite the masters of the parameters that `values` names."""
+def set_main_params(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any, values: Buffers) -> None:
+    """Overwrite the main params of the parameters that `values` names."""
     for part in owned_parts(parameters, optimizer):
         if part.name in values:
             own = values[part.name].flatten()[part.start : part.end]

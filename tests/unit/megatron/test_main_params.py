@@ -1,4 +1,4 @@
-"""Masters are the checkpoint's values, not those that the model's type left of them."""
+"""Main params are the checkpoint's values, not those that the model's type left of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from actor_checks import TEMPERATURE, Reference, build_actor, loss_fn, ragged_batch
 
 from megatron_dapo.megatron.actor import ActorSettings
-from megatron_dapo.megatron.masters import load_exactly
+from megatron_dapo.megatron.main_params import load_exactly
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_masters_of_a_bfloat16_model_are_the_fp32_checkpoint_bit_for_bit(references: str, distributed: bool) -> None:
+def test_main_params_of_a_bfloat16_model_are_the_fp32_checkpoint_bit_for_bit(
+    references: str, distributed: bool
+) -> None:
     want = Reference.read(references, "qwen3")
     wide = build_actor(want, LAYOUT).named_local_parameters()
     settings = ActorSettings(
@@ -34,7 +36,7 @@ def test_masters_of_a_bfloat16_model_are_the_fp32_checkpoint_bit_for_bit(referen
     ), "nothing was rounded"
 
 
-def test_a_step_of_no_length_rounds_the_masters_and_nothing_else(references: str) -> None:
+def test_a_step_of_no_length_rounds_the_main_params_and_nothing_else(references: str) -> None:
     actor = build_actor(
         Reference.read(references, "qwen2"), LAYOUT, ActorSettings(model=ModelSettings(dtype="bfloat16"))
     )
@@ -66,8 +68,10 @@ def test_only_values_that_were_rounded_are_kept() -> None:
     assert list(kept) == ["does not"] and torch.equal(kept["does not"], torch.full((2,), 0.1))
 
 
-def test_masters_of_weights_held_as_fp8_are_set_even_where_nothing_was_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_params_of_weights_held_as_fp8_are_set_even_where_nothing_was_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """megatron-core would take them from the values before the load."""
-    monkeypatch.setattr("megatron_dapo.megatron.masters.is_float8tensor", lambda tensor: True)
+    monkeypatch.setattr("megatron_dapo.megatron.main_params.is_float8tensor", lambda tensor: True)
     parameters = {"one": torch.nn.Parameter(torch.empty(2, dtype=torch.bfloat16))}
     assert list(load_exactly(parameters, lambda buffers: buffers["one"].zero_())) == ["one"]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from megatron_dapo.ops.head import chunked, fused_kernels
-from megatron_dapo.ops.head.problem import Gradients, Problem, Tiles, Upstream, product_dtype, rebase
+from megatron_dapo.ops.lm_head import chunked, fused_kernels
+from megatron_dapo.ops.lm_head.inputs import Gradients, HeadInputs, Tiles, Upstream, product_dtype, rebase
 
 PROGRAMS_A_PROCESSOR = 8  # forward programs for each multiprocessor: the last round of them is never mostly empty
 # Gradients of logits that live at a time in the backward pass: 128 MiB in 16 bits.
@@ -53,10 +53,10 @@ _BLOCKS = {
 _INTERPRETED_BLOCKS = Blocks(16, 32, 32, num_warps=1, num_stages=1)
 
 
-def sums(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def sums(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.sums`."""
-    hidden, weight = _factors(problem)
-    num_tokens, num_columns = hidden.size(0), problem.shard.num_columns
+    hidden, weight = _factors(inputs)
+    num_tokens, num_columns = hidden.size(0), inputs.shard.num_columns
     blocks = _blocks(hidden)
     num_splits, columns_a_split = _splits(num_tokens, num_columns, blocks, hidden.device)
     maxima = hidden.new_empty(num_splits, num_tokens, dtype=torch.float32)
@@ -67,7 +67,7 @@ def sums(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         fused_kernels.partial_sums[triton.cdiv(num_tokens, blocks.tokens), num_splits](
             hidden,
             weight,
-            problem.own_column,
+            inputs.own_column,
             maxima,
             partial,
             num_tokens,
@@ -76,7 +76,7 @@ def sums(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
             columns_a_split,
             hidden.stride(0),
             weight.stride(0),
-            1.0 / problem.shard.temperature,
+            1.0 / inputs.shard.temperature,
             **blocks.arguments(_precision(hidden)),
         )
     largest = maxima.amax(dim=0)
@@ -84,10 +84,10 @@ def sums(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return largest, partial.sum(dim=1)
 
 
-def _factors(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states and weight in one type, elements of a row adjacent."""
-    dtype = torch.promote_types(problem.hidden.dtype, problem.weight.dtype)
-    hidden, weight = problem.hidden.to(dtype), problem.weight.to(dtype)
+    dtype = torch.promote_types(inputs.hidden.dtype, inputs.weight.dtype)
+    hidden, weight = inputs.hidden.to(dtype), inputs.weight.to(dtype)
     return _adjacent(hidden), _adjacent(weight)
 
 
@@ -142,18 +142,18 @@ def take_tile(
     maxima.copy_(largest)
 
 
-def gradients(problem: Problem, upstream: Upstream) -> Gradients:
+def gradients(inputs: HeadInputs, upstream: Upstream) -> Gradients:
     """See `Kernels.gradients`."""
-    tiles = problem.tiles if fused_kernels.IS_INTERPRETED else GRADIENT_TILE
-    return chunked.gradients(replace(problem, tiles=tiles), upstream, tile_gradients=TileGradients)
+    tiles = inputs.tiles if fused_kernels.IS_INTERPRETED else GRADIENT_TILE
+    return chunked.gradients(replace(inputs, tiles=tiles), upstream, tile_gradients=TileGradients)
 
 
 class TileGradients:
     """Gradients of the raw products of one tile after the other, each overwriting the one before."""
 
-    def __init__(self, problem: Problem, upstream: Upstream) -> None:
-        self._problem, self._hidden_weight = problem, _factors(problem)
-        self._column, self._has_slope = problem.own_column, upstream.to_entropy is not None
+    def __init__(self, inputs: HeadInputs, upstream: Upstream) -> None:
+        self._inputs, self._hidden_weight = inputs, _factors(inputs)
+        self._column, self._has_slope = inputs.own_column, upstream.to_entropy is not None
         zero = torch.zeros_like(upstream.maxima)
         to_logprobs = zero if upstream.to_logprobs is None else upstream.to_logprobs.float()
         to_entropy = zero if upstream.to_entropy is None else upstream.to_entropy.float()
@@ -165,11 +165,11 @@ class TileGradients:
             to_logprobs,
         )
         largest = (
-            min(problem.tiles.tokens, problem.hidden.size(0)),
-            min(problem.tiles.columns, problem.shard.num_columns),
+            min(inputs.tiles.tokens, inputs.hidden.size(0)),
+            min(inputs.tiles.columns, inputs.shard.num_columns),
         )
         self._buffer = self._hidden_weight[0].new_empty(largest)
-        self._dtype = product_dtype(problem.hidden, problem.weight)
+        self._dtype = product_dtype(inputs.hidden, inputs.weight)
 
     def of(self, source: chunked.LogitSource, tokens: slice, columns: slice) -> torch.Tensor:
         """[c, n] in the type of the products that follow."""
@@ -190,7 +190,7 @@ class TileGradients:
                 hidden.stride(0),
                 weight.stride(0),
                 buffer.stride(0),
-                1.0 / self._problem.shard.temperature,
+                1.0 / self._inputs.shard.temperature,
                 **blocks.arguments(_precision(hidden)),
                 HAS_SLOPE=self._has_slope,
             )

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
+from lm_head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
 from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight
-from megatron_dapo.ops.head import fp8_logits
-from megatron_dapo.ops.head.choice import Place, choose
-from megatron_dapo.ops.head.fp8_error import logit_error_bound, logprob_error_bound
-from megatron_dapo.ops.head.problem import Tiles
+from megatron_dapo.ops.lm_head import fp8_logits
+from megatron_dapo.ops.lm_head.fp8_error import logit_error_bound, logprob_error_bound
+from megatron_dapo.ops.lm_head.inputs import Tiles
+from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 SETTINGS = {"implementation": "te_fp8", "chunk_tokens": 16, "chunk_columns": 100}
@@ -114,7 +114,7 @@ def test_shapes_without_whole_blocks_are_errors(width, rows, message) -> None:
         vocab_parallel_logprobs(hidden, weight, targets, vocab_size=37, implementation="te_fp8")
 
 
-DEVICE = Place(torch.device("cuda", 0), torch.bfloat16, 256, 256)
+DEVICE = HeadSpec(torch.device("cuda", 0), torch.bfloat16, 256, 256)
 
 
 @pytest.fixture

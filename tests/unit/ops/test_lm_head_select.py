@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.ops.head import choice
-from megatron_dapo.ops.head.choice import Place, choose
-from megatron_dapo.ops.head.imports import import_failure
+from megatron_dapo.ops.lm_head import select
+from megatron_dapo.ops.lm_head.compat import import_failure
+from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
 
-def place(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Place:
-    return Place(torch.device(device), dtype, 128, 128)
+def place(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> HeadSpec:
+    return HeadSpec(torch.device(device), dtype, 128, 128)
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     def describe(capability: tuple[int, int], failure: str | None = None, is_interpreted: bool = False) -> None:
         kernels = SimpleNamespace(IS_INTERPRETED=is_interpreted)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(choice, "import_failure", lambda module: failure)
-        monkeypatch.setattr(choice, "importlib", SimpleNamespace(import_module=lambda name: kernels))
+        monkeypatch.setattr(select, "import_failure", lambda module: failure)
+        monkeypatch.setattr(select, "importlib", SimpleNamespace(import_module=lambda name: kernels))
 
     return describe
 
@@ -67,7 +67,7 @@ def test_triton_asked_for_where_it_cannot_run_is_an_error(machine, where, failur
 
 @pytest.mark.parametrize("name", ["reference", "chunked"])
 def test_what_runs_everywhere_runs_where_it_is_asked_for(name) -> None:
-    assert choose(name, place("cpu", torch.float64)) == choice.Choice(name, "asked for")
+    assert choose(name, place("cpu", torch.float64)) == select.Choice(name, "asked for")
 
 
 def test_a_package_that_breaks_on_import_is_reported_with_its_error(tmp_path, monkeypatch) -> None:

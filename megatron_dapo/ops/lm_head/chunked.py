@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 
-from megatron_dapo.ops.head.problem import (
+from megatron_dapo.ops.lm_head.inputs import (
     Gradients,
-    Problem,
+    HeadInputs,
     Upstream,
     accumulation_dtype,
     add_product,
@@ -45,13 +45,13 @@ class LogitSource(Protocol):
 class WideLogits:
     """Logits as torch's matrix product gives them from the model's own values."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._dtype = product_dtype(problem.hidden, problem.weight)
-        self._rows = problem.weight[:0]
+    def __init__(self, inputs: HeadInputs) -> None:
+        self._inputs = inputs
+        self._dtype = product_dtype(inputs.hidden, inputs.weight)
+        self._rows = inputs.weight[:0]
 
     def enter(self, columns: slice) -> None:
-        self._rows = self._problem.weight[columns].to(self._dtype)
+        self._rows = self._inputs.weight[columns].to(self._dtype)
 
     def logits(self, tokens: slice) -> torch.Tensor:
         return product(self.tokens(tokens), self._rows.t())
@@ -60,7 +60,7 @@ class WideLogits:
         return self._rows
 
     def tokens(self, tokens: slice) -> torch.Tensor:
-        return self._problem.hidden[tokens].to(self._dtype)
+        return self._inputs.hidden[tokens].to(self._dtype)
 
 
 class TileGradients(Protocol):
@@ -70,26 +70,26 @@ class TileGradients(Protocol):
         """[c, n] of these tokens and the entered columns; may be overwritten by the next call."""
 
 
-Source = Callable[[Problem], LogitSource]
+Source = Callable[[HeadInputs], LogitSource]
 
 
 TakeTile = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 
 
 def sums(
-    problem: Problem, source: Source = WideLogits, take: TakeTile | None = None
+    inputs: HeadInputs, source: Source = WideLogits, take: TakeTile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.sums`. take: what brings a tile into the running numbers, `take_tile` by default."""
     take = take_tile if take is None else take
-    num_tokens, logits_of = problem.hidden.size(0), source(problem)
-    dtype = accumulation_dtype(torch.promote_types(problem.hidden.dtype, problem.weight.dtype))
-    maxima = problem.hidden.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=dtype)
-    totals, column = maxima.new_zeros(3, num_tokens), problem.own_column
-    for columns in problem.column_tiles() if num_tokens else ():
+    num_tokens, logits_of = inputs.hidden.size(0), source(inputs)
+    dtype = accumulation_dtype(torch.promote_types(inputs.hidden.dtype, inputs.weight.dtype))
+    maxima = inputs.hidden.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=dtype)
+    totals, column = maxima.new_zeros(3, num_tokens), inputs.own_column
+    for columns in inputs.column_tiles() if num_tokens else ():
         logits_of.enter(columns)
-        for tokens in problem.token_tiles():
+        for tokens in inputs.token_tiles():
             products, of_tile = logits_of.logits(tokens), column[tokens] - columns.start
-            take(maxima[tokens], totals[:, tokens], products, of_tile, problem.shard.temperature)
+            take(maxima[tokens], totals[:, tokens], products, of_tile, inputs.shard.temperature)
     return maxima, totals
 
 
@@ -121,9 +121,9 @@ def _within(column: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch
 class FromLogits:
     """The tile's logits computed again, turned into their gradient in place."""
 
-    def __init__(self, problem: Problem, upstream: Upstream) -> None:
-        self._temperature, self._upstream = problem.shard.temperature, upstream
-        self._column = problem.own_column
+    def __init__(self, inputs: HeadInputs, upstream: Upstream) -> None:
+        self._temperature, self._upstream = inputs.shard.temperature, upstream
+        self._column = inputs.own_column
 
     def of(self, source: LogitSource, tokens: slice, columns: slice) -> torch.Tensor:
         logits = scaled(source.logits(tokens), self._temperature)
@@ -131,20 +131,20 @@ class FromLogits:
 
 
 def gradients(
-    problem: Problem,
+    inputs: HeadInputs,
     upstream: Upstream,
     source: Source = WideLogits,
-    tile_gradients: Callable[[Problem, Upstream], TileGradients] = FromLogits,
+    tile_gradients: Callable[[HeadInputs, Upstream], TileGradients] = FromLogits,
 ) -> Gradients:
     """See `Kernels.gradients`."""
-    hidden, weight, dtype = problem.hidden, problem.weight, upstream.maxima.dtype
-    logits_of, gradient = source(problem), tile_gradients(problem, upstream)
+    hidden, weight, dtype = inputs.hidden, inputs.weight, upstream.maxima.dtype
+    logits_of, gradient = source(inputs), tile_gradients(inputs, upstream)
     to_hidden = torch.zeros_like(hidden, dtype=dtype) if upstream.needs_hidden else None
     to_weight = torch.empty_like(weight) if upstream.needs_weight else None
-    for columns in problem.column_tiles():
+    for columns in inputs.column_tiles():
         logits_of.enter(columns)
         to_rows = _accumulator(to_weight, columns, dtype)
-        for tokens in problem.token_tiles():
+        for tokens in inputs.token_tiles():
             grad = gradient.of(logits_of, tokens, columns).to(logits_of.rows().dtype)
             if to_hidden is not None:
                 add_product(to_hidden[tokens], grad, logits_of.rows())
@@ -153,7 +153,7 @@ def gradients(
         if to_weight is not None and to_rows is not None and to_weight.dtype != dtype:
             to_weight[columns] = to_rows
     if to_weight is not None:
-        to_weight[problem.shard.num_columns :].zero_()
+        to_weight[inputs.shard.num_columns :].zero_()
     return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight
 
 
