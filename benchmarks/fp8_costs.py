@@ -31,8 +31,8 @@ from megatron_dapo.bridge.delivery_plan import DeliveryPlan, EngineLayout, Expec
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, expected_parameters
+from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.checkpoints.random_weights import random_normal
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.layout import Layout, piece_view

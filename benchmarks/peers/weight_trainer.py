@@ -26,7 +26,7 @@ from megatron_dapo.bridge.transports.colocated import ColocatedTransport, defaul
 from megatron_dapo.bridge.transports.peer import PeerTransport
 from megatron_dapo.bridge.weight_sync import replica_sync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.random_weights import initialize_randomly
+from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.keys import read_key

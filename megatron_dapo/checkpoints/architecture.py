@@ -1,8 +1,9 @@
-"""What a config.json says about a decoder: every field is used, neutral, or an error; nothing is assumed."""
+"""The architecture of a decoder, read from config.json: every field is used, known to be neutral, or an error."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,8 @@ RopeKind = Literal["linear", "llama3"]
 class RopeScaling:
     """Scaling of the rotary frequencies.
 
-    linear: every frequency divided by `factor`. llama3: frequencies of wavelength above original / low_freq_factor are
-    divided by `factor`, those below original / high_freq_factor are kept, between them they are blended.
+    linear: every frequency is divided by `factor`. llama3: wavelengths above original / low_freq_factor are divided by
+    `factor`, those below original / high_freq_factor are kept, those between are blended.
     """
 
     kind: RopeKind
@@ -30,7 +31,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model_type means where its config.json has no field for it."""
+    """Properties of a model_type that its config.json has no field for."""
 
     name: str  # a class name in "architectures" is this and the head's, e.g. "Qwen2" and "ForCausalLM"
     qkv_bias: bool
@@ -60,15 +61,14 @@ _USED = frozenset(
     tie_word_embeddings torch_dtype dtype layer_types sliding_window use_sliding_window
     """.split()
 )
-# Fields that families with experts use besides; num_local_experts is transformers 5's name of num_experts.
+# Further fields of families with experts; num_local_experts is transformers 5's name of num_experts.
 _USED_BY_EXPERTS = frozenset(
     """
     num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
     mlp_only_layers
     """.split()
 )
-# The load-balancing loss is added to transformers' language-model loss where router logits are returned; it changes no
-# logits, and the policy losses here never have it.
+# They switch on transformers' load-balancing loss, which changes no logits and is no part of the policy losses here.
 _NEUTRAL_FOR_EXPERTS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 # Fields that say nothing about logits or gradients: bookkeeping, generation, outputs to return, initialization.
 _NEUTRAL = frozenset(
@@ -98,6 +98,8 @@ _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_mrope": (False, None),
 }
+# The config decides how long loops over layers and experts run, so these bounds refuse a broken one at once.
+_LARGEST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
 _ROPE_FIELDS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -107,14 +109,14 @@ _ROPE_FIELDS: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """What stands in place of the MLP in `layers`: a token goes to the `num_experts_per_token` experts of highest
-    softmax probability, and their outputs are weighted by it."""
+    """Mixture of experts in place of the MLP: a token goes to the `num_experts_per_token` experts of highest softmax
+    probability, and their outputs are weighted by it."""
 
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int  # of one expert
-    normalize: bool  # the chosen experts' probabilities are divided by their sum
-    layers: frozenset[int]  # of the model; the others have a dense MLP
+    normalize: bool  # divide the probabilities of the chosen experts by their sum
+    layers: frozenset[int]  # layers with experts; the others have a dense MLP
 
 
 @dataclass(frozen=True)
@@ -136,21 +138,21 @@ class ModelArchitecture:
     tie_word_embeddings: bool  # the output matrix is the embedding; never with a value head
     qkv_bias: bool
     qk_norm: bool
-    dtype: torch.dtype | None  # what config.json says the weights are; None where it does not say
+    dtype: torch.dtype | None  # of the weights according to config.json; None if it does not say
     experts: MixtureOfExperts | None = None  # None: a dense model
     head: str = LANGUAGE_MODEL  # one of HEADS
 
     @classmethod
     def from_directory(
-        cls, folder: str | Path, *, neutral_fields: Collection[str] = (), heads: Collection[str] = (LANGUAGE_MODEL,)
+        cls, directory: str | Path, *, neutral_fields: Collection[str] = (), heads: Collection[str] = (LANGUAGE_MODEL,)
     ) -> ModelArchitecture:
-        """`from_config` of the folder's config.json."""
-        path = Path(folder) / "config.json"
+        """Read config.json of a model directory; see `from_config`."""
+        path = Path(directory) / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ValueError(f"{folder}: no config.json; give a Hugging Face model folder") from None
-        except ValueError as error:
+            raise ValueError(f"{directory}: no config.json; give a Hugging Face model directory") from None
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         return cls.from_config(config, neutral_fields=neutral_fields, heads=heads)
 
@@ -162,13 +164,25 @@ class ModelArchitecture:
         neutral_fields: Collection[str] = (),
         heads: Collection[str] = (LANGUAGE_MODEL,),
     ) -> ModelArchitecture:
-        """The architecture of a parsed config.json (transformers 4 or 5) whose head is one of `heads`.
+        """Return the architecture of a parsed config.json (transformers 4 or 5) whose head is one of `heads`.
 
-        Raises ValueError that names the field for an unknown model_type, for another head, for a field whose value
-        changes the math in a way that is not supported, for a missing field, and for an unknown field that is set,
+        Raises ValueError that names the field for an unknown model_type, another head, a value that changes the math
+        in an unsupported way, a missing field, a value of a wrong type or size, and an unknown field that is set,
         unless `neutral_fields` names it.
         """
-        family, head = _family_and_head(config, heads)
+        if not isinstance(config, Mapping):
+            raise ValueError(f"config.json: holds a {type(config).__name__}, not an object of fields")
+        try:
+            return cls._parse(config, neutral_fields, heads)
+        except (TypeError, AttributeError, OverflowError) as error:
+            # A list where a number belongs and the like: the fields are too many to check each one's type.
+            raise ValueError(f"config.json: a field has a value of the wrong type: {error}") from error
+
+    @classmethod
+    def _parse(
+        cls, config: Mapping[str, Any], neutral_fields: Collection[str], supported_heads: Collection[str]
+    ) -> ModelArchitecture:
+        family, head = _family_and_head(config, supported_heads)
         _check_fields(config, family, neutral_fields)
         _check_full_attention(config)
         heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
@@ -189,10 +203,11 @@ class ModelArchitecture:
             num_key_value_heads=key_value_heads,
             head_dim=_head_dim(config, family, hidden, heads),
             vocab_size=_positive(config, "vocab_size"),
-            rms_norm_eps=float(_required(config, "rms_norm_eps")),
+            rms_norm_eps=_positive_number("rms_norm_eps", _required(config, "rms_norm_eps")),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position_embeddings=_positive(config, "max_position_embeddings"),
+            # A value head replaces the output matrix, so the embedding has no second use.
             tie_word_embeddings=head == LANGUAGE_MODEL and bool(_required(config, "tie_word_embeddings")),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
@@ -202,29 +217,30 @@ class ModelArchitecture:
         )
 
     def with_value_head(self) -> ModelArchitecture:
-        """The critic of this model: the same layers, and a value of every token in place of the output matrix."""
+        """Return the critic of this model: the same layers, with a value of every token in place of the output matrix."""
         return replace(self, head=TOKEN_VALUE, tie_word_embeddings=False)
 
     @property
     def class_name(self) -> str:
-        """What config.json calls it in "architectures"."""
+        """Class name under "architectures" of config.json."""
         return FAMILIES[self.model_type].name + self.head
 
     @property
     def query_groups_ratio(self) -> int:
-        """Query heads that share one key-value head."""
+        """Number of query heads that share one key-value head."""
         return self.num_attention_heads // self.num_key_value_heads
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer holds a mixture of experts, not a dense MLP."""
+        """Return True if this layer has a mixture of experts in place of a dense MLP."""
         return self.experts is not None and layer in self.experts.layers
 
     @property
     def has_dense_layers(self) -> bool:
+        """True unless every layer has experts."""
         return not all(self.has_experts(layer) for layer in range(self.num_layers))
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape of one layer's tensors, in the order of a forward pass."""
+        """Return Hugging Face name -> shape of one layer's tensors, in the order of a forward pass."""
         hidden, head = self.hidden_size, self.head_dim
         query, key_value = self.num_attention_heads * head, self.num_key_value_heads * head
         prefix = f"model.layers.{layer}."
@@ -247,7 +263,7 @@ class ModelArchitecture:
         return shapes
 
     def _mlp_shapes(self, prefix: str, intermediate_size: int) -> dict[str, tuple[int, ...]]:
-        """One gated MLP: a dense layer's or an expert's."""
+        """Return the shapes of one gated MLP, of a dense layer or of an expert."""
         into = (intermediate_size, self.hidden_size)
         return {
             prefix + "gate_proj.weight": into,
@@ -256,7 +272,7 @@ class ModelArchitecture:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape of every distinct tensor; a tied model has no lm_head.weight."""
+        """Return Hugging Face name -> shape of every distinct tensor; a tied model has no lm_head.weight."""
         shapes = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
             shapes.update(self.layer_shapes(layer))
@@ -264,18 +280,19 @@ class ModelArchitecture:
         return shapes | self.head_shapes()
 
     def head_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that come after the last norm; empty for a tied model."""
+        """Return the shapes of the tensors after the last norm; empty for a tied model."""
         if self.head == LANGUAGE_MODEL:
             return {} if self.tie_word_embeddings else {LM_HEAD: (self.vocab_size, self.hidden_size)}
         weight = {VALUE_WEIGHT: (1, self.hidden_size)}
         return weight if self.head == SEQUENCE_VALUE else {**weight, VALUE_BIAS: (1,)}
 
     def aliases(self) -> dict[str, str]:
-        """Names under which a folder may store a tensor a second time -> the tensor."""
+        """Return second names under which a directory may store a tensor -> the tensor."""
         return {LM_HEAD: EMBEDDING} if self.tie_word_embeddings else {}
 
     @property
     def num_parameters(self) -> int:
+        """Number of elements of all distinct tensors."""
         return sum(torch.Size(shape).numel() for shape in self.shapes().values())
 
 
@@ -313,7 +330,7 @@ def _required(config: Mapping[str, Any], field: str) -> Any:
 
 
 def _experts(config: Mapping[str, Any]) -> MixtureOfExperts | None:
-    """None where every layer is dense."""
+    """Return the mixture of experts; None if every layer is dense."""
     counts = {config[field] for field in ("num_experts", "num_local_experts") if config.get(field) is not None}
     if len(counts) > 1:
         raise ValueError(f"config.json: num_experts and num_local_experts are {sorted(counts)}; keep one")
@@ -333,7 +350,7 @@ def _experts(config: Mapping[str, Any]) -> MixtureOfExperts | None:
 
 
 def _layers_with_experts(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every decoder_sparse_step-th layer, but not those of mlp_only_layers."""
+    """Return every decoder_sparse_step-th layer except those of mlp_only_layers."""
     num_layers, step = _positive(config, "num_hidden_layers"), _positive(config, "decoder_sparse_step")
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(layer, int) or not 0 <= layer < num_layers for layer in dense):
@@ -345,7 +362,17 @@ def _positive(config: Mapping[str, Any], field: str) -> int:
     value = _required(config, field)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {field} = {value!r} must be a positive integer")
+    largest = _LARGEST.get(field, 2**31 - 1)
+    if value > largest:
+        raise ValueError(f"config.json: {field} = {value} is more than {largest}, which no model has; correct it")
     return value
+
+
+def _positive_number(field: str, value: Any) -> float:
+    # JSON as Python reads it has NaN and Infinity.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {field} = {value!r} must be a finite number above 0")
+    return float(value)
 
 
 def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
@@ -390,14 +417,14 @@ def _check_full_attention(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from rope_parameters (transformers 5) or rope_theta and rope_scaling (4); both must agree."""
-    new, old = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
-    # transformers 4 wrote "type" at first.
+    """Return (theta, scaling) from rope_parameters (transformers 5) or rope_theta and rope_scaling (4), which must agree."""
+    new, old = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    # Early versions of transformers 4 wrote "type".
     for fields in (new, old):
         if "type" in fields:
             fields.setdefault("rope_type", fields.pop("type"))
     thetas = {
-        float(v)
+        _positive_number("rope_theta", v)
         for v in (new.pop("rope_theta", None), old.pop("rope_theta", None), config.get("rope_theta"))
         if v is not None
     }
@@ -412,6 +439,13 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if len(scalings) > 1:
         raise ValueError(f"config.json: rope_parameters {new} and rope_scaling {old} disagree; keep one")
     return thetas.pop(), scalings.pop() if scalings else None
+
+
+def _object(config: Mapping[str, Any], field: str) -> dict[str, Any]:
+    value = config.get(field) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config.json: {field} = {value!r} must be an object of fields")
+    return dict(value)
 
 
 def _rope_scaling(fields: dict[str, Any]) -> RopeScaling | None:
@@ -431,7 +465,7 @@ def _rope_scaling(fields: dict[str, Any]) -> RopeScaling | None:
         )
     if kind == "default":
         return None
-    values = {name: float(fields[name]) for name in _ROPE_FIELDS[kind]}
+    values = {name: _positive_number(name, fields[name]) for name in _ROPE_FIELDS[kind]}
     original = values.pop("original_max_position_embeddings", None)
     return RopeScaling(kind, original_max_position_embeddings=None if original is None else int(original), **values)
 

@@ -1,14 +1,13 @@
-"""Hugging Face folder <-> Megatron folder, and the comparison of two: arithmetic and file offsets, no process group.
+"""Convert between Hugging Face directories and Megatron checkpoints, and compare two models, without a process group.
 
 One buffer or tensor is in memory at a time, whatever the size of the model. Every byte of the source is read once,
-except what several ranks hold (norms, a tied embedding).
+except tensors that several ranks hold (norms, a tied embedding).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from megatron_dapo.checkpoints.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     copy_side_files,
     copy_untouched,
-    huggingface_writer,
+    hf_checkpoint_writer,
     written_names,
 )
 from megatron_dapo.checkpoints.load import check_complete, zero_padding
@@ -35,7 +34,7 @@ from megatron_dapo.checkpoints.megatron_checkpoint import (
     rank_file,
 )
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
+from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter, StoredModel
 from megatron_dapo.parallel.reshard.executors import execute_from_reader
 from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
 from megatron_dapo.parallel.reshard.planner import ReshardPlan, Transfer, plan
@@ -43,9 +42,9 @@ from megatron_dapo.parallel.reshard.planner import ReshardPlan, Transfer, plan
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion read and wrote."""
+    """Counts of a conversion."""
 
-    num_tensors: int  # of the Hugging Face model, aliases and untouched ones included
+    num_tensors: int  # stored in the Hugging Face model, aliases and other than parameters included
     num_files: int
     bytes_read: int
     bytes_written: int
@@ -53,7 +52,7 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """The first thing in which two models differ."""
+    """The first tensor or buffer in which two models differ."""
 
     name: str
     reason: str
@@ -72,12 +71,12 @@ def huggingface_to_megatron(
     expert: int = 1,
     expert_tensor: int | None = None,
 ) -> ConversionReport:
-    """Writes the model of folder `source` as one file a model-parallel rank, types kept, padding zero.
+    """Write the model of directory `source` as one file a model-parallel rank; types are kept, padding is zero.
 
-    With `expert` > 1 every expert rank's file also holds the dense tensors, as the ranks do that will read it.
+    With `expert` > 1 the file of every expert rank also holds the dense tensors, as that rank does.
 
-    Raises ValueError where the source is incomplete, does not fit its config.json or the parallel sizes, or `target`
-    exists; OSError where the disk is full. Then nothing of `target` is left.
+    Raises ValueError if the source is incomplete or does not fit its config.json or the parallel sizes, or if `target`
+    exists, and OSError if the disk is full. Then nothing of `target` is left.
     """
     architecture = ModelArchitecture.from_directory(source, heads=HEADS)
     parallel = one_replica(
@@ -87,59 +86,52 @@ def huggingface_to_megatron(
         expert=expert,
         expert_tensor=expert_tensor,
     )
-    with HFCheckpoint(source) as folder, atomic_directory(target) as output:
-        folder.check(architecture)
-        folder.check_aliases(architecture)
-        layout = megatron_layout(architecture, parallel, folder.dtypes(architecture))
-        reshard = plan(folder.layout(architecture), layout)
-        file_bytes = {
-            rank_file(rank): _write_rank(output / rank_file(rank), rank, reshard, folder)
-            for rank in range(parallel.world_size)
-        }
-        untouched = {name: folder.specs[name] for name in untouched_names(folder.specs, architecture)}
+    with HFCheckpoint(source) as stored, atomic_directory(target) as output:
+        stored.check(architecture)
+        stored.check_aliases(architecture)
+        layout = megatron_layout(architecture, parallel, stored.dtypes(architecture))
+        reshard = plan(stored.layout(architecture), layout)
+        file_bytes = {}
+        for rank in range(parallel.world_size):
+            buffers = _rank_buffers(layout, rank, reshard, stored)
+            file_bytes[rank_file(rank)] = _write_file(output / rank_file(rank), layout.local_specs(rank), buffers)
+        untouched = {name: stored.specs[name] for name in untouched_names(stored.specs, architecture)}
         if untouched:
-            file_bytes[UNTOUCHED_FILE] = _write_file(output / UNTOUCHED_FILE, untouched, folder.read_tensor)
-        copy_side_files(folder.path, output)
-        content = json.dumps(manifest(layout, folder.specs, file_bytes), indent=1)
+            tensors = ((name, stored.read_tensor(name)) for name in untouched)
+            file_bytes[UNTOUCHED_FILE] = _write_file(output / UNTOUCHED_FILE, untouched, tensors)
+        copy_side_files(stored.path, output)
+        content = json.dumps(manifest(layout, stored.specs, file_bytes), indent=1)
         (output / MANIFEST_FILE).write_text(content + "\n", encoding="utf-8")
-        MegatronCheckpoint(output, architecture).close()  # complete and as announced, or no output
-        return ConversionReport(len(folder.specs), len(file_bytes), folder.bytes_read, sum(file_bytes.values()))
+        # Opening it checks files, sizes and buffers before the directory gets its name.
+        MegatronCheckpoint(output, architecture).close()
+        return ConversionReport(len(stored.specs), len(file_bytes), stored.bytes_read, sum(file_bytes.values()))
 
 
 def megatron_to_huggingface(
     source: str | Path, target: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> ConversionReport:
-    """Writes the Megatron folder `source` as a Hugging Face folder: names, types and side files it came from."""
-    with MegatronCheckpoint(source) as folder:
-        architecture = folder.architecture
-        with huggingface_writer(target, folder, architecture, shard_bytes=shard_bytes) as writer:
+    """Write the Megatron checkpoint `source` as a Hugging Face directory with the names, types and side files of the
+    model it was converted from. Raises ValueError and OSError like `huggingface_to_megatron`."""
+    with MegatronCheckpoint(source) as stored:
+        architecture = stored.architecture
+        with hf_checkpoint_writer(target, stored, architecture, shard_bytes=shard_bytes) as writer:
             for name in architecture.shapes():
-                tensor = folder.read_tensor(name)
-                for stored in written_names(folder, architecture, name):
-                    writer.write(stored, tensor)
-            copy_untouched(writer, folder, architecture)
-        written = sum(spec.num_bytes for spec in folder.specs.values())
-        return ConversionReport(
-            len(folder.specs), len(list(Path(target).glob("*.safetensors"))), folder.bytes_read, written
-        )
+                tensor = stored.read_tensor(name)
+                for alias in written_names(stored, architecture, name):
+                    writer.write(alias, tensor)
+            copy_untouched(writer, stored, architecture)
+        written = sum(spec.num_bytes for spec in stored.specs.values())
+        num_files = len(list(Path(target).glob("*.safetensors")))
+        return ConversionReport(len(stored.specs), num_files, stored.bytes_read, written)
 
 
-def _write_rank(path: Path, rank: int, reshard: ReshardPlan, folder: HFCheckpoint) -> int:
-    layout = reshard.destination
-    locals_ = dict(_local_parts(layout, rank, reshard))
-
-    def filled(local: str) -> torch.Tensor:
-        return _filled(local, layout.local_specs(rank)[local], *locals_[local], folder)
-
-    return _write_file(path, layout.local_specs(rank), filled)
-
-
-def _write_file(path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> int:
-    """One safetensors file, one tensor in memory at a time; its size in bytes."""
+def _write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Write one safetensors file, taking one tensor at a time from `tensors`; return its size in bytes."""
     writer = SafetensorsWriter(path, specs)
     try:
-        for name in specs:
-            writer.write(name, read(name))
+        for name, tensor in tensors:
+            writer.write(name, tensor)
+            del tensor  # before the next one is made
     except BaseException:
         writer.abandon()
         raise
@@ -147,91 +139,60 @@ def _write_file(path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str
     return writer.num_bytes
 
 
-def _local_parts(
-    layout: MegatronLayout, rank: int, reshard: ReshardPlan
-) -> Iterator[tuple[str, tuple[list[Transfer], tuple[Piece, ...]]]]:
-    """Local buffer -> (transfers into it, its pieces), the ones without any (padding) included."""
+def _rank_buffers(
+    layout: MegatronLayout, rank: int, reshard: ReshardPlan, source: HFCheckpoint
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every local buffer of a rank as the source defines it: each element is read once, or is zero padding."""
     transfers: dict[str, list[Transfer]] = {name: [] for name in layout.local_specs(rank)}
     pieces: dict[str, list[Piece]] = {name: [] for name in transfers}
     for transfer in reshard.receives(rank):
         transfers[transfer.destination_piece.local].append(transfer)
     for piece in layout.pieces(rank):
         pieces[piece.local].append(piece)
-    for name in transfers:
-        yield name, (transfers[name], tuple(pieces[name]))
-
-
-def _filled(
-    local: str, spec: TensorSpec, transfers: list[Transfer], pieces: tuple[Piece, ...], folder: HFCheckpoint
-) -> torch.Tensor:
-    """One local buffer as the source says it should be: each element read once, or padding and zero."""
-    buffers = {local: torch.empty(spec.shape, dtype=spec.dtype)}
-    written = execute_from_reader(transfers, folder, buffers)
-    check_complete(written, zero_padding(pieces, buffers), buffers)
-    return buffers[local]
+    for name, spec in layout.local_specs(rank).items():
+        buffers = {name: torch.empty(spec.shape, dtype=spec.dtype)}
+        written = execute_from_reader(transfers[name], source, buffers)
+        check_complete(written, zero_padding(tuple(pieces[name]), buffers), buffers)
+        yield name, buffers.pop(name)  # pop: nothing here keeps the buffer while the next one is made
 
 
 def first_difference(first: str | Path, second: str | Path) -> TensorDifference | None:
-    """Compares two models tensor by tensor: names, shapes, types, bits; None where they are the same.
+    """Compare two models tensor by tensor: names, shapes, types, bits; return None if they are equal.
 
-    Each is a Hugging Face or a Megatron folder. Of a Megatron folder every rank's buffer is compared with what a
-    Hugging Face folder says it should be, replicas and padding included.
+    Each is a Hugging Face directory or a Megatron checkpoint. If one of them is a Hugging Face directory, every rank's
+    buffer of the other is compared with what follows from it, replicas and padding included.
     """
-    kinds = (is_megatron_checkpoint(first), is_megatron_checkpoint(second))
-    return _COMPARISONS[kinds](first, second)
-
-
-def _compare_huggingface(first: str | Path, second: str | Path) -> TensorDifference | None:
-    with HFCheckpoint(first) as a, HFCheckpoint(second) as b:
-        return _compare_tensors(a, b)
-
-
-def _compare_megatron(first: str | Path, second: str | Path) -> TensorDifference | None:
-    with MegatronCheckpoint(first) as a, MegatronCheckpoint(second) as b:
-        return _compare_tensors(a, b)
-
-
-def _compare_tensors(
-    a: HFCheckpoint | MegatronCheckpoint, b: HFCheckpoint | MegatronCheckpoint
-) -> TensorDifference | None:
-    found = _compare_specs(a.specs, b.specs, a.path, b.path)
-    if found:
-        return found
-    values = (_compare_values(name, a.read_tensor(name), b.read_tensor(name)) for name in a.specs)
-    return next((difference for difference in values if difference), None)
-
-
-def _compare_locals(huggingface: str | Path, megatron: str | Path) -> TensorDifference | None:
-    with ExitStack() as stack:
-        folder = stack.enter_context(HFCheckpoint(huggingface))
-        architecture = ModelArchitecture.from_directory(huggingface, heads=HEADS)
-        converted = stack.enter_context(MegatronCheckpoint(megatron))
-        found = _compare_specs(folder.specs, converted.specs, folder.path, converted.path)
-        if found:
+    with _open(first) as a, _open(second) as b:
+        found = _compare_specs(a.specs, b.specs, a.path, b.path)
+        if found is not None:
             return found
-        folder.check_aliases(architecture)
-        reshard = plan(folder.layout(architecture), converted.layout)
-        for rank in range(converted.layout.num_ranks):
-            for local, (transfers, pieces) in _local_parts(converted.layout, rank, reshard):
-                expected = _filled(local, converted.layout.local_specs(rank)[local], transfers, pieces, folder)
-                found = _compare_values(f"{rank_file(rank)} {local}", expected, converted.read_local(rank, local))
-                if found:
-                    return found
-        untouched = untouched_names(folder.specs, architecture)
-        values = (_compare_values(name, folder.read_tensor(name), converted.read_tensor(name)) for name in untouched)
-        return next((difference for difference in values if difference), None)
+        if isinstance(a, HFCheckpoint) and isinstance(b, MegatronCheckpoint):
+            differences = _compare_buffers(a, b)
+        elif isinstance(a, MegatronCheckpoint) and isinstance(b, HFCheckpoint):
+            differences = _compare_buffers(b, a)
+        else:
+            differences = _compare_tensors(a, b, a.specs)
+        return next(differences, None)
 
 
-def _compare_locals_reversed(megatron: str | Path, huggingface: str | Path) -> TensorDifference | None:
-    return _compare_locals(huggingface, megatron)
+def _open(path: str | Path) -> HFCheckpoint | MegatronCheckpoint:
+    return MegatronCheckpoint(path) if is_megatron_checkpoint(path) else HFCheckpoint(path)
 
 
-_COMPARISONS: Mapping[tuple[bool, bool], Callable[[str | Path, str | Path], TensorDifference | None]] = {
-    (False, False): _compare_huggingface,
-    (False, True): _compare_locals,
-    (True, False): _compare_locals_reversed,
-    (True, True): _compare_megatron,
-}
+def _compare_tensors(a: StoredModel, b: StoredModel, names: Iterable[str]) -> Iterator[TensorDifference]:
+    for name in names:
+        yield from _compare_values(name, a.read_tensor(name), b.read_tensor(name))
+
+
+def _compare_buffers(source: HFCheckpoint, converted: MegatronCheckpoint) -> Iterator[TensorDifference]:
+    architecture = ModelArchitecture.from_directory(source.path, heads=HEADS)
+    source.check_aliases(architecture)
+    reshard = plan(source.layout(architecture), converted.layout)
+    for rank in range(converted.layout.num_ranks):
+        for local, expected in _rank_buffers(converted.layout, rank, reshard, source):
+            yield from _compare_values(f"{rank_file(rank)} {local}", expected, converted.read_local(rank, local))
+            del expected
+    yield from _compare_tensors(source, converted, untouched_names(source.specs, architecture))
 
 
 def _compare_specs(
@@ -247,11 +208,12 @@ def _compare_specs(
     return None
 
 
-def _compare_values(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
+def _compare_values(name: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[TensorDifference]:
+    # Bits, not values: NaN is equal to itself here, and -0.0 differs from 0.0.
     bits_a, bits_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     if torch.equal(bits_a, bits_b):
-        return None
+        return
     different = (bits_a != bits_b).view(-1, a.element_size()).any(dim=1).nonzero().flatten()
-    return TensorDifference(
+    yield TensorDifference(
         name, f"{len(different)} of {a.numel()} elements differ in their bits, first at flat index {int(different[0])}"
     )

@@ -1,15 +1,15 @@
-"""The critic's tensors: where they start from, and the Hugging Face folder they become.
+"""The critic's tensors: their starting values, and their export to a Hugging Face directory.
 
 A critic is the policy's layers and a head that gives one value a token: `score.weight` [1, h] and `score.bias` [1], as
 transformers' *ForTokenClassification with one label has them. It starts from
 
-| folder | head |
+| directory | head |
 |---|---|
 | a policy, *ForCausalLM, tied or not | weight fresh: small, normal, from the seed alone; bias zero |
-| a reward model, *ForSequenceClassification | weight from the folder, bias zero: the same function |
-| a critic, *ForTokenClassification | both from the folder |
+| a reward model, *ForSequenceClassification | weight from the directory, bias zero: the same function |
+| a critic, *ForTokenClassification | both from the directory |
 
-and every rank reads its own boxes only, by a plan between the folder's layout and the critic's.
+Every rank reads its own boxes only, by a plan between the directory's layout and the critic's.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron_dapo.checkpoints.architecture import (
 from megatron_dapo.checkpoints.export import DEFAULT_BATCH_BYTES, ExportReport, export_model
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES
-from megatron_dapo.checkpoints.load import WeightLoadReport, fill
+from megatron_dapo.checkpoints.load import RandomReader, WeightLoadReport, fill, random_normal
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
-from megatron_dapo.checkpoints.random_weights import RandomReader, random_normal
+from megatron_dapo.checkpoints.safetensors_file import StoredModel
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.executors import Buffers, PieceReader
 from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
@@ -45,55 +45,49 @@ from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, Ten
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
-# What may differ between a policy and its critic without their layers being others.
+# Fields in which a policy and a critic of the same layers may differ.
 _FREE_FIELDS = frozenset({"head", "tie_word_embeddings", "dtype", "max_position_embeddings"})
 
 
 @dataclass(frozen=True)
-class HeadStart:
-    """How a head begins that no folder has: a weight of standard deviation `scale` / sqrt(h), so that values of hidden
-    states of unit size are about `scale`."""
+class ValueHeadInit:
+    """Start of a value head that no directory has: a weight of standard deviation `scale` / sqrt(h), so that values of
+    hidden states of unit size are about `scale`."""
 
     seed: int = 0
     scale: float = 0.01
 
     def tensors(self, hidden_size: int) -> dict[str, torch.Tensor]:
-        """Whole fp32 head tensors, the same on every rank and in every layout."""
+        """Return the whole fp32 head tensors, the same on every rank and in every layout."""
         weight = random_normal(self.seed, VALUE_WEIGHT, (1, hidden_size)) * (self.scale / hidden_size**0.5)
         return {VALUE_WEIGHT: weight, VALUE_BIAS: torch.zeros(1)}
 
 
-@dataclass(frozen=True)
-class CriticLoadReport:
-    """What one rank read, and the head tensors that the folder did not have."""
+def critic_architecture(directory: str | Path, policy_directory: str | Path | None = None) -> ModelArchitecture:
+    """Return the architecture of the critic that starts from `directory`.
 
-    read: WeightLoadReport
-    fresh: tuple[str, ...]
-
-
-def critic_architecture(folder: str | Path, policy_folder: str | Path | None = None) -> ModelArchitecture:
-    """The architecture of the critic that starts from `folder`.
-
-    Raises ValueError where the folder's head has more than one label, and, with a `policy_folder`, where its layers,
-    its vocabulary or its tokenizer are not the policy's.
+    Raises ValueError if the head has more than one label and, given a `policy_directory`, if layers, vocabulary or
+    tokenizer are not the policy's.
     """
-    source = ModelArchitecture.from_directory(folder, heads=HEADS)
-    if policy_folder is not None:
-        _check_same_layers(folder, source, policy_folder, ModelArchitecture.from_directory(policy_folder))
-        _check_same_tokens(folder, policy_folder)
+    source = ModelArchitecture.from_directory(directory, heads=HEADS)
+    if policy_directory is not None:
+        _check_same_layers(directory, source, policy_directory, ModelArchitecture.from_directory(policy_directory))
+        _check_same_tokens(directory, policy_directory)
     if source.head != LANGUAGE_MODEL:
-        with HFCheckpoint(folder) as stored:
+        with HFCheckpoint(directory) as stored:
             _check_labels(stored, source)
     return source.with_value_head()
 
 
 def load_critic(
-    folder: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers, start: HeadStart
-) -> CriticLoadReport:
-    """Fills `parameters` (local name -> tensor) of `rank` from a policy, a reward model or a critic; padding becomes
-    zero. What the folder has not of the head is fresh, which is logged. ValueError where the folder does not fit."""
-    source = ModelArchitecture.from_directory(folder, heads=HEADS)
-    with HFCheckpoint(folder) as stored:
+    directory: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers, init: ValueHeadInit
+) -> WeightLoadReport:
+    """Fill `parameters` (local name -> tensor) of `rank` from a policy, a reward model or a critic; padding becomes zero.
+
+    Head tensors that the directory lacks start fresh, which is logged. Raises ValueError if the directory does not fit.
+    """
+    source = ModelArchitecture.from_directory(directory, heads=HEADS)
+    with HFCheckpoint(directory) as stored:
         if source.head != LANGUAGE_MODEL:
             _check_labels(stored, source)
         stored.check(source)
@@ -101,27 +95,26 @@ def load_critic(
         shapes = source.shapes()
         specs = {name: stored.specs[name] for name in layout.tensors if name in shapes}
         already_read = stored.bytes_read
-        report = _fill_with_head(specs, stored, layout, rank, parameters, start)
-        read = replace(report.read, bytes_read=stored.bytes_read - already_read)
-        report = replace(report, read=read)
-    _log_head(folder, report.fresh, start, rank)
+        report = _fill_with_head(specs, stored, layout, rank, parameters, init)
+        report = replace(report, bytes_read=stored.bytes_read - already_read)
+    _log_head(directory, report.fresh, init, rank)
     return report
 
 
 def initialize_critic_randomly(
-    seed: int, layout: MegatronLayout, rank: int, parameters: Buffers, start: HeadStart
-) -> CriticLoadReport:
-    """Fills `parameters` of `rank` with the layers of the random policy of the same seed, and a fresh head."""
+    seed: int, layout: MegatronLayout, rank: int, parameters: Buffers, init: ValueHeadInit
+) -> WeightLoadReport:
+    """Fill `parameters` of `rank` with the layers of the random policy of the same seed, and a fresh head."""
     head = layout.architecture.head_shapes()
     specs = {n: TensorSpec(s, torch.float32) for n, s in layout.architecture.shapes().items() if n not in head}
-    report = _fill_with_head(specs, RandomReader(seed), layout, rank, parameters, start)
-    _log_head("random weights", report.fresh, start, rank)
+    report = _fill_with_head(specs, RandomReader(seed), layout, rank, parameters, init)
+    _log_head("random weights", report.fresh, init, rank)
     return report
 
 
 def export_critic(
     target: str | Path,
-    source_folder: str | Path,
+    source_directory: str | Path,
     layout: MegatronLayout,
     parameters: Buffers,
     group: dist.ProcessGroup | None,
@@ -130,17 +123,17 @@ def export_critic(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     batch_bytes: int = DEFAULT_BATCH_BYTES,
 ) -> ExportReport:
-    """Writes the critic of all ranks' `parameters` as folder `target`, a *ForTokenClassification of one label.
+    """Write the critic of all ranks' `parameters` to directory `target`, a *ForTokenClassification of one label.
 
-    `source_folder` is what it started from: types, config and tokenizer are that folder's; a head that it lacks gets
+    Types, config and tokenizer are those of `source_directory`, from which the critic started; a head that it lacks gets
     the type of its last norm. See `export_to_huggingface` for the rest.
     """
-    source = ModelArchitecture.from_directory(source_folder, heads=HEADS)
-    with HFCheckpoint(source_folder) as stored:
+    source = ModelArchitecture.from_directory(source_directory, heads=HEADS)
+    with HFCheckpoint(source_directory) as stored:
         stored.check(source)
         return export_model(
             target,
-            _CriticOf(stored, source, layout.architecture),
+            _CriticSource(stored, source, layout.architecture),
             layout,
             parameters,
             group,
@@ -151,31 +144,33 @@ def export_critic(
         )
 
 
-class _CriticOf:
-    """The `ModelSource` of a critic's export: a folder's tensors with the value head in place of its head."""
+class _CriticSource(StoredModel):
+    """A critic to export: a directory's tensors with the value head in place of its own head."""
 
     def __init__(self, stored: HFCheckpoint, source: ModelArchitecture, critic: ModelArchitecture) -> None:
+        super().__init__()
         dropped = {*source.head_shapes(), *source.aliases()}
         kept = {name: spec for name, spec in stored.specs.items() if name not in dropped}
         dtype = stored.specs[FINAL_NORM].dtype
         head = {n: stored.specs.get(n, TensorSpec(shape, dtype)) for n, shape in critic.head_shapes().items()}
         self.path = stored.path
-        self.specs: Mapping[str, TensorSpec] = kept | head
+        self.specs = kept | head
         self._stored = stored
 
     def read_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of the directory."""
         return self._stored.read_tensor(name)
 
 
 class _JoinedReader:
-    """A `PieceReader` of some whole tensors in memory and, for all others, of another reader."""
+    """A `PieceReader` that serves some tensors from memory and the others from another reader."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], others: PieceReader) -> None:
         self._tensors = tensors
         self._others = others
 
     def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
-        """See `PieceReader`."""
+        """Copy `box` of a tensor to `out`; see `PieceReader`."""
         if piece.tensor not in self._tensors:
             self._others.read(rank, piece, box, out)
             return
@@ -189,33 +184,34 @@ def _fill_with_head(
     layout: MegatronLayout,
     rank: int,
     parameters: Buffers,
-    start: HeadStart,
-) -> CriticLoadReport:
-    """`fill` from the tensors of `specs`, and from a fresh start where they lack a part of the head."""
-    whole = start.tensors(layout.architecture.hidden_size)
+    init: ValueHeadInit,
+) -> WeightLoadReport:
+    """Fill from the tensors of `specs`, and from `init` for the head tensors that are not among them."""
+    whole = init.tensors(layout.architecture.hidden_size)
     fresh = {name: whole[name] for name in layout.architecture.head_shapes() if name not in specs}
     source = SingleHolderLayout(
         {**specs, **{name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in fresh.items()}},
         layout.num_ranks,
     )
     report = fill(source, _JoinedReader(fresh, reader), layout, rank, parameters)
-    return CriticLoadReport(report, tuple(fresh))
+    return replace(report, fresh=tuple(fresh))
 
 
-def _log_head(folder: str | Path, fresh: tuple[str, ...], start: HeadStart, rank: int) -> None:
+def _log_head(directory: str | Path, fresh: tuple[str, ...], init: ValueHeadInit, rank: int) -> None:
     if rank != 0:
         return
+    # A warning: a fresh head where a critic was meant to continue costs the run its values.
     if VALUE_WEIGHT in fresh:
         logger.warning(
             "critic from %s: fresh value head, standard deviation %g / sqrt(hidden size) from seed %d, bias 0",
-            folder,
-            start.scale,
-            start.seed,
+            directory,
+            init.scale,
+            init.seed,
         )
     elif fresh:
-        logger.info("critic from %s: its value head has no bias, which starts at 0", folder)
+        logger.info("critic from %s: its value head has no bias, which starts at 0", directory)
     else:
-        logger.info("critic from %s, head included", folder)
+        logger.info("critic from %s, head included", directory)
 
 
 def _config_fields(critic: ModelArchitecture) -> dict[str, Any]:
@@ -225,7 +221,9 @@ def _config_fields(critic: ModelArchitecture) -> dict[str, Any]:
 def _check_labels(stored: HFCheckpoint, source: ModelArchitecture) -> None:
     spec = stored.specs.get(VALUE_WEIGHT)
     if spec is None:
-        raise ValueError(f"{stored.path}: a {source.class_name} without {VALUE_WEIGHT}; nothing else is read as a head")
+        raise ValueError(
+            f"{stored.path}: a {source.class_name} without {VALUE_WEIGHT}, which is the only tensor read as its head"
+        )
     expected = source.head_shapes()[VALUE_WEIGHT]
     if spec.shape != expected:
         raise ValueError(
@@ -235,32 +233,32 @@ def _check_labels(stored: HFCheckpoint, source: ModelArchitecture) -> None:
 
 
 def _check_same_layers(
-    folder: str | Path, source: ModelArchitecture, policy_folder: str | Path, policy: ModelArchitecture
+    directory: str | Path, source: ModelArchitecture, policy_directory: str | Path, policy: ModelArchitecture
 ) -> None:
     names = [field.name for field in fields(ModelArchitecture) if field.name not in _FREE_FIELDS]
     different = [name for name in names if getattr(source, name) != getattr(policy, name)]
     if different:
         values = ", ".join(f"{name} {getattr(source, name)} and {getattr(policy, name)}" for name in different)
         raise ValueError(
-            f"critic {folder} is not of the policy's architecture ({policy_folder}): {values}; "
+            f"critic {directory} is not of the policy's architecture ({policy_directory}): {values}; "
             "start from a critic of this model, or from the policy"
         )
 
 
-def _check_same_tokens(folder: str | Path, policy_folder: str | Path) -> None:
-    """ValueError where both folders have a tokenizer and a token has another id in one."""
-    ours, theirs = (_vocabulary(Path(path) / TOKENIZER_FILE) for path in (folder, policy_folder))
+def _check_same_tokens(directory: str | Path, policy_directory: str | Path) -> None:
+    """Raise ValueError if both directorys have a tokenizer and a token has another id in one."""
+    ours, theirs = (_vocabulary(Path(path) / TOKENIZER_FILE) for path in (directory, policy_directory))
     if ours is None or theirs is None or ours == theirs:
         return
     different = sum(ours.get(token) != theirs.get(token) for token in {*ours, *theirs})
     raise ValueError(
-        f"critic {folder} has another tokenizer than the policy {policy_folder}: {len(ours)} and {len(theirs)} tokens, "
+        f"critic {directory} has another tokenizer than the policy {policy_directory}: {len(ours)} and {len(theirs)} tokens, "
         f"{different} of them not the same; start from a critic with the policy's tokenizer, or from the policy"
     )
 
 
 def _vocabulary(path: Path) -> dict[str, int] | None:
-    """Token -> id of a tokenizer.json, added tokens included; None where there is no such file."""
+    """Return token -> id of a tokenizer.json, added tokens included; None without such a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder as a layout: one box a tensor, read and written by boxes."""
+"""A Hugging Face model directory as a layout: every tensor is whole, and any box of it can be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import plain_file_name
-from megatron_dapo.checkpoints.safetensors_file import SafetensorsFiles, SafetensorsReader
+from megatron_dapo.checkpoints.safetensors_file import SafetensorsReader, StoredModel
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
 
@@ -21,16 +21,18 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _COMPARE_BYTES = 16 << 20
 
-# Buffers that old exports store although they are derived from the config.
+# Rotary frequencies, which old exports store although they follow from the config.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
-# How transformers 5 holds the experts of a layer in memory. Folders have one tensor an expert, those that its
-# save_pretrained writes too; only a state dict saved by hand has these.
+# transformers 5 holds the experts of a layer fused in memory. Directories have one tensor an expert, also those written
+# by its save_pretrained; only a state dict saved by hand has these.
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _FUSED_EXPERTS_HINT = (
-    "experts are stored as one tensor a layer (gate_up_proj, down_proj), which is not read: write the folder with "
+    "experts are stored as one tensor a layer (gate_up_proj, down_proj), which is not read: write the directory with "
     "transformers' save_pretrained, which stores one tensor an expert"
 )
+# Parameters of any other type are codes of a quantization: without their scales they are not the weights.
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def huggingface_layout(
@@ -40,23 +42,22 @@ def huggingface_layout(
     num_ranks: int = 1,
     holder: int = 0,
 ) -> SingleHolderLayout:
-    """Rank `holder` has every tensor whole under its Hugging Face name."""
+    """Return the layout in which rank `holder` has every tensor whole under its Hugging Face name."""
     dtypes = dict.fromkeys(architecture.shapes(), dtype) if isinstance(dtype, torch.dtype) else dtype
     specs = {name: TensorSpec(shape, dtypes[name]) for name, shape in architecture.shapes().items()}
     return SingleHolderLayout(specs, num_ranks, holder)
 
 
-class HFCheckpoint(SafetensorsFiles):
-    """The safetensors files of a model folder. Headers are checked at once: missing or truncated files never get
-    further.
+class HFCheckpoint(StoredModel):
+    """The safetensors files of a Hugging Face model directory.
 
-    `specs` are the tensors as stored, in stored order; `files` says which file has which. A context manager.
+    Opening it checks the index and every header, so missing or truncated files fail at once with ValueError.
     """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.path = Path(path)
-        self.files = _weight_map(self.path)
+        self.files = _weight_map(self.path)  # tensor name -> file name
         try:
             for file in dict.fromkeys(self.files.values()):
                 self._readers[file] = SafetensorsReader(self.path / file)
@@ -64,9 +65,7 @@ class HFCheckpoint(SafetensorsFiles):
         except BaseException:
             self.close()
             raise
-        self.specs: dict[str, TensorSpec] = {
-            name: self._readers[file].tensors[name].spec for name, file in self.files.items()
-        }
+        self.specs = {name: self._readers[file].tensors[name].spec for name, file in self.files.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -74,25 +73,28 @@ class HFCheckpoint(SafetensorsFiles):
         return sum(spec.num_bytes for spec in self.specs.values())
 
     def read_tensor(self, name: str) -> torch.Tensor:
+        """Return one whole tensor."""
         spec = self.specs[name]
         out = torch.empty(spec.shape, dtype=spec.dtype)
         self._readers[self.files[name]].read(name, out)
         return out
 
     def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
-        """The `PieceReader` of `layout`: there is one rank and a buffer is a tensor."""
+        """Read `box` of a tensor; see `PieceReader`."""
         self._readers[self.files[piece.tensor]].read(piece.tensor, out, box)
 
     def layout(self, architecture: ModelArchitecture, *, num_ranks: int = 1) -> SingleHolderLayout:
-        """Layout of the architecture's tensors in this folder; ValueError unless they are all here in their shapes."""
+        """Return the layout of the architecture's tensors in this directory. Raises ValueError like `check`."""
         self.check(architecture)
         return SingleHolderLayout({name: self.specs[name] for name in architecture.shapes()}, num_ranks)
 
     def dtypes(self, architecture: ModelArchitecture) -> dict[str, torch.dtype]:
+        """Return the stored type of every parameter."""
         return {name: self.specs[name].dtype for name in architecture.shapes()}
 
     def check(self, architecture: ModelArchitecture) -> None:
-        """ValueError that lists tensors which are missing, unknown, or of another shape than the config.json says."""
+        """Raise ValueError that lists tensors which are missing, unknown, of another shape than config.json says, or
+        quantized."""
         shapes, aliases = architecture.shapes(), architecture.aliases()
         missing = [name for name in shapes if name not in self.specs]
         unknown = [n for n in self.specs if n not in shapes and n not in aliases and not _DERIVED.fullmatch(n)]
@@ -114,14 +116,16 @@ class HFCheckpoint(SafetensorsFiles):
                 f"{self.path}: the tensors do not fit the {architecture.model_type} of its config.json "
                 f"({len(self.specs)} stored, {len(shapes)} expected): {'; '.join(problems)}{hint}"
             )
+        check_weight_dtypes(self.path, {name: self.specs[name] for name in expected if name in self.specs})
 
     def check_aliases(self, architecture: ModelArchitecture) -> None:
-        """ValueError where a tied model's folder stores a second copy with other values: choosing would be a guess."""
+        """Raise ValueError if a tied model's directory stores a second copy with other values."""
         for alias, name in architecture.aliases().items():
             if alias not in self.specs:
                 continue
             rows = max(1, _COMPARE_BYTES * self.specs[name].shape[0] // max(1, self.specs[name].num_bytes))
             for start in range(0, self.specs[name].shape[0], rows):
+                # Taking either copy would be a guess.
                 if not torch.equal(self._rows(alias, start, rows), self._rows(name, start, rows)):
                     raise ValueError(
                         f"{self.path}: tie_word_embeddings is true, but {alias} and {name} differ from row {start} on; "
@@ -147,27 +151,43 @@ class HFCheckpoint(SafetensorsFiles):
                 )
 
 
+def check_weight_dtypes(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Raise ValueError that names the first parameter stored in a quantized type, which reading would cast silently."""
+    quantized = [name for name, spec in specs.items() if spec.dtype not in _WEIGHT_DTYPES]
+    if quantized:
+        name = quantized[0]
+        raise ValueError(
+            f"{path}: {name} is {_dtype_name(specs[name].dtype)} ({len(quantized)} of {len(specs)} parameters are "
+            f"quantized), but its config.json has no quantization_config: start from the original checkpoint in "
+            f"{', '.join(map(_dtype_name, _WEIGHT_DTYPES[:3]))}, or dequantize this one"
+        )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def untouched_names(stored: Iterable[str], architecture: ModelArchitecture) -> tuple[str, ...]:
-    """Stored tensors that are no parameters of the architecture and no copies of one; an export takes them over."""
+    """Return the stored tensors that are neither parameters nor copies of one; an export takes them over unchanged."""
     known = architecture.shapes() | architecture.aliases()
     return tuple(name for name in stored if name not in known)
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index or from the single file's header."""
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Return tensor name -> file name, from the index or from the header of the single file."""
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() and index.exists():
-        raise ValueError(f"{folder}: has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not the model")
+        raise ValueError(f"{directory}: has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not the model")
     if index.exists():
         return _read_index(index)
     if not single.exists():
         pickled = (
-            sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-            if folder.is_dir()
+            sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
+            if directory.is_dir()
             else []
         )
         hint = f"; {pickled[0]} is a pickle, which is not read: save the model as safetensors" if pickled else ""
-        raise ValueError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there{hint}")
+        raise ValueError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} exists{hint}")
     with SafetensorsReader(single) as reader:
         return dict.fromkeys(reader.tensors, SINGLE_FILE)
 

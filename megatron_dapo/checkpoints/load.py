@@ -1,7 +1,8 @@
-"""From a Hugging Face folder into one rank's parameters: only this rank's boxes are read."""
+"""Fill one rank's parameters from a Hugging Face directory, of which it reads its own boxes only, or at random."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -9,47 +10,56 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint, huggingface_layout
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.reshard.boxes import Box
 from megatron_dapo.parallel.reshard.executors import Buffers, PieceReader, execute_from_reader
 from megatron_dapo.parallel.reshard.layout import Layout, Piece, local_holes
 from megatron_dapo.parallel.reshard.planner import plan
 
+STANDARD_DEVIATION = 0.02  # of random matrices, as the initializer_range of the published configs
+
 
 @dataclass(frozen=True)
 class WeightLoadReport:
-    """What one rank read."""
+    """Counts of what one rank read."""
 
-    num_tensors: int  # Hugging Face tensors this rank holds a part of
+    num_tensors: int  # Hugging Face tensors of which this rank holds elements
     num_model_tensors: int  # of the whole model
     num_elements: int  # written into parameters
     num_padding_elements: int  # set to zero
     bytes_read: int = 0  # from storage
+    fresh: tuple[str, ...] = ()  # tensors of a value head that the directory does not have
 
 
 def load_from_huggingface(
-    folder: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers
+    directory: str | Path, layout: MegatronLayout, rank: int, parameters: Buffers
 ) -> WeightLoadReport:
-    """Fills `parameters` (local name -> tensor, any float type) of `rank` from the model in `folder`; padding becomes
+    """Fill `parameters` (local name -> tensor, any float type) of `rank` from the model in `directory`; padding becomes
     zero.
 
-    Raises ValueError where the folder is incomplete or does not fit the layout's architecture, and where `parameters`
-    are not exactly the layout's local buffers. Every element is written exactly once or is padding; anything else
-    fails.
+    Raises ValueError if the directory is incomplete or does not fit the layout's architecture, and if `parameters` are
+    not exactly the layout's local buffers. Every element is written exactly once or is padding; anything else fails.
     """
-    with HFCheckpoint(folder) as source:
+    with HFCheckpoint(directory) as source:
         source.check_aliases(layout.architecture)
+        # The comparison of aliases reads tensors as well; the report counts the load alone.
         already_read = source.bytes_read
         report = fill(source.layout(layout.architecture), source, layout, rank, parameters)
         return replace(report, bytes_read=source.bytes_read - already_read)
 
 
+def initialize_randomly(seed: int, layout: MegatronLayout, rank: int, parameters: Buffers) -> WeightLoadReport:
+    """Fill `parameters` of `rank` with random weights; padding becomes zero."""
+    source = huggingface_layout(layout.architecture, torch.float32, num_ranks=layout.num_ranks)
+    return fill(source, RandomReader(seed), layout, rank, parameters)
+
+
 def fill(
     source: Layout, reader: PieceReader, layout: MegatronLayout, rank: int, parameters: Buffers
 ) -> WeightLoadReport:
-    """Fills `parameters` of `rank` with what `reader` gives of `source`; padding becomes zero. Every element is written
-    exactly once or is padding; anything else fails."""
+    """Fill `parameters` of `rank` with what `reader` reads of `source`; padding becomes zero. Asserts that every element
+    is written exactly once or is padding."""
     check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
     transfers = plan(source, layout).receives(rank)
     with torch.no_grad():
@@ -64,40 +74,66 @@ def fill(
     )
 
 
-def check_buffers(expected: Mapping[str, tuple[int, ...]], buffers: Buffers, who: str) -> None:
-    """ValueError unless the buffers have exactly the expected names and shapes."""
+def check_buffers(expected: Mapping[str, tuple[int, ...]], buffers: Buffers, owner: str) -> None:
+    """Raise ValueError unless the buffers have exactly the expected names and shapes."""
     missing, unknown = sorted(set(expected) - set(buffers)), sorted(set(buffers) - set(expected))
     if missing or unknown:
         raise ValueError(
-            f"{who}: {len(missing)} parameters of the layout are missing {missing[:5]}, "
+            f"{owner}: {len(missing)} parameters of the layout are missing {missing[:5]}, "
             f"{len(unknown)} are not in it {unknown[:5]} "
             f"({len(buffers)} given, {len(expected)} expected)"
         )
     for name, shape in expected.items():
         if tuple(buffers[name].shape) != tuple(shape):
-            raise ValueError(f"{who}: {name} is {tuple(buffers[name].shape)}, the layout says {tuple(shape)}")
+            raise ValueError(f"{owner}: {name} is {tuple(buffers[name].shape)}, the layout says {tuple(shape)}")
 
 
 def zero_padding(pieces: tuple[Piece, ...], buffers: Buffers) -> dict[str, int]:
-    """Sets every local element that no piece covers to zero (vocabulary padding); returns their number by buffer."""
+    """Set every local element that no piece covers (vocabulary padding) to zero; return their number by buffer."""
     holes = local_holes(pieces, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
     for name, boxes in holes.items():
-        for box in boxes:
-            _part(buffers[name], box).zero_()
+        for offset, shape in boxes:
+            buffers[name].detach()[tuple(slice(o, o + n) for o, n in zip(offset, shape))].zero_()
     return {name: sum(box.volume for box in boxes) for name, boxes in holes.items()}
 
 
 def check_complete(written: Mapping[str, int], padding: Mapping[str, int], buffers: Buffers) -> None:
-    """Every element of every buffer was written once or is padding (the pieces are disjoint, so the counts decide)."""
+    """Assert that every element of every buffer was written once or is padding."""
     for name, buffer in buffers.items():
+        # Pieces and padding are disjoint, so equal counts mean that nothing was missed or written twice.
         total = prod(buffer.shape)
         assert written[name] + padding[name] == total, (
             f"{name}: {written[name]} elements written and {padding[name]} of padding make up {total}"
         )
 
 
-def _part(buffer: torch.Tensor, box: Box) -> torch.Tensor:
-    part = buffer.detach()
-    for dim, (start, size) in enumerate(zip(box.offset, box.shape)):
-        part = part.narrow(dim, start, size)
-    return part
+class RandomReader:
+    """Random tensors that depend on a seed and the tensor's name alone: every layout starts from the same model."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        # Boxes of one tensor are read one after another, so keeping the last tensor avoids making it again.
+        self._name = ""
+        self._tensor = torch.zeros(0)
+
+    def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
+        """Copy `box` of a random tensor to `out`; see `PieceReader`."""
+        if piece.tensor != self._name:
+            self._name, self._tensor = piece.tensor, self._make(piece.tensor, piece.shape)
+        slices = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+        out.copy_(self._tensor[slices].reshape(out.shape))
+
+    def _make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        return random_normal(self._seed, name, shape) * STANDARD_DEVIATION
+
+
+def random_normal(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an fp32 tensor of mean 0 and variance 1 that depends on the seed and the name alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    # torch takes signed 64-bit seeds; the shift keeps this one positive.
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(shape, generator=generator)

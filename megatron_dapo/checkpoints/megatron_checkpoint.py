@@ -1,5 +1,4 @@
-"""A converted model on disk: one safetensors file a model-parallel rank, and a manifest that says how the model was
-cut.
+"""A converted model on disk: one safetensors file a model-parallel rank, and a manifest of the parallel sizes.
 
 Files: layout.json (format, parallel sizes, the source's tensors, every file's size), rank_00000.safetensors ... with
 the local names of `MegatronLayout`, untouched.safetensors for stored tensors that are no parameters, and the source's
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 
 from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
-from megatron_dapo.checkpoints.huggingface import untouched_names
+from megatron_dapo.checkpoints.huggingface import check_weight_dtypes, untouched_names
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.checkpoints.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsFiles, SafetensorsReader
+from megatron_dapo.checkpoints.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader, StoredModel
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.boxes import Box, whole
 from megatron_dapo.parallel.reshard.executors import execute_from_reader
@@ -33,13 +32,14 @@ VERSION = 1
 
 
 def rank_file(rank: int) -> str:
+    """Return the file name of a rank."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def one_replica(
     *, tensor: int, pipeline: int, virtual_pipeline: int, expert: int, expert_tensor: int | None
 ) -> ParallelLayout:
-    """The smallest layout of these sizes. Dense tensors are held `world_size / (tensor x pipeline)` times in it."""
+    """Return the smallest layout of these sizes. It holds dense tensors `world_size / (tensor x pipeline)` times."""
     stage_size = lcm(tensor, expert * (expert_tensor or tensor))
     return ParallelLayout(
         world_size=stage_size * pipeline,
@@ -52,7 +52,7 @@ def one_replica(
 
 
 def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes: Mapping[str, int]) -> dict[str, Any]:
-    """The manifest of a layout of one replica; `specs` are the source's tensors in stored order."""
+    """Return the manifest of a layout of one replica; `specs` are the source's tensors in stored order."""
     parallel = layout.parallel
     return {
         "format": FORMAT,
@@ -69,12 +69,13 @@ def manifest(layout: MegatronLayout, specs: Mapping[str, TensorSpec], file_bytes
     }
 
 
-class MegatronCheckpoint(SafetensorsFiles):
-    """A converted model, opened and checked: files, sizes and buffers are those of its layout. A context manager."""
+class MegatronCheckpoint(StoredModel):
+    """A converted model. Opening it checks that files, sizes and buffers are those of its layout, else ValueError."""
 
     def __init__(self, path: str | Path, architecture: ModelArchitecture | None = None) -> None:
         super().__init__()
         self.path = Path(path)
+        # Value heads are converted like language models.
         self.architecture = architecture or ModelArchitecture.from_directory(self.path, heads=HEADS)
         parallel, self.specs, files = _read_manifest(self.path / MANIFEST_FILE)
         self.layout = _layout(self.architecture, parallel, self.specs, self.path)
@@ -87,19 +88,19 @@ class MegatronCheckpoint(SafetensorsFiles):
         self._whole = plan(self.layout, SingleHolderLayout(self.layout.tensors))
 
     def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
-        """The `PieceReader` of `layout`."""
+        """Read `box`, in global coordinates, of a piece of a rank; see `PieceReader`."""
         offset = tuple(local + o - base for local, o, base in zip(piece.local_offset, box.offset, piece.global_offset))
         self._readers[rank_file(rank)].read(piece.local, out, Box(offset, box.shape))
 
     def read_local(self, rank: int, local: str) -> torch.Tensor:
-        """One local buffer of a rank, padding included."""
+        """Return one local buffer of a rank, padding included."""
         spec = self.layout.local_specs(rank)[local]
         out = torch.empty(spec.shape, dtype=spec.dtype)
         self._readers[rank_file(rank)].read(local, out, whole(spec.shape))
         return out
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """One whole tensor by its Hugging Face name, put together from the ranks' files."""
+        """Return one whole tensor by its Hugging Face name, assembled from the ranks' files."""
         spec = self.specs[name]
         out = torch.empty(spec.shape, dtype=spec.dtype)
         if name in self._untouched:
@@ -129,6 +130,7 @@ class MegatronCheckpoint(SafetensorsFiles):
 
 
 def is_megatron_checkpoint(path: str | Path) -> bool:
+    """Return True if the directory has a manifest."""
     return (Path(path) / MANIFEST_FILE).is_file()
 
 
@@ -142,6 +144,7 @@ def _layout(
             f"{path}: {len(wrong)} tensors of config.json are missing or of another shape in "
             f"{MANIFEST_FILE}: {wrong[:5]}"
         )
+    check_weight_dtypes(path, {name: specs[name] for name in shapes})
     return megatron_layout(architecture, parallel, {name: specs[name].dtype for name in shapes})
 
 
@@ -149,17 +152,18 @@ def _read_manifest(path: Path) -> tuple[ParallelLayout, dict[str, TensorSpec], d
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path.parent}: no {MANIFEST_FILE}; this is not a converted Megatron folder") from None
+        raise ValueError(f"{path.parent}: no {MANIFEST_FILE}; this is not a converted Megatron checkpoint") from None
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     try:
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             raise ValueError(
-                f"format {content['format']!r} version {content['version']}, this program reads {FORMAT!r} {VERSION}"
+                f"format {content['format']!r} version {content['version']}, this program reads {FORMAT!r} {VERSION}: "
+                "convert the Hugging Face model again"
             )
         stored = content["parallel"]
         sizes = {axis: int(stored[axis]) for axis in ("tensor", "pipeline", "virtual_pipeline")}
-        # Folders written before there were experts do not say how they are cut.
+        # Manifests without expert sizes are of dense models.
         expert, expert_tensor = int(stored.get("expert", 1)), int(stored.get("expert_tensor", sizes["tensor"]))
         parallel = one_replica(**sizes, expert=expert, expert_tensor=expert_tensor)
         specs = {

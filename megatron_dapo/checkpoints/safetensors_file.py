@@ -1,14 +1,16 @@
-"""Safetensors files read and written by offset: any box of a tensor without the rest of the file, any tensor without
-the others.
+"""Safetensors files read and written by offset: any box of a tensor, without loading the rest of the file.
 
-The format: 8 bytes little-endian length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data; offsets
-count from the end of the header. The reader keeps no mapping of the file, so host memory holds only what was asked for.
+Format: 8 bytes little-endian length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data; offsets
+count from the end of the header, and tensors follow each other without gaps. The reader maps no file into memory, so
+host memory holds only what the caller reads.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -36,21 +38,22 @@ DTYPE_OF_CODE: Mapping[str, torch.dtype] = {
 }
 CODE_OF_DTYPE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
-Files = TypeVar("Files", bound="SafetensorsFiles")
+Model = TypeVar("Model", bound="StoredModel")
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+MAX_DIMENSIONS = 64  # as torch allows; reading a box takes time quadratic in it
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes are: [start, start + spec.num_bytes) of the file."""
+    """The bytes of a tensor: [start, start + spec.num_bytes) of the file."""
 
     spec: TensorSpec
     start: int
 
 
 class SafetensorsReader:
-    """Random access to one file. ValueError that names the file where it is missing, truncated or of another format."""
+    """Random access to one file. Raises ValueError with the file's name if it is missing, truncated or broken."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -75,10 +78,11 @@ class SafetensorsReader:
         self._file.close()
 
     def read(self, name: str, out: torch.Tensor, box: Box | None = None) -> None:
-        """Fills `out` (shape of the box; any dtype, device, strides) with box `box` of tensor `name`, or all of it."""
+        """Fill `out` (shape of `box`; any dtype, device and strides) with `box` of tensor `name`, by default all of it."""
         stored = self.tensors[name]
         box = box or whole(stored.spec.shape)
         assert tuple(out.shape) == tuple(box.shape), f"{name}: box {box} into a tensor of shape {tuple(out.shape)}"
+        # Bytes go straight into the destination where its memory has the layout of the file.
         direct = out.is_contiguous() and out.dtype == stored.spec.dtype and out.device.type == "cpu"
         if direct:
             self._read_box(stored, box, out)
@@ -88,7 +92,7 @@ class SafetensorsReader:
         out.copy_(staging)
 
     def _read_box(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
-        """Reads exactly the bytes of the box: one read for each run that is contiguous in the file."""
+        """Read exactly the bytes of the box, one read for each contiguous run."""
         target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())
         position = 0
         for start, size in _runs(stored.spec, box):
@@ -99,6 +103,7 @@ class SafetensorsReader:
 
     def _read_at(self, offset: int, target: memoryview) -> None:
         while target:
+            # preadv returns at most 2 GiB at a time, so a large tensor takes several calls.
             count = os.preadv(self._file.fileno(), [target], offset)
             if count == 0:
                 raise ValueError(
@@ -116,16 +121,15 @@ class SafetensorsReader:
             )
         header = bytearray(length)
         self._read_at(_LENGTH_BYTES, memoryview(header))
+        data_start = _LENGTH_BYTES + length
         try:
-            entries = json.loads(header)
+            entries = json.loads(header, object_pairs_hook=_without_duplicates)
             tensors = {
-                name: _stored(name, entry, _LENGTH_BYTES + length)
-                for name, entry in entries.items()
-                if name != "__metadata__"
+                name: _stored(name, entry, data_start) for name, entry in entries.items() if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            expected = _end_of_data(tensors, data_start)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.path}: broken safetensors header: {error}") from None
-        expected = max((t.start + t.spec.num_bytes for t in tensors.values()), default=_LENGTH_BYTES + length)
         if size != expected:
             raise ValueError(
                 f"{self.path}: {'truncated' if size < expected else 'too long'}: the file has {size} bytes, "
@@ -134,20 +138,44 @@ class SafetensorsReader:
         return tensors
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json keeps the last of several equal keys: which tensor is meant would be a guess.
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        (name, count), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is listed {count} times")
+    return entries
+
+
 def _stored(name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
     if entry["dtype"] not in DTYPE_OF_CODE:
         raise ValueError(f"dtype {entry['dtype']!r} of {name} is not one of {', '.join(DTYPE_OF_CODE)}")
-    spec = TensorSpec(tuple(int(n) for n in entry["shape"]), DTYPE_OF_CODE[entry["dtype"]])
-    begin, end = entry["data_offsets"]
-    if begin < 0 or min(spec.shape, default=0) < 0 or end - begin != spec.num_bytes:
+    shape, (begin, end) = entry["shape"], entry["data_offsets"]
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"{name} has {len(shape)} dimensions, at most {MAX_DIMENSIONS} are read")
+    if any(type(n) is not int or not 0 <= n < 2**63 for n in (*shape, begin, end)):
+        raise ValueError(f"shape and offsets of {name} must be integers of at least 0")
+    spec = TensorSpec(tuple(shape), DTYPE_OF_CODE[entry["dtype"]])
+    if end - begin != spec.num_bytes:
         raise ValueError(
             f"{name} {spec.shape} {entry['dtype']} needs {spec.num_bytes} bytes, offsets are [{begin}, {end})"
         )
     return StoredTensor(spec, data_start + begin)
 
 
+def _end_of_data(tensors: Mapping[str, StoredTensor], data_start: int) -> int:
+    """Return the byte where the last tensor ends. ValueError if tensors overlap or leave a gap, as the format forbids."""
+    end = data_start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].spec.num_bytes)):
+        if tensor.start != end:
+            kind = "overlaps the tensor before it" if tensor.start < end else "follows a gap"
+            raise ValueError(f"{name} {kind}: it begins at byte {tensor.start} of the file, not at {end}")
+        end += tensor.spec.num_bytes
+    return end
+
+
 def _runs(spec: TensorSpec, box: Box) -> list[tuple[int, int]]:
-    """(byte offset in the tensor, bytes) of the contiguous runs of a box, in row-major order."""
+    """Return (byte offset in the tensor, number of bytes) of each contiguous run of a box, in row-major order."""
     if box.volume == 0:
         return []
     dims = len(spec.shape)
@@ -163,30 +191,38 @@ def _runs(spec: TensorSpec, box: Box) -> list[tuple[int, int]]:
     return [(start * spec.dtype.itemsize, size) for start in starts]
 
 
-class SafetensorsFiles:
-    """Open files, closed together. A context manager, for folders to build upon."""
+class StoredModel(ABC):
+    """A model on disk that is read tensor by tensor; a context manager that closes its files."""
+
+    path: Path  # directory with config.json and the tokenizer
+    specs: Mapping[str, TensorSpec]  # Hugging Face name -> shape and type, in stored order
 
     def __init__(self) -> None:
         self._readers: dict[str, SafetensorsReader] = {}  # by file name
 
-    def __enter__(self: Files) -> Files:
+    def __enter__(self: Model) -> Model:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @abstractmethod
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return one whole tensor by its Hugging Face name."""
+
     def close(self) -> None:
+        """Close every file."""
         for reader in self._readers.values():
             reader.close()
 
     @property
     def bytes_read(self) -> int:
-        """Of tensor data, from all files."""
+        """Bytes of tensor data read so far, from all files."""
         return sum(reader.bytes_read for reader in self._readers.values())
 
 
 class SafetensorsWriter:
-    """Writes one file tensor by tensor, in any order; `close` fails unless every tensor was written exactly once.
+    """Write one file tensor by tensor, in any order; `close` fails unless every tensor was written exactly once.
 
     A failed write (full disk) raises OSError; the file is then incomplete and the caller removes it.
     """
@@ -237,7 +273,7 @@ class SafetensorsWriter:
             data, offset = data[count:], offset + count
 
     def close(self) -> None:
-        """Flushes to the disk. Raises ValueError where a tensor is missing."""
+        """Flush to disk and close. Raises ValueError if a tensor is missing."""
         try:
             if self._missing:
                 raise ValueError(
@@ -248,5 +284,5 @@ class SafetensorsWriter:
             self._file.close()
 
     def abandon(self) -> None:
-        """Closes without the check, for a file about to be removed."""
+        """Close without the check, for a file about to be removed."""
         self._file.close()

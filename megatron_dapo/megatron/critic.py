@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture
 from megatron_dapo.checkpoints.critic import (
-    HeadStart,
+    ValueHeadInit,
     critic_architecture,
     export_critic,
     initialize_critic_randomly,
@@ -42,7 +42,7 @@ ValueLossFunction = Loss[torch.Tensor]
 class CriticSettings(TrainingSettings):
     """`head`: how the value head begins where the critic starts from a policy."""
 
-    head: HeadStart = field(default_factory=HeadStart)
+    head: ValueHeadInit = field(default_factory=ValueHeadInit)
 
 
 class MegatronCritic(TrainedModel):

@@ -12,7 +12,7 @@ from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.algorithms.value_advantages import AdvantageSettings
 from megatron_dapo.algorithms.value_loss import build_value_loss
 from megatron_dapo.checkpoints.atomic_directory import replace_directory
-from megatron_dapo.checkpoints.critic import HeadStart
+from megatron_dapo.checkpoints.critic import ValueHeadInit
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import critic_schedule_steps
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
@@ -58,7 +58,7 @@ def _critic_settings(config: Config) -> CriticSettings:
         seed=config.run.seed,
         offload=config.critic.offload,
         collective_timeout_s=config.run.wait_timeout_seconds,
-        head=HeadStart(seed=config.run.seed, scale=config.critic.head_scale),
+        head=ValueHeadInit(seed=config.run.seed, scale=config.critic.head_scale),
     )
 
 

@@ -14,8 +14,7 @@ from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
 from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.load import load_from_huggingface
-from megatron_dapo.checkpoints.random_weights import initialize_randomly
+from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.training_schema import AlgorithmConfig
 from megatron_dapo.config.validator import schedule_steps

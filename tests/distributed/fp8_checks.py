@@ -21,7 +21,7 @@ from actor_checks import (
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.huggingface import huggingface_layout
-from megatron_dapo.checkpoints.random_weights import random_normal
+from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.precision import Precision

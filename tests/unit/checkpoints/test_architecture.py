@@ -282,3 +282,42 @@ def test_folder_without_config(tmp_path: Path):
         ModelArchitecture.from_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN25))
     assert ModelArchitecture.from_directory(tmp_path).model_type == "qwen2"
+
+
+@pytest.mark.parametrize("content", ["[]", "5", "null", '"qwen2"', "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config.json: (holds a \w+, not an object|not JSON)"):
+        ModelArchitecture.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan must be a finite number above 0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6' must be a finite number"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06 must be"),
+        ({"rope_theta": float("inf")}, "rope_theta = inf must be"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor = nan must be"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is more than 10000"),
+        ({"vocab_size": 10**12}, "vocab_size = 1000000000000 is more than 2147483647"),
+    ],
+)
+def test_numbers_no_model_can_have_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArchitecture.from_config(_with(**fields))
+
+
+def test_too_many_experts_are_refused():
+    with pytest.raises(ValueError, match="num_experts = 1000000000 is more than 10000"):
+        ModelArchitecture.from_config({**QWEN3_30B, "num_experts": 10**9})
+
+
+@pytest.mark.parametrize("config", [QWEN25, QWEN3_30B], ids=["dense", "experts"])
+@pytest.mark.parametrize("value", [[], [[1]], {}, {"a": [1]}, "x", 1.5, 10**400, -1, True], ids=repr)
+def test_a_value_of_any_type_gives_an_architecture_or_one_line(config, value):
+    for field in (*config, "rope_parameters", "layer_types", "num_local_experts", "mlp_only_layers", "dtype"):
+        try:
+            ModelArchitecture.from_config({**config, field: value})
+        except ValueError as error:
+            assert str(error).startswith("config.json: ") and "\n" not in str(error), field

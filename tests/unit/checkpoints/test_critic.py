@@ -19,14 +19,14 @@ from megatron_dapo.checkpoints.convert import (
     megatron_to_huggingface,
 )
 from megatron_dapo.checkpoints.critic import (
-    HeadStart,
+    ValueHeadInit,
     critic_architecture,
     export_critic,
     initialize_critic_randomly,
     load_critic,
 )
+from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
-from megatron_dapo.checkpoints.random_weights import initialize_randomly
 from megatron_dapo.parallel.layout import ParallelLayout
 
 SIZES = {
@@ -40,7 +40,7 @@ SIZES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     "tie_word_embeddings": False,
 }
-START = HeadStart(seed=5, scale=0.02)
+START = ValueHeadInit(seed=5, scale=0.02)
 SINGLE = ParallelLayout(world_size=1)
 
 
@@ -54,7 +54,7 @@ def make(folder: Path, head: str = "ForCausalLM", family: str = "Qwen2", dtype=t
     return folder
 
 
-def load(folder: Path, parallel: ParallelLayout = SINGLE, start: HeadStart = START):
+def load(folder: Path, parallel: ParallelLayout = SINGLE, start: ValueHeadInit = START):
     """(layout, each rank's parameters, rank 0's report)."""
     layout = megatron_layout(critic_architecture(folder), parallel, torch.float32)
     ranks = [empty(layout, rank) for rank in range(parallel.world_size)]
@@ -91,7 +91,7 @@ def test_from_a_policy_only_the_head_is_fresh_small_and_logged(tmp_path, tied, c
     assert torch.equal(ranks[2]["0.output_layer.bias"], torch.zeros(1))
     [again] = load(folder)[1]
     assert torch.equal(again["0.output_layer.weight"], first)  # the seed alone decides, not the layout
-    [other] = load(folder, start=HeadStart(seed=6))[1]
+    [other] = load(folder, start=ValueHeadInit(seed=6))[1]
     assert not torch.equal(other["0.output_layer.weight"], first)
 
 
@@ -102,7 +102,7 @@ def test_a_reward_models_head_is_taken_and_its_bias_is_zero(tmp_path, caplog) ->
     assert report.fresh == ("score.bias",) and "has no bias, which starts at 0" in caplog.text
     stored = load_file(folder / "model.safetensors")
     assert torch.equal(buffers["0.output_layer.weight"], stored["score.weight"])
-    assert report.read.bytes_read == sum(tensor.nbytes for tensor in stored.values())
+    assert report.bytes_read == sum(tensor.nbytes for tensor in stored.values())
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("Qwen2", torch.float32), ("Qwen3", torch.bfloat16)])

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint, huggingface_layout, untouched_names
-from megatron_dapo.checkpoints.huggingface_writer import copy_untouched, huggingface_writer, written_names
+from megatron_dapo.checkpoints.huggingface_writer import copy_untouched, hf_checkpoint_writer, written_names
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
 
 
 def _copy(source: HFCheckpoint, architecture: ModelArchitecture, target: Path, **options) -> None:
-    with huggingface_writer(target, source, architecture, **options) as writer:
+    with hf_checkpoint_writer(target, source, architecture, **options) as writer:
         for name in architecture.shapes():
             for stored in written_names(source, architecture, name):
                 writer.write(stored, source.read_tensor(name))
@@ -96,10 +96,10 @@ def test_incomplete_export_leaves_nothing(make_folder, tmp_path):
     architecture = ModelArchitecture.from_directory(folder)
     with HFCheckpoint(folder) as source:
         with pytest.raises(ValueError, match="38 tensors were not written"):
-            with huggingface_writer(tmp_path / "out", source, architecture) as writer:
+            with hf_checkpoint_writer(tmp_path / "out", source, architecture) as writer:
                 writer.write("model.norm.weight", source.read_tensor("model.norm.weight"))
         with pytest.raises(ValueError, match="score.weight is not a tensor of the source"):
-            with huggingface_writer(tmp_path / "out", source, architecture) as writer:
+            with hf_checkpoint_writer(tmp_path / "out", source, architecture) as writer:
                 writer.write("score.weight", torch.zeros(1))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
@@ -163,6 +163,26 @@ def test_folder_without_safetensors(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="pytorch_model.bin is a pickle"):
         HFCheckpoint(tmp_path)
+
+
+def test_quantized_weights_without_a_quantization_config_are_refused(make_folder):
+    """Their codes would load silently as floats."""
+    folder = make_folder("qwen2")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    architecture = ModelArchitecture.from_directory(folder)
+    for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn):
+        save_file({**tensors, name: tensors[name].to(dtype)}, folder / "model.safetensors")
+        message = f"{name} is {str(dtype)[6:]} .1 of {len(tensors)} .*no quantization_config: start from the original"
+        with HFCheckpoint(folder) as stored, pytest.raises(ValueError, match=message):
+            stored.layout(architecture)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_float_type_is_read(dtype, make_folder):
+    folder = make_folder("qwen2", dtype=dtype)
+    with HFCheckpoint(folder) as stored:
+        stored.check(ModelArchitecture.from_directory(folder))
 
 
 def test_both_a_single_file_and_an_index(make_folder):

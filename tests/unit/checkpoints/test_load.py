@@ -255,3 +255,13 @@ def test_config_of_another_size_is_named(make_folder):
     layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
     with pytest.raises(ValueError, match=r"gate_proj.weight \(48, 32\) instead of \(64, 32\)"):
         load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+
+
+def test_int8_weights_are_not_loaded_as_floats(make_folder):
+    folder = make_folder("qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+    with pytest.raises(ValueError, match=f"{name} is int8 .*dequantize this one"):
+        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))

@@ -4,8 +4,8 @@ import torch
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.huggingface import huggingface_layout
+from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
-from megatron_dapo.checkpoints.random_weights import initialize_randomly
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.reshard.executors import execute_in_memory
 from megatron_dapo.parallel.reshard.planner import plan

@@ -118,6 +118,49 @@ def test_broken_files(tmp_path: Path):
             SafetensorsReader(path)
 
 
+def _write(path: Path, header: str, data: int) -> Path:
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(data))
+    return path
+
+
+def _entry(name: str, begin: int, end: int, shape: object = (2,)) -> str:
+    return json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}})[1:-1]
+
+
+@pytest.mark.parametrize(
+    ("entries", "data", "message"),
+    [
+        ([_entry("a", 0, 8), _entry("b", 4, 12)], 12, "b overlaps the tensor before it"),
+        ([_entry("a", 0, 8), _entry("b", 0, 8)], 8, "b overlaps the tensor before it"),
+        ([_entry("a", 0, 8), _entry("b", 16, 24)], 24, "b follows a gap"),
+        ([_entry("a", 8, 16)], 16, "a follows a gap"),
+        ([_entry("a", 0, 8), _entry("a", 8, 16)], 16, "'a' is listed 2 times"),
+        ([_entry("a", 0, 4, [1] * 65)], 4, "a has 65 dimensions, at most 64"),
+        ([_entry("a", 0, 4, [1.0])], 4, "shape and offsets of a must be integers"),
+        ([_entry("a", 0, 0, [0, 10**30])], 0, "shape and offsets of a must be integers"),
+        ([_entry("a", 0, 4, [True])], 4, "shape and offsets of a must be integers"),
+    ],
+)
+def test_a_header_that_describes_no_file_is_refused(entries, data, message, tmp_path: Path):
+    path = _write(tmp_path / "x.safetensors", "{" + ", ".join(entries) + "}", data)
+    with pytest.raises(ValueError, match=f"x.safetensors: broken safetensors header: {message}"):
+        SafetensorsReader(path)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("shape", ["[" + ", ".join(["1"] * 100_000) + "]", "[" * 100_000 + "]" * 100_000])
+def test_a_hostile_shape_is_refused_at_once(shape: str, tmp_path: Path):
+    header = f'{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}'
+    with pytest.raises(ValueError, match="broken safetensors header"):
+        SafetensorsReader(_write(tmp_path / "x.safetensors", header, 4))
+
+
+def test_empty_tensors_take_no_place_between_others(tmp_path: Path):
+    entries = [_entry("a", 0, 8), _entry("none", 8, 8, [0]), _entry("b", 8, 16), _entry("last", 16, 16, [0, 3])]
+    with SafetensorsReader(_write(tmp_path / "x.safetensors", "{" + ", ".join(entries) + "}", 16)) as reader:
+        assert list(reader.tensors) == ["a", "none", "b", "last"]
+
+
 def test_trailing_bytes_are_refused(tmp_path: Path):
     path = tmp_path / "x.safetensors"
     save_file({"w": torch.zeros(4)}, path)
