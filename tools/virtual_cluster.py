@@ -1,0 +1,512 @@
+"""A cluster with real Slurm on one machine: every node is a set of Linux namespaces with a slurmd of its own.
+
+    python -m tools.virtual_cluster up WORK --nodes 2          # node0 10.77.0.10, node1 10.77.0.11, ctl 10.77.0.1
+    python -m tools.virtual_cluster run WORK ctl -- sinfo      # any command on any node, in the current directory
+    python -m tools.virtual_cluster run WORK ctl -- sbatch --nodes=2 --ntasks-per-node=1 examples/launch/slurm.sh ...
+    python -m tools.virtual_cluster fault WORK power-off node1
+    python -m tools.virtual_cluster down WORK                  # ends everything that runs in it; logs stay in WORK
+
+A node has its own network, host name, processes, mounts, shared memory and cgroup (CPU time and memory); `ctl` has the
+switch, munged and slurmctld. The file system is shared, as a cluster's is. Needs root and Debian's packages slurm-wlm,
+munge and iproute2; none of their services has to run on the machine itself, whose network is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+CONTROLLER = "ctl"
+SUBNET = "10.77.0"
+PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare")
+FAULTS = ("crash", "power-off", "unplug", "plug", "kill-slurmd", "boot")
+CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+GIB = 1024**3
+
+SLURM_CONF = """\
+ClusterName=virtual
+SlurmctldHost={controller}({subnet}.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={work}/munge/socket,cred_expire={requeue_delay_s}
+CredType=cred/munge
+StateSaveLocation={work}/{controller}/state
+SlurmctldPidFile={work}/{controller}/slurmctld.pid
+SlurmctldLogFile={work}/{controller}/slurmctld.log
+SlurmdSpoolDir={work}/%n/spool
+SlurmdPidFile={work}/%n/slurmd.pid
+SlurmdLogFile={work}/%n/slurmd.log
+SlurmctldDebug=info
+SlurmdDebug=info
+# Slurm neither pins nor confines: the nodes share the cores of one machine, and their own cgroups limit them.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AcctGatherNodeFreq=0
+# Nodes claim more CPUs and memory than the machine has.
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+MpiDefault=none
+MailProg=/bin/true
+SwitchType=switch/none
+SlurmctldTimeout=30
+SlurmdTimeout={slurmd_timeout_s}
+KillWait={kill_wait_s}
+InactiveLimit=0
+ReturnToService=2
+JobRequeue=1
+MinJobAge=86400
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=5,sched_interval=5,batch_sched_delay=0
+JobCompType=jobcomp/filetxt
+JobCompLoc={work}/{controller}/jobs.log
+{nodes}
+PartitionName=main Nodes=node[0-{last}] Default=YES MaxTime=UNLIMITED State=UP OverSubscribe=NO
+"""
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Size and timing of a virtual cluster."""
+
+    num_nodes: int = 2
+    cpus: int = 128  # that a node claims
+    gpus: int = 8  # that a node claims: CUDA_VISIBLE_DEVICES is set, no device is behind it
+    memory_gib: float = 0.0  # limit of a node's cgroup; 0: none
+    cpu_cores: float = 0.0  # CPU time of a node, in cores; 0: no limit
+    slurmd_timeout_s: int = 30  # silence after which slurmctld gives a node up (Slurm's default: 300)
+    kill_wait_s: int = 30  # between a job's SIGTERM and SIGKILL (Slurm's default)
+    requeue_delay_s: int = 10  # before a requeued job starts again (Slurm's default: 120)
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State of a batch job as `scontrol show job` tells it."""
+
+    job_id: int
+    state: str
+    exit_code: str  # "code:signal"
+    restarts: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+
+
+class VirtualCluster:
+    """A cluster whose files, logs and sockets are in `work`, an absolute path without blanks.
+
+    Two clusters in different directories do not see each other.
+    """
+
+    def __init__(self, work: Path, settings: ClusterSettings | None = None) -> None:
+        self.work = work.resolve()
+        stored = self.work / "cluster.json"
+        if settings is None:
+            if not stored.exists():
+                raise FileNotFoundError(f"{self.work}: no virtual cluster; start one with `up`")
+            settings = ClusterSettings(**json.loads(stored.read_text()))
+        self.settings = settings
+        # Names of network namespaces and cgroups are global on the machine.
+        self.id = f"vc{zlib.crc32(str(self.work).encode()) % 100_000:05d}"
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the compute nodes."""
+        return tuple(f"node{index}" for index in range(self.settings.num_nodes))
+
+    def address(self, name: str) -> str:
+        """IP address of a node, or of the controller."""
+        return f"{SUBNET}.1" if name == CONTROLLER else f"{SUBNET}.{10 + self.nodes.index(name)}"
+
+    # Life
+
+    def up(self) -> None:
+        """Start all nodes and wait until Slurm reports them idle. Raises RuntimeError with the end of the logs."""
+        missing = [program for program in PROGRAMS if shutil.which(program) is None]
+        if os.geteuid() != 0 or missing:
+            raise RuntimeError(
+                f"virtual cluster: needs root (this is uid {os.geteuid()}) and the programs {', '.join(PROGRAMS)}; missing: "
+                f"{', '.join(missing) or 'none'}; apt-get install slurm-wlm munge iproute2"
+            )
+        if (self.work / "cluster.json").exists():
+            raise RuntimeError(f"{self.work}: a cluster is already there; end it with `down` first")
+        self._write_files()
+        try:
+            self._create_network()
+            for name in (CONTROLLER, *self.nodes):
+                self.boot(name)
+            self._wait_idle(timeout_s=60)
+        except BaseException:
+            self.down()
+            raise
+
+    def down(self) -> None:
+        """End every process of the cluster and remove its namespaces and cgroups. Logs stay."""
+        for name in (*self.nodes, CONTROLLER):
+            self._kill_all(name)
+            for path in self._cgroups(name):
+                _remove_cgroup(path)
+            subprocess.run(["ip", "netns", "del", f"{self.id}-{name}"], capture_output=True, check=False)
+        for leftover in ("munge", f"{CONTROLLER}/state", *(f"{name}/spool" for name in self.nodes)):
+            shutil.rmtree(self.work / leftover, ignore_errors=True)
+        (self.work / "cluster.json").unlink(missing_ok=True)
+
+    def boot(self, name: str) -> None:
+        """Start a node that is off, with its cable plugged in."""
+        if self._init_pid(name) is not None:
+            raise RuntimeError(f"{name} is already on")
+        if name != CONTROLLER:
+            self._cable(name, "up")
+        with (self.work / name / "node.log").open("a") as log:
+            # unshare stays outside as the parent; its child is process 1 of the node.
+            outer = subprocess.Popen(
+                ["nsenter", f"--net=/run/netns/{self.id}-{name}", "unshare", "--mount", "--uts", "--ipc", "--pid"]
+                + ["--fork", "--kill-child", "--mount-proc", "--", sys.executable, str(Path(__file__).resolve())]
+                + ["init", str(self.work), name],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"},
+            )
+        for _ in _polls(10.0, f"{name}: process 1, see {log.name}"):
+            children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
+            with suppress(OSError):
+                if pids := children.read_text().split():
+                    (self.work / name / "pid").write_text(pids[0])
+                    break
+        for _ in _polls(20.0, f"{name}: daemons, see {log.name}"):
+            if (self.work / name / "ready").exists():
+                return
+
+    # Use
+
+    def command(self, name: str, arguments: Sequence[str], cwd: Path | None = None) -> list[str]:
+        """The command line that runs `arguments` on a node. Raises RuntimeError if the node is off."""
+        pid = self._init_pid(name)
+        if pid is None:
+            raise RuntimeError(f"{name} is off")
+        # A process that enters from outside is in the caller's cgroup, so it joins the node's first.
+        groups = " ".join(str(path / "cgroup.procs") for path in self._cgroups(name))
+        join = ["sh", "-c", f'for g in {groups}; do echo $$ > "$g"; done; exec "$@"', "sh"]
+        enter = [
+            "nsenter",
+            "--target",
+            str(pid),
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--net",
+            "--pid",
+            f"--wd={cwd or Path.cwd()}",
+        ]
+        return ["env", f"SLURM_CONF={self.work}/slurm.conf", *join, *enter, "--", *arguments]
+
+    def run(
+        self,
+        name: str,
+        *arguments: str,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> str:
+        """Run a command on a node and return its output. Raises CalledProcessError or TimeoutExpired."""
+        done = subprocess.run(
+            self.command(name, arguments, cwd), env=env, timeout=timeout, check=True, text=True, stdout=subprocess.PIPE
+        )
+        return done.stdout
+
+    def submit(self, *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> int:
+        """Submit a batch job with the caller's environment, as sbatch does; return its number."""
+        return int(self.run(CONTROLLER, "sbatch", "--parsable", *arguments, cwd=cwd, env=env).split(";")[0])
+
+    def job(self, job_id: int) -> JobState:
+        """Current state of a job."""
+        text = self.run(CONTROLLER, "scontrol", "show", "job", str(job_id))
+        fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        return JobState(job_id, fields["JobState"], fields["ExitCode"], int(fields["Restarts"]))
+
+    def wait(self, job_id: int, timeout_s: float) -> JobState:
+        """Wait until a job is over. Raises TimeoutError with its last state."""
+        end = time.monotonic() + timeout_s
+        while not (job := self.job(job_id)).is_over:
+            if time.monotonic() > end:
+                raise TimeoutError(f"job {job_id} is {job.state} after {timeout_s} s")
+            time.sleep(0.5)
+        return job
+
+    def fault(self, kind: str, name: str) -> None:
+        """Inject a fault into a node.
+
+        crash: every process dies at once and the kernel closes its connections. power-off: the cable is unplugged first,
+        so peers hear nothing. unplug, plug: the cable alone. kill-slurmd: jobs continue. boot: a node that is off starts.
+        """
+        if kind == "boot":
+            self.boot(name)
+        elif kind in ("unplug", "plug"):
+            self._cable(name, "down" if kind == "unplug" else "up")
+        elif kind == "kill-slurmd":
+            self.run(name, "kill", "-KILL", (self.work / name / "slurmd.pid").read_text().strip())
+        elif kind in ("crash", "power-off"):
+            if kind == "power-off":
+                self._cable(name, "down")
+            self._kill_all(name)
+        else:
+            raise ValueError(f"unknown fault {kind}; known: {', '.join(FAULTS)}")
+
+    # Files, network, processes
+
+    def _write_files(self) -> None:
+        settings, work = self.settings, self.work
+        for name in ("munge", f"{CONTROLLER}/state", "gpus", *(f"{node}/spool" for node in self.nodes)):
+            (work / name).mkdir(parents=True, exist_ok=True)
+        # munged refuses a socket below a directory that others may write to.
+        for path in (work, work / "munge"):
+            path.chmod(0o755)
+        key = work / "munge" / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        hosts = [f"{self.address(name)} {name}" for name in (CONTROLLER, *self.nodes)]
+        (work / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts]) + "\n")
+        for index in range(settings.gpus):
+            device = work / "gpus" / f"nvidia{index}"
+            device.unlink(missing_ok=True)
+            # Slurm accepts only character devices as GPUs; these are /dev/null.
+            os.mknod(device, 0o20666, os.makedev(1, 3))
+        gres = f"Name=gpu File={work}/gpus/nvidia[0-{settings.gpus - 1}]\n" if settings.gpus else ""
+        (work / "gres.conf").write_text(gres)
+        (work / "cgroup.conf").write_text("")
+        claims = f"CPUs={settings.cpus} RealMemory=64000 State=UNKNOWN" + (
+            f" Gres=gpu:{settings.gpus}" if settings.gpus else ""
+        )
+        nodes = "\n".join(f"NodeName={name} NodeAddr={self.address(name)} {claims}" for name in self.nodes)
+        (work / "slurm.conf").write_text(
+            SLURM_CONF.format(
+                work=work,
+                controller=CONTROLLER,
+                subnet=SUBNET,
+                nodes=nodes,
+                last=settings.num_nodes - 1,
+                slurmd_timeout_s=settings.slurmd_timeout_s,
+                kill_wait_s=settings.kill_wait_s,
+                requeue_delay_s=settings.requeue_delay_s,
+            )
+        )
+        (work / "cluster.json").write_text(json.dumps(asdict(settings)))
+
+    def _create_network(self) -> None:
+        """Create a switch in the controller's namespace and a cable from it to every node."""
+        controller = f"{self.id}-{CONTROLLER}"
+        _ip("netns", "add", controller)
+        _ip("-n", controller, "link", "set", "lo", "up")
+        _ip("-n", controller, "link", "add", "switch", "type", "bridge")
+        _ip("-n", controller, "addr", "add", f"{self.address(CONTROLLER)}/24", "dev", "switch")
+        _ip("-n", controller, "link", "set", "switch", "up")
+        for name in self.nodes:
+            space = f"{self.id}-{name}"
+            _ip("netns", "add", space)
+            _ip("-n", controller, "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip("-n", controller, "link", "set", f"to-{name}", "master", "switch", "up")
+            _ip("-n", space, "link", "set", "lo", "up")
+            _ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "eth0", "up")
+
+    def _cable(self, name: str, state: str) -> None:
+        _ip("-n", f"{self.id}-{CONTROLLER}", "link", "set", f"to-{name}", state)
+
+    def _wait_idle(self, timeout_s: float) -> None:
+        for _ in _polls(timeout_s, f"{self.settings.num_nodes} idle nodes, see {self.work}/*/*.log"):
+            with suppress(subprocess.SubprocessError):
+                if self.run(CONTROLLER, "sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(
+                    self.settings.num_nodes
+                ):
+                    return
+
+    def _init_pid(self, name: str) -> int | None:
+        """Process 1 of a node as the machine counts processes; None if the node is off."""
+        path = self.work / name / "pid"
+        if not path.exists() or not Path(f"/proc/{path.read_text()}").exists():
+            return None
+        return int(path.read_text())
+
+    def _kill_all(self, name: str) -> None:
+        """Kill a node's process 1; the kernel then kills all others of its namespace."""
+        pid = self._init_pid(name)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            for _ in _polls(30.0, f"the end of {name}'s processes"):
+                if not Path(f"/proc/{pid}").exists():
+                    break
+        for file in ("pid", "ready"):
+            (self.work / name / file).unlink(missing_ok=True)
+
+    def _cgroups(self, name: str) -> tuple[Path, ...]:
+        """Directories of a node's cgroup: one for each controller under cgroup v1, a single one under v2."""
+        leaf = f"{self.id}-{name}"
+        if CGROUP_V1.is_dir():
+            return (CGROUP_V1 / leaf, CGROUP_V1.parent / "cpu" / leaf)
+        return (CGROUP_V1.parent / leaf,)
+
+
+# Process 1 of a node
+
+
+def run_init(work: Path, name: str) -> None:
+    """Set up the namespaces of a node from inside, start its daemons, and reap processes for ever."""
+    cluster = VirtualCluster(work)
+    socket.sethostname(name)
+    _enter_cgroup(cluster, name)
+    _mount("-t", "tmpfs", "tmpfs", "/dev/shm")
+    _mount_cgroups(cluster, name)
+    _mount("--bind", str(work / "hosts"), "/etc/hosts")
+    os.environ["SLURM_CONF"] = str(work / "slurm.conf")
+    os.chdir(work / name)
+    if name == CONTROLLER:
+        munge = work / "munge"
+        files = [f"--{kind}={munge / file}" for kind, file in
+                 (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))]  # fmt: skip
+        subprocess.run(["munged", *files, "--num-threads=2", "--force"], check=True)
+        subprocess.Popen(["slurmctld", "-D"])
+    else:
+        subprocess.Popen(["slurmd", "-D"])
+    (work / name / "ready").touch()
+    while True:
+        # Orphans of jobs become children of process 1, which must outlive a killed slurmd.
+        try:
+            os.wait()
+        except ChildProcessError:
+            time.sleep(0.5)
+
+
+def _enter_cgroup(cluster: VirtualCluster, name: str) -> None:
+    """Move process 1 into the node's own cgroup, which everything it starts inherits."""
+    settings = cluster.settings
+    for path in cluster._cgroups(name):
+        path.mkdir(exist_ok=True)
+        if name != CONTROLLER:
+            memory, cpu = int(settings.memory_gib * GIB), int(settings.cpu_cores * 100_000)
+            for file, value in (("memory.limit_in_bytes", memory), ("memory.max", memory), ("cpu.cfs_quota_us", cpu)):
+                if value and (path / file).exists():
+                    (path / file).write_text(str(value))
+            if cpu and (path / "cpu.max").exists():
+                (path / "cpu.max").write_text(f"{cpu} 100000")
+        (path / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def _mount_cgroups(cluster: VirtualCluster, name: str) -> None:
+    """Give the node a /sys of its own network whose cgroup directory shows the node's own memory controller."""
+    own = cluster.work / name / "cgroup"
+    own.mkdir(exist_ok=True)
+    _mount("-t", "tmpfs", "tmpfs", str(own))
+    (own / "systemd").mkdir()
+    # slurmd does not start without a cgroup hierarchy, although no plugin here uses one: this has no controllers.
+    _mount("-t", "cgroup", "-o", "none,name=virtual", "cgroup", str(own / "systemd"))
+    (own / "memory").mkdir()
+    _mount("--bind", str(cluster._cgroups(name)[0]), str(own / "memory"))
+    _mount("-t", "sysfs", "sysfs", "/sys")
+    _mount("--rbind", str(own), "/sys/fs/cgroup")
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _remove_cgroup(path: Path) -> None:
+    """Remove a cgroup, whose last processes may take a moment to leave it."""
+    for _ in range(100):
+        try:
+            path.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _polls(timeout_s: float, what: str) -> Iterator[None]:
+    """Yield every 50 ms. Raises TimeoutError, which names what was waited for."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        yield
+        time.sleep(0.05)
+    raise TimeoutError(f"virtual cluster: waited {timeout_s:.0f} s for {what}")
+
+
+@contextmanager
+def virtual_cluster(work: Path, settings: ClusterSettings) -> Iterator[VirtualCluster]:
+    """A cluster that is up inside the `with` block and is removed after it, also after an error."""
+    cluster = VirtualCluster(work, settings)
+    cluster.up()
+    try:
+        yield cluster
+    finally:
+        cluster.down()
+
+
+def main() -> int:
+    """Run the command line in the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    up = actions.add_parser("up", help="start a cluster")
+    up.add_argument("work", type=Path)
+    defaults = ClusterSettings()
+    for key, option in (
+        ("num_nodes", "--nodes"),
+        *((key, f"--{key.replace('_', '-')}") for key in list(asdict(defaults))[1:]),
+    ):
+        up.add_argument(option, dest=key, type=type(getattr(defaults, key)), default=getattr(defaults, key))
+    down = actions.add_parser("down", help="end a cluster")
+    down.add_argument("work", type=Path)
+    run = actions.add_parser("run", help="run a command on a node")
+    run.add_argument("work", type=Path)
+    run.add_argument("node")
+    run.add_argument("arguments", nargs=argparse.REMAINDER)
+    fault = actions.add_parser("fault", help="inject a fault into a node")
+    fault.add_argument("work", type=Path)
+    fault.add_argument("kind", choices=FAULTS)
+    fault.add_argument("node")
+    init = actions.add_parser("init")
+    init.add_argument("work", type=Path)
+    init.add_argument("node")
+    options = parser.parse_args()
+    if options.action == "init":
+        run_init(options.work, options.node)
+    elif options.action == "up":
+        cluster = VirtualCluster(
+            options.work, ClusterSettings(**{key: getattr(options, key) for key in asdict(defaults)})
+        )
+        cluster.up()
+        print(cluster.run(CONTROLLER, "sinfo"), end="")
+    elif options.action == "down":
+        VirtualCluster(options.work).down()
+    elif options.action == "run":
+        arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+        return subprocess.run(VirtualCluster(options.work).command(options.node, arguments), check=False).returncode
+    else:
+        VirtualCluster(options.work).fault(options.kind, options.node)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
