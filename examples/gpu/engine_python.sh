@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The interpreter of an SGLang that was unpacked into a folder instead of installed: give this file as sglang.python.
-#   MEGATRON_DAPO_SGLANG_FOLDER   that folder
+#   MEGATRON_DAPO_SGLANG_DIR   that directory
 #   MEGATRON_DAPO_SGLANG_PYTHON   the interpreter it was built for, with torch (default python3)
 # Engines do not inherit PYTHONPATH or SGLang's variables from the trainer, so they are set here.
 set -euo pipefail
 
-: "${MEGATRON_DAPO_SGLANG_FOLDER:?set it to the folder SGLang was unpacked into}"
-export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$MEGATRON_DAPO_SGLANG_FOLDER"
+: "${MEGATRON_DAPO_SGLANG_DIR:?set it to the directory SGLang was unpacked into}"
+export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$MEGATRON_DAPO_SGLANG_DIR"
 
 backends=()
 if [[ " $* " == *" megatron_dapo.engines.sglang.serve "* ]]; then

@@ -61,7 +61,7 @@ def shown(repository, tmp_path):
         environment = {
             "PATH": os.environ["PATH"],
             **names,
-            **({"MEGATRON_DAPO_SGLANG_FOLDER": folder} if folder else {}),
+            **({"MEGATRON_DAPO_SGLANG_DIR": folder} if folder else {}),
         }
         script = repository / "examples" / "gpu" / "engine_python.sh"
         return subprocess.run([str(script), *arguments], env=environment, capture_output=True, text=True, check=False)
@@ -81,7 +81,7 @@ def test_other_programs_of_the_interpreter_get_no_arguments(shown) -> None:
 
 def test_without_the_folder_it_says_what_to_set(shown) -> None:
     done = shown("-V", folder="")
-    assert done.returncode != 0 and "MEGATRON_DAPO_SGLANG_FOLDER" in done.stderr
+    assert done.returncode != 0 and "MEGATRON_DAPO_SGLANG_DIR" in done.stderr
 
 
 @pytest.fixture
