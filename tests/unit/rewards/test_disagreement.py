@@ -40,7 +40,7 @@ def test_every_disagreement_is_recorded_and_the_reward_is_the_primarys(pool, rec
     assert record["response_tail"].endswith("Answer: **42**") and len(record["response_tail"]) == 300
     assert (record["answer"], record["outcome"], record["shadow_outcome"]) == ("42", "wrong", "correct")
     assert (record["extracted"], record["shadow_extracted"]) == ("**42**", "42**")
-    assert record["verifier"] == "dapo-1" and record["shadow_verifier"].startswith("lenient-1+")
+    assert record["verifier"] == "dapo-1" and record["shadow_verifier"].startswith("lenient-2+")
     assert pool.statistics().num_disagreements == 2
     assert asyncio.run(pool.score_many_async(ITEMS[:1]))["agree"].accuracy == 1.0
 
