@@ -27,17 +27,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.delivery_plan import DeliveryPlan, EngineLayout, ExpectedChecksums, write_parts
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.bridge.sync_plan import EngineLayout, ExpectedChecksums, SyncPlan, write_chunks
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, expected_parameters
 from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.reshard.layout import Layout, piece_view
-from megatron_dapo.parallel.reshard.planner import plan
 from megatron_dapo.precision import FP8_BLOCKWISE, token_multiple
+from megatron_dapo.reshard.layout import Layout, shard_view
+from megatron_dapo.reshard.planner import plan
 
 BUCKET_BYTES = 32 << 20
 SERVED = {
@@ -89,9 +89,9 @@ def largest_memory() -> int:
 
 def fill(source: Layout, engine: EngineLayout, sources: Mapping[str, torch.Tensor], slot: torch.Tensor) -> float:
     """CPU seconds in which every bucket of the one engine rank is written, each into the same memory."""
-    delivery = DeliveryPlan(plan(source, engine), engine, BUCKET_BYTES)
+    delivery = SyncPlan(plan(source, engine), engine, BUCKET_BYTES)
     checksums, specs, buckets = ExpectedChecksums(delivery), engine.local_specs(0), delivery.buckets(0)
-    return cpu_seconds(lambda: [write_parts(bucket, 0, sources, slot, specs, checksums) for bucket in buckets])[0]
+    return cpu_seconds(lambda: [write_chunks(bucket, 0, sources, slot, specs, checksums) for bucket in buckets])[0]
 
 
 def gigabytes(engine: EngineLayout) -> float:
@@ -138,9 +138,9 @@ def load_random(local: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> N
         whole[name] += float("norm" in name)
     for buffer in local.values():
         buffer.zero_()
-    for piece in tensors.pieces(0):
+    for piece in tensors.shards(0):
         there = tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
-        piece_view(local[piece.local], piece).copy_(whole[piece.tensor][there])
+        shard_view(local[piece.local], piece).copy_(whole[piece.tensor][there])
 
 
 def gradient(num_layers: int, recipe: str, dtype: str) -> torch.Tensor:

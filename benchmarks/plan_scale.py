@@ -32,9 +32,9 @@ from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.reshard.executors import execute_distributed
-from megatron_dapo.parallel.reshard.planner import plan
-from megatron_dapo.parallel.reshard.traffic import traffic_table
+from megatron_dapo.reshard.execution import execute_distributed
+from megatron_dapo.reshard.planner import plan
+from megatron_dapo.reshard.traffic import traffic_table
 
 DENSE = {
     "model_type": "qwen2",

@@ -5,7 +5,7 @@
 
 A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in the same processes:
 
-    ours      `EngineUpdate` over each transport; the engine is a stock SGLang server where --engine-python names an
+    ours      `WeightSync` over each transport; the engine is a stock SGLang server where --engine-python names an
               environment that has one, else its two ranks' weight loaders in processes of their own
     mbridge   `export_weights` of the same live parameters: every tensor whole on every rank, which is where mbridge
               ends and an engine's update begins. It is checked to export the same bits

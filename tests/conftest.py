@@ -21,9 +21,9 @@ TOGETHER = {
     "e2e/test_ends_of_runs": "finished run",
     "e2e/test_offload": "finished vapo run",
     "e2e/test_value_path": "finished vapo run",
-    "engine/test_delivery": "filled servers",
-    "engine/test_delivery_faults": "filled servers",
-    "engine/test_peer_delivery": "filled servers",
+    "engine/test_weight_sync": "filled servers",
+    "engine/test_weight_sync_faults": "filled servers",
+    "engine/test_p2p_weight_sync": "filled servers",
     "engine/test_generation": "seeded servers",
     "engine/test_server": "seeded servers",
 }

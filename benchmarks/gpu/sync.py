@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/sync.py [--json] [--save] [--model 1.5b] [--engine-python PATH] [--bucket-mb 256] [--only gpu]
 
-The trainer's part of a Qwen2.5-shaped model in bf16 (TP1: all of it) is delivered by `EngineUpdate` over the colocated
+The trainer's part of a Qwen2.5-shaped model in bf16 (TP1: all of it) is delivered by `WeightSync` over the colocated
 transport. The engine is a stock SGLang server where --engine-python names an interpreter that has one, else its weight
 loader in a process of its own; either holds the parameters on the same GPU. The two bucket slots lie
 
@@ -46,10 +46,10 @@ sys.path.insert(0, str(PEERS))
 from step import MODELS, QWEN
 from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
-from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums
-from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate
-from megatron_dapo.bridge.transports.base import Deadline, EngineControl, GroupCoordinator, Order
-from megatron_dapo.bridge.transports.colocated import ColocatedTransport
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
+from megatron_dapo.bridge.transports.base import EngineControl, GroupCoordinator, SyncDeadline, SyncRequest
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
+from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
@@ -60,7 +60,7 @@ from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.planner import plan
 
 PACKAGES = ("torch", "sglang")
 DTYPE = torch.bfloat16
@@ -80,21 +80,21 @@ class Trainer:
             name: torch.randn(shape, device=device).to(DTYPE) for name, shape in tensors.local_shapes(0).items()
         }
         self.control, self.version = control, 0
-        self._plan = DeliveryPlan(plan(tensors, self.engine, ranks_per_node=1), self.engine, bucket_bytes)
+        self._plan = SyncPlan(plan(tensors, self.engine, ranks_per_node=1), self.engine, bucket_bytes)
         self._device = device
 
     @property
     def num_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.engine.local_specs(0).values())
 
-    def update(self, slots: str) -> EngineUpdate:
+    def update(self, slots: str) -> WeightSync:
         """A state machine whose transport has its slots there."""
         handles, everyone = EngineHandles([0], {0: self.control}), GroupCoordinator(dist.group.WORLD)
         place = self._device if slots == "gpu" else torch.device("cpu")
-        transport = ColocatedTransport(self._plan, handles, 0, NodeTopology(1, 1), everyone, device=place)
-        return EngineUpdate(self._plan, handles, transport, everyone)
+        transport = SharedMemoryTransport(self._plan, handles, 0, NodeTopology(1, 1), everyone, device=place)
+        return WeightSync(self._plan, handles, transport, everyone)
 
-    def deliver_verified(self, update: EngineUpdate) -> float:
+    def deliver_verified(self, update: WeightSync) -> float:
         """Seconds of a whole update."""
         self.version += 1
         found = update.update(self.version, self.parameters)
@@ -102,15 +102,15 @@ class Trainer:
             raise RuntimeError(found.describe())
         return found.seconds
 
-    def deliver(self, update: EngineUpdate) -> float:
+    def deliver(self, update: WeightSync) -> float:
         """Seconds until every byte is in the engine's parameters; the checksums at the end are the engine's own report."""
         self.version += 1
-        order = Order(f"bytes-{self.version}", "bytes", self.version, (0,))
+        order = SyncRequest(f"bytes-{self.version}", "bytes", self.version, (0,))
         self.control.begin_weight_update()
         with without_trainer_checksums():
             finish(self._device)
             start = time.perf_counter()
-            outcome = update.transport.deliver(order, self.parameters, Deadline(DEADLINE_S))
+            outcome = update.transport.deliver(order, self.parameters, SyncDeadline(DEADLINE_S))
             seconds = time.perf_counter() - start
         if outcome.failures:
             raise RuntimeError(f"the engine failed: {outcome.failures}")
@@ -195,7 +195,7 @@ def start_server(folder: Path, device: torch.device, python: Path, timeout_s: fl
 def measure(trainer: Trainer, slots: str, arguments: argparse.Namespace) -> dict[str, float]:
     """After one to warm up each, in turns."""
     update = trainer.update(slots)
-    ways: Mapping[str, Callable[[EngineUpdate], float]] = {
+    ways: Mapping[str, Callable[[WeightSync], float]] = {
         "seconds": trainer.deliver,
         "verified_seconds": trainer.deliver_verified,
     }

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.bridge.protocol import weight_loader
+from megatron_dapo.bridge.protocol.peer_group import Address, PeerGroup, join
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
-from megatron_dapo.engines.sglang import weight_loader
-from megatron_dapo.parallel.peer_group import Address, PeerGroup, join
 
 DEADLINE_S = 300.0
 
@@ -74,9 +74,9 @@ class Sink:
         assert self._group is not None, "floor before join"
         deadline = time.monotonic() + DEADLINE_S
         pending = [
-            self._group.receive(part, member)
+            self._group.receive(chunk, member)
             for member, buffer in self._buffers.items()
-            for part in buffer.split(request["bucket_bytes"])
+            for chunk in buffer.split(request["bucket_bytes"])
         ]
         for message in pending:
             message.wait(deadline)
@@ -162,10 +162,10 @@ class SinkControl:
 def _exactly(connection: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        part = connection.recv(min(1 << 20, size - len(data)))
-        if not part:
+        chunk = connection.recv(min(1 << 20, size - len(data)))
+        if not chunk:
             raise EOFError
-        data += part
+        data += chunk
     return bytes(data)
 
 

@@ -19,12 +19,14 @@ import torch.distributed as dist
 from mbridge_export import MbridgeExport
 from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
-from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums
-from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate
-from megatron_dapo.bridge.transports.base import Deadline, EngineControl, GroupCoordinator, Order
-from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder
-from megatron_dapo.bridge.transports.peer import PeerTransport
-from megatron_dapo.bridge.weight_sync import replica_sync
+from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena, remove_arena
+from megatron_dapo.bridge.protocol.peer_group import Address, RendezvousStore, join
+from megatron_dapo.bridge.replica_sync import replica_sync
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
+from megatron_dapo.bridge.transports.base import EngineControl, GroupCoordinator, SyncDeadline, SyncRequest
+from megatron_dapo.bridge.transports.p2p import P2PTransport
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_folder
+from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
@@ -36,10 +38,8 @@ from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
-from megatron_dapo.parallel.peer_group import Address, RendezvousStore, join
-from megatron_dapo.parallel.reshard.arena import Arena, ArenaSpec, create_arena, remove_arena
-from megatron_dapo.parallel.reshard.layout import ShiftedLayout
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.layout import ShiftedLayout
+from megatron_dapo.reshard.planner import plan
 
 SEED = 0
 SIDES = ("ours", "bytes", "floor")
@@ -115,13 +115,13 @@ class Trainer:
         self.version += 1
         update = self.updates[name]
         control = update.handles.controls.get(0)
-        order = Order(f"bytes-{self.version}", "bytes", self.version, (0,))
+        order = SyncRequest(f"bytes-{self.version}", "bytes", self.version, (0,))
         if control is not None:
             control.begin_weight_update()
         with without_trainer_checksums():
             dist.barrier()
             start = time.perf_counter()
-            outcome = update.transport.deliver(order, self.parameters(), Deadline(DEADLINE_S))
+            outcome = update.transport.deliver(order, self.parameters(), SyncDeadline(DEADLINE_S))
             seconds = time.perf_counter() - start
         if outcome.failures:
             raise RuntimeError(f"{name}: {outcome.failures}")
@@ -143,29 +143,29 @@ def without_trainer_checksums() -> Iterator[None]:
             setattr(ExpectedChecksums, name, original)
 
 
-def _peer_update(trainer: Trainer) -> EngineUpdate:
+def _peer_update(trainer: Trainer) -> WeightSync:
     reshard = plan(trainer.actor.tensors, ShiftedLayout(trainer.engine, trainer.size), ranks_per_node=trainer.size)
-    delivery = DeliveryPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"], rank_offset=trainer.size)
+    delivery = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"], rank_offset=trainer.size)
     handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
-    return EngineUpdate(delivery, handles, PeerTransport(delivery, handles, everyone), everyone)
+    return WeightSync(delivery, handles, P2PTransport(delivery, handles, everyone), everyone)
 
 
-def _colocated_update(trainer: Trainer) -> EngineUpdate:
+def _colocated_update(trainer: Trainer) -> WeightSync:
     reshard = plan(trainer.actor.tensors, trainer.engine, ranks_per_node=trainer.size)
-    delivery = DeliveryPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"])
+    delivery = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"])
     handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
     nodes = NodeTopology(trainer.size, trainer.size)
-    transport = ColocatedTransport(delivery, handles, trainer.rank, nodes, everyone)
-    return EngineUpdate(delivery, handles, transport, everyone)
+    transport = SharedMemoryTransport(delivery, handles, trainer.rank, nodes, everyone)
+    return WeightSync(delivery, handles, transport, everyone)
 
 
-TRANSPORTS: dict[str, Callable[[Trainer], EngineUpdate]] = {"peer": _peer_update, "colocated": _colocated_update}
+TRANSPORTS: dict[str, Callable[[Trainer], WeightSync]] = {"peer": _peer_update, "colocated": _colocated_update}
 
 
 class SharedFloor:
     """The same bytes through shared memory: every rank copies its part in, then the engine's ranks copy all out."""
 
-    def __init__(self, trainer: Trainer, delivery: DeliveryPlan) -> None:
+    def __init__(self, trainer: Trainer, delivery: SyncPlan) -> None:
         self._trainer = trainer
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -199,7 +199,7 @@ class SharedFloor:
 class Floor:
     """The same bytes, between the same pairs of ranks, in messages of a bucket, from and into plain buffers."""
 
-    def __init__(self, trainer: Trainer, delivery: DeliveryPlan) -> None:
+    def __init__(self, trainer: Trainer, delivery: SyncPlan) -> None:
         engine_ranks = range(delivery.engines.num_ranks)
         self._trainer = trainer
         self._bucket_bytes = delivery.bucket_bytes
@@ -242,10 +242,10 @@ class Floor:
             sink.wait()
 
 
-FLOORS: dict[str, Callable[[Trainer, DeliveryPlan], Any]] = {"peer": Floor, "colocated": SharedFloor}
+FLOORS: dict[str, Callable[[Trainer, SyncPlan], Any]] = {"peer": Floor, "colocated": SharedFloor}
 
 
-def _bytes_between(delivery: DeliveryPlan, source: int, engine_rank: int) -> int:
+def _bytes_between(delivery: SyncPlan, source: int, engine_rank: int) -> int:
     segments = (bucket.segments.get(source) for bucket in delivery.buckets(engine_rank))
     return sum(segment.stop - segment.start for segment in segments if segment)
 

@@ -2,7 +2,7 @@
 
 The rounding is that of `ops.fp8`, the trainer's own: the same multiplier of a block, the same values, whichever rank
 holds which part of it. Scales are computed when an `Fp8Weights` is made (4 bytes for 16,384 values); values when a part
-of a bucket is asked for, in pieces of a few MiB. Nothing the size of the model is ever held twice.
+of a bucket is asked for, in shards of a few MiB. Nothing the size of the model is ever held twice.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_dapo.checkpoints.fp8_layout import KV_SCALE_VALUE, SCALES, Fp8SourceLayout, block_box
+from megatron_dapo.checkpoints.fp8_layout import KV_SCALE_VALUE, SCALES, Fp8SourceLayout, block_slice
 from megatron_dapo.ops.fp8 import BLOCK, E4M3, block_multiplier
-from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.executors import Buffers
-from megatron_dapo.parallel.reshard.layout import Piece, piece_view
+from megatron_dapo.reshard.execution import Buffers
+from megatron_dapo.reshard.layout import Shard, shard_view
+from megatron_dapo.reshard.slices import Slice
 
 # The largest of every element over all trainer ranks, in place.
 LargestOverRanks = Callable[[torch.Tensor], None]
@@ -28,9 +28,9 @@ def single_rank(magnitudes: torch.Tensor) -> None:
 
 
 class Fp8Weights(Mapping[str, torch.Tensor]):
-    """`Buffers` of the pieces of an `Fp8SourceLayout` on one rank, at the weights of this moment.
+    """`Buffers` of the shards of an `Fp8SourceLayout` on one rank, at the weights of this moment.
 
-    Collective where blocks are cut between ranks: every rank makes one at the same time. `part` gives a part without
+    Collective where blocks are cut between ranks: every rank makes one at the same time. `chunk` gives a part without
     the whole buffer around it; buckets are filled that way.
     """
 
@@ -41,17 +41,17 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
         self._rank = rank
         self._parameters = parameters
         self._touched = layout.touched(rank)
-        self._pieces: dict[str, list[Piece]] = {}  # quantized buffer -> its pieces
-        for piece in layout.master.pieces(rank):
-            if piece.tensor in layout.quantized:
-                self._pieces.setdefault(piece.local, []).append(piece)
+        self._pieces: dict[str, list[Shard]] = {}  # quantized buffer -> its shards
+        for shard in layout.master.shards(rank):
+            if shard.tensor in layout.quantized:
+                self._pieces.setdefault(shard.local, []).append(shard)
         self._multipliers = {n: block_multiplier(m) for n, m in self._magnitudes(largest).items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._pieces:
             values = torch.zeros_like(self._parameters[name], dtype=E4M3)
-            for piece in self._pieces[name]:
-                piece_view(values, piece).copy_(self.part(piece, piece.box))
+            for shard in self._pieces[name]:
+                shard_view(values, shard).copy_(self.chunk(shard, shard.bounds))
             return values
         if name in self._parameters:
             return self._parameters[name]
@@ -67,22 +67,22 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.layout.buffer_names(self._rank))
 
-    def part(self, piece: Piece, box: Box) -> torch.Tensor:
-        """Global box `box`, which lies in `piece` of this rank, as it is delivered."""
-        if piece.local not in self._pieces:
-            return piece_view(self[piece.local], piece, box)
-        values = piece_view(self._parameters[piece.local], piece, box)
+    def chunk(self, shard: Shard, bounds: Slice) -> torch.Tensor:
+        """Global slice `bounds`, which lies in `shard` of this rank, as it is delivered."""
+        if shard.local not in self._pieces:
+            return shard_view(self[shard.local], shard, bounds)
+        values = shard_view(self._parameters[shard.local], shard, bounds)
         quantized = torch.empty(values.shape, dtype=E4M3, device=values.device)
-        for rows, factors in self._factors(piece.tensor, box, values.device):
-            _times(values[rows], factors, box.offset[1], quantized[rows])
+        for rows, factors in self._factors(shard.tensor, bounds, values.device):
+            _times(values[rows], factors, bounds.offset[1], quantized[rows])
         return quantized
 
-    def widened_part(self, piece: Piece, box: Box) -> torch.Tensor:
-        """What the engine multiplies by in place of `box`: values times scales, float32."""
-        quantized = self.part(piece, box)
+    def widened_chunk(self, shard: Shard, bounds: Slice) -> torch.Tensor:
+        """What the engine multiplies by in place of `bounds`: values times scales, float32."""
+        quantized = self.chunk(shard, bounds)
         widened = torch.empty(quantized.shape, dtype=torch.float32, device=quantized.device)
-        for rows, factors in self._factors(piece.tensor, box, quantized.device):
-            _times(quantized[rows], factors.reciprocal(), box.offset[1], widened[rows])
+        for rows, factors in self._factors(shard.tensor, bounds, quantized.device):
+            _times(quantized[rows], factors.reciprocal(), bounds.offset[1], widened[rows])
         return widened
 
     @contextmanager
@@ -94,45 +94,45 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
         own = {name: self._parameters[name].detach().to("cpu", copy=True) for name in self._pieces}
         try:
             with torch.no_grad():
-                for name, pieces in self._pieces.items():
-                    for piece in pieces:
-                        widened = self.widened_part(piece, piece.box)
-                        piece_view(self._parameters[name], piece).copy_(widened)
+                for name, shards in self._pieces.items():
+                    for shard in shards:
+                        widened = self.widened_chunk(shard, shard.bounds)
+                        shard_view(self._parameters[name], shard).copy_(widened)
             yield
         finally:
             with torch.no_grad():
                 for name, values in own.items():
                     self._parameters[name].detach().copy_(values)
 
-    def _factors(self, tensor: str, box: Box, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Runs of rows of a box, counted from its first, and the multipliers of each row's blocks [rows, blocks]."""
-        table, touched, wanted = self._multipliers[tensor], self._touched[tensor], block_box(*box)
+    def _factors(self, tensor: str, bounds: Slice, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Runs of rows of a slice, counted from its first, and the multipliers of each row's blocks [rows, blocks]."""
+        table, touched, wanted = self._multipliers[tensor], self._touched[tensor], block_slice(*bounds)
         first = wanted.offset[1] - touched.offset[1]
         table = table[:, first : first + wanted.shape[1]].to(device)
-        step = max(1, _CHUNK_ELEMENTS // max(1, box.shape[1]))
-        for start in range(0, box.shape[0], step):
-            stop = min(start + step, box.shape[0])
-            numbers = torch.arange(box.offset[0] + start, box.offset[0] + stop, device=device) // BLOCK
+        step = max(1, _CHUNK_ELEMENTS // max(1, bounds.shape[1]))
+        for start in range(0, bounds.shape[0], step):
+            stop = min(start + step, bounds.shape[0])
+            numbers = torch.arange(bounds.offset[0] + start, bounds.offset[0] + stop, device=device) // BLOCK
             yield slice(start, stop), table[numbers - touched.offset[0]]
 
     def _magnitudes(self, largest: LargestOverRanks) -> dict[str, torch.Tensor]:
         """Largest magnitude of every block that this rank holds a part of, whoever holds the rest."""
         found: dict[str, torch.Tensor] = {}
-        for local, pieces in self._pieces.items():
-            for piece in pieces:
-                table = torch.zeros(self._touched[piece.tensor].shape, device=self._parameters[local].device)
-                self._add_magnitudes(piece, found.setdefault(piece.tensor, table))
+        for local, shards in self._pieces.items():
+            for shard in shards:
+                table = torch.zeros(self._touched[shard.tensor].shape, device=self._parameters[local].device)
+                self._add_magnitudes(shard, found.setdefault(shard.tensor, table))
         if self.layout.shared:
             self._exchange(found, largest)
         return found
 
-    def _add_magnitudes(self, piece: Piece, table: torch.Tensor) -> None:
-        values = piece_view(self._parameters[piece.local], piece)
-        row, column = piece.global_offset
-        touched = self._touched[piece.tensor]
+    def _add_magnitudes(self, shard: Shard, table: torch.Tensor) -> None:
+        values = shard_view(self._parameters[shard.local], shard)
+        row, column = shard.global_offset
+        touched = self._touched[shard.tensor]
         first = column // BLOCK - touched.offset[1]
-        step = max(1, _CHUNK_ELEMENTS // max(1, piece.shape[1]))
-        for start in range(0, piece.shape[0], step):
+        step = max(1, _CHUNK_ELEMENTS // max(1, shard.shape[1]))
+        for start in range(0, shard.shape[0], step):
             largest = _blocks(values[start : start + step].abs(), column).amax(dim=2).float()
             numbers = torch.arange(row + start, row + start + largest.shape[0], device=values.device) // BLOCK
             columns = table[:, first : first + largest.shape[1]]
@@ -152,8 +152,8 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
                 mine[name].copy_(_inside(values.view(table.shape), self._touched[name]))
 
 
-def _inside(table: torch.Tensor, box: Box) -> torch.Tensor:
-    (row, column), (rows, columns) = box
+def _inside(table: torch.Tensor, bounds: Slice) -> torch.Tensor:
+    (row, column), (rows, columns) = bounds
     return table[row : row + rows, column : column + columns]
 
 

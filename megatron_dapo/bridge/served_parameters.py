@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_dapo.bridge.transports.base import LOAD_FORMAT, Deadline, EngineControl, encode_payload
-from megatron_dapo.parallel.peer_group import LOOPBACK, PeerError, RendezvousStore
-from megatron_dapo.parallel.reshard.delivery import Command
-from megatron_dapo.parallel.reshard.description import DESCRIBE, DescriptionChannel, read_description
-from megatron_dapo.parallel.reshard.layout import TensorSpec
+from megatron_dapo.bridge.protocol.description import DESCRIBE, DescriptionChannel, read_description
+from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, PeerError, RendezvousStore
+from megatron_dapo.bridge.protocol.receiver import Command
+from megatron_dapo.bridge.transports.base import LOAD_FORMAT, EngineControl, SyncDeadline, encode_payload
+from megatron_dapo.reshard.layout import TensorSpec
 
 
 def served_parameters(
@@ -19,7 +19,7 @@ def served_parameters(
     `host` is this machine's address as the server reaches it. Raises ValueError where a rank does not answer.
     """
     place = RendezvousStore(host, timeout_s)
-    name, deadline = place.new_name(), Deadline(timeout_s)
+    name, deadline = place.new_name(), SyncDeadline(timeout_s)
     channels = [DescriptionChannel(place.address, f"{name}/{rank}", timeout_s) for rank in range(tensor_parallel)]
     commands = [Command(id=c.key, op=DESCRIBE, delivery=name, channel=c.to_json()) for c in channels]
     control.begin_weight_update()

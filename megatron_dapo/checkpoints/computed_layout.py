@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
+from megatron_dapo.reshard.layout import Shard, TensorSpec
 
 
 class Buffer(NamedTuple):
@@ -19,13 +19,13 @@ class Buffer(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
 
 
 class Held(NamedTuple):
     """What a rank holds: pieces of global tensors, and its local buffers in model order."""
 
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     specs: Mapping[str, TensorSpec]
 
 
@@ -48,8 +48,8 @@ class ComputedLayout(ABC):
     @abstractmethod
     def _hold(self, rank: int) -> Held: ...
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        return self._at(rank).pieces
+    def shards(self, rank: int) -> tuple[Shard, ...]:
+        return self._at(rank).shards
 
     def buffer_names(self, rank: int) -> frozenset[str]:
         return frozenset(self.local_specs(rank))
@@ -72,14 +72,14 @@ class ComputedLayout(ABC):
 def whole_tensor(name: str, shape: tuple[int, ...], local: str) -> Buffer:
     """A buffer that is one tensor."""
     zeros = (0,) * len(shape)
-    return Buffer(local, shape, (Piece(name, zeros, shape, local, zeros),))
+    return Buffer(local, shape, (Shard(name, zeros, shape, local, zeros),))
 
 
 def held(buffers: Iterable[tuple[Buffer, torch.dtype]]) -> Held:
     """Of buffers and their types."""
-    pieces: list[Piece] = []
+    pieces: list[Shard] = []
     specs: dict[str, TensorSpec] = {}
     for buffer, dtype in buffers:
-        pieces += buffer.pieces
+        pieces += buffer.shards
         specs[buffer.name] = TensorSpec(buffer.shape, dtype)
     return Held(tuple(pieces), specs)

@@ -35,9 +35,9 @@ from megatron_dapo.checkpoints.megatron_checkpoint import (
 )
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter, StoredModel
-from megatron_dapo.parallel.reshard.executors import execute_from_reader
-from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
-from megatron_dapo.parallel.reshard.planner import ReshardPlan, Transfer, plan
+from megatron_dapo.reshard.execution import execute_from_reader
+from megatron_dapo.reshard.layout import Shard, TensorSpec
+from megatron_dapo.reshard.planner import ReshardPlan, Transfer, plan
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ def _rank_buffers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every local buffer of a rank as the source defines it: each element is read once, or is zero padding."""
     transfers: dict[str, list[Transfer]] = {name: [] for name in layout.local_specs(rank)}
-    pieces: dict[str, list[Piece]] = {name: [] for name in transfers}
+    pieces: dict[str, list[Shard]] = {name: [] for name in transfers}
     for transfer in reshard.receives(rank):
-        transfers[transfer.destination_piece.local].append(transfer)
-    for piece in layout.pieces(rank):
+        transfers[transfer.destination_shard.local].append(transfer)
+    for piece in layout.shards(rank):
         pieces[piece.local].append(piece)
     for name, spec in layout.local_specs(rank).items():
         buffers = {name: torch.empty(spec.shape, dtype=spec.dtype)}

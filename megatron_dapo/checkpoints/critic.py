@@ -38,9 +38,9 @@ from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES
 from megatron_dapo.checkpoints.load import RandomReader, WeightLoadReport, fill, random_normal
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.checkpoints.safetensors_file import StoredModel
-from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.executors import Buffers, PieceReader
-from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
+from megatron_dapo.reshard.execution import Buffers, ShardReader
+from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
+from megatron_dapo.reshard.slices import Slice
 
 logger = logging.getLogger(__name__)
 
@@ -163,14 +163,14 @@ class _CriticSource(StoredModel):
 
 
 class _JoinedReader:
-    """A `PieceReader` that serves some tensors from memory and the others from another reader."""
+    """A `ShardReader` that serves some tensors from memory and the others from another reader."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], others: PieceReader) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], others: ShardReader) -> None:
         self._tensors = tensors
         self._others = others
 
-    def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
-        """Copy `box` of a tensor to `out`; see `PieceReader`."""
+    def read(self, rank: int, piece: Shard, box: Slice, out: torch.Tensor) -> None:
+        """Copy `box` of a tensor to `out`; see `ShardReader`."""
         if piece.tensor not in self._tensors:
             self._others.read(rank, piece, box, out)
             return
@@ -180,7 +180,7 @@ class _JoinedReader:
 
 def _fill_with_head(
     specs: Mapping[str, TensorSpec],
-    reader: PieceReader,
+    reader: ShardReader,
     layout: MegatronLayout,
     rank: int,
     parameters: Buffers,

@@ -23,9 +23,9 @@ from megatron_dapo.checkpoints.huggingface_writer import (
 from megatron_dapo.checkpoints.load import check_buffers
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.checkpoints.safetensors_file import StoredModel
-from megatron_dapo.parallel.reshard.executors import DEFAULT_BUCKET_BYTES, Buffers, execute_distributed
-from megatron_dapo.parallel.reshard.layout import SingleHolderLayout, TensorSpec
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.execution import DEFAULT_BUCKET_BYTES, Buffers, execute_distributed
+from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
+from megatron_dapo.reshard.planner import plan
 
 DEFAULT_BATCH_BYTES = 256 << 20
 

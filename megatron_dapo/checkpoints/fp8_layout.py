@@ -22,8 +22,8 @@ from megatron_dapo.checkpoints.architecture import EMBEDDING, LM_HEAD, ROUTER
 from megatron_dapo.checkpoints.computed_layout import ComputedLayout, Held
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout
 from megatron_dapo.ops.fp8 import BLOCK, E4M3
-from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.layout import Layout, Piece, TensorSpec
+from megatron_dapo.reshard.layout import Layout, Shard, TensorSpec
+from megatron_dapo.reshard.slices import Slice
 
 SCALES = (
     "_scale_inv"  # behind the name of a tensor or parameter: its blocks' scales, as checkpoints and SGLang call them
@@ -103,10 +103,10 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def block_box(offset: Sequence[int], shape: Sequence[int]) -> Box:
+def block_slice(offset: Sequence[int], shape: Sequence[int]) -> Slice:
     """The blocks that a box of a matrix reaches into."""
     start = tuple(o // BLOCK for o in offset)
-    return Box(start, tuple(blocks_of(o + n) - s for o, n, s in zip(offset, shape, start)))
+    return Slice(start, tuple(blocks_of(o + n) - s for o, n, s in zip(offset, shape, start)))
 
 
 def _global_tensors(
@@ -121,8 +121,8 @@ def _global_tensors(
     return found | {name: TensorSpec((), _SCALE_DTYPE) for name in sorted(constants)}
 
 
-def _constant(name: str) -> Piece:
-    return Piece(name, (), (), name, ())
+def _constant(name: str) -> Shard:
+    return Shard(name, (), (), name, ())
 
 
 class Fp8EngineLayout(ComputedLayout):
@@ -137,7 +137,7 @@ class Fp8EngineLayout(ComputedLayout):
         self.quantized = frozenset(
             piece.tensor
             for rank in range(engines.tensor_parallel)
-            for piece in engines.pieces(rank)
+            for piece in engines.shards(rank)
             if piece.local in parameters.quantized
         )
         super().__init__(_global_tensors(engines.tensors, self.quantized, parameters.constants))
@@ -153,8 +153,8 @@ class Fp8EngineLayout(ComputedLayout):
         tensor = self._place(rank)
         return Held(tuple(self._pieces(tensor)), dict(self._specs(tensor)))
 
-    def _pieces(self, rank: int) -> Iterator[Piece]:
-        for piece in self.engines.pieces(rank):
+    def _pieces(self, rank: int) -> Iterator[Shard]:
+        for piece in self.engines.shards(rank):
             yield piece
             if piece.local in self.parameters.quantized:
                 yield self._scales_of(piece, rank)
@@ -171,7 +171,7 @@ class Fp8EngineLayout(ComputedLayout):
         for name in sorted(self.parameters.constants):
             yield name, TensorSpec((), _SCALE_DTYPE)
 
-    def _scales_of(self, piece: Piece, rank: int) -> Piece:
+    def _scales_of(self, piece: Shard, rank: int) -> Shard:
         """ValueError where the piece begins inside a block: SGLang refuses to load that."""
         *stack, row, column = piece.local_offset
         for dim, (start, place) in enumerate(zip(piece.global_offset, (row, column))):
@@ -183,9 +183,9 @@ class Fp8EngineLayout(ComputedLayout):
                     f"{tuple(shape)} from {_DIMS[dim]} {place} of {piece.local} on; both must begin at a multiple of "
                     f"{BLOCK}: choose a smaller sglang.tp_size, or serve this model without quantization"
                 )
-        blocks = block_box(piece.global_offset, piece.shape)
+        blocks = block_slice(piece.global_offset, piece.shape)
         place = (*stack, row // BLOCK, column // BLOCK)
-        return Piece(piece.tensor + SCALES, blocks.offset, blocks.shape, piece.local + SCALES, place)
+        return Shard(piece.tensor + SCALES, blocks.offset, blocks.shape, piece.local + SCALES, place)
 
 
 class Fp8SourceLayout:
@@ -201,20 +201,20 @@ class Fp8SourceLayout:
         self.constants = engines.parameters.constants
         self.tensors = _global_tensors(master.tensors, self.quantized, self.constants)
         # Keyed by the identity of the master's tuple, which the entry keeps alive: replicas share one tuple.
-        self._cache: dict[int, tuple[tuple[Piece, ...], tuple[Piece, ...], dict[str, Box]]] = {}
+        self._cache: dict[int, tuple[tuple[Shard, ...], tuple[Shard, ...], dict[str, Slice]]] = {}
 
     @property
     def num_ranks(self) -> int:
         return self.master.num_ranks
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+    def shards(self, rank: int) -> tuple[Shard, ...]:
         return self._rank(rank)[1]
 
     def buffer_names(self, rank: int) -> frozenset[str]:
         extra = (name + SCALES for name in self.touched(rank))
         return self.master.buffer_names(rank) | frozenset(extra) | self.constants
 
-    def touched(self, rank: int) -> Mapping[str, Box]:
+    def touched(self, rank: int) -> Mapping[str, Slice]:
         """Quantized tensor -> the blocks that a rank's part of it reaches into."""
         return self._rank(rank)[2]
 
@@ -222,7 +222,7 @@ class Fp8SourceLayout:
     def shared(self) -> tuple[str, ...]:
         """Quantized tensors of which some block is cut between ranks: their largest magnitudes must be exchanged."""
         cut: set[str] = set()
-        for pieces in {id(p): p for p in map(self.master.pieces, range(self.num_ranks))}.values():
+        for pieces in {id(p): p for p in map(self.master.shards, range(self.num_ranks))}.values():
             for name, box in self._held(pieces).items():
                 ends = (start + size for start, size in zip(*box))
                 shape = self.tensors[name].shape
@@ -230,26 +230,26 @@ class Fp8SourceLayout:
                     cut.add(name)
         return tuple(name for name in self.tensors if name in cut)
 
-    def _rank(self, rank: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...], dict[str, Box]]:
-        own = self.master.pieces(rank)
+    def _rank(self, rank: int) -> tuple[tuple[Shard, ...], tuple[Shard, ...], dict[str, Slice]]:
+        own = self.master.shards(rank)
         if id(own) not in self._cache:
-            touched = {name: block_box(*box) for name, box in self._held(own).items()}
-            scales = (Piece(name + SCALES, *box, name + SCALES, (0, 0)) for name, box in touched.items())
+            touched = {name: block_slice(*box) for name, box in self._held(own).items()}
+            scales = (Shard(name + SCALES, *box, name + SCALES, (0, 0)) for name, box in touched.items())
             self._cache[id(own)] = (own, (*own, *scales, *map(_constant, sorted(self.constants))), touched)
         return self._cache[id(own)]
 
-    def _held(self, pieces: Sequence[Piece]) -> dict[str, Box]:
+    def _held(self, pieces: Sequence[Shard]) -> dict[str, Slice]:
         """The box that the pieces of each quantized tensor form together."""
-        boxes: dict[str, list[Box]] = {}
+        boxes: dict[str, list[Slice]] = {}
         for piece in pieces:
             if piece.tensor in self.quantized:
-                boxes.setdefault(piece.tensor, []).append(piece.box)
+                boxes.setdefault(piece.tensor, []).append(piece.bounds)
         return {name: _union(name, found) for name, found in boxes.items()}
 
 
-def _union(name: str, boxes: Sequence[Box]) -> Box:
+def _union(name: str, boxes: Sequence[Slice]) -> Slice:
     starts = tuple(min(box.offset[dim] for box in boxes) for dim in range(2))
     stops = tuple(max(box.offset[dim] + box.shape[dim] for box in boxes) for dim in range(2))
-    union = Box(starts, tuple(stop - start for start, stop in zip(starts, stops)))
+    union = Slice(starts, tuple(stop - start for start, stop in zip(starts, stops)))
     assert union.volume == sum(box.volume for box in boxes), f"the parts of {name} on one rank are no box: {boxes[:4]}"
     return union

@@ -13,8 +13,8 @@ import torch
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import plain_file_name
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsReader, StoredModel
-from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
+from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
+from megatron_dapo.reshard.slices import Slice
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -79,8 +79,8 @@ class HFCheckpoint(StoredModel):
         self._readers[self.files[name]].read(name, out)
         return out
 
-    def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
-        """Read `box` of a tensor; see `PieceReader`."""
+    def read(self, rank: int, piece: Shard, box: Slice, out: torch.Tensor) -> None:
+        """Read `box` of a tensor; see `ShardReader`."""
         self._readers[self.files[piece.tensor]].read(piece.tensor, out, box)
 
     def layout(self, architecture: ModelArchitecture, *, num_ranks: int = 1) -> SingleHolderLayout:
@@ -136,7 +136,7 @@ class HFCheckpoint(StoredModel):
         spec = self.specs[name]
         shape = (min(count, spec.shape[0] - start), *spec.shape[1:])
         out = torch.empty(shape, dtype=spec.dtype)
-        self._readers[self.files[name]].read(name, out, Box((start, *(0 for _ in shape[1:])), shape))
+        self._readers[self.files[name]].read(name, out, Slice((start, *(0 for _ in shape[1:])), shape))
         return out
 
     def _check_index(self) -> None:

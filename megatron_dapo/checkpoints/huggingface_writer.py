@@ -17,7 +17,7 @@ from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.checkpoints.huggingface import INDEX_FILE, SINGLE_FILE, HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter, StoredModel
-from megatron_dapo.parallel.reshard.layout import TensorSpec
+from megatron_dapo.reshard.layout import TensorSpec
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})

@@ -12,10 +12,10 @@ import torch
 
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint, huggingface_layout
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
-from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.executors import Buffers, PieceReader, execute_from_reader
-from megatron_dapo.parallel.reshard.layout import Layout, Piece, local_holes
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.execution import Buffers, ShardReader, execute_from_reader
+from megatron_dapo.reshard.layout import Layout, Shard, local_holes
+from megatron_dapo.reshard.planner import plan
+from megatron_dapo.reshard.slices import Slice
 
 STANDARD_DEVIATION = 0.02  # of random matrices, as the initializer_range of the published configs
 
@@ -56,7 +56,7 @@ def initialize_randomly(seed: int, layout: MegatronLayout, rank: int, parameters
 
 
 def fill(
-    source: Layout, reader: PieceReader, layout: MegatronLayout, rank: int, parameters: Buffers
+    source: Layout, reader: ShardReader, layout: MegatronLayout, rank: int, parameters: Buffers
 ) -> WeightLoadReport:
     """Fill `parameters` of `rank` with what `reader` reads of `source`; padding becomes zero. Asserts that every element
     is written exactly once or is padding."""
@@ -64,7 +64,7 @@ def fill(
     transfers = plan(source, layout).receives(rank)
     with torch.no_grad():
         written = execute_from_reader(transfers, reader, parameters)
-    padding = zero_padding(layout.pieces(rank), parameters)
+    padding = zero_padding(layout.shards(rank), parameters)
     check_complete(written, padding, parameters)
     return WeightLoadReport(
         num_tensors=len({transfer.tensor for transfer in transfers}),
@@ -88,7 +88,7 @@ def check_buffers(expected: Mapping[str, tuple[int, ...]], buffers: Buffers, own
             raise ValueError(f"{owner}: {name} is {tuple(buffers[name].shape)}, the layout says {tuple(shape)}")
 
 
-def zero_padding(pieces: tuple[Piece, ...], buffers: Buffers) -> dict[str, int]:
+def zero_padding(pieces: tuple[Shard, ...], buffers: Buffers) -> dict[str, int]:
     """Set every local element that no piece covers (vocabulary padding) to zero; return their number by buffer."""
     holes = local_holes(pieces, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
     for name, boxes in holes.items():
@@ -116,8 +116,8 @@ class RandomReader:
         self._name = ""
         self._tensor = torch.zeros(0)
 
-    def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
-        """Copy `box` of a random tensor to `out`; see `PieceReader`."""
+    def read(self, rank: int, piece: Shard, box: Slice, out: torch.Tensor) -> None:
+        """Copy `box` of a random tensor to `out`; see `ShardReader`."""
         if piece.tensor != self._name:
             self._name, self._tensor = piece.tensor, self._make(piece.tensor, piece.shape)
         slices = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))

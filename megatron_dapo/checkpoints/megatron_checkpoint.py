@@ -20,10 +20,10 @@ from megatron_dapo.checkpoints.huggingface import check_weight_dtypes, untouched
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.safetensors_file import CODE_OF_DTYPE, DTYPE_OF_CODE, SafetensorsReader, StoredModel
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.reshard.boxes import Box, whole
-from megatron_dapo.parallel.reshard.executors import execute_from_reader
-from megatron_dapo.parallel.reshard.layout import Piece, SingleHolderLayout, TensorSpec
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.execution import execute_from_reader
+from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
+from megatron_dapo.reshard.planner import plan
+from megatron_dapo.reshard.slices import Slice, whole
 
 MANIFEST_FILE = "layout.json"
 UNTOUCHED_FILE = "untouched.safetensors"
@@ -87,10 +87,10 @@ class MegatronCheckpoint(StoredModel):
             raise
         self._whole = plan(self.layout, SingleHolderLayout(self.layout.tensors))
 
-    def read(self, rank: int, piece: Piece, box: Box, out: torch.Tensor) -> None:
-        """Read `box`, in global coordinates, of a piece of a rank; see `PieceReader`."""
+    def read(self, rank: int, piece: Shard, box: Slice, out: torch.Tensor) -> None:
+        """Read `box`, in global coordinates, of a piece of a rank; see `ShardReader`."""
         offset = tuple(local + o - base for local, o, base in zip(piece.local_offset, box.offset, piece.global_offset))
-        self._readers[rank_file(rank)].read(piece.local, out, Box(offset, box.shape))
+        self._readers[rank_file(rank)].read(piece.local, out, Slice(offset, box.shape))
 
     def read_local(self, rank: int, local: str) -> torch.Tensor:
         """Return one local buffer of a rank, padding included."""

@@ -22,8 +22,8 @@ from megatron_dapo.checkpoints.architecture import (
 )
 from megatron_dapo.checkpoints.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
 from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
-from megatron_dapo.parallel.reshard.boxes import Box, intersect
-from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec
+from megatron_dapo.reshard.layout import Shard, TensorSpec
+from megatron_dapo.reshard.slices import Slice, intersect
 
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this times the tensor-parallel size
 
@@ -77,9 +77,9 @@ class MegatronLayout(ComputedLayout):
 
     def _dtype_of(self, buffer: Buffer) -> torch.dtype:
         # Only vocabulary rows can be all padding.
-        dtypes = {self.tensors[piece.tensor].dtype for piece in buffer.pieces} or {self.tensors[EMBEDDING].dtype}
+        dtypes = {self.tensors[piece.tensor].dtype for piece in buffer.shards} or {self.tensors[EMBEDDING].dtype}
         if len(dtypes) > 1:
-            parts = sorted({f"{piece.tensor} {self.tensors[piece.tensor].dtype}" for piece in buffer.pieces})
+            parts = sorted({f"{piece.tensor} {self.tensors[piece.tensor].dtype}" for piece in buffer.shards})
             raise ValueError(
                 f"{buffer.name} fuses tensors of different types, which Megatron cannot hold: {', '.join(parts)}"
             )
@@ -150,21 +150,21 @@ class MegatronLayout(ComputedLayout):
     def _columns(self, local: str, name: str, part: int, num_parts: int) -> Buffer:
         rows, columns = self.tensors[name].shape
         width = columns // num_parts
-        return Buffer(local, (rows, width), (Piece(name, (0, part * width), (rows, width), local, (0, 0)),))
+        return Buffer(local, (rows, width), (Shard(name, (0, part * width), (rows, width), local, (0, 0)),))
 
     def _vocabulary(self, local: str, name: str, tensor: int) -> Buffer:
         vocab_size, hidden = self.tensors[name].shape
         rows = padded_vocabulary(vocab_size, self.parallel.tensor) // self.parallel.tensor
         start = tensor * rows
         real = min(vocab_size - start, rows)
-        pieces = (Piece(name, (start, 0), (real, hidden), local, (0, 0)),) if real > 0 else ()
+        pieces = (Shard(name, (start, 0), (real, hidden), local, (0, 0)),) if real > 0 else ()
         return Buffer(local, (rows, hidden), pieces)
 
     def _gate_up(self, local: str, prefix: str, part: int, num_parts: int) -> Buffer:
         rows, hidden = self.tensors[prefix + "gate_proj.weight"].shape
         rows //= num_parts
         pieces = tuple(
-            Piece(prefix + name + ".weight", (part * rows, 0), (rows, hidden), local, (position * rows, 0))
+            Shard(prefix + name + ".weight", (part * rows, 0), (rows, hidden), local, (position * rows, 0))
             for position, name in enumerate(("gate_proj", "up_proj"))
         )
         return Buffer(local, (2 * rows, hidden), pieces)
@@ -175,15 +175,15 @@ class MegatronLayout(ComputedLayout):
         zeros = (0,) * len(tail)
         segments = list(_interleaved_rows(self.architecture))
         num_rows = sum(rows for _, _, rows in segments) // self.parallel.tensor
-        mine = Box((tensor * num_rows,), (num_rows,))
+        mine = Slice((tensor * num_rows,), (num_rows,))
         pieces, position = [], 0
         for projection, start, rows in segments:
-            common = intersect(mine, Box((position,), (rows,)))
+            common = intersect(mine, Slice((position,), (rows,)))
             if common is not None:
                 offset, size = common.offset[0], common.shape[0]
                 source = (start + offset - position, *zeros)
                 pieces.append(
-                    Piece(pattern.format(projection), source, (size, *tail), local, (offset - mine.offset[0], *zeros))
+                    Shard(pattern.format(projection), source, (size, *tail), local, (offset - mine.offset[0], *zeros))
                 )
             position += rows
         return Buffer(local, (num_rows, *tail), tuple(pieces))

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_dapo.parallel.reshard.boxes import Box, whole
-from megatron_dapo.parallel.reshard.layout import TensorSpec
+from megatron_dapo.reshard.layout import TensorSpec
+from megatron_dapo.reshard.slices import Slice, whole
 
 DTYPE_OF_CODE: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -77,7 +77,7 @@ class SafetensorsReader:
     def close(self) -> None:
         self._file.close()
 
-    def read(self, name: str, out: torch.Tensor, box: Box | None = None) -> None:
+    def read(self, name: str, out: torch.Tensor, box: Slice | None = None) -> None:
         """Fill `out` (shape of `box`; any dtype, device and strides) with `box` of tensor `name`, by default all of it."""
         stored = self.tensors[name]
         box = box or whole(stored.spec.shape)
@@ -91,7 +91,7 @@ class SafetensorsReader:
         self._read_box(stored, box, staging)
         out.copy_(staging)
 
-    def _read_box(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
+    def _read_box(self, stored: StoredTensor, box: Slice, out: torch.Tensor) -> None:
         """Read exactly the bytes of the box, one read for each contiguous run."""
         target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())
         position = 0
@@ -174,7 +174,7 @@ def _end_of_data(tensors: Mapping[str, StoredTensor], data_start: int) -> int:
     return end
 
 
-def _runs(spec: TensorSpec, box: Box) -> list[tuple[int, int]]:
+def _runs(spec: TensorSpec, box: Slice) -> list[tuple[int, int]]:
     """Return (byte offset in the tensor, number of bytes) of each contiguous run of a box, in row-major order."""
     if box.volume == 0:
         return []

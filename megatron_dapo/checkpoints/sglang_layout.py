@@ -15,8 +15,8 @@ import torch
 
 from megatron_dapo.checkpoints.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
 from megatron_dapo.checkpoints.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
-from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.layout import Piece, TensorSpec, local_holes
+from megatron_dapo.reshard.layout import Shard, TensorSpec, local_holes
+from megatron_dapo.reshard.slices import Slice
 
 VOCABULARY_MULTIPLE = 64  # the engine pads the vocabulary to a multiple of this
 CPU_INTERMEDIATE_MULTIPLE = 32  # on a CPU the engine pads intermediate sizes to a multiple of this times its size
@@ -130,9 +130,9 @@ class SglangLayout(ComputedLayout):
     def num_ranks(self) -> int:
         return self.num_engines * self.tensor_parallel
 
-    def padding(self, rank: int) -> dict[str, tuple[Box, ...]]:
+    def padding(self, rank: int) -> dict[str, tuple[Slice, ...]]:
         """Boxes of the parameters, in local coordinates, that no tensor fills; they must be zero."""
-        holes = local_holes(self.pieces(rank), self.local_shapes(rank))
+        holes = local_holes(self.shards(rank), self.local_shapes(rank))
         return {name: boxes for name, boxes in holes.items() if boxes}
 
     def _place(self, rank: int) -> int:
@@ -192,13 +192,13 @@ class SglangLayout(ComputedLayout):
         gate_up, down = prefix + "w13_weight", prefix + "w2_weight"
         # The numbers are the same for every expert: few tuples, of which a large model would have a million.
         rows, columns = ((index * size, 0), (real, hidden)), ((0, index * size), (hidden, real))
-        gate_up_pieces: list[Piece] = []
-        down_pieces: list[Piece] = []
+        gate_up_pieces: list[Shard] = []
+        down_pieces: list[Shard] = []
         for slot, names in enumerate(self._expert_names[prefix][rank * num_local : (rank + 1) * num_local]):
             if real > 0:
-                gate_up_pieces.append(Piece(names[0], *rows, gate_up, (slot, 0, 0)))
-                gate_up_pieces.append(Piece(names[1], *rows, gate_up, (slot, size, 0)))
-                down_pieces.append(Piece(names[2], *columns, down, (slot, 0, 0)))
+                gate_up_pieces.append(Shard(names[0], *rows, gate_up, (slot, 0, 0)))
+                gate_up_pieces.append(Shard(names[1], *rows, gate_up, (slot, size, 0)))
+                down_pieces.append(Shard(names[2], *columns, down, (slot, 0, 0)))
         yield Buffer(gate_up, (num_local, 2 * size, hidden), tuple(gate_up_pieces))
         yield Buffer(down, (num_local, hidden, size), tuple(down_pieces))
 
@@ -225,7 +225,7 @@ class SglangLayout(ComputedLayout):
         """Columns [index * width, +width) of the padded matrix."""
         rows, columns = self.tensors[name].shape
         real = min(columns - index * width, width)
-        pieces = (Piece(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
+        pieces = (Shard(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
         return Buffer(name, (rows, width), pieces)
 
     def _rows(self, local: str, parts: Sequence[tuple[str, int, int]]) -> Buffer:
@@ -237,7 +237,7 @@ class SglangLayout(ComputedLayout):
         for name, index, rows in parts:
             real = min(self.tensors[name].shape[0] - index * rows, rows)
             if real > 0:
-                pieces.append(Piece(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
+                pieces.append(Shard(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
             position += rows
         return Buffer(local, (position, *tail), tuple(pieces))
 

@@ -234,7 +234,7 @@ def plan_sync(
 ) -> None:
     """What an update of the engines' weights moves, and how long it takes: bytes of every rank, messages, memory."""
     from megatron_dapo.cli.plan_sync import GB, describe_sync, plan_sync_of_recipe, to_json
-    from megatron_dapo.parallel.reshard.traffic import Links
+    from megatron_dapo.reshard.traffic import Links
 
     try:
         figures = plan_sync_of_recipe(

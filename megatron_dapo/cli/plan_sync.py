@@ -16,9 +16,9 @@ from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.config import layout_overrides, load_config
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.reshard.layout import Layout, ShiftedLayout
-from megatron_dapo.parallel.reshard.planner import plan
-from megatron_dapo.parallel.reshard.traffic import Links, TrafficTable, traffic_table
+from megatron_dapo.reshard.layout import Layout, ShiftedLayout
+from megatron_dapo.reshard.planner import plan
+from megatron_dapo.reshard.traffic import Links, TrafficTable, traffic_table
 from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, EXPECTED_SOURCES
 from megatron_dapo.trainer.topology import parallel_layout
 

@@ -308,7 +308,7 @@ def _file_bytes(file: Path) -> int:
 
 def shared_memory_folder() -> Path:
     """Where weights for servers on this machine pass through."""
-    from megatron_dapo.bridge.transports.colocated import default_folder
+    from megatron_dapo.bridge.transports.shared_memory import default_folder
 
     return default_folder()
 
@@ -331,8 +331,8 @@ def run_folder_problem(folder: Path) -> str:
 
 def ports_problem(host: str, count: int) -> str:
     """Why `count` ports cannot be had on `host` at once, "" where they can. They are given back."""
+    from megatron_dapo.bridge.protocol.peer_group import LOOPBACK
     from megatron_dapo.engines.sglang.ports import listen_address, reserve_port
-    from megatron_dapo.parallel.peer_group import LOOPBACK
 
     host = listen_address(host, LOOPBACK).bind
     with ExitStack() as stack:

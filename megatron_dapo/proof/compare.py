@@ -11,8 +11,8 @@ import torch
 
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.collectives import communication_device, sum_over
-from megatron_dapo.parallel.reshard.boxes import Box
-from megatron_dapo.parallel.reshard.layout import Piece, local_holes, piece_view
+from megatron_dapo.reshard.layout import Shard, local_holes, shard_view
+from megatron_dapo.reshard.slices import Slice
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class GradientDifference:
     tensor: str
 
 
-def global_part(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+def global_part(whole: torch.Tensor, piece: Shard) -> torch.Tensor:
     """The part of the whole tensor that `piece` holds."""
     return whole[
         tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
@@ -36,8 +36,8 @@ def fill_from_whole(
     """Set a rank's local parameters from whole tensors; padding becomes zero."""
     for parameter in parameters.values():
         parameter.zero_()
-    for piece in layout.pieces(rank):
-        piece_view(parameters[piece.local], piece).copy_(global_part(whole[piece.tensor], piece))
+    for piece in layout.shards(rank):
+        shard_view(parameters[piece.local], piece).copy_(global_part(whole[piece.tensor], piece))
 
 
 def compare_gradients(
@@ -48,9 +48,9 @@ def compare_gradients(
     names = list(right)
     sums = torch.zeros(2, len(names), dtype=torch.float64, device=communication_device())
     place = {name: index for index, name in enumerate(names)}
-    for piece in layout.pieces(rank):
+    for piece in layout.shards(rank):
         wanted = global_part(right[piece.tensor], piece).double()
-        ours = piece_view(gradients[piece.local], piece).to(wanted.device, torch.float64)
+        ours = shard_view(gradients[piece.local], piece).to(wanted.device, torch.float64)
         sums[0, place[piece.tensor]] += (ours - wanted).square().sum()
         sums[1, place[piece.tensor]] += wanted.square().sum()
     totals = sum_over({"sums": sums, "padding": _padding_sum(gradients, layout, rank)})
@@ -68,11 +68,11 @@ def compare_gradients(
 def _padding_sum(gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int) -> float:
     """Sum of absolute gradients of everything that no piece covers."""
     shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-    holes = local_holes(layout.pieces(rank), shapes)
+    holes = local_holes(layout.shards(rank), shapes)
     return sum(
         float(_region(gradients[name], box).abs().double().sum()) for name, boxes in holes.items() for box in boxes
     )
 
 
-def _region(buffer: torch.Tensor, box: Box) -> torch.Tensor:
+def _region(buffer: torch.Tensor, box: Slice) -> torch.Tensor:
     return buffer[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))]

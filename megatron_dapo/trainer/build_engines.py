@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.bridge.weight_sync import replica_sync
+from megatron_dapo.bridge.replica_sync import replica_sync
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.delivery_plan import DeliveryPlan, EngineLayout
-from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate, Transport, UpdateTimeouts
+from megatron_dapo.bridge.protocol.description import specs_from_json, specs_to_json
+from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, Address, PeerGroup, RendezvousStore, join
 from megatron_dapo.bridge.served_parameters import served_parameters
+from megatron_dapo.bridge.sync_plan import EngineLayout, SyncPlan
 from megatron_dapo.bridge.transports.base import GroupCoordinator
-from megatron_dapo.bridge.transports.colocated import ColocatedTransport
 from megatron_dapo.bridge.transports.disk import DiskTransport
-from megatron_dapo.bridge.transports.peer import PeerSettings, PeerTransport
+from megatron_dapo.bridge.transports.p2p import P2PSettings, P2PTransport
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
+from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Transport, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
@@ -42,12 +44,10 @@ from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.nodes import NodeTopology, host_names, node_topology
-from megatron_dapo.parallel.peer_group import LOOPBACK, Address, PeerGroup, RendezvousStore, join
 from megatron_dapo.parallel.rank_set import RankSet
-from megatron_dapo.parallel.reshard.description import specs_from_json, specs_to_json
-from megatron_dapo.parallel.reshard.executors import Buffers
-from megatron_dapo.parallel.reshard.layout import Layout, ShiftedLayout, TensorSpec
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.execution import Buffers
+from megatron_dapo.reshard.layout import Layout, ShiftedLayout, TensorSpec
+from megatron_dapo.reshard.planner import plan
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.elsewhere import without_engines
 from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, WEIGHTS, ServedWeights
@@ -89,7 +89,7 @@ def start_sglang(config: Config, part: RankSet, stack: ExitStack) -> Callable[[M
         return lambda actor: without_engines()
     architecture = ModelArchitecture.from_directory(config.model.path)
     # ValueError before anything starts where servers cannot hold the model cut like this.
-    _expected(site, architecture).pieces(0)
+    _expected(site, architecture).shards(0)
     servers = _servers(site)
     stack.callback(servers.close)
     device = _shared_gpu(site, architecture)
@@ -292,16 +292,16 @@ def _update(
     weights: ServedWeights,
     device: SharedDevice | None,
     controls: dict[int, SglangClient],
-) -> EngineUpdate:
+) -> WeightSync:
     """The state machine of updates over the configured transport."""
     engines = _engines(site, actor.architecture, len(servers.leaders))
     pair = weights.layouts(engines, partial(_describe, site, controls))
     handles = EngineHandles(servers.leaders, controls)
     delivery, transport = _TRANSPORTS[site.config.sglang.weight_sync_transport](site, handles, *pair)
     seconds = site.config.sglang.weight_sync_timeout_seconds
-    timeouts = UpdateTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
+    timeouts = SyncTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
     release_cache = device.release_cache if device else None
-    return EngineUpdate(
+    return WeightSync(
         delivery, handles, transport, GroupCoordinator(site.everyone), timeouts, release_cache=release_cache
     )
 
@@ -330,11 +330,11 @@ def _bucket_bytes(site: _Site) -> int:
 
 def _by_memory(
     site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout
-) -> tuple[DeliveryPlan, Transport]:
+) -> tuple[SyncPlan, Transport]:
     reshard = plan(source, engines, ranks_per_node=site.nodes.ranks_per_node)
-    delivery = DeliveryPlan(reshard, engines, _bucket_bytes(site))
+    delivery = SyncPlan(reshard, engines, _bucket_bytes(site))
     peers = _all_ranks(site) if site.nodes.num_nodes > 1 else None
-    transport = ColocatedTransport(
+    transport = SharedMemoryTransport(
         delivery,
         handles,
         site.rank,
@@ -375,23 +375,17 @@ def _own_address(site: _Site) -> str:
     return Address(rendezvous_host(), 1).local_host()
 
 
-def _by_peers(
-    site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout
-) -> tuple[DeliveryPlan, Transport]:
+def _by_peers(site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
     offset = site.num_ranks
     reshard = plan(source, ShiftedLayout(engines, offset), ranks_per_node=site.nodes.ranks_per_node)
-    delivery = DeliveryPlan(reshard, engines, _bucket_bytes(site), rank_offset=offset)
-    settings = PeerSettings(host=_own_address(site), backend="nccl" if site.device == "cuda" else "gloo")
-    return delivery, PeerTransport(delivery, handles, GroupCoordinator(site.everyone), settings)
+    delivery = SyncPlan(reshard, engines, _bucket_bytes(site), rank_offset=offset)
+    settings = P2PSettings(host=_own_address(site), backend="nccl" if site.device == "cuda" else "gloo")
+    return delivery, P2PTransport(delivery, handles, GroupCoordinator(site.everyone), settings)
 
 
-def _by_disk(
-    site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout
-) -> tuple[DeliveryPlan, Transport]:
+def _by_disk(site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
     config = site.config
-    delivery = DeliveryPlan(
-        plan(source, engines, ranks_per_node=site.nodes.ranks_per_node), engines, _bucket_bytes(site)
-    )
+    delivery = SyncPlan(plan(source, engines, ranks_per_node=site.nodes.ranks_per_node), engines, _bucket_bytes(site))
 
     def export(folder: Path, sources: Buffers) -> None:
         export_to_huggingface(folder, config.model.path, source, sources, site.part.group)
@@ -401,7 +395,7 @@ def _by_disk(
     return delivery, DiskTransport(delivery, handles, folder, export, GroupCoordinator(site.everyone))
 
 
-_TRANSPORTS: dict[str, Callable[..., tuple[DeliveryPlan, Transport]]] = {
+_TRANSPORTS: dict[str, Callable[..., tuple[SyncPlan, Transport]]] = {
     "shared_memory": _by_memory,
     "p2p": _by_peers,
     "disk": _by_disk,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from megatron_dapo.bridge.weight_sync import WeightSync
+from megatron_dapo.bridge.replica_sync import ReplicaSync
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.trainer.driven_engine import Publisher
@@ -32,7 +32,7 @@ class EmbeddedPublisher:
     """Publishes policy versions to engines inside the trainer's processes: every rank holds shards and an engine."""
 
     def __init__(
-        self, sync: WeightSync, parameters: Callable[[], Mapping[str, torch.Tensor]], engine: DistributedEmbeddedEngine
+        self, sync: ReplicaSync, parameters: Callable[[], Mapping[str, torch.Tensor]], engine: DistributedEmbeddedEngine
     ) -> None:
         self._sync = sync
         self._parameters = parameters

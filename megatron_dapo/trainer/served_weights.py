@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dapo.bridge.delivery_plan import EngineLayout
 from megatron_dapo.bridge.fp8_weights import Fp8Weights, LargestOverRanks
+from megatron_dapo.bridge.sync_plan import EngineLayout
 from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, expected_parameters, read_parameters
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout
-from megatron_dapo.parallel.reshard.executors import Buffers
-from megatron_dapo.parallel.reshard.layout import Layout, TensorSpec
+from megatron_dapo.reshard.execution import Buffers
+from megatron_dapo.reshard.layout import Layout, TensorSpec
 
 Describe = Callable[[], Sequence[Mapping[str, TensorSpec]]]
 """Asks a server for the parameters of each of its ranks; the answer is on every rank. Collective."""

@@ -175,7 +175,7 @@ def fill_local(
     """Cut this rank's local buffers out of whole tensors, padding being zero."""
     for buffer in local.values():
         buffer.zero_()
-    for piece in tensors.pieces(rank):
+    for piece in tensors.shards(rank):
         there = tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
         here = tuple(slice(start, start + size) for start, size in zip(piece.local_offset, piece.shape, strict=True))
         local[piece.local][here] = source[piece.tensor][there].to(local[piece.local].dtype)

@@ -22,9 +22,9 @@ from actor_checks import (
     ragged_batch,
 )
 from actor_checks import loss_fn as policy_loss
+from replica_checks import drifted_replicas
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.bridge.replicas import drifted_replicas
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic

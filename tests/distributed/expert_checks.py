@@ -16,9 +16,9 @@ from actor_checks import (
     parity_of_layouts,
     sequences,
 )
+from replica_checks import drifted_replicas
 from safetensors.torch import load_file
 
-from megatron_dapo.bridge.replicas import drifted_replicas
 from megatron_dapo.checkpoints.convert import first_difference
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from megatron_dapo.parallel.peer_group import Address, PeerError, PeerGroup, join
+from megatron_dapo.bridge.protocol.peer_group import Address, PeerError, PeerGroup, join
 
 PATIENCE_S = 20.0  # of whoever waits for a failure that must come sooner
 NUM_ELEMENTS = 1 << 20

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from replica_checks import drifted_replicas
 from safetensors.torch import load_file
 
-from megatron_dapo.bridge.replicas import drifted_replicas
-from megatron_dapo.bridge.weight_sync import WeightSync, replica_sync
+from megatron_dapo.bridge.replica_sync import ReplicaSync, replica_sync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.reshard.layout import ExplicitLayout, Piece, TensorSpec, flat_range_pieces
-from megatron_dapo.parallel.reshard.regions import owned_boxes
+from megatron_dapo.reshard.layout import ExplicitLayout, Shard, TensorSpec, flat_range_shards
+from megatron_dapo.reshard.regions import owned_slices
 
 Tensors = dict[str, torch.Tensor]
 
@@ -53,7 +53,7 @@ def sync(rank: int, world: int, folder: Path, output: Path) -> None:
             for scale in (1.0, 2.0):
                 report = update.execute({name: tensor * scale for name, tensor in parameters.items()}, engine)
                 assert all(torch.equal(engine[name], (tensor * scale).to(dtype)) for name, tensor in stored.items())
-            local = sum(t.box.volume for t in update.plan.receives(rank) if t.source == rank)
+            local = sum(t.bounds.volume for t in update.plan.receives(rank) if t.source == rank)
             assert report.bytes_received == dtype.itemsize * (layout.architecture.num_parameters - local)
             assert report.bytes_local == 4 * local
             doubled = {name: tensor * 2 for name, tensor in parameters.items()}
@@ -98,16 +98,16 @@ def megatron(rank: int, world: int, folder: Path, output: Path) -> None:
     for parallel in parallels:
         destination, expected = loaded(folder, parallel, rank)
         filled = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-        update = WeightSync(layout, destination, dist.group.WORLD, bucket_bytes=5_000)
+        update = ReplicaSync(layout, destination, dist.group.WORLD, bucket_bytes=5_000)
         update.execute(parameters, filled)
         assert all(torch.equal(filled[name], expected[name]) for name in expected), parallel.describe()
         update.verify(parameters, filled)
         layout, parameters = destination, filled
     name = next(n for n in parameters if n.endswith("linear_proj.weight"))
-    owner = next(r for r in range(world) if any(piece.local == name for _, piece in owned_boxes(destination)[r]))
+    owner = next(r for r in range(world) if any(shard.local == name for _, shard in owned_slices(destination)[r]))
     if rank == owner:
         parameters[name][0, 0] += 1
-    same = WeightSync(destination, destination, dist.group.WORLD)
+    same = ReplicaSync(destination, destination, dist.group.WORLD)
     fails(RuntimeError, lambda: same.verify(expected, parameters))
 
 
@@ -151,12 +151,12 @@ def ranges(rank: int, world: int, folder: Path, output: Path) -> None:
         specs = {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
         values = {name: torch.arange(spec.num_elements).view(spec.shape).to(dtype) for name, spec in specs.items()}
         cuts, rows = [0, 13, 13, 62, 105], [0, 1, 1, 4, 7]
-        flat = [flat_range_pieces("w", shapes["w"], *cut, "w", 2) for cut in zip(cuts, cuts[1:])]
-        others = (Piece("b", (0,), (11,), "b", (0,)), Piece("s", (), (), "s", ()))
+        flat = [flat_range_shards("w", shapes["w"], *cut, "w", 2) for cut in zip(cuts, cuts[1:])]
+        others = (Shard("b", (0,), (11,), "b", (0,)), Shard("s", (), (), "s", ()))
         source = ExplicitLayout(specs, tuple(flat[:-1]) + (flat[-1] + others,))
         destination = ExplicitLayout(
             specs,
-            tuple((Piece("w", (a, 0, 0), (b - a, 5, 3), "w", (0, 0, 0)), *others) for a, b in zip(rows, rows[1:])),
+            tuple((Shard("w", (a, 0, 0), (b - a, 5, 3), "w", (0, 0, 0)), *others) for a, b in zip(rows, rows[1:])),
         )
         held = {name: tensor.clone() for name, tensor in values.items() if name != "w" and rank == world - 1}
         if flat[rank]:
@@ -166,7 +166,7 @@ def ranges(rank: int, world: int, folder: Path, output: Path) -> None:
             "b": torch.zeros(11, dtype=dtype),
             "s": torch.zeros((), dtype=dtype),
         }
-        update = WeightSync(source, destination, dist.group.WORLD, bucket_bytes=20)
+        update = ReplicaSync(source, destination, dist.group.WORLD, bucket_bytes=20)
         update.execute(held, filled)
         update.verify(held, filled)
         assert torch.equal(filled["w"], values["w"][rows[rank] : rows[rank + 1]])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from delivery_simulation import (
+from safetensors.torch import load_file, save_file
+from sync_simulation import (
     PATIENT,
     Meeting,
     SimulatedEngine,
@@ -17,15 +18,14 @@ from delivery_simulation import (
     run_ranks,
     small_architecture,
 )
-from safetensors.torch import load_file, save_file
 
-from megatron_dapo.bridge.engine_update import EngineHandles, EngineUpdate
 from megatron_dapo.bridge.transports.disk import DiskTransport
+from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.reshard.executors import execute_in_memory
-from megatron_dapo.parallel.reshard.layout import ReplicatedLayout, SingleHolderLayout
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.execution import execute_in_memory
+from megatron_dapo.reshard.layout import ReplicatedLayout, SingleHolderLayout
+from megatron_dapo.reshard.planner import plan
 
 TP2_PP2 = ParallelLayout(4, tensor=2, pipeline=2)
 
@@ -92,18 +92,18 @@ def world() -> World:
     return World(small_architecture(), TP2_PP2, tensor_parallel=2)
 
 
-def updates(world: World, engine: DiskEngine, folder: Path, exporter: Exporter) -> list[EngineUpdate]:
+def updates(world: World, engine: DiskEngine, folder: Path, exporter: Exporter) -> list[WeightSync]:
     meeting = Meeting(world.size)
     result = []
     for rank in range(world.size):
         handles = EngineHandles(world.leaders, {0: engine} if world.leaders[0] == rank else {})
         coordinator = ThreadCoordinator(meeting, rank)
         transport = DiskTransport(world.plan, handles, folder, exporter.of_rank(rank), coordinator)
-        result.append(EngineUpdate(world.plan, handles, transport, coordinator, PATIENT, "session"))
+        result.append(WeightSync(world.plan, handles, transport, coordinator, PATIENT, "session"))
     return result
 
 
-def update_all(everyone: Sequence[EngineUpdate], version: int, weights) -> list:
+def update_all(everyone: Sequence[WeightSync], version: int, weights) -> list:
     return run_ranks(len(everyone), lambda rank: everyone[rank].update(version, weights[rank]))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.parallel.peer_group import LOOPBACK, PeerError, RendezvousClient, RendezvousStore, join
+from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, PeerError, RendezvousClient, RendezvousStore, join
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("peer_worker.py")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from delivery_simulation import World
 from safetensors.torch import load_file, save_file
+from sync_simulation import World
 from transformers import (
     AutoModelForCausalLM,
     Qwen2Config,
@@ -22,11 +22,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_dapo.bridge.delivery_plan import DeliveryPlan
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.bridge.sync_plan import SyncPlan
 from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, read_parameters
 from megatron_dapo.ops.fp8 import quantize_weight
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.planner import plan
 from tools.prove_resume import QUICKSTART
 
 FAMILIES = {
@@ -131,7 +131,7 @@ class Fp8World(World):
         self.layout = Fp8EngineLayout(self.layout, read_parameters(self.layout, described))
         self.fp8 = Fp8SourceLayout(self.source, self.layout)
         self.reshard = plan(self.fp8, self.layout, ranks_per_node=self.nodes.ranks_per_node)
-        self.plan = DeliveryPlan(self.reshard, self.layout, self.plan.bucket_bytes)
+        self.plan = SyncPlan(self.reshard, self.layout, self.plan.bucket_bytes)
 
     def sources(self, model: dict[str, torch.Tensor]) -> list[Fp8Weights]:
         """What every trainer rank delivers of the Hugging Face tensors. Ranks are made one after the other, so the first

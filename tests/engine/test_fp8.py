@@ -12,12 +12,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
-from delivery_simulation import World, run_ranks
 from fp8_world import Fp8World, in_fp8, save_model, transformers_logprobs, weights_of
+from sync_simulation import World, run_ranks
 
-from megatron_dapo.bridge.engine_update import UpdateReport, UpdateTimeouts
 from megatron_dapo.bridge.served_parameters import served_parameters
-from megatron_dapo.bridge.transports.colocated import ColocatedTransport, default_folder
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_folder
+from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.fp8_layout import SCALES, expected_parameters, read_parameters
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
@@ -26,7 +26,7 @@ from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.parallel.layout import ParallelLayout
 
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 300, 44, 3]
-PATIENT = UpdateTimeouts(120, 120, 120, 120, 200, 120, 60)
+PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
 VERSIONS = iter(range(1, 1000))
 BUCKET_BYTES = 64 << 10
 # Model, engine ranks, element type of activations, trainer layout, largest gap to the same weights in transformers. Of
@@ -50,8 +50,8 @@ class Setup:
     tolerance: float
 
     def update(
-        self, scale: float, *, world: World | None = None, transport_of: Any = ColocatedTransport
-    ) -> UpdateReport:
+        self, scale: float, *, world: World | None = None, transport_of: Any = SharedMemoryTransport
+    ) -> SyncReport:
         """One update by all ranks; in FP8, or by a `world` that knows nothing of it."""
         chosen = world or self.world
         arguments = (PATIENT,)
@@ -61,7 +61,7 @@ class Setup:
         state, version = weights_of(self.folder, scale), next(VERSIONS)
         sources = self.world.sources(state) if world is None else [chosen.shards(state, r) for r in range(chosen.size)]
         outcomes = run_ranks(chosen.size, lambda rank: updates[rank].update(version, sources[rank]), 280)
-        assert all(isinstance(outcome, UpdateReport) for outcome in outcomes), outcomes
+        assert all(isinstance(outcome, SyncReport) for outcome in outcomes), outcomes
         return outcomes[0]
 
     def gap(self, scale: float, *, rounded: bool = True) -> float:
@@ -120,7 +120,7 @@ def test_sync_after_sync_is_the_rounding_of_the_whole_tensors(setup):
     assert report.peak_bytes < 2 * BUCKET_BYTES + (2 << 20)
 
 
-class CorruptedScale(ColocatedTransport):
+class CorruptedScale(SharedMemoryTransport):
     """One bit of the first scale changes between the trainer's write and the engine's read."""
 
     def _announce(self, state, bucket) -> None:

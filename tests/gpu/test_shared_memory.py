@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 READER = """
 import json, sys, torch
 torch.cuda.init()
-from megatron_dapo.parallel.reshard.cuda_memory import open_shared
+from megatron_dapo.bridge.protocol.cuda_memory import open_shared
 memory = open_shared(json.loads(sys.stdin.readline()))
 print(int(memory.view(torch.int64).sum()), flush=True)
 sys.stdin.readline()
@@ -48,7 +48,7 @@ def _say(process: subprocess.Popen[str], line: str) -> str:
 
 
 def test_both_processes_see_the_same_bytes(reader) -> None:
-    from megatron_dapo.parallel.reshard.cuda_memory import share
+    from megatron_dapo.bridge.protocol.cuda_memory import share
 
     memory = torch.arange(1 << 17, device="cuda").view(torch.uint8)
     expected = int(memory.view(torch.int64).sum())
@@ -60,7 +60,7 @@ def test_both_processes_see_the_same_bytes(reader) -> None:
 
 
 def test_a_view_of_a_larger_storage_is_shared_whole(reader) -> None:
-    from megatron_dapo.parallel.reshard.cuda_memory import share
+    from megatron_dapo.bridge.protocol.cuda_memory import share
 
     storage = torch.ones(4096, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
@@ -68,7 +68,7 @@ def test_a_view_of_a_larger_storage_is_shared_whole(reader) -> None:
 
 
 def test_a_gpu_that_is_not_visible_is_named() -> None:
-    from megatron_dapo.parallel.reshard.cuda_memory import open_shared, share
+    from megatron_dapo.bridge.protocol.cuda_memory import open_shared, share
 
     shared = share(torch.zeros(8, dtype=torch.uint8, device="cuda"))
     with pytest.raises(ValueError, match="GPU elsewhere is not visible in this process"):
@@ -103,14 +103,14 @@ def test_weights_arrive_bit_for_bit_through_slots(colocated, slots) -> None:
 
 def test_a_byte_that_is_changed_on_the_way_is_noticed(colocated, monkeypatch) -> None:
     """Otherwise the test above would prove nothing."""
-    from megatron_dapo.bridge.transports import colocated as transport
+    from megatron_dapo.bridge.transports import shared_memory as transport
 
     def spoil(bucket: Any, source: int, sources: Any, data: torch.Tensor, *more: Any) -> int:
         written = original(bucket, source, sources, data, *more)
         data[0] += 1
         return written
 
-    original = transport.write_parts
-    monkeypatch.setattr(transport, "write_parts", spoil)
+    original = transport.write_chunks
+    monkeypatch.setattr(transport, "write_chunks", spoil)
     with pytest.raises(RuntimeError, match="engine 0 does not"):
         colocated.deliver_verified(colocated.update("gpu"))

@@ -1,7 +1,7 @@
 """What transports and the state machine share: the orders, the outcome, engines, and agreement with a deadline.
 
-A delivery is collective: every trainer rank calls `Transport.deliver` with the same `Order`. Each engine has one
-leader, the trainer rank that speaks HTTP to it. A failure of an engine is data (`Delivered.failures`) and must not keep
+A delivery is collective: every trainer rank calls `Transport.deliver` with the same `SyncRequest`. Each engine has one
+leader, the trainer rank that speaks HTTP to it. A failure of an engine is data (`TransferResult.failures`) and must not keep
 the other engines from their weights; a failure of a trainer rank is a `CoordinationError` on all others, within the
 deadline.
 
@@ -9,11 +9,11 @@ What a transport does for each engine rank, in this order, whatever carries the 
 
     begin    Command(op="begin", manifest=plan.manifest(...))
     bucket   Command(op="bucket", bucket=plan.buckets(...)[k].header) + its bytes, for every k in order
-    finish   Command(op="finish")                                  -> Report with the checksums of all parameters
+    finish   Command(op="finish")                                  -> Reply with the checksums of all parameters
 
-A message holds one or several commands and is answered by one Report, on its last command or on the first one that
+A message holds one or several commands and is answered by one Reply, on its last command or on the first one that
 failed: none is carried out behind that. A transport that has the weights loaded in another way sends
-Command(op="adopt", manifest=...) instead. A Report whose id is not the last command's, or none, is a failure.
+Command(op="adopt", manifest=...) instead. A Reply whose id is not the last command's, or none, is a failure.
 `expected` sums what this rank wrote; the state machine adds it up over ranks and compares.
 """
 
@@ -31,12 +31,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.delivery_plan import ExpectedChecksums
+from megatron_dapo.bridge.protocol.receiver import Command, Reply
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums
 from megatron_dapo.parallel.collectives import communication_device
-from megatron_dapo.parallel.reshard.delivery import Command, Report
-from megatron_dapo.parallel.reshard.executors import Buffers
+from megatron_dapo.reshard.execution import Buffers
 
-LOAD_FORMAT = "megatron_dapo.engines.sglang.weight_loader.load"
+LOAD_FORMAT = "megatron_dapo.bridge.protocol.weight_loader.load"
 Result = TypeVar("Result")
 
 
@@ -76,7 +76,7 @@ class EngineHandles:
         return tuple(engine for engine in engines if self.leaders[engine] == rank)
 
 
-class Deadline:
+class SyncDeadline:
     """A moment on the monotonic clock that may not be passed."""
 
     def __init__(self, seconds: float) -> None:
@@ -94,7 +94,7 @@ class Deadline:
 
 
 @dataclass(frozen=True)
-class Order:
+class SyncRequest:
     """One delivery, the same on every rank."""
 
     delivery: str  # unique
@@ -105,12 +105,12 @@ class Order:
 
 
 @dataclass
-class Delivered:
+class TransferResult:
     """What one rank knows after `Transport.deliver`."""
 
     expected: ExpectedChecksums
     failures: dict[int, str] = field(default_factory=dict)  # engine -> first reason this rank saw
-    reports: dict[int, tuple[Report, ...]] = field(default_factory=dict)  # engines this rank leads: finish of each rank
+    reports: dict[int, tuple[Reply, ...]] = field(default_factory=dict)  # engines this rank leads: finish of each rank
     num_bytes: dict[int, int] = field(default_factory=dict)  # engines this rank leads: copied into parameters
     peak_bytes: int = 0  # largest extra memory for one engine rank
 
@@ -121,7 +121,7 @@ class Delivered:
 class Transport(Protocol):
     """Carries out deliveries. One object for the run; it may keep connections and memory between deliveries."""
 
-    def deliver(self, order: Order, sources: Buffers, deadline: Deadline) -> Delivered:
+    def deliver(self, order: SyncRequest, sources: Buffers, deadline: SyncDeadline) -> TransferResult:
         """Brings this rank's share to all engines of the order, and has them verify. Collective.
 
         Returns by the deadline; raises CoordinationError where another trainer rank did not take part.
@@ -174,29 +174,29 @@ class GroupCoordinator:
         return dist.get_world_size(self._group)
 
     def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
-        deadline = Deadline(timeout_s)
+        deadline = SyncDeadline(timeout_s)
         payload = _json_bytes(value)
         # Short values, which most are, fit behind their length: one meeting instead of two.
-        parts = self._gather(_framed(payload, _SHORT_BYTES), what, deadline)
-        longest = max(_length(part) for part in parts)
+        chunks = self._gather(_framed(payload, _SHORT_BYTES), what, deadline)
+        longest = max(_length(chunk) for chunk in chunks)
         if longest > _SHORT_BYTES - _LENGTH_BYTES:
-            parts = self._gather(_framed(payload, _LENGTH_BYTES + longest), what, deadline)
-        return [json.loads(part[_LENGTH_BYTES : _LENGTH_BYTES + _length(part)]) for part in parts]
+            chunks = self._gather(_framed(payload, _LENGTH_BYTES + longest), what, deadline)
+        return [json.loads(chunk[_LENGTH_BYTES : _LENGTH_BYTES + _length(chunk)]) for chunk in chunks]
 
-    def _gather(self, own: bytearray, what: str, deadline: Deadline) -> list[bytes]:
+    def _gather(self, own: bytearray, what: str, deadline: SyncDeadline) -> list[bytes]:
         """Every rank's bytes, equally many."""
         tensor = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         self._finish(lambda: dist.all_gather(gathered, tensor, group=self._group, async_op=True), what, deadline)
-        return [bytes(part.tolist()) for part in gathered]
+        return [bytes(chunk.tolist()) for chunk in gathered]
 
     def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         total = values.to(self._device, copy=True)
-        deadline = Deadline(timeout_s)
+        deadline = SyncDeadline(timeout_s)
         self._finish(lambda: dist.all_reduce(total, group=self._group, async_op=True), what, deadline)
         return total.to(values.device)
 
-    def _finish(self, start: Callable[[], Any], what: str, deadline: Deadline) -> None:
+    def _finish(self, start: Callable[[], Any], what: str, deadline: SyncDeadline) -> None:
         if self._broken:
             raise CoordinationError(f"{what}: not tried, the trainer's ranks have lost each other ({self._broken})")
         try:
@@ -253,7 +253,7 @@ class Call(Generic[Result]):
         """Whether it has ended, well or not."""
         return self._done.wait(seconds)
 
-    def result(self, deadline: Deadline, what: str) -> Result:
+    def result(self, deadline: SyncDeadline, what: str) -> Result:
         """What the call returned or raised; TimeoutError at the deadline."""
         if not self.wait(deadline.left_s):
             raise TimeoutError(f"{what} took longer than {deadline.seconds:.1f} s")
@@ -264,7 +264,7 @@ class Call(Generic[Result]):
 
 def call_within(function: Callable[[], Result], seconds: float, what: str) -> Result:
     """`function()`, given up after `seconds`: TimeoutError that says what was waited for."""
-    return Call(function).result(Deadline(seconds), what)
+    return Call(function).result(SyncDeadline(seconds), what)
 
 
 def reason_of(error: BaseException) -> str:
@@ -278,10 +278,10 @@ def encode_payload(*commands: Command) -> bytes:
     return pickle.dumps([(command.encode(), torch.empty(0)) for command in commands], protocol=4)
 
 
-def check_report(text: str, *commands: Command) -> Report:
+def check_report(text: str, *commands: Command) -> Reply:
     """The report on a message of `commands`. ValueError where it belongs to another message, says that a command
     failed, or does not reach the last one."""
-    report = Report.decode(text)
+    report = Reply.decode(text)
     if not report.ok and any(report.id == command.id for command in commands):
         raise ValueError(f"{report.op}: {report.message or 'the engine reports a failure without a reason'}")
     if report.id != commands[-1].id:

@@ -12,22 +12,22 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_dapo.bridge.delivery_plan import DeliveryPlan, ExpectedChecksums
+from megatron_dapo.bridge.protocol.receiver import Command, Reply
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
     Call,
     Coordinator,
-    Deadline,
-    Delivered,
     EngineControl,
     EngineHandles,
-    Order,
+    SyncDeadline,
+    SyncRequest,
+    TransferResult,
     check_report,
     encode_payload,
     reason_of,
 )
-from megatron_dapo.parallel.reshard.delivery import Command, Report
-from megatron_dapo.parallel.reshard.executors import Buffers
+from megatron_dapo.reshard.execution import Buffers
 
 PREFIX = "weights-"
 
@@ -46,7 +46,7 @@ class DiskTransport:
     """
 
     def __init__(
-        self, plan: DeliveryPlan, handles: EngineHandles, folder: Path, export: Export, coordinator: Coordinator
+        self, plan: SyncPlan, handles: EngineHandles, folder: Path, export: Export, coordinator: Coordinator
     ) -> None:
         self.plan = plan
         self.handles = handles
@@ -55,8 +55,8 @@ class DiskTransport:
         self.coordinator = coordinator
         self.rank = coordinator.rank
 
-    def deliver(self, order: Order, sources: Buffers, deadline: Deadline) -> Delivered:
-        outcome = Delivered(ExpectedChecksums(self.plan))
+    def deliver(self, order: SyncRequest, sources: Buffers, deadline: SyncDeadline) -> TransferResult:
+        outcome = TransferResult(ExpectedChecksums(self.plan))
         target = self.folder / f"{PREFIX}{order.delivery}"
         if not order.engines:
             return outcome
@@ -83,7 +83,9 @@ class DiskTransport:
     def close(self) -> None:
         """The last version stays: engines may load it again."""
 
-    def _write(self, order: Order, target: Path, sources: Buffers, outcome: Delivered, deadline: Deadline) -> bool:
+    def _write(
+        self, order: SyncRequest, target: Path, sources: Buffers, outcome: TransferResult, deadline: SyncDeadline
+    ) -> bool:
         """Whether the folder is there, on every rank. Where it is not, no engine has been touched."""
         problem = ""
         try:
@@ -97,7 +99,7 @@ class DiskTransport:
             outcome.fail(engine, f"{target}: {problems[0]}")
         return not problems
 
-    def _load(self, order: Order, engine: int, target: Path) -> tuple[Report, ...]:
+    def _load(self, order: SyncRequest, engine: int, target: Path) -> tuple[Reply, ...]:
         """ValueError that names the engine's rank whose report is missing or bad."""
         control = self.handles.controls[engine]
         control.update_weights_from_disk(str(target))
@@ -109,7 +111,7 @@ class DiskTransport:
             for path in paths:
                 path.unlink(missing_ok=True)
 
-    def _command(self, order: Order, engine_rank: int, target: Path) -> Command:
+    def _command(self, order: SyncRequest, engine_rank: int, target: Path) -> Command:
         return Command(
             id=f"{order.delivery}/{engine_rank}/adopt",
             op="adopt",
@@ -118,7 +120,7 @@ class DiskTransport:
             channel={"kind": "file", "path": f"{target}.report-{engine_rank}.json"},
         )
 
-    def _all_loaded(self, order: Order, outcome: Delivered, deadline: Deadline) -> bool:
+    def _all_loaded(self, order: SyncRequest, outcome: TransferResult, deadline: SyncDeadline) -> bool:
         everyone = self.coordinator.exchange(
             len(outcome.failures), f"delivery {order.delivery}, the loads", deadline.left_s + _GRACE_S
         )
@@ -134,7 +136,7 @@ class DiskTransport:
 _GRACE_S = 5.0  # for ranks whose wait for an engine has just ended at the deadline
 
 
-def _adopt(control: EngineControl, commands: Sequence[Command], paths: Sequence[Path]) -> tuple[Report, ...]:
+def _adopt(control: EngineControl, commands: Sequence[Command], paths: Sequence[Path]) -> tuple[Reply, ...]:
     control.update_weights_from_tensor([encode_payload(command) for command in commands], LOAD_FORMAT)
     reports = []
     for number, (command, path) in enumerate(zip(commands, paths)):

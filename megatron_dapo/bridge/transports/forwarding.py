@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_dapo.bridge.delivery_plan import ExpectedChecksums, PlannedBucket, write_parts
-from megatron_dapo.bridge.transports.base import Deadline, Order
-from megatron_dapo.bridge.transports.places import Places
-from megatron_dapo.parallel.peer_group import PeerGroup, Pending
-from megatron_dapo.parallel.reshard.executors import Buffers
+from megatron_dapo.bridge.protocol.peer_group import PeerGroup, Pending
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, PlannedBucket, write_chunks
+from megatron_dapo.bridge.transports.base import SyncDeadline, SyncRequest
+from megatron_dapo.bridge.transports.engine_nodes import EngineNodes
+from megatron_dapo.reshard.execution import Buffers
 
 # (engine rank, source on another machine) -> where its bytes of a bucket go, and their message
 Incoming = dict[tuple[int, int], tuple[torch.Tensor, Pending]]
@@ -23,7 +23,7 @@ class Forwarding:
     Every rank goes through the same rounds, also for engines that failed: the others do not know of it.
     """
 
-    def __init__(self, places: Places, peers: PeerGroup | None) -> None:
+    def __init__(self, places: EngineNodes, peers: PeerGroup | None) -> None:
         self._places = places
         self._peers = peers
         self._sending: list[Pending] = []
@@ -32,7 +32,7 @@ class Forwarding:
         """A delivery: what an earlier one that failed had under way is nobody's business any more."""
         self._sending.clear()
 
-    def receive(self, order: Order, index: int) -> Incoming:
+    def receive(self, order: SyncRequest, index: int) -> Incoming:
         """Starts to receive what other machines send through this rank in round `index`."""
         incoming: Incoming = {}
         if self._peers is None:
@@ -44,7 +44,9 @@ class Forwarding:
                 incoming[bucket.engine_rank, source] = (data, self._peers.receive(data, source))
         return incoming
 
-    def send(self, order: Order, index: int, sources: Buffers, expected: ExpectedChecksums, deadline: Deadline) -> None:
+    def send(
+        self, order: SyncRequest, index: int, sources: Buffers, expected: ExpectedChecksums, deadline: SyncDeadline
+    ) -> None:
         """Starts to send this rank's parts for engines of other machines; those of the round before have left."""
         if self._peers is None:
             return
@@ -55,7 +57,7 @@ class Forwarding:
                 message = self._message(bucket, sources, expected)
                 self._sending.append(self._peers.send(message, self._deputy(bucket, source)))
 
-    def wait(self, deadline: Deadline) -> None:
+    def wait(self, deadline: SyncDeadline) -> None:
         """Until all that was sent has left."""
         for message in self._sending:
             message.wait(deadline.at)
@@ -66,7 +68,7 @@ class Forwarding:
         segment = bucket.segments[self._places.rank]
         data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         specs = self._places.plan.engines.local_specs(bucket.engine_rank)
-        write_parts(bucket, self._places.rank, sources, data, specs, expected)
+        write_chunks(bucket, self._places.rank, sources, data, specs, expected)
         return data[segment.start : segment.stop].clone()
 
     def _forwarded(self, engines: Sequence[int], index: int) -> list[tuple[PlannedBucket, int]]:

@@ -24,11 +24,11 @@ from megatron_dapo.engines.sglang.engine import AllEnginesGone, SglangEngine
 from megatron_dapo.engines.sglang.frontend import Frontend
 from megatron_dapo.engines.sglang.servers import ReadyServer, Servers
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
-from megatron_dapo.parallel.reshard.executors import Buffers
+from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
-    from megatron_dapo.bridge.engine_update import EngineUpdate
+    from megatron_dapo.bridge.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,13 @@ class SglangEngines:
         self._connect = connect
         self._group = group
         self._device = device
-        self._build_update: Callable[[dict[int, SglangClient]], EngineUpdate] | None = None
+        self._build_update: Callable[[dict[int, SglangClient]], WeightSync] | None = None
         self._build_frontend: Callable[[Mapping[int, SglangClient]], Frontend] | None = None
         self._weights: Callable[[], Buffers] | None = None
         self._commands = Rank0Commands({_RESTART: lambda command: self._restart_all()}, group)
         self._controls: dict[int, SglangClient] = {}  # of the servers this rank leads
         self._clients: dict[int, SglangClient] = {}  # rank 0: of all servers
-        self._update: EngineUpdate | None = None
+        self._update: WeightSync | None = None
         self._frontend: Frontend | None = None
         self._is_connected = False
         self._version = -1
@@ -90,7 +90,7 @@ class SglangEngines:
 
     def attach(
         self,
-        build_update: Callable[[dict[int, SglangClient]], EngineUpdate],
+        build_update: Callable[[dict[int, SglangClient]], WeightSync],
         build_frontend: Callable[[Mapping[int, SglangClient]], Frontend] | None,
         weights: Callable[[], Buffers],
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megatron_dapo.engines.sglang.ports import is_loopback
 
-WEIGHT_LOADER = "megatron_dapo.engines.sglang.weight_loader.load"
+WEIGHT_LOADER = "megatron_dapo.bridge.protocol.weight_loader.load"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 # SGLang's names of element types -> ours.
 DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}

@@ -1,7 +1,7 @@
 """FP8 deliveries between random pairs of layouts: every byte against quantizing whole tensors.
 
 The oracle quantizes each Hugging Face tensor as a whole, by a formula of its own, and cuts it as the engine's loader
-would; it knows nothing of pieces, ranks or blocks that are cut.
+would; it knows nothing of shards, ranks or blocks that are cut.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.bridge.delivery_plan import DeliveryPlan, write_parts
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.bridge.protocol.receiver import Receiver
+from megatron_dapo.bridge.sync_plan import SyncPlan, write_chunks
 from megatron_dapo.checkpoints.architecture import LM_HEAD, MixtureOfExperts, ModelArchitecture
 from megatron_dapo.checkpoints.fp8_layout import (
     SCALES,
@@ -28,9 +29,8 @@ from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.reshard.delivery import Receiver
-from megatron_dapo.parallel.reshard.layout import TensorSpec, check_layout, piece_view
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.layout import TensorSpec, check_layout, shard_view
+from megatron_dapo.reshard.planner import plan
 
 E4M3 = torch.float8_e4m3fn
 
@@ -79,11 +79,11 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values, scales = torch.empty(weight.shape, dtype=E4M3), torch.empty(-(-rows // 128), -(-columns // 128))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
-            box = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-            largest = float(weight[box].abs().max())
+            bounds = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            largest = float(weight[bounds].abs().max())
             exponent = math.floor(math.log2(448 / largest)) if largest else 0
             assert not largest or largest * 2.0**exponent <= 448 < largest * 2.0 ** (exponent + 1)
-            values[box] = (weight[box].double() * 2.0**exponent).to(E4M3)
+            values[bounds] = (weight[bounds].double() * 2.0**exponent).to(E4M3)
             scales[i, j] = 2.0**-exponent
     return values, scales
 
@@ -132,9 +132,9 @@ def engine_shard(model: ModelArchitecture, weights, rank: int, tp: int) -> dict[
 def trainer_buffers(source, weights, rank: int) -> dict[str, torch.Tensor]:
     """What a trainer rank holds; padding is noise that must not reach an engine nor a scale."""
     buffers = {name: torch.full(shape, -1e6) for name, shape in source.local_shapes(rank).items()}
-    for piece in source.pieces(rank):
-        box = tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape))
-        piece_view(buffers[piece.local], piece).copy_(weights[piece.tensor][box])
+    for shard in source.shards(rank):
+        bounds = tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.shape))
+        shard_view(buffers[shard.local], shard).copy_(weights[shard.tensor][bounds])
     return buffers
 
 
@@ -166,7 +166,7 @@ def deliver(model, parallel: ParallelLayout, tp: int, engines: int = 1, bucket_b
     check_layout(engine)
     weights = weights_of(model)
     sources = sources_of(layout, [trainer_buffers(master, weights, rank) for rank in range(master.num_ranks)])
-    delivery = DeliveryPlan(plan(layout, engine), engine, bucket_bytes)
+    delivery = SyncPlan(plan(layout, engine), engine, bucket_bytes)
     receivers = []
     for rank in range(engine.num_ranks):
         specs = engine.local_specs(rank)
@@ -175,7 +175,7 @@ def deliver(model, parallel: ParallelLayout, tp: int, engines: int = 1, bucket_b
         for bucket in delivery.buckets(rank):
             data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
             for source in range(master.num_ranks):
-                write_parts(bucket, source, sources[source], data, specs)
+                write_chunks(bucket, source, sources[source], data, specs)
             receiver.accept("d", bucket.header, data)
         receiver.finish("d")
         receivers.append(receiver)
@@ -228,7 +228,7 @@ def test_random_pairs():
             parallel = ParallelLayout(tensor * pipeline * data, tensor, pipeline, expert=expert)
             megatron_layout(model, parallel, torch.float32)
             plain = sglang_layout(model, tp, torch.bfloat16)
-            Fp8EngineLayout(plain, expected_parameters(plain)).pieces(0)
+            Fp8EngineLayout(plain, expected_parameters(plain)).shards(0)
         except ValueError:
             continue
         check_pair(model, parallel, tp, choose([1, 2]))
@@ -291,9 +291,9 @@ def test_the_trainers_own_forward_at_the_engines_values():
     with pytest.raises(KeyboardInterrupt), fp8.in_place():
         assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
         again = Fp8Weights(layout, 1, own)
-        piece = next(p for p in layout.pieces(1) if p.tensor in layout.quantized)
+        shard = next(p for p in layout.shards(1) if p.tensor in layout.quantized)
         # Rounding what is rounded changes no value.
-        assert torch.equal(again.widened_part(piece, piece.box), piece_view(expected[piece.local], piece))
+        assert torch.equal(again.widened_chunk(shard, shard.bounds), shard_view(expected[shard.local], shard))
         raise KeyboardInterrupt
     assert all(torch.equal(own[name], tensor) for name, tensor in before.items())
 
@@ -306,10 +306,10 @@ def test_a_part_is_cut_out_of_the_middle_of_blocks():
     weights = weights_of(model)
     source = Fp8Weights(layout, 0, trainer_buffers(master, weights, 0))
     name = "model.layers.0.mlp.down_proj.weight"
-    (piece,) = [p for p in layout.pieces(0) if p.tensor == name]
+    (shard,) = [p for p in layout.shards(0) if p.tensor == name]
     values, _ = quantized(weights[name])
-    box = type(piece.box)((37, 100), (150, 301))
-    assert same_bytes(source.part(piece, box), values[37:187, 100:401])
+    bounds = type(shard.bounds)((37, 100), (150, 301))
+    assert same_bytes(source.chunk(shard, bounds), values[37:187, 100:401])
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_an_engine_that_cuts_a_block_is_refused(changes, tp, words):
     with pytest.raises(ValueError, match="blocks of 128.* must begin at a multiple of 128") as error:
         engine = Fp8EngineLayout(plain, expected_parameters(plain))
         for rank in range(tp):
-            engine.pieces(rank)
+            engine.shards(rank)
     assert words in str(error.value)
 
 

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
+from megatron_dapo.bridge.protocol import weight_loader
+from megatron_dapo.bridge.protocol.description import specs_from_json, specs_to_json
 from megatron_dapo.bridge.served_parameters import served_parameters
-from megatron_dapo.engines.sglang import weight_loader
-from megatron_dapo.parallel.reshard.description import specs_from_json, specs_to_json
-from megatron_dapo.parallel.reshard.layout import TensorSpec
+from megatron_dapo.reshard.layout import TensorSpec
 
 E4M3 = torch.float8_e4m3fn
 
@@ -55,7 +55,7 @@ def test_every_rank_tells_its_own_parameters() -> None:
             "k_scale": TensorSpec((), torch.float32),
         }
     # Newer servers take messages inside a session alone; nothing is written.
-    assert server.calls == ["begin", "megatron_dapo.engines.sglang.weight_loader.load", "end"]
+    assert server.calls == ["begin", "megatron_dapo.bridge.protocol.weight_loader.load", "end"]
     assert all(bool((model.weight_scale_inv == 1).all()) for model in server.models)
 
 

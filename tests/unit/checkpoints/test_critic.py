@@ -77,9 +77,9 @@ def test_from_a_policy_only_the_head_is_fresh_small_and_logged(tmp_path, tied, c
     assert "lm_head.weight" not in layout.tensors and layout.tensors["score.weight"].shape == (1, 32)
     for rank, buffers in enumerate(ranks):
         assert all(torch.isfinite(buffer).all() for buffer in buffers.values())
-        held = {piece.tensor for piece in layout.pieces(rank)}
+        held = {piece.tensor for piece in layout.shards(rank)}
         assert ("model.embed_tokens.weight" in held) == (rank < 2)  # a tied policy's critic has no second copy
-        for piece in layout.pieces(rank):
+        for piece in layout.shards(rank):
             if piece.tensor.startswith("score"):
                 continue
             there = tuple(slice(s, s + n) for s, n in zip(piece.global_offset, piece.shape, strict=True))

@@ -195,4 +195,4 @@ def test_both_a_single_file_and_an_index(make_folder):
 def test_layout_has_every_tensor_on_its_holder(make_folder):
     architecture = ModelArchitecture.from_directory(make_folder("qwen2"))
     layout = huggingface_layout(architecture, torch.bfloat16, num_ranks=3, holder=2)
-    assert [len(layout.pieces(rank)) for rank in range(3)] == [0, 0, len(architecture.shapes())]
+    assert [len(layout.shards(rank)) for rank in range(3)] == [0, 0, len(architecture.shapes())]

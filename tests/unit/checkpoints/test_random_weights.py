@@ -7,8 +7,8 @@ from megatron_dapo.checkpoints.huggingface import huggingface_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.reshard.executors import execute_in_memory
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.execution import execute_in_memory
+from megatron_dapo.reshard.planner import plan
 
 CONFIG = {
     "model_type": "qwen2",

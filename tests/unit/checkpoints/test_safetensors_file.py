@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter
-from megatron_dapo.parallel.reshard.boxes import Box, flat_range_boxes
-from megatron_dapo.parallel.reshard.layout import TensorSpec
+from megatron_dapo.reshard.layout import TensorSpec
+from megatron_dapo.reshard.slices import Slice, flat_range_slices
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -63,10 +63,10 @@ def test_boxes_read_only_their_bytes(tmp_path: Path):
     values = _tensors()["f32"]
     save_file({"f32": values}, tmp_path / "x.safetensors")
     boxes = [
-        Box((1, 0, 0), (3, 6, 7)),
-        Box((0, 2, 0), (5, 3, 7)),
-        Box((2, 1, 3), (2, 4, 2)),
-        *flat_range_boxes((5, 6, 7), 9, 173),
+        Slice((1, 0, 0), (3, 6, 7)),
+        Slice((0, 2, 0), (5, 3, 7)),
+        Slice((2, 1, 3), (2, 4, 2)),
+        *flat_range_slices((5, 6, 7), 9, 173),
     ]
     for box in boxes:
         with SafetensorsReader(tmp_path / "x.safetensors") as reader:

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.bridge import delivery_plan
+from megatron_dapo.bridge import sync_plan
 from megatron_dapo.checkpoints.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, MixtureOfExperts, ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.reshard.executors import execute_in_memory
-from megatron_dapo.parallel.reshard.layout import ShiftedLayout, check_layout, piece_view
-from megatron_dapo.parallel.reshard.planner import plan
+from megatron_dapo.reshard.execution import execute_in_memory
+from megatron_dapo.reshard.layout import ShiftedLayout, check_layout, shard_view
+from megatron_dapo.reshard.planner import plan
 
 DTYPE = torch.float32  # holds every index below 2 ** 24
 
@@ -122,9 +122,9 @@ def _trainer_buffers(source, weights) -> list[dict[str, torch.Tensor]]:
     held = []
     for rank in range(source.num_ranks):
         buffers = {name: torch.full(shape, -7.0) for name, shape in source.local_shapes(rank).items()}
-        for piece in source.pieces(rank):
+        for piece in source.shards(rank):
             box = tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape))
-            piece_view(buffers[piece.local], piece).copy_(weights[piece.tensor][box])
+            shard_view(buffers[piece.local], piece).copy_(weights[piece.tensor][box])
         held.append(buffers)
     return held
 
@@ -149,15 +149,15 @@ def _check_pair(architecture, parallel: ParallelLayout, tp: int, ep: int, engine
 
 def _check_traffic(reshard, engine, offset: int) -> None:
     """Every byte once, by one sender each; nobody sends above the bound or receives more than its shard."""
-    assert all(engine.pieces(r) is engine.pieces(r % engine.tensor_parallel) for r in range(engine.num_ranks))
+    assert all(engine.shards(r) is engine.shards(r % engine.tensor_parallel) for r in range(engine.num_ranks))
     sent = [0] * reshard.num_ranks
     for rank in range(engine.num_ranks):
         transfers = reshard.receives(rank + offset)
-        for piece in engine.pieces(rank):
+        for piece in engine.shards(rank):
             counts = torch.zeros(piece.shape, dtype=torch.int64)
-            for t in (t for t in transfers if t.destination_piece == piece):
-                start = [o - base for o, base in zip(t.box.offset, piece.global_offset)]
-                counts[tuple(slice(o, o + n) for o, n in zip(start, t.box.shape))] += 1
+            for t in (t for t in transfers if t.destination_shard == piece):
+                start = [o - base for o, base in zip(t.bounds.offset, piece.global_offset)]
+                counts[tuple(slice(o, o + n) for o, n in zip(start, t.bounds.shape))] += 1
             assert bool((counts == 1).all())
         for t in transfers:
             sent[t.source] += (t.source != t.destination) * reshard.num_bytes(t)
@@ -224,7 +224,7 @@ def test_key_value_heads_are_replicated(tp, kv_heads, held):
         _architecture("llama", tied=True, heads=8, kv_heads=kv_heads, vocab_size=64), tp, torch.bfloat16
     )
     name = "model.layers.1.self_attn.k_proj.weight"
-    firsts = [next(p for p in engine.pieces(r) if p.tensor == name).global_offset[0] // 2 for r in range(tp)]
+    firsts = [next(p for p in engine.shards(r) if p.tensor == name).global_offset[0] // 2 for r in range(tp)]
     assert firsts == held
 
 
@@ -239,8 +239,8 @@ def test_engines_are_replicas_beside_the_trainer():
     engine = sglang_layout(_architecture("qwen3", tied=False, heads=8, kv_heads=4, vocab_size=67), 2, DTYPE, 3)
     shifted = ShiftedLayout(engine, 4)
     assert (engine.num_ranks, shifted.num_ranks) == (6, 10)
-    assert shifted.pieces(3) == () and shifted.buffer_names(3) == frozenset()
-    assert shifted.pieces(9) is engine.pieces(5) is engine.pieces(1)
+    assert shifted.shards(3) == () and shifted.buffer_names(3) == frozenset()
+    assert shifted.shards(9) is engine.shards(5) is engine.shards(1)
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_deliveries_can_place_every_expert(device):
     for rank in range(4):
         expected = engine_shard(architecture, weights, rank, 4, 2, device)
         for t in reshard.receives(rank):
-            shape = engine.local_shapes(rank)[t.destination_piece.local]
-            place = delivery_plan.local_box(t.destination_piece, t.box, shape)
-            values = weights[t.tensor][tuple(slice(o, o + n) for o, n in zip(t.box.offset, t.box.shape))]
+            shape = engine.local_shapes(rank)[t.destination_shard.local]
+            place = sync_plan.local_slice(t.destination_shard, t.bounds, shape)
+            values = weights[t.tensor][tuple(slice(o, o + n) for o, n in zip(t.bounds.offset, t.bounds.shape))]
             box = tuple(slice(o, o + n) for o, n in zip(place.offset, place.shape))
-            part = expected[t.destination_piece.local][box]
+            part = expected[t.destination_shard.local][box]
             assert torch.equal(part.reshape(values.shape), values)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_dapo.bridge.protocol.peer_group import Address
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.parallel.nodes import NodeTopology
-from megatron_dapo.parallel.peer_group import Address
 from megatron_dapo.trainer.build_sglang import _settings, _shared_device
 
 

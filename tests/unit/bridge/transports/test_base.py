@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from megatron_dapo.bridge.transports.base import Call, Deadline, call_within
+from megatron_dapo.bridge.transports.base import Call, SyncDeadline, call_within
 
 
 def test_a_call_that_takes_too_long_is_given_up() -> None:
@@ -32,5 +32,5 @@ def test_a_call_computes_on_the_gpu_of_its_rank(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "device", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
-    outer = Call(lambda: Call(torch.cuda.current_device).result(Deadline(5.0), "the inner call"))
-    assert outer.result(Deadline(5.0), "the outer call") == 3
+    outer = Call(lambda: Call(torch.cuda.current_device).result(SyncDeadline(5.0), "the inner call"))
+    assert outer.result(SyncDeadline(5.0), "the outer call") == 3

@@ -316,7 +316,7 @@ def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
     stand_ins = {
         "_site": lambda config, part: SimpleNamespace(config=config, rank=0),
         "_servers": lambda site: servers,
-        "_expected": lambda site, architecture: SimpleNamespace(pieces=lambda index: None),
+        "_expected": lambda site, architecture: SimpleNamespace(shards=lambda index: None),
         "_shared_gpu": lambda site, architecture: SharedDevice(0, 0.0),
         "_client": lambda site, servers, server: SleepingClient(events),
         "ModelArchitecture": SimpleNamespace(from_directory=lambda folder: None),

@@ -1,0 +1,156 @@
+"""Memory that trainer and engine processes of one host share, one arena an engine rank: a report area, counters of the
+delivery's progress, and bucket slots.
+
+A file in a memory file system, readable by its owner alone. The trainer creates it and unlinks it as soon as all have
+mapped it; what a killed process left behind is removed by the next `remove_stale` (the name carries the creator's pid).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from megatron_dapo.bridge.protocol.progress import NUM_SLOTS, NUM_WORDS, Progress
+
+PREFIX = "megatron_dapo-arena-"
+REPORT_BYTES = 1 << 20
+_SLOTS_BEGIN = REPORT_BYTES + 8 * NUM_WORDS
+_HEADER_BYTES = 16  # length and check sum of the report, 8 bytes each, little-endian
+
+
+@dataclass(frozen=True)
+class ArenaSpec:
+    """Where an arena is and how it is divided."""
+
+    path: str
+    slot_bytes: int
+    num_slots: int = NUM_SLOTS
+
+    @property
+    def num_bytes(self) -> int:
+        return _SLOTS_BEGIN + self.slot_bytes * self.num_slots
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> ArenaSpec:
+        return ArenaSpec(str(value["path"]), int(value["slot_bytes"]), int(value["num_slots"]))
+
+
+class Arena:
+    """An arena mapped into this process."""
+
+    def __init__(self, spec: ArenaSpec) -> None:
+        self.spec = spec
+        # By its descriptor: from_file would create the file anew where it has been unlinked since the check.
+        descriptor = os.open(spec.path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            _check_owner(spec, os.fstat(descriptor))
+            path = f"/proc/self/fd/{descriptor}"
+            memory = torch.from_file(path, shared=True, size=spec.num_bytes, dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        self.report = memory[:REPORT_BYTES]
+        self.progress = Progress(memory[REPORT_BYTES:_SLOTS_BEGIN].view(torch.int64))
+        self.slots = memory[_SLOTS_BEGIN:].view(spec.num_slots, spec.slot_bytes)
+
+    def write_report(self, text: str) -> None:
+        write_report(self.report, text)
+
+    def read_report(self) -> str:
+        return read_report(self.report)
+
+    def clear_report(self) -> None:
+        """Forget the last report, so that a silent engine is not mistaken for an answering one."""
+        self.report[:_HEADER_BYTES].zero_()
+
+
+def create_arena(folder: Path, name: str, slot_bytes: int, num_slots: int = NUM_SLOTS) -> ArenaSpec:
+    """A new file in `folder`, its memory reserved. ValueError where there is not enough: without the reservation, the
+    first write beyond it would kill the process."""
+    path = folder / f"{PREFIX}{os.getpid()}-{name}"
+    spec = ArenaSpec(str(path), slot_bytes, num_slots)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, spec.num_bytes)
+    except OSError as error:
+        remove_arena(spec)
+        free = os.statvfs(folder)
+        raise ValueError(
+            f"arena of {spec.num_bytes} bytes in {folder}, which has {free.f_bavail * free.f_frsize} free: "
+            f"{error.strerror}; give it more memory or take smaller buckets"
+        ) from error
+    finally:
+        os.close(descriptor)
+    return spec
+
+
+def remove_arena(spec: ArenaSpec) -> None:
+    """Unlink; mappings stay valid. Nothing happens where it is gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(spec.path)
+
+
+def remove_stale(folder: Path) -> list[Path]:
+    """Unlink the arenas of this user whose creator is dead."""
+    removed = []
+    for path in folder.glob(PREFIX + "*"):
+        match = re.match(re.escape(PREFIX) + r"(\d+)-", path.name)
+        with contextlib.suppress(FileNotFoundError):
+            if match and path.stat().st_uid == os.getuid() and not is_running(int(match[1])):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def write_report(area: torch.Tensor, text: str) -> None:
+    """Put a report into a report area. ValueError where it does not fit."""
+    payload = text.encode()
+    if len(payload) > area.numel() - _HEADER_BYTES:
+        raise ValueError(f"report of {len(payload)} bytes, the report area has {area.numel() - _HEADER_BYTES}")
+    area[:_HEADER_BYTES].zero_()
+    area[_HEADER_BYTES : _HEADER_BYTES + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    area[:_HEADER_BYTES] = torch.tensor([len(payload), crc32(payload)], dtype=torch.int64).view(torch.uint8)
+
+
+def read_report(area: torch.Tensor) -> str:
+    """The report in a report area. ValueError where there is none, or a broken one."""
+    length, check = area[:_HEADER_BYTES].clone().view(torch.int64).tolist()
+    if not 0 < length <= area.numel() - _HEADER_BYTES:
+        raise ValueError("the engine left no report")
+    payload = bytes(area[_HEADER_BYTES : _HEADER_BYTES + length].tolist())
+    if crc32(payload) != check:
+        raise ValueError(f"the engine's report of {length} bytes is broken")
+    return payload.decode()
+
+
+def _check_owner(spec: ArenaSpec, status: os.stat_result) -> None:
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ValueError(
+            f"arena {spec.path}: belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}, "
+            f"must be user {os.getuid()}'s with mode 600"
+        )
+    if status.st_size != spec.num_bytes:
+        raise ValueError(f"arena {spec.path}: {status.st_size} bytes, {spec.num_bytes} expected")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine lives; one that has ended and waits for its parent does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1] not in "ZX"
+    return True

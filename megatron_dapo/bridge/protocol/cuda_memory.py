@@ -1,0 +1,60 @@
+"""GPU memory that processes of one machine share by CUDA IPC handles, which travel as JSON.
+
+Written from PyTorch's own reductions (torch/multiprocessing/reductions.py); it has not run on a GPU yet. The owner must
+keep its tensor until all others have dropped theirs: torch counts one opening a handle, so that the first of several
+that drops it would set the memory free. Devices are named by their UUID: processes may number them differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_BYTES_FIELDS = ("handle", "counter", "event")
+
+
+def share(tensor: torch.Tensor) -> dict[str, Any]:
+    """What another process needs to open the whole storage of a CUDA tensor (uint8). ValueError where the memory cannot be
+    shared."""
+    try:
+        chunks = tensor.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        raise ValueError(
+            f"memory of GPU {tensor.device} cannot be shared with other processes ({str(error).splitlines()[0]}); where "
+            "PYTORCH_CUDA_ALLOC_CONF asks for expandable_segments, start without"
+        ) from error
+    device, handle, size, offset, counter, counter_offset, event, event_sync = chunks
+    return {
+        "device": str(torch.cuda.get_device_properties(device).uuid),
+        "handle": handle.hex(),
+        "size": size,
+        "offset": offset,
+        "counter": counter.hex(),
+        "counter_offset": counter_offset,
+        "event": event.hex(),
+        "event_sync": event_sync,
+    }
+
+
+def open_shared(shared: Mapping[str, Any]) -> torch.Tensor:
+    """The memory of `share` in this process: uint8, flat. ValueError where the GPU is not visible here."""
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if shared["device"] not in uuids:
+        raise ValueError(
+            f"GPU {shared['device']} is not visible in this process, which sees {', '.join(uuids) or 'none'}; "
+            "processes that share memory must see each other's GPUs (CUDA_VISIBLE_DEVICES)"
+        )
+    handle, counter, event = (bytes.fromhex(shared[name]) for name in _BYTES_FIELDS)
+    storage = torch.UntypedStorage._new_shared_cuda(
+        uuids.index(shared["device"]),
+        handle,
+        shared["size"],
+        shared["offset"],
+        counter,
+        shared["counter_offset"],
+        event,
+        shared["event_sync"],
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

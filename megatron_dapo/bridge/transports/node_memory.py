@@ -1,0 +1,171 @@
+"""The memory through which the engine ranks of one machine get their weights: an arena each, and bucket slots.
+
+On a CPU the slots are part of the arena. With a CUDA `device` they are memory of the GPU that the engine rank shares with
+a trainer rank, opened by all others through IPC handles; that form has not run on a GPU yet.
+
+Arenas are kept from one delivery to the next as long as their engine lives: pages that are there are written several
+times as fast as new ones. Slots on a GPU are kept until `close`: memory must not be freed while another process has it
+open, and nobody can tell when an engine that hangs or was killed has let go of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena, remove_arena, remove_stale
+from megatron_dapo.bridge.protocol.cuda_memory import open_shared, share
+from megatron_dapo.bridge.protocol.progress import NUM_SLOTS
+from megatron_dapo.bridge.protocol.receiver import CHUNK_ALIGNMENT
+from megatron_dapo.bridge.transports.base import Coordinator, EngineControl, SyncRequest, reason_of
+from megatron_dapo.bridge.transports.engine_nodes import EngineNodes
+
+
+@dataclass
+class Memory:
+    """What one rank has for one delivery, by engine rank."""
+
+    arenas: dict[int, Arena] = field(default_factory=dict)
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)  # [2, bytes] uint8
+    shared: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # IPC handle of the slots on a GPU
+    linked: dict[int, ArenaSpec] = field(default_factory=dict)  # made here, and not mapped by their engine yet
+    failures: dict[int, str] = field(default_factory=dict)  # engine -> why it cannot be delivered to
+    pids: tuple[int, ...] = ()  # of the trainer's processes on this machine
+    is_new: bool = False  # on any rank of the machine: something had to be mapped, which may have failed
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the largest engine rank."""
+        reports = {rank: arena.report.numel() for rank, arena in self.arenas.items()}
+        return max((reports.get(rank, 0) + slots.numel() for rank, slots in self.slots.items()), default=0)
+
+    def stop(self, engine_ranks: Iterable[int]) -> None:
+        """Nobody waits any longer for these engine ranks, nor they for us."""
+        for engine_rank in engine_ranks:
+            if engine_rank in self.arenas:
+                self.arenas[engine_rank].progress.stop()
+
+    def unlink(self, engine_ranks: Iterable[int]) -> None:
+        """All that use their arenas have mapped them, or never will."""
+        for engine_rank in engine_ranks:
+            if engine_rank in self.linked:
+                remove_arena(self.linked[engine_rank])
+
+
+class NodeMemory:
+    """Makes, opens and keeps it. `folder`: where arenas lie; `device`: where this rank's slots lie."""
+
+    def __init__(self, places: EngineNodes, node_group: Coordinator, folder: Path, device: torch.device) -> None:
+        self.device = device
+        self._places = places
+        self._node_group = node_group
+        self._folder = folder
+        self._kept: dict[int, Arena] = {}  # engine rank -> its arena, unlinked and mapped by all that use it
+        self._kept_for: dict[int, EngineControl] = {}  # engines this rank leads: whose processes have mapped theirs
+        self._own_slots: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}  # with their handles
+        self._opened: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}
+        remove_stale(folder)
+
+    def open(self, order: SyncRequest, memory: Memory, timeout_s: float) -> None:
+        """Fills `memory`: creates what engines led by this rank have not got yet, and maps that of all engines of the
+        machine. Collective among its ranks."""
+        here = self._places.engines_here(order)
+        if not here:
+            return
+        self._create(order, memory)
+        announced = {
+            "pid": os.getpid(),
+            "arenas": {str(rank): spec.to_json() for rank, spec in memory.linked.items()},
+            "slots": {str(rank): handle for rank, (handle, _) in self._make_slots(here).items()},
+        }
+        what = f"delivery {order.delivery}, the arenas"
+        everyone = self._node_group.exchange(announced, what, timeout_s)
+        memory.pids = tuple(int(others["pid"]) for others in everyone)
+        memory.is_new = any(others["arenas"] or others["slots"] for others in everyone)
+        try:
+            self._map(here, memory, everyone)
+        # The other ranks must hear of it instead of waiting for this one.
+        except (OSError, RuntimeError, ValueError) as error:
+            for engine in order.engines:
+                memory.failures.setdefault(engine, f"trainer rank {self._places.rank}: {reason_of(error)}")
+        for engine in here:
+            ranks = self._places.plan.ranks_of(engine)
+            if any(rank not in memory.arenas or rank not in memory.slots for rank in ranks):
+                memory.failures.setdefault(engine, "it has no memory to be delivered through")
+
+    def forget(self, engines: Iterable[int]) -> None:
+        """These get new arenas: one that failed may still work on a message that was given up, or has mapped nothing."""
+        for engine in engines:
+            self._kept_for.pop(engine, None)
+            for engine_rank in self._places.plan.ranks_of(engine):
+                self._kept.pop(engine_rank, None)
+
+    def close(self) -> None:
+        """Give up all that was kept for the next delivery."""
+        for kept in (self._kept, self._kept_for, self._own_slots, self._opened):
+            kept.clear()
+
+    def _create(self, order: SyncRequest, memory: Memory) -> None:
+        """Arenas of the engines this rank leads: those that are kept begin anew, the others are made."""
+        places = self._places
+        for engine in places.handles.led_by(places.rank, places.engines_here(order)):
+            control, ranks = places.handles.controls[engine], places.plan.ranks_of(engine)
+            if self._kept_for.get(engine) is control:
+                for engine_rank in ranks:
+                    self._kept[engine_rank].progress.start(order.number)
+                continue
+            try:
+                for engine_rank in ranks:
+                    slot_bytes = 0 if self.device.type == "cuda" else self._slot_bytes(engine_rank)
+                    spec = create_arena(self._folder, f"{order.delivery}-{engine_rank}", slot_bytes)
+                    memory.linked[engine_rank] = spec
+                    Arena(spec).progress.start(order.number)
+                self._kept_for[engine] = control
+            except (OSError, RuntimeError, ValueError) as error:
+                memory.failures[engine] = reason_of(error)
+
+    def _map(self, here: Sequence[int], memory: Memory, everyone: Sequence[Mapping[str, Any]]) -> None:
+        for others in everyone:
+            for engine_rank, spec in others["arenas"].items():
+                self._kept[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
+            memory.shared.update((int(engine_rank), handle) for engine_rank, handle in others["slots"].items())
+        ranks_here = [rank for engine in here for rank in self._places.plan.ranks_of(engine)]
+        memory.arenas.update((rank, self._kept[rank]) for rank in ranks_here if rank in self._kept)
+        if self.device.type != "cuda":
+            memory.slots.update((rank, arena.slots) for rank, arena in memory.arenas.items())
+        for engine_rank, handle in memory.shared.items():
+            memory.slots[engine_rank] = self._slots_of(engine_rank, handle).view(NUM_SLOTS, -1)
+
+    # Slots on a GPU
+
+    def _make_slots(self, here: Sequence[int]) -> Mapping[int, tuple[Mapping[str, Any], torch.Tensor]]:
+        """Handles and slots on this rank's GPU, of the engine ranks of the machine that share it."""
+        places = self._places
+        ranks = [rank for engine in here for rank in places.plan.ranks_of(engine)] if self.device.type == "cuda" else []
+        beside = [rank for rank in ranks if places.beside(rank) == places.rank]
+        for rank in beside:
+            if rank not in self._own_slots:
+                slots = torch.empty(NUM_SLOTS * self._slot_bytes(rank), dtype=torch.uint8, device=self.device)
+                self._own_slots[rank] = (share(slots), slots)
+        return {rank: self._own_slots[rank] for rank in beside}
+
+    def _slots_of(self, engine_rank: int, handle: Mapping[str, Any]) -> torch.Tensor:
+        """The slots behind a handle: a process can open none of its own, and opens another's once."""
+        if engine_rank in self._own_slots:
+            return self._own_slots[engine_rank][1]
+        known = self._opened.get(engine_rank)
+        if known is None or known[0] != handle:
+            self._opened.pop(engine_rank, None)
+            self._opened[engine_rank] = (handle, open_shared(handle))
+        return self._opened[engine_rank][1]
+
+    def _slot_bytes(self, engine_rank: int) -> int:
+        plan = self._places.plan
+        num_bytes = max((bucket.num_bytes for bucket in plan.buckets(engine_rank)), default=0)
+        assert num_bytes <= plan.bucket_bytes, f"{num_bytes} bytes, the limit is {plan.bucket_bytes}"
+        return -(-num_bytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT

@@ -1,0 +1,100 @@
+"""A checksum of a tensor at the speed of memory, which holders of its parts compute alone and add up.
+
+The rows of a tensor (its last dimension) are read as 64-bit words, the tail filled with zeros. The checksum is
+
+    sum over rows r and words w of  row(r) * column(w) * word[r, w]   modulo 2^64
+
+with pseudo-random odd factors of the row and word number in the WHOLE tensor. An odd factor is invertible, so a change
+of any one element changes the sum. Rows, columns or elements in the wrong place and shifted data change it unless their
+difference times a pseudo-random factor vanishes modulo 2^64. The inner sum is one integer matrix-vector product.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from megatron_dapo.reshard.slices import Coordinates, Slice, whole
+
+_WORD_BYTES = 8
+_UNSIGNED_BITS = {1: (torch.uint8, 0xFF), 2: (torch.int16, 0xFFFF), 4: (torch.int32, 0xFFFFFFFF), 8: (torch.int64, -1)}
+_ROW_SEED, _COLUMN_SEED = 0x1234567, 0x7654321
+_CHUNK_WORDS = 1 << 22
+
+
+def slice_checksum(values: torch.Tensor, bounds: Slice, shape: Coordinates) -> int:
+    """Signed 64-bit sum of the part `bounds` (values: shape of the slice) of a tensor of shape `shape`."""
+    if not bounds.volume:
+        return 0
+    if not shape:
+        values, bounds, shape = values.view(1), Slice((0,), (1,)), (1,)
+    start, size = bounds.offset[-1], bounds.shape[-1]
+    elements = _WORD_BYTES // values.dtype.itemsize
+    rows = _odd(_row_numbers(bounds, shape, values.device), _ROW_SEED)
+    if start % elements or size % elements:
+        dots = _element_dots(values, start, elements)
+    else:
+        columns = _odd(torch.arange(start // elements, (start + size) // elements, device=values.device), _COLUMN_SEED)
+        dots = _word_dots(_words(values, elements), columns)
+    return int((dots * rows).sum())
+
+
+def tensor_checksum(values: torch.Tensor) -> int:
+    """`slice_checksum` of a whole tensor."""
+    shape = tuple(values.shape)
+    return slice_checksum(values.detach(), whole(shape), shape)
+
+
+def signed(value: int) -> int:
+    """An integer modulo 2^64 as the signed 64-bit number that int64 sums give."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _words(values: torch.Tensor, elements: int) -> torch.Tensor:
+    """The values as [rows, words]; without a copy where memory allows it."""
+    rows = values.reshape(-1, values.shape[-1])
+    aligned = (
+        rows.stride(1) == 1
+        and rows.stride(0) % elements == 0
+        and rows.storage_offset() % elements == 0
+        and rows.data_ptr() % _WORD_BYTES == 0
+    )
+    return (rows if aligned else rows.clone(memory_format=torch.contiguous_format)).view(torch.int64)
+
+
+def _word_dots(words: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Sum over the words of each row, times their factors."""
+    if words.device.type == "cpu":
+        return torch.mv(words, columns)
+    # There is no integer matrix product on accelerators.
+    rows = max(1, _CHUNK_WORDS // words.shape[1])
+    return torch.cat([(words[s : s + rows] * columns).sum(1) for s in range(0, words.shape[0], rows)])
+
+
+def _element_dots(values: torch.Tensor, start: int, elements: int) -> torch.Tensor:
+    """`_word_dots` of rows that begin or end inside a word: element by element."""
+    dtype, mask = _UNSIGNED_BITS[values.dtype.itemsize]
+    numbers = torch.arange(start, start + values.shape[-1], device=values.device)
+    shifts = (numbers % elements) * (8 * values.dtype.itemsize)
+    factors = _odd(numbers.div(elements, rounding_mode="floor"), _COLUMN_SEED) << shifts
+    bits = values.reshape(-1, values.shape[-1]).contiguous().view(dtype)
+    rows = max(1, _CHUNK_WORDS // bits.shape[1])
+    return torch.cat([((b.to(torch.int64) & mask) * factors).sum(1) for b in bits.split(rows)])
+
+
+def _row_numbers(bounds: Slice, shape: Coordinates, device: torch.device) -> torch.Tensor:
+    """Number in the whole tensor of each row of the slice, in the slice's order."""
+    numbers = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, (start, size) in enumerate(zip(bounds.offset[:-1], bounds.shape[:-1])):
+        index = torch.arange(start, start + size, device=device) * prod(shape[dim + 1 : -1])
+        numbers = numbers.unsqueeze(-1) + index
+    return numbers.reshape(-1)
+
+
+def _odd(numbers: torch.Tensor, seed: int) -> torch.Tensor:
+    """Pseudo-random odd 64-bit factors of integers; a mixer of multiplications and shifts, wrapping."""
+    mixed = (numbers + seed) * signed(0x9E3779B97F4A7C15)
+    for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
+        mixed = (mixed ^ (mixed >> shift)) * signed(multiplier)
+    return (mixed ^ (mixed >> 31)) | 1

@@ -1,0 +1,180 @@
+"""Carry a plan out: in one process, by torch.distributed point-to-point, or from files.
+
+Buffers are `local name -> tensor` of one rank. Values are cast to the destination buffer's element type on the way;
+what crosses between processes is the narrower of the two types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.reshard.layout import Shard, shard_view
+from megatron_dapo.reshard.planner import ReshardPlan, Traffic, Transfer
+from megatron_dapo.reshard.slices import Slice
+
+Buffers = Mapping[str, torch.Tensor]
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+# Offsets in a bucket are multiples of this, so that a part of it can be viewed as any element type.
+_ALIGNMENT = 16
+
+
+class ShardReader(Protocol):
+    """Reads part of a source rank's stored buffer straight into a tensor."""
+
+    def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
+        """Fills `out` (shape of `bounds`) with global slice `bounds`, which lies in `shard` of the source rank."""
+
+
+def execute_in_memory(plan: ReshardPlan, sources: Sequence[Buffers], destinations: Sequence[Buffers]) -> None:
+    """Moves every transfer between buffers of one process, one mapping a rank."""
+    for rank in range(plan.destination.num_ranks):
+        for transfer in plan.receives(rank):
+            _copy_local(transfer, sources[transfer.source], destinations[rank])
+
+
+def execute_from_reader(transfers: Iterable[Transfer], reader: ShardReader, destination: Buffers) -> dict[str, int]:
+    """Fills one rank's buffers from storage; returns the number of elements written into each buffer."""
+    written = dict.fromkeys(destination, 0)
+    for transfer in transfers:
+        shard = transfer.destination_shard
+        out = shard_view(destination[shard.local], shard, transfer.bounds)
+        reader.read(transfer.source, transfer.source_shard, transfer.bounds, out)
+        written[shard.local] += transfer.bounds.volume
+    return written
+
+
+def execute_distributed(
+    plan: ReshardPlan,
+    sources: Buffers,
+    destinations: Buffers,
+    group: dist.ProcessGroup | None,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    tensors: Collection[str] | None = None,
+) -> Traffic:
+    """This rank's part of the plan, by point-to-point in `group` (None: one process, everything is local).
+
+    Every rank of the group calls it with the same plan and the same `tensors` (None: all). At step s rank r sends to r
+    + s and receives from r - s, one bucket each way at a time: at most two buckets (or two transfers, where one is
+    larger than a bucket) are alive, and no order of waiting can form a cycle. Returns the bytes that crossed or were
+    copied.
+    """
+    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    if plan.num_ranks > size:
+        raise ValueError(f"reshard: the plan is for {plan.num_ranks} ranks, the process group has {size}")
+    incoming = _by_peer((t, t.source) for t in plan.receives(rank, tensors))
+    outgoing = _by_peer((t, t.destination) for t in plan.sends(rank, tensors))
+    local = 0
+    for transfer in incoming.pop(rank, ()):
+        local += _copy_local(transfer, sources, destinations)
+    outgoing.pop(rank, None)
+    sent = received = 0
+    for step in range(1, size):
+        to, source = (rank + step) % size, (rank - step) % size
+        pairs = zip_longest(
+            _buckets(plan, outgoing.get(to, []), bucket_bytes), _buckets(plan, incoming.get(source, []), bucket_bytes)
+        )
+        for send, receive in pairs:
+            counts = _exchange(plan, send or [], receive or [], to, source, sources, destinations, group)
+            sent, received = sent + counts[0], received + counts[1]
+    return Traffic(sent=sent, received=received, local=local)
+
+
+def wire_dtype(plan: ReshardPlan, tensor: str) -> torch.dtype:
+    """Element type in which a tensor crosses: the destination's, unless the source's is narrower."""
+    source, destination = plan.source.tensors[tensor].dtype, plan.destination.tensors[tensor].dtype
+    return source if source.itemsize < destination.itemsize else destination
+
+
+def _copy_local(transfer: Transfer, sources: Buffers, destinations: Buffers) -> int:
+    source = shard_view(sources[transfer.source_shard.local], transfer.source_shard, transfer.bounds)
+    destination = shard_view(
+        destinations[transfer.destination_shard.local], transfer.destination_shard, transfer.bounds
+    )
+    destination.copy_(source)
+    return source.numel() * source.dtype.itemsize
+
+
+def _by_peer(pairs: Iterable[tuple[Transfer, int]]) -> dict[int, list[Transfer]]:
+    peers: dict[int, list[Transfer]] = {}
+    for transfer, peer in pairs:
+        peers.setdefault(peer, []).append(transfer)
+    return peers
+
+
+def _payload(plan: ReshardPlan, transfers: list[Transfer]) -> int:
+    return sum(t.bounds.volume * wire_dtype(plan, t.tensor).itemsize for t in transfers)
+
+
+def _wire_bytes(plan: ReshardPlan, transfer: Transfer) -> int:
+    """Bytes of a transfer within a bucket, its alignment included."""
+    num_bytes = transfer.bounds.volume * wire_dtype(plan, transfer.tensor).itemsize
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _buckets(plan: ReshardPlan, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:
+    """Runs of transfers of at most bucket_bytes (a larger one alone): both ends cut the same list the same way."""
+    bucket: list[Transfer] = []
+    filled = 0
+    for transfer in transfers:
+        num_bytes = _wire_bytes(plan, transfer)
+        if bucket and filled + num_bytes > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(transfer)
+        filled += num_bytes
+    if bucket:
+        yield bucket
+
+
+def _exchange(
+    plan: ReshardPlan,
+    send: list[Transfer],
+    receive: list[Transfer],
+    to: int,
+    source: int,
+    sources: Buffers,
+    destinations: Buffers,
+    group: dist.ProcessGroup,
+) -> tuple[int, int]:
+    """One bucket out and one in, at the same time; bytes of both."""
+    operations, inbound, outbound = [], None, None
+    if receive:
+        device = destinations[receive[0].destination_shard.local].device
+        inbound = torch.empty(sum(_wire_bytes(plan, t) for t in receive), dtype=torch.uint8, device=device)
+        operations.append(dist.P2POp(dist.irecv, inbound, dist.get_global_rank(group, source), group))
+    if send:
+        outbound = _pack(plan, send, sources)
+        operations.append(dist.P2POp(dist.isend, outbound, dist.get_global_rank(group, to), group))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    for transfer, part in _parts(plan, receive, inbound):
+        shard = transfer.destination_shard
+        shard_view(destinations[shard.local], shard, transfer.bounds).copy_(part)
+    return _payload(plan, send), _payload(plan, receive)
+
+
+def _pack(plan: ReshardPlan, transfers: list[Transfer], sources: Buffers) -> torch.Tensor:
+    device = sources[transfers[0].source_shard.local].device
+    bucket = torch.zeros(sum(_wire_bytes(plan, t) for t in transfers), dtype=torch.uint8, device=device)
+    for transfer, part in _parts(plan, transfers, bucket):
+        part.copy_(shard_view(sources[transfer.source_shard.local], transfer.source_shard, transfer.bounds))
+    return bucket
+
+
+def _parts(
+    plan: ReshardPlan, transfers: list[Transfer], bucket: torch.Tensor | None
+) -> Iterator[tuple[Transfer, torch.Tensor]]:
+    """Each transfer with its part of the bucket, viewed in its element type and shape."""
+    position = 0
+    for transfer in transfers:
+        dtype = wire_dtype(plan, transfer.tensor)
+        end = position + transfer.bounds.volume * dtype.itemsize
+        yield transfer, bucket[position:end].view(dtype).view(transfer.bounds.shape)
+        position += _wire_bytes(plan, transfer)

@@ -1,0 +1,242 @@
+"""Layouts: which slice of which global tensor lives where on which rank.
+
+Everything that moves tensors (weight sync, converters, checkpoints, critic initialization) is a pair of layouts, the
+plan between them (planner) and a transport (executors). A layout is arithmetic: rank 731 of 1024 is computed on a
+laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megatron_dapo.reshard.slices import Coordinates, Slice, flat_range_slices, uncovered, whole
+
+
+class TensorSpec(NamedTuple):
+    """Shape and element type of a global tensor or of a local buffer."""
+
+    shape: Coordinates
+    dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Shard(NamedTuple):
+    """Slice [global_offset, +shape) of global tensor `tensor` is held in the local buffer `local`.
+
+    Where `local_offset` has as many numbers as the slice has dimensions, the shard is the slice [local_offset, +shape) of
+    the buffer. Where it has more, the first are indices into a buffer of more dimensions (one expert of a stack of
+    them). Where it has one number and the slice has more dimensions, the shard lies contiguous in row-major order from
+    that element of the flat buffer on (ZeRO ranges).
+    """
+
+    tensor: str
+    global_offset: Coordinates
+    shape: Coordinates
+    local: str
+    local_offset: Coordinates
+
+    @property
+    def bounds(self) -> Slice:
+        return Slice(self.global_offset, self.shape)
+
+
+class Layout(Protocol):
+    """Where every element of some global tensors lives. Ranks that hold the same should share one tuple of shards."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]: ...
+
+    def shards(self, rank: int) -> tuple[Shard, ...]: ...
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        """Local buffers of a rank, those that are padding only included."""
+
+
+@dataclass(frozen=True)
+class ExplicitLayout:
+    """A layout written out: one tuple of shards a rank."""
+
+    tensors: Mapping[str, TensorSpec]
+    shards_of: tuple[tuple[Shard, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.shards_of)
+
+    def shards(self, rank: int) -> tuple[Shard, ...]:
+        return self.shards_of[rank]
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return frozenset(shard.local for shard in self.shards_of[rank])
+
+
+class ReplicatedLayout:
+    """Every rank holds every tensor whole, in a buffer of the tensor's name."""
+
+    def __init__(self, tensors: Mapping[str, TensorSpec], num_ranks: int) -> None:
+        self.tensors = dict(tensors)
+        self.num_ranks = num_ranks
+        self._shards = _whole_shards(tensors)
+
+    def shards(self, rank: int) -> tuple[Shard, ...]:
+        assert 0 <= rank < self.num_ranks, f"rank {rank} outside {self.num_ranks}"
+        return self._shards
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return frozenset(self.tensors)
+
+
+class SingleHolderLayout:
+    """One rank of `num_ranks` holds every tensor whole: a folder of files, or the rank that writes one."""
+
+    def __init__(self, tensors: Mapping[str, TensorSpec], num_ranks: int = 1, holder: int = 0) -> None:
+        assert 0 <= holder < num_ranks, f"holder {holder} outside {num_ranks} ranks"
+        self.tensors = dict(tensors)
+        self.num_ranks = num_ranks
+        self.holder = holder
+        self._shards = _whole_shards(tensors)
+
+    def shards(self, rank: int) -> tuple[Shard, ...]:
+        assert 0 <= rank < self.num_ranks, f"rank {rank} outside {self.num_ranks}"
+        return self._shards if rank == self.holder else ()
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return frozenset(self.tensors if rank == self.holder else ())
+
+
+class ShiftedLayout:
+    """Rank r of `layout` is rank r + `offset` of this one, lower ranks hold nothing: engines beside the trainer."""
+
+    def __init__(self, layout: Layout, offset: int) -> None:
+        assert offset >= 0, f"offset {offset} is negative"
+        self.layout = layout
+        self.offset = offset
+        self.tensors = layout.tensors
+
+    @property
+    def num_ranks(self) -> int:
+        return self.offset + self.layout.num_ranks
+
+    def shards(self, rank: int) -> tuple[Shard, ...]:
+        return self.layout.shards(rank - self.offset) if rank >= self.offset else ()
+
+    def buffer_names(self, rank: int) -> frozenset[str]:
+        return self.layout.buffer_names(rank - self.offset) if rank >= self.offset else frozenset()
+
+
+def _whole_shards(tensors: Mapping[str, TensorSpec]) -> tuple[Shard, ...]:
+    return tuple(
+        Shard(name, (0,) * len(spec.shape), tuple(spec.shape), name, (0,) * len(spec.shape))
+        for name, spec in tensors.items()
+    )
+
+
+def flat_range_shards(
+    tensor: str, shape: Coordinates, start: int, stop: int, local: str, local_start: int
+) -> tuple[Shard, ...]:
+    """Elements [start, stop) of the flattened tensor that lie at [local_start, ...) of the flat buffer `local`."""
+    shards, position = [], local_start
+    for bounds in flat_range_slices(shape, start, stop):
+        shards.append(Shard(tensor, bounds.offset, bounds.shape, local, (position,)))
+        position += bounds.volume
+    return tuple(shards)
+
+
+def check_layout(layout: Layout) -> None:
+    """ValueError unless every shard is inside its tensor and every element of every tensor lives on some rank."""
+    slices: dict[str, dict[Slice, None]] = {name: {} for name in layout.tensors}
+    for rank in range(layout.num_ranks):
+        for shard in layout.shards(rank):
+            _check_piece(shard, layout.tensors, rank)
+            slices[shard.tensor][shard.bounds] = None
+    for name, spec in layout.tensors.items():
+        holes = uncovered(whole(spec.shape), slices[name])
+        if holes:
+            raise ValueError(
+                f"layout: {sum(h.volume for h in holes)} of {spec.num_elements} elements of {name!r} "
+                f"{tuple(spec.shape)} live on no rank, first hole {holes[0]}"
+            )
+
+
+def _check_piece(shard: Shard, tensors: Mapping[str, TensorSpec], rank: int) -> None:
+    if shard.tensor not in tensors:
+        raise ValueError(f"layout: rank {rank} holds a shard of {shard.tensor!r}, which is not a tensor of this layout")
+    shape = tensors[shard.tensor].shape
+    same_dims = len(shard.shape) == len(shard.global_offset) == len(shape)
+    if not same_dims or any(o < 0 or o + n > size for o, n, size in zip(shard.global_offset, shard.shape, shape)):
+        raise ValueError(f"layout: shard {shard.bounds} of rank {rank} is not inside {shard.tensor!r} {tuple(shape)}")
+
+
+def _is_flat(shard: Shard) -> bool:
+    return len(shard.local_offset) == 1 < len(shard.shape)
+
+
+def local_slice(shard: Shard, bounds: Slice | None = None) -> Slice:
+    """Slice of the local buffer that holds `shard`, or only its global slice `bounds`. Not for flat shards."""
+    assert not _is_flat(shard), f"{shard} is a flat range, not a slice of its buffer"
+    inner = shard.bounds if bounds is None else bounds
+    lead = len(shard.local_offset) - len(shard.shape)
+    place = shard.local_offset[lead:]
+    offset = tuple(at + start - base for at, start, base in zip(place, inner.offset, shard.global_offset))
+    return Slice((*shard.local_offset[:lead], *offset), ((1,) * lead + tuple(inner.shape)))
+
+
+def shard_view(buffer: torch.Tensor, shard: Shard, bounds: Slice | None = None) -> torch.Tensor:
+    """View of the part of local `buffer` that holds `shard`, or only of the shard's global slice `bounds`."""
+    region = _flat_view(buffer, shard) if _is_flat(shard) else _box_view(buffer, shard)
+    if bounds is None:
+        return region
+    for dim, (start, size, base) in enumerate(zip(bounds.offset, bounds.shape, shard.global_offset)):
+        region = region.narrow(dim, start - base, size)
+    return region
+
+
+def _flat_view(buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
+    start, size = shard.local_offset[0], prod(shard.shape)
+    assert start + size <= buffer.numel(), f"{shard} ends at {start + size}, its buffer has {buffer.numel()} elements"
+    return buffer.detach().view(-1).narrow(0, start, size).view(shard.shape)
+
+
+def _box_view(buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
+    offset, shape = local_slice(shard)
+    fits = len(buffer.shape) == len(shape) and all(o + n <= size for o, n, size in zip(offset, shape, buffer.shape))
+    assert fits, f"{shard} does not fit its buffer of shape {tuple(buffer.shape)}"
+    region = buffer.detach()
+    for dim, (start, size) in enumerate(zip(offset, shape)):
+        region = region.narrow(dim, start, size)
+    return region.view(shard.shape) if len(shape) > len(shard.shape) else region
+
+
+def local_holes(shards: Sequence[Shard], shapes: Mapping[str, Coordinates]) -> dict[str, tuple[Slice, ...]]:
+    """Slices of every local buffer that no shard fills (padding). Raises ValueError where two shards fill one element.
+
+    Only for shards that are slices of their buffer, not for flat ranges.
+    """
+    slices: dict[str, list[Slice]] = {name: [] for name in shapes}
+    for shard in shards:
+        slices[shard.local].append(local_slice(shard))
+    holes = {name: uncovered(whole(shape), slices[name]) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        filled = sum(bounds.volume for bounds in slices[name])
+        padding = sum(hole.volume for hole in holes[name])
+        if filled + padding != prod(shape):
+            raise ValueError(
+                f"layout: shards fill {filled} elements of buffer {name!r} {tuple(shape)}, "
+                f"but {prod(shape) - padding} different ones"
+            )
+    return holes

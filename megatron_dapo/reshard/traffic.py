@@ -1,0 +1,167 @@
+"""What a plan moves, over all ranks at once: bytes, messages and time, without listing any transfer.
+
+A plan for 16,384 ranks has tens of millions of transfers. Ranks that hold and want the same are counted together, so
+that the whole table is made in seconds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from megatron_dapo.reshard.planner import ANYWHERE, Demand, ReshardPlan, Spread
+
+_EXACT = 1 << 62  # products below it fit an int64
+
+
+@dataclass(frozen=True)
+class Links:
+    """Speeds of a rank's links in bytes a second and direction."""
+
+    within_node: float
+    between_nodes: float
+
+
+@dataclass(frozen=True)
+class TrafficTable:
+    """Pairs of ranks with traffic, in order of the destination and then the source; all int64 [num_pairs].
+
+    Copies within a rank are in `local` [num_ranks], bytes, alone.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    source: torch.Tensor
+    destination: torch.Tensor
+    num_bytes: torch.Tensor
+    num_parts: torch.Tensor
+    local: torch.Tensor
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """Bytes each rank sends to others, int64 [num_ranks]."""
+        return self._by_rank(self.source, self.num_bytes)
+
+    @property
+    def received(self) -> torch.Tensor:
+        """Bytes each rank receives from others, int64 [num_ranks]."""
+        return self._by_rank(self.destination, self.num_bytes)
+
+    @property
+    def crosses(self) -> torch.Tensor:
+        """Whether a pair is on two nodes, bool [num_pairs]."""
+        return self.source // self.ranks_per_node != self.destination // self.ranks_per_node
+
+    def num_messages(self, bucket_bytes: int) -> int:
+        """Messages where each pair fills buckets one after the other."""
+        return int(((self.num_bytes + bucket_bytes - 1) // bucket_bytes).sum())
+
+    def seconds(self, links: Links) -> float:
+        """Time until the busiest link is done: every rank sends and receives at once, all ranks at the same time.
+
+        Within a node and between nodes are different links. Latency, and copies into and out of buckets, are not
+        counted.
+        """
+        far, times = self.crosses, [0.0]
+        for speed, mask in ((links.within_node, ~far), (links.between_nodes, far)):
+            for ranks in (self.source[mask], self.destination[mask]):
+                times.append(int(self._by_rank(ranks, self.num_bytes[mask]).max()) / speed)
+        return max(times)
+
+    def _by_rank(self, ranks: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(self.num_ranks, dtype=torch.int64).index_add_(0, ranks, values)
+
+
+class _Pairs(NamedTuple):
+    """Runs of parts between two ranks; int64 [num_runs] each."""
+
+    source: torch.Tensor
+    destination: torch.Tensor
+    num_bytes: torch.Tensor
+    num_parts: torch.Tensor
+
+
+def traffic_table(plan: ReshardPlan) -> TrafficTable:
+    """The table of a plan; a rank's row sums are `plan.traffic(rank)`."""
+    # Many small tensors kept between large ones that are freed would break the memory up; plain arrays do not.
+    columns = [array("q") for _ in _Pairs._fields]
+    for run in chain(_across_nodes(plan), _within_nodes(plan)):
+        for column, values in zip(columns, run):
+            column.extend(values.tolist())
+    source, destination, num_bytes, num_parts = (torch.tensor(column, dtype=torch.int64) for column in columns)
+    pairs, index = torch.unique(destination * plan.num_ranks + source, return_inverse=True)
+    return TrafficTable(
+        num_ranks=plan.num_ranks,
+        ranks_per_node=plan.ranks_per_node,
+        source=pairs % plan.num_ranks,
+        destination=pairs // plan.num_ranks,
+        num_bytes=torch.zeros_like(pairs).index_add_(0, index, num_bytes),
+        num_parts=torch.zeros_like(pairs).index_add_(0, index, num_parts),
+        local=_local(plan),
+    )
+
+
+def _local(plan: ReshardPlan) -> torch.Tensor:
+    local = torch.zeros(plan.num_ranks, dtype=torch.int64)
+    for station, ranks in plan.stations.items():
+        wanted = plan.wanted(station.group).items()
+        local[ranks] = sum(demand.num_bytes for groups, demand in wanted if station.own in groups)
+    return local
+
+
+def _across_nodes(plan: ReshardPlan) -> Iterator[_Pairs]:
+    for station, ranks in plan.stations.items():
+        for groups, demand in plan.demands(station)[1].items():
+            yield _runs(plan.spread((ANYWHERE, groups)), demand, ranks)
+
+
+def _within_nodes(plan: ReshardPlan) -> Iterator[_Pairs]:
+    """Nodes whose ranks hold and want the same have the same pairs, shifted."""
+    size = plan.ranks_per_node
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for node in range(-(-plan.destination.num_ranks // size)):
+        alike.setdefault(plan.node_content(node), []).append(node)
+    for nodes in alike.values():
+        first = nodes[0]
+        found = [
+            _runs(plan.spread(key), demand, [rank])
+            for rank in range(first * size, min((first + 1) * size, plan.destination.num_ranks))
+            for key, demand in plan.demands_of(rank)
+            if key[0] == first
+        ]
+        shifts = (torch.tensor(nodes) - first) * size
+        yield from (_shifted(pairs, shifts) for pairs in found)
+
+
+def _shifted(pairs: _Pairs, shifts: torch.Tensor) -> _Pairs:
+    return _Pairs(
+        (pairs.source[None, :] + shifts[:, None]).flatten(),
+        (pairs.destination[None, :] + shifts[:, None]).flatten(),
+        pairs.num_bytes.repeat(len(shifts)),
+        pairs.num_parts.repeat(len(shifts)),
+    )
+
+
+def _runs(spread: Spread, demand: Demand, ranks: list[int]) -> _Pairs:
+    """Runs of parts that one holder serves, for destinations `ranks` that all have this demand."""
+    sizes, members = torch.tensor(demand.sizes), torch.tensor(spread.members)
+    keys = torch.arange(len(ranks))[:, None] * len(members) + _holders(spread, demand, ranks)
+    runs, counts = torch.unique_consecutive(keys.flatten(), return_counts=True)
+    ends = counts.cumsum(0)
+    total = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.repeat(len(ranks)).cumsum(0)])
+    destination = torch.tensor(ranks)[runs // len(members)]
+    return _Pairs(members[runs % len(members)], destination, total[ends] - total[ends - counts], counts)
+
+
+def _holders(spread: Spread, demand: Demand, ranks: Iterable[int]) -> torch.Tensor:
+    """Index among the spread's members of the one that serves each part of each rank, [ranks, parts]."""
+    starts, count, total = [spread.start(rank) for rank in ranks], len(spread.members), spread.num_bytes
+    if 2 * total * count < _EXACT:
+        doubled = 2 * torch.tensor(starts)[:, None] + torch.tensor(demand.middles)[None, :]
+        return doubled * count // (2 * total)
+    return torch.tensor([[(2 * start + m) * count // (2 * total) for m in demand.middles] for start in starts])

@@ -1,0 +1,347 @@
+"""Engines without a server, and trainer ranks as threads, for tests of deliveries.
+
+A `SimulatedEngine` runs the real weight loader on a module that has the parameters of each engine rank; only HTTP is
+missing. `run_ranks` runs every trainer rank in a thread; they agree through `ThreadCoordinator`s.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dapo.bridge.protocol import weight_loader
+from megatron_dapo.bridge.protocol.peer_group import PeerGroup
+from megatron_dapo.bridge.sync_plan import SyncPlan
+from megatron_dapo.bridge.transports.base import CoordinationError
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
+from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, WeightSync
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.nodes import NodeTopology
+from megatron_dapo.reshard.execution import execute_in_memory
+from megatron_dapo.reshard.layout import shard_view
+from megatron_dapo.reshard.planner import plan
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Parameters(torch.nn.Module):
+    """A module whose named_parameters() are exactly the given ones, dotted names included."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()
+        self._tensors = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+
+    def named_parameters(self, *args: Any, **kwargs: Any):
+        return iter(self._tensors.items())
+
+    def parameters(self, *args: Any, **kwargs: Any):
+        return iter(self._tensors.values())
+
+
+def at_once(actions: Sequence[Callable[[], None]]) -> None:
+    """Every action in a thread of its own; raises what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def run(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,), daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class SimulatedEngine:
+    """One engine: its ranks' parameters, and whether it serves. Implements EngineControl.
+
+    `served` is what a generation would read: (version label, parameters) snapshots taken while it is not paused.
+    """
+
+    def __init__(self, layout: SglangLayout, engine: int = 0) -> None:
+        size = layout.tensor_parallel
+        generator = torch.Generator().manual_seed(engine)
+        self.models = [
+            Parameters(
+                {
+                    name: torch.randn(spec.shape, generator=generator).to(spec.dtype)
+                    for name, spec in layout.local_specs(rank).items()
+                }
+            )
+            for rank in range(engine * size, (engine + 1) * size)
+        ]
+        self.is_paused = False
+        self.is_alive = True
+        self.session = False
+        self.version: int | None = None
+        self.calls: list[str] = []
+
+    def _call(self, name: str) -> None:
+        if not self.is_alive:
+            raise ConnectionError("connection refused")
+        self.calls.append(name)
+
+    def pause(self, mode: str) -> None:
+        self._call("pause")
+        assert mode == "abort"
+        self.is_paused = True
+
+    def flush_cache(self) -> None:
+        self._call("flush_cache")
+        assert self.is_paused
+
+    def begin_weight_update(self) -> None:
+        self._call("begin")
+        assert not self.session, "a session is open already"
+        self.session = True
+
+    def end_weight_update(self) -> None:
+        self._call("end")
+        assert self.session, "no session is open"
+        self.session = False
+
+    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+        self._call("tensor")
+        assert self.is_paused and self.session and len(payloads) == len(self.models)
+        self.load_all(payloads)
+
+    def load_all(self, payloads) -> None:
+        """All ranks at once, as the processes of a server do: none can end a delivery whose others stand still."""
+        at_once([lambda m=m, p=p: self.load(m, p) for m, p in zip(self.models, payloads)])
+
+    def load(self, model: Parameters, payload: bytes) -> None:
+        weight_loader.load(model, pickle.loads(payload))
+
+    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
+        raise NotImplementedError
+
+    def update_weight_version(self, version: int) -> None:
+        self._call("version")
+        self.version = version
+
+    def resume(self) -> None:
+        self._call("resume")
+        self.is_paused = False
+
+
+class Meeting:
+    """Where the ranks of one run meet; `ThreadCoordinator` is one rank's view of it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.condition = threading.Condition()
+        self.rounds: dict[int, dict[int, Any]] = {}
+
+
+class ThreadCoordinator:
+    """Agreement between threads, with deadlines."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self.rank = rank
+        self.size = meeting.size
+        self._round = 0
+
+    def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
+        values = self._meet(json.dumps(value), what, timeout_s)
+        return [json.loads(text) for text in values]
+
+    def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+        return torch.stack(self._meet(values.clone(), what, timeout_s)).sum(0)
+
+    def _meet(self, value: Any, what: str, timeout_s: float) -> list[Any]:
+        meeting, number = self._meeting, self._round
+        self._round += 1
+        with meeting.condition:
+            meeting.rounds.setdefault(number, {})[self.rank] = value
+            meeting.condition.notify_all()
+            here = meeting.rounds[number]
+            if not meeting.condition.wait_for(lambda: len(here) == self.size, timeout_s):
+                raise CoordinationError(f"{what}: only ranks {sorted(here)} of {self.size} came in {timeout_s:.2f} s")
+            return [here[rank] for rank in range(self.size)]
+
+
+def run_ranks(num_ranks: int, body: Callable[[int], Any], timeout_s: float = 30.0) -> list[Any]:
+    """`body(rank)` in one thread a rank; results, or the exception itself where a rank raised one."""
+    outcomes: list[Any] = [None] * num_ranks
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = body(rank)
+        except Exception as error:
+            outcomes[rank] = error
+        except SystemExit:
+            pass  # a rank that dies leaves nothing
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+        assert not thread.is_alive(), f"a rank hangs after {timeout_s} s"
+    return outcomes
+
+
+def break_sender(monkeypatch: pytest.MonkeyPatch, member: int) -> None:
+    """Every message but the first that this member of a peer group sends fails, in later groups as well."""
+    original, count = PeerGroup.send, 0
+
+    def send(self: PeerGroup, tensor: torch.Tensor, to: int, *tag: int):
+        nonlocal count
+        count += self.rank == member
+        if self.rank == member and count > 1:
+            raise RuntimeError("a made-up failure")
+        return original(self, tensor, to, *tag)
+
+    monkeypatch.setattr(PeerGroup, "send", send)
+
+
+class World:
+    """Trainer layout, engines and plan of one test, with weights that differ in every element."""
+
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        parallel: ParallelLayout,
+        *,
+        tensor_parallel: int,
+        num_engines: int = 1,
+        dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = 4096,
+        ranks_per_node: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.size = parallel.world_size
+        self.nodes = NodeTopology(self.size, ranks_per_node or self.size)
+        self.source: MegatronLayout = megatron_layout(architecture, parallel, torch.float32)
+        self.layout = sglang_layout(architecture, tensor_parallel, dtype, num_engines, device=device)
+        reshard = plan(self.source, self.layout, ranks_per_node=self.nodes.ranks_per_node)
+        self.plan = SyncPlan(reshard, self.layout, bucket_bytes)
+        self.reshard = reshard
+        # Engines are spread over the machines.
+        self.leaders = [self.nodes.ranks_of(engine % self.nodes.num_nodes)[0] for engine in range(num_engines)]
+
+    def weights(self, version: int) -> list[Tensors]:
+        """Local buffers of every trainer rank at a version; replicas agree because they are cut from one model."""
+        generator = torch.Generator().manual_seed(1000 + version)
+        model = {n: torch.randn(spec.shape, generator=generator) for n, spec in self.source.tensors.items()}
+        return [self.shards(model, rank) for rank in range(self.size)]
+
+    def shards(self, model: Tensors, rank: int) -> Tensors:
+        """A rank's local buffers, cut from Hugging Face tensors."""
+        buffers = {name: torch.zeros(shape) for name, shape in self.source.local_shapes(rank).items()}
+        for shard in self.source.shards(rank):
+            value = model[shard.tensor]
+            for dim, (start, size) in enumerate(zip(shard.global_offset, shard.shape)):
+                value = value.narrow(dim, start, size)
+            shard_view(buffers[shard.local], shard).copy_(value)
+        return buffers
+
+    def expected(self, weights: Sequence[Tensors]) -> list[Tensors]:
+        """What every engine rank must hold, by the resharding executor, padding zero."""
+        filled = [
+            {n: torch.zeros(s.shape, dtype=s.dtype) for n, s in self.layout.local_specs(rank).items()}
+            for rank in range(self.layout.num_ranks)
+        ]
+        execute_in_memory(self.reshard, weights, filled)
+        return filled
+
+    def holds(self, engine: SimulatedEngine, index: int, expected: Sequence[Tensors]) -> bool:
+        """Whether every byte of an engine is right."""
+        size = self.layout.tensor_parallel
+        return all(
+            torch.equal(parameter, expected[index * size + number][name])
+            for number, model in enumerate(engine.models)
+            for name, parameter in model.named_parameters()
+        )
+
+    def updates(
+        self,
+        engines: Sequence[Any],
+        folder: Path,
+        timeouts: SyncTimeouts,
+        *,
+        peers: Sequence[Any] | None = None,
+        message_timeout_s: float = 10.0,
+        session: str = "s",
+        transport_of: Callable[..., Any] = SharedMemoryTransport,
+    ) -> list[WeightSync]:
+        """One WeightSync a rank, sharing the given controls; one that takes another's place in the list is its successor."""
+        everyone = Meeting(self.size)
+        machines = [Meeting(self.nodes.ranks_per_node) for _ in range(self.nodes.num_nodes)]
+        result = []
+        for rank in range(self.size):
+            led = [engine for engine, leader in enumerate(self.leaders) if leader == rank]
+            handles = EngineHandles(self.leaders, LiveControls(engines, led))
+            node = self.nodes.node_of(rank)
+            transport = transport_of(
+                self.plan,
+                handles,
+                rank,
+                self.nodes,
+                ThreadCoordinator(machines[node], rank - self.nodes.ranks_of(node)[0]),
+                peers=None if peers is None else peers[rank],
+                folder=folder,
+                message_timeout_s=message_timeout_s,
+                grace_s=timeouts.grace_s,
+            )
+            coordinator = ThreadCoordinator(everyone, rank)
+            result.append(WeightSync(self.plan, handles, transport, coordinator, timeouts, session))
+        return result
+
+
+class LiveControls(Mapping[int, Any]):
+    """engine -> its present process: a restarted engine takes the place of the dead one in the list."""
+
+    def __init__(self, engines: Sequence[Any], led: Sequence[int]) -> None:
+        self._engines, self._led = engines, led
+
+    def __getitem__(self, engine: int) -> Any:
+        return self._engines[engine]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._led)
+
+    def __len__(self) -> int:
+        return len(self._led)
+
+
+def small_architecture(tied: bool = False, **changes: Any) -> ModelArchitecture:
+    """A Qwen2 of a few thousand elements, vocabulary not divisible."""
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": 131,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        **changes,
+    }
+    return ModelArchitecture.from_config(config)
+
+
+PATIENT = SyncTimeouts(10, 10, 10, 10, 20, 10, 5)

@@ -1,0 +1,291 @@
+"""Deliveries by point-to-point: trainer ranks and engine ranks as threads over real gloo connections."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from sync_simulation import (
+    PATIENT,
+    Meeting,
+    SimulatedEngine,
+    ThreadCoordinator,
+    World,
+    break_sender,
+    run_ranks,
+    small_architecture,
+)
+
+from megatron_dapo.bridge.protocol import p2p_stream, peer_group
+from megatron_dapo.bridge.protocol.peer_group import PeerGroup
+from megatron_dapo.bridge.transports.p2p import P2PSettings, P2PTransport
+from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, WeightSync
+from megatron_dapo.parallel.layout import ParallelLayout
+
+TP2_PP2 = ParallelLayout(4, tensor=2, pipeline=2)
+
+
+class PeerEngine(SimulatedEngine):
+    """An engine whose ranks load at the same time, as the processes of a server do."""
+
+    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+        self._call("tensor")
+        assert self.is_paused and self.session and len(payloads) == len(self.models)
+        threads = [threading.Thread(target=self.load, args=pair, daemon=True) for pair in zip(self.models, payloads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if not self.is_alive:
+            raise ConnectionError("connection lost before the answer")
+
+
+def updates(
+    world: World, engines: Sequence[PeerEngine], timeouts: SyncTimeouts = PATIENT, connect_s: float = 10.0
+) -> list[WeightSync]:
+    """One a trainer rank, all by the peer transport."""
+    meeting = Meeting(world.size)
+    result = []
+    for rank in range(world.size):
+        handles = EngineHandles(world.leaders, {e: c for e, c in enumerate(engines) if world.leaders[e] == rank})
+        coordinator = ThreadCoordinator(meeting, rank)
+        transport = P2PTransport(world.plan, handles, coordinator, P2PSettings(connect_s=connect_s))
+        result.append(WeightSync(world.plan, handles, transport, coordinator, timeouts, "session"))
+    return result
+
+
+def update_all(all_updates: Sequence[WeightSync], version: int, weights, timeout_s: float = 40.0) -> list:
+    return run_ranks(len(all_updates), lambda r: all_updates[r].update(version, weights[r]), timeout_s)
+
+
+def close_all(all_updates: Sequence[WeightSync]) -> None:
+    for update in all_updates:
+        update.transport.close()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "tensor_parallel", "num_engines", "dtype", "direct_bytes"),
+    [
+        (TP2_PP2, 2, 1, torch.float32, 64),
+        (TP2_PP2, 1, 2, torch.float32, 1 << 20),
+        (ParallelLayout(4, tensor=2), 4, 1, torch.bfloat16, 64),
+        (ParallelLayout(2, pipeline=2), 2, 2, torch.float32, 200),
+    ],
+)
+def test_every_byte_again_and_again(parallel, tensor_parallel, num_engines, dtype, direct_bytes, monkeypatch) -> None:
+    """Large parts straight, small ones together, casts, several engines; the second version uses the same groups."""
+    monkeypatch.setattr(p2p_stream, "DIRECT_BYTES", direct_bytes)
+    world = World(
+        small_architecture(tied=num_engines == 2),
+        parallel,
+        tensor_parallel=tensor_parallel,
+        num_engines=num_engines,
+        dtype=dtype,
+        bucket_bytes=1500,
+    )
+    engines = [PeerEngine(world.layout, index) for index in range(num_engines)]
+    everyone = updates(world, engines)
+    groups = []
+    for version in (1, 2):
+        weights = world.weights(version)
+        for report in update_all(everyone, version, weights):
+            assert report.is_complete, report.describe()
+        expected = world.expected(weights)
+        assert all(world.holds(engine, index, expected) for index, engine in enumerate(engines))
+        assert all(engine.version == version and not engine.is_paused for engine in engines)
+        groups.append([group.name for update in everyone for group in update.transport._groups.values()])
+        total = {e: sum(world.plan.num_bytes(rank) for rank in world.plan.ranks_of(e)) for e in range(num_engines)}
+        # Bytes between parts that align them are the only surplus.
+        assert all(0.6 * total[e] < report.engines[e].num_bytes <= total[e] for e in total)
+    assert groups[0] == groups[1] and groups[0]
+    close_all(everyone)
+
+
+def test_a_restarted_engine_gets_a_new_group() -> None:
+    world = World(small_architecture(), TP2_PP2, tensor_parallel=2)
+    engines = [PeerEngine(world.layout)]
+    everyone = updates(world, engines)
+    assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))
+    # Another process: the loader's state and its end of the group are gone, the trainer's objects are not.
+    for model in engines[0].models:
+        model.megatron_dapo_delivery.peer._close()
+        del model.megatron_dapo_delivery
+    weights = world.weights(2)
+    assert all(report.is_complete for report in update_all(everyone, 2, weights))
+    assert world.holds(engines[0], 0, world.expected(weights))
+    assert engines[0].calls.count("tensor") == 3  # the dead group was found out, and the delivery made again
+    close_all(everyone)
+
+
+def broken(monkeypatch, operation: str, member: int, number: int, action: Callable[[PeerGroup], None]) -> None:
+    """Lets `action(group)` happen in place of a member's send or receive number `number`."""
+    original, counts = getattr(PeerGroup, operation), {}
+
+    def replaced(self: PeerGroup, tensor: torch.Tensor, peer: int, *tag: int):
+        if self.rank == member:
+            counts[member] = counts.get(member, -1) + 1
+            if counts[member] == number:
+                changed = action(self)
+                tensor = tensor if changed is None else changed(tensor)
+        return original(self, tensor, peer, *tag)
+
+    monkeypatch.setattr(PeerGroup, operation, replaced)
+
+
+def corrupt(group: PeerGroup):
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1).view(torch.uint8)[0] ^= 1
+        return tensor
+
+    return change
+
+
+def fail(group: PeerGroup) -> None:
+    raise RuntimeError("a made-up failure")
+
+
+def test_a_fault_that_comes_back_when_the_delivery_is_made_again(monkeypatch) -> None:
+    """The group of an earlier delivery is not blamed for ever: one more try, and the engine is unserved on all ranks."""
+    world = World(small_architecture(), TP2_PP2, tensor_parallel=1, bucket_bytes=2048)
+    engines = [PeerEngine(world.layout)]
+    everyone = updates(world, engines)
+    assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))
+    with monkeypatch.context() as patch:
+        break_sender(patch, 2)
+        start = time.monotonic()
+        reports = update_all(everyone, 2, world.weights(2))
+        assert time.monotonic() - start < 15
+    assert [report.is_complete for report in reports] == [False] * 4
+    assert reports[0].failures[0] == "trainer rank 2: RuntimeError: a made-up failure"
+    assert engines[0].calls.count("tensor") == 3
+    weights = world.weights(3)
+    assert all(report.is_complete for report in update_all(everyone, 3, weights))
+    assert world.holds(engines[0], 0, world.expected(weights))
+    close_all(everyone)
+
+
+@pytest.mark.parametrize(
+    ("operation", "member", "number", "action", "reason"),
+    [
+        ("send", 2, 1, fail, "trainer rank 2: RuntimeError: a made-up failure"),  # a sender
+        ("receive", 5, 3, fail, "made-up failure"),  # an engine rank
+        ("send", 1, 2, corrupt, "differ from the trainer's"),
+        ("send", 3, 1, lambda group: group.close(), "from member 3"),
+        ("receive", 4, 2, lambda group: group.close(), "member"),
+    ],
+)
+def test_a_fault_leaves_the_engine_unserved_and_the_next_delivery_repairs_it(
+    operation, member, number, action, reason, monkeypatch
+) -> None:
+    world = World(small_architecture(), TP2_PP2, tensor_parallel=2, bucket_bytes=2048)
+    engines = [PeerEngine(world.layout)]
+    everyone = updates(world, engines)
+    with monkeypatch.context() as patch:
+        broken(patch, operation, member, number, action)
+        start = time.monotonic()
+        reports = update_all(everyone, 1, world.weights(1))
+        seconds = time.monotonic() - start
+    assert [report.is_complete for report in reports] == [False] * 4
+    assert engines[0].is_paused and engines[0].version is None
+    text = " ".join(reports[0].failures.values())
+    assert reason in text, text
+    assert seconds < 10  # the transfer's deadline is 20 s
+    weights = world.weights(2)
+    assert all(report.is_complete for report in update_all(everyone, 2, weights))
+    assert world.holds(engines[0], 0, world.expected(weights))
+    close_all(everyone)
+
+
+def test_a_lost_engine_rank_ends_the_delivery_to_the_other_one_at_once(monkeypatch) -> None:
+    """The other rank waits for a sender that is slow: its leader must not wait with it."""
+    world = World(small_architecture(), ParallelLayout(2, tensor=2), tensor_parallel=2, bucket_bytes=2048)
+    everyone = updates(world, [PeerEngine(world.layout)])
+    broken(monkeypatch, "receive", 2, 2, lambda group: group.close())
+    broken(monkeypatch, "send", 1, 2, lambda group: time.sleep(1.5))
+    start = time.monotonic()
+    reports = update_all(everyone, 1, world.weights(1))
+    assert time.monotonic() - start < 4
+    assert not any(report.is_complete for report in reports) and "member 2" in reports[0].failures[0]
+    close_all(everyone)
+
+
+def test_a_slow_sender_ends_at_the_deadline_and_leaves_later_deliveries_alone(monkeypatch) -> None:
+    """The others fail with it, no rank later than the deadline and a little. When its thread wakes up at last, the group
+    of the next delivery is not its business."""
+    world = World(small_architecture(), TP2_PP2, tensor_parallel=2, bucket_bytes=2048)
+    engines = [PeerEngine(world.layout)]
+    everyone = updates(world, engines, replace(PATIENT, transfer_s=2.0, grace_s=3.0))
+    woken = threading.Event()
+
+    def sleep(group: PeerGroup) -> None:
+        time.sleep(7)
+        woken.set()
+
+    with monkeypatch.context() as patch:
+        broken(patch, "send", 3, 2, sleep)
+        start = time.monotonic()
+        reports = update_all(everyone, 1, world.weights(1))
+        assert time.monotonic() - start < 6.5
+    assert not any(getattr(report, "is_complete", False) for report in reports), reports
+    assert engines[0].is_paused
+    for update in everyone:
+        update.timeouts = PATIENT
+    groups = []
+    for version in (2, 3):
+        assert all(report.is_complete for report in update_all(everyone, version, world.weights(version)))
+        groups.append([update.transport._groups[0].name for update in everyone])
+        assert woken.wait(10)
+        time.sleep(0.5)  # for what the thread does then
+    assert groups[0] == groups[1]
+    close_all(everyone)
+
+
+def test_a_dead_engine_leaves_the_other_one_its_weights() -> None:
+    world = World(small_architecture(), TP2_PP2, tensor_parallel=1, num_engines=2)
+    engines = [PeerEngine(world.layout, index) for index in range(2)]
+    everyone = updates(world, engines)
+
+    def dies(model, payload) -> None:
+        engines[0].is_alive = False
+
+    engines[0].load = dies
+    start = time.monotonic()
+    weights = world.weights(1)
+    reports = update_all(everyone, 1, weights)
+    # The leader's notice spares the others the wait for ranks that never come.
+    assert time.monotonic() - start < 8
+    assert "connection lost" in reports[2].failures[0]
+    assert list(reports[0].failures) == [0]
+    assert world.holds(engines[1], 1, world.expected(weights)) and engines[1].version == 1
+    close_all(everyone)
+
+
+def test_bytes_from_a_stranger_are_never_served() -> None:
+    """Whoever takes a sender's place in the group, without the key of the engine, changes nothing that is served."""
+    world = World(small_architecture(), TP2_PP2, tensor_parallel=2)
+    engines = [PeerEngine(world.layout)]
+    everyone = updates(world, engines)
+    weights = world.weights(1)
+    strange = [*weights[:3], {name: tensor + 1 for name, tensor in weights[3].items()}]
+    real = P2PTransport._outgoing
+
+    def outgoing(self, engine, members, sources):
+        return real(self, engine, members, strange[self.rank])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(P2PTransport, "_outgoing", outgoing)
+        reports = update_all(everyone, 1, weights)
+    assert all("differ from the trainer's" in report.failures[0] for report in reports)
+    assert engines[0].is_paused
+    close_all(everyone)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="gloo"):
+        P2PSettings(backend="mpi")
+    assert set(peer_group.BACKENDS) == {"gloo", "nccl"}

@@ -1,0 +1,457 @@
+"""A thousand faults in a thousand updates: what serves is always one whole version, and no update outlives its
+deadline.
+
+Each run brings a new version to engines that serve the one before, with one fault somewhere on the way; then the
+fault is gone, and a redelivery must bring all engines to the new version. Every byte of every engine that is not paused
+is compared at every resumption and after every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from message_faults import PAYLOAD_FAULTS, Strike, payload_of, texts_of
+from sync_simulation import SimulatedEngine, World, at_once, run_ranks, small_architecture
+
+from megatron_dapo.bridge.protocol import weight_loader
+from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec
+from megatron_dapo.bridge.protocol.receiver import Bucket, BucketSource, Command, Receiver, Reply
+from megatron_dapo.bridge.transports.base import CoordinationError
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
+from megatron_dapo.bridge.weight_sync import EngineState, SyncTimeouts
+from megatron_dapo.parallel.layout import ParallelLayout
+
+NUM_FAULTS = 1000
+NUM_WORLDS = 8
+PATIENT = SyncTimeouts(20, 20, 20, 20, 20, 20, 20)
+# Of runs whose fault is that somebody says nothing: they last as long as this.
+# Grace is what trainer ranks wait for each other: on a busy machine one of them, a thread among many, comes seconds late.
+HASTY = SyncTimeouts(meet_s=5, pause_s=0.6, flush_s=0.6, session_s=0.6, transfer_s=1.2, resume_s=0.6, grace_s=1.5)
+HASTY_MESSAGE_S = 0.6
+LONGEST_HASTY_S = 15.0  # generous: the machine may be busy; a hang would last for ever
+
+
+@dataclass
+class Fault:
+    """Strikes command number `command` of a delivery to a rank of an engine, once; or the message that it is in."""
+
+    kind: str
+    command: int
+    rank: int  # of the engine, or of the trainer
+    random: random.Random
+    fired: bool = False
+
+
+@dataclass
+class Truth:
+    """What every version must look like in every engine rank."""
+
+    expected: dict[int, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+
+
+@dataclass
+class EngineStrike(Strike):
+    """A fault that meets a message to a simulated engine."""
+
+    engine: FaultyEngine
+
+    def carry_out(self) -> None:
+        reached = [(m, payload_of(texts)) for m, texts in zip(self.engine.models, self.texts) if texts]
+        at_once([lambda m=m, p=p: self.engine.load(m, p) for m, p in reached])
+
+    def receiver(self) -> Receiver:
+        return weight_loader._state_of(self.engine.models[self.rank]).receiver
+
+
+class FaultyEngine(SimulatedEngine):
+    """A simulated engine on whose messages a fault may strike."""
+
+    def __init__(self, world: World, index: int, truth: Truth) -> None:
+        super().__init__(world.layout, index)
+        self.world, self.index, self.truth = world, index, truth
+        self.fault: Fault | None = None
+        self.num_commands = 0  # of this delivery, in earlier messages
+        self.late: list[Callable[[], None]] = []  # messages that arrive after their time
+        self.num_running = 0  # calls that the engine still works on, given up by the trainer or not
+        self.lock = threading.Lock()
+
+    def resume(self) -> None:
+        super().resume()
+        self.check("on resuming")
+
+    def check(self, when: str) -> None:
+        """Not paused: every byte is that of the version on the label."""
+        if self.is_alive and not self.is_paused and self.version is not None:
+            if not self.world.holds(self, self.index, self.truth.expected[self.version]):
+                self.truth.violations.append(f"engine {self.index} serves a mixture as version {self.version} {when}")
+
+    def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
+        with self.lock:
+            self.num_running += 1
+        try:
+            self.strike_or_load(payloads)
+        finally:
+            with self.lock:
+                self.num_running -= 1
+
+    def wait_until_idle(self) -> None:
+        """A server carries its messages out one after the other: one that was given up in haste ends first."""
+        deadline = time.monotonic() + 30
+        while self.num_running:
+            assert time.monotonic() < deadline, "a message is never carried out"
+            time.sleep(0.01)
+
+    def strike_or_load(self, payloads) -> None:
+        fault, before = self.fault, self.num_commands
+        texts = [texts_of(payload) for payload in payloads]
+        self.num_commands += len(texts[0])
+        if fault is not None and fault.kind in MESSAGE_FAULTS:
+            rank = fault.rank % len(texts)
+            at = fault.command - before
+            if not fault.fired and 0 <= at < len(texts[rank]):
+                fault.fired = True
+                MESSAGE_FAULTS[fault.kind](EngineStrike(texts, rank, at, fault.random, self))
+                return
+        super().update_weights_from_tensor(payloads)
+
+    def _call(self, name: str) -> None:
+        fault = self.fault
+        if fault is not None and fault.kind == "status" and name == fault_call(fault):
+            fault.fired = True
+            raise RuntimeError(f"HTTP {fault.random.choice((400, 500))}")
+        super()._call(name)
+
+
+CALLS = ("pause", "flush_cache", "begin", "tensor", "end", "version", "resume")
+
+
+def fault_call(fault: Fault) -> str:
+    return CALLS[fault.command % len(CALLS)]
+
+
+def unheard(strike: EngineStrike) -> None:
+    """The message reaches all ranks but one."""
+    strike.own.clear()
+    strike.carry_out()
+
+
+def corrupted_bytes(strike: EngineStrike) -> None:
+    """One bit of a bucket; a command without a bucket finds one bit of the parameters changed."""
+    command = strike.command
+    if command["bucket"] is None:
+        corrupted_memory(strike)
+        return
+    _, chunks = strike.random.choice(sorted(command["bucket"]["chunks"].items()))
+    receiver, original = strike.receiver(), strike.receiver().accept
+
+    def accept(delivery: str, bucket: Bucket, data: torch.Tensor) -> int:
+        if bucket.index == command["bucket"]["index"]:
+            data[chunks[0][0]] ^= 1 << strike.random.randrange(8)
+        return original(delivery, bucket, data)
+
+    receiver.accept = accept
+    try:
+        strike.carry_out()
+    finally:
+        del receiver.accept
+
+
+@contextlib.contextmanager
+def around(strike: EngineStrike, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+    """Something happens in the struck rank right before and right after it carries out the command."""
+    receiver, original, struck = strike.receiver(), strike.receiver().handle, strike.command["id"]
+
+    def handle(command: Command, source: BucketSource) -> Reply:
+        if command.id == struck:
+            before()
+        report = original(command, source)
+        if command.id == struck:
+            after()
+        return report
+
+    receiver.handle = handle
+    try:
+        yield
+    finally:
+        del receiver.handle
+
+
+def _nothing() -> None:
+    pass
+
+
+def corrupted_memory(strike: EngineStrike) -> None:
+    """A cosmic ray in the engine's memory before or after a command; behind the last one nobody looks any more."""
+
+    def flip() -> None:
+        parameters = dict(strike.engine.models[strike.rank].named_parameters())
+        bits = parameters[strike.random.choice(sorted(parameters))].data.view(-1).view(torch.int32)
+        bits[strike.random.randrange(bits.numel())] ^= 1 << strike.random.randrange(31)
+
+    first = strike.command["op"] == "finish" or strike.random.random() < 0.5
+    with around(strike, flip, _nothing) if first else around(strike, _nothing, flip):
+        strike.carry_out()
+
+
+def delayed(strike: EngineStrike) -> None:
+    """No answer in time; the message is carried out some time later, perhaps when the engine serves again."""
+    strike.engine.late.append(strike.carry_out)
+    time.sleep(2 * HASTY_MESSAGE_S + HASTY.transfer_s)
+
+
+def hanging(strike: EngineStrike) -> None:
+    """One rank stands still in the middle of the message, longer than it may, and then goes on."""
+    with around(strike, lambda: time.sleep(2 * HASTY_MESSAGE_S + HASTY.transfer_s), _nothing):
+        strike.carry_out()
+
+
+def killed_engine(strike: EngineStrike) -> None:
+    """All ranks end in the middle of the message."""
+    for texts in strike.texts:
+        del texts[strike.at :]
+    strike.carry_out()
+    strike.engine.is_alive = False
+    raise ConnectionError("connection reset by peer")
+
+
+def stale_report(strike: EngineStrike) -> None:
+    """One rank's report area holds a good report on an earlier message."""
+    strike.carry_out()
+    command = strike.command
+    report = {"id": command["id"] + "0", "op": command["op"], "ok": True}
+    _arena(strike.engine, strike.rank, command).write_report(json.dumps(report))
+
+
+def loader_fails(strike: EngineStrike) -> None:
+    """The receiver of one rank runs into something nobody thought of."""
+    receiver = strike.receiver()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("out of memory")
+
+    def break_down() -> None:
+        receiver.accept = receiver.begin = receiver.finish = fail
+
+    with around(strike, break_down, _nothing):
+        strike.carry_out()
+    del receiver.accept, receiver.begin, receiver.finish
+
+
+def _arena(engine: FaultyEngine, rank: int, command: dict) -> Arena:
+    """As the engine sees it: its file may be unlinked."""
+    return weight_loader._state_of(engine.models[rank]).arenas.mapped(ArenaSpec.from_json(command["channel"]["arena"]))
+
+
+MESSAGE_FAULTS: dict[str, Callable[[EngineStrike], None]] = {
+    **PAYLOAD_FAULTS,
+    "unheard": unheard,
+    "corrupted bytes": corrupted_bytes,
+    "corrupted memory": corrupted_memory,
+    "delayed": delayed,
+    "hanging": hanging,
+    "killed engine": killed_engine,
+    "stale report": stale_report,
+    "loader fails": loader_fails,
+}
+SENDER_FAULTS = ("killed sender", "sender fails")
+KINDS = (*MESSAGE_FAULTS, "status", *SENDER_FAULTS)
+SILENT = ("unheard", "delayed", "hanging", "killed sender")
+# After these the engine must not serve. (A changed digit may sit where it means nothing; memory that changes before its
+# bucket arrives is written over.)
+MUST_FAIL = tuple(
+    kind for kind in KINDS if kind not in ("corrupted bytes", "corrupted memory", "corrupted command", "killed sender")
+)
+
+
+class FaultyTransport(SharedMemoryTransport):
+    """A trainer rank that dies, or cannot do its share, in a round."""
+
+    fault: Fault | None = None
+
+    def _round(self, state, index, sources) -> None:
+        fault = self.fault
+        if fault is not None and fault.rank % self.node_group.size == self.rank and index == fault.command % 2:
+            if fault.kind == "killed sender":
+                fault.fired = True
+                raise SystemExit
+            if fault.kind == "sender fails":
+                buckets = self._places.buckets(state.engines, index)
+                fault.fired = any(bucket.writes_of(self.rank) for bucket in buckets)
+                sources = {}
+        super()._round(state, index, sources)
+
+
+class Trial:
+    """One world of engines and trainer ranks that lives through many runs."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        tensor_parallel, num_engines = ((2, 1), (1, 2))[number % 2]
+        architecture = small_architecture(bool(number % 4 < 2), num_hidden_layers=1, hidden_size=8, vocab_size=67)
+        parallel = ParallelLayout(2, tensor=2) if number % 3 else ParallelLayout(2)
+        self.world = World(
+            architecture, parallel, tensor_parallel=tensor_parallel, num_engines=num_engines, bucket_bytes=2048
+        )
+        self.folder = folder / str(number)
+        self.folder.mkdir()
+        self.truth = Truth()
+        self.random = random.Random(number)
+        self.engines = [FaultyEngine(self.world, e, self.truth) for e in range(num_engines)]
+        self.version = 0
+        self.fired: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.longest_s = 0.0
+        self.start_trainer()
+        self.recover()
+
+    def num_fired(self) -> int:
+        return sum(self.fired.values())
+
+    def start_trainer(self) -> None:
+        """A new life of the trainer; engines stay as they are."""
+        self.version += 1
+        session = f"life {self.version}"
+        self.updates = self.world.updates(
+            self.engines, self.folder, PATIENT, transport_of=FaultyTransport, session=session
+        )
+
+    def weights(self) -> list[dict[str, torch.Tensor]]:
+        weights = self.world.weights(self.version)
+        self.truth.expected[self.version] = self.world.expected(weights)
+        return weights
+
+    def recover(self) -> None:
+        """Without faults, a whole delivery brings every engine back."""
+        self.set_pace(PATIENT, 20.0)
+        weights = self.weights()
+        for outcome in run_ranks(2, lambda rank: self.updates[rank].update(self.version, weights[rank]), 60):
+            assert not isinstance(outcome, Exception), outcome
+            assert outcome.is_complete, outcome.failures
+        for index, engine in enumerate(self.engines):
+            assert not engine.is_paused and engine.version == self.version
+            assert self.world.holds(engine, index, self.truth.expected[self.version])
+
+    def set_pace(self, timeouts: SyncTimeouts, message_s: float) -> None:
+        for update in self.updates:
+            update.timeouts = timeouts
+            update.transport.message_timeout_s, update.transport.grace_s = message_s, timeouts.grace_s
+
+    def run(self, kind: str) -> None:
+        """One update with one fault, and the way back."""
+        fault = Fault(
+            kind, self.random.randrange(self.world.plan.num_buckets(0) + 2), self.random.randrange(2), self.random
+        )
+        struck = self.random.choice(self.engines)
+        self.version += 1
+        weights = self.weights()
+        struck.num_commands, struck.fault = 0, fault
+        for update in self.updates:
+            update.transport.fault = fault if kind in SENDER_FAULTS else None
+        silent = kind in SILENT
+        self.set_pace(HASTY if silent else PATIENT, HASTY_MESSAGE_S if silent else 20.0)
+        start = time.monotonic()
+        outcomes = run_ranks(2, lambda rank: self.updates[rank].update(self.version, weights[rank]), 60)
+        if silent:
+            self.longest_s = max(self.longest_s, time.monotonic() - start)
+        struck.fault = None
+        for update in self.updates:
+            update.transport.fault = None
+        self.judge(kind, fault, struck, outcomes)
+        self.restore(outcomes)
+
+    def judge(self, kind: str, fault: Fault, struck: FaultyEngine, outcomes: list) -> None:
+        for engine in self.engines:
+            engine.check(f"after {kind!r}")
+        self.fired[kind] += fault.fired
+        if kind == "killed sender" and fault.fired:
+            # One rank is dead; the other is told so, and nothing serves the new version.
+            (survivor,) = [outcome for outcome in outcomes if outcome is not None]
+            assert isinstance(survivor, CoordinationError), survivor
+            assert all(engine.is_paused for engine in self.engines)
+            self.failed[kind] += 1
+            return
+        first = outcomes[0]
+        assert not isinstance(first, Exception), first
+        assert {e: (r.state, r.reason) for e, r in first.engines.items()} == {
+            e: (r.state, r.reason) for e, r in outcomes[1].engines.items()
+        }
+        for index, engine in enumerate(self.engines):
+            report = first.engines[index]
+            if report.state is EngineState.SERVING:
+                assert (engine.version, engine.is_paused) == (self.version, False)
+                assert self.world.holds(engine, index, self.truth.expected[self.version]), kind
+                assert not (engine is struck and fault.fired and kind in MUST_FAIL), f"{kind} was not noticed"
+            else:
+                assert report.reason and report.state is EngineState.UNSERVED
+                # Only what struck this engine, or a trainer rank, may keep it from serving; or haste.
+                assert engine is struck or kind in SENDER_FAULTS or kind in SILENT, (kind, report.reason)
+        self.failed[kind] += struck.index in first.failures
+
+    def restore(self, outcomes: list) -> None:
+        """The dead are restarted, late messages arrive, and all engines get the version."""
+        for index, engine in enumerate(self.engines):
+            engine.wait_until_idle()
+            late, engine.late = engine.late, []
+            if not engine.is_alive:
+                self.engines[index] = FaultyEngine(self.world, index, self.truth)
+                late = []
+            before = self.random.random() < 0.5
+            if before:
+                _arrive(late)
+                late = []
+            self.engines[index].late = late
+        if any(outcome is None or isinstance(outcome, Exception) for outcome in outcomes):
+            self.start_trainer()
+        self.recover()
+        for engine in self.engines:
+            _arrive(engine.late)
+            engine.late = []
+            engine.check("after a late message")
+
+
+def _arrive(messages: list[Callable[[], None]]) -> None:
+    for message in messages:
+        message()
+
+
+@pytest.mark.slow
+def test_a_thousand_faults(tmp_path: Path) -> None:
+    trials = [Trial(number, tmp_path) for number in range(NUM_WORLDS)]
+    errors: list[BaseException] = []
+
+    def live(trial: Trial, number: int) -> None:
+        try:
+            kinds = itertools.cycle(KINDS[number:] + KINDS[:number])
+            # A run whose fault found nothing to strike is not counted.
+            while trial.num_fired() < NUM_FAULTS / NUM_WORLDS:
+                trial.run(next(kinds))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=live, args=(t, n), daemon=True) for n, t in enumerate(trials)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(280)
+        assert not thread.is_alive(), "a run hangs"
+    if errors:
+        raise errors[0]
+    assert [violation for trial in trials for violation in trial.truth.violations] == []
+    fired = sum((trial.fired for trial in trials), Counter())
+    failed = sum((trial.failed for trial in trials), Counter())
+    print("fired", dict(fired), "unserved", dict(failed), "longest", max(trial.longest_s for trial in trials))
+    assert sum(fired.values()) >= NUM_FAULTS and min(fired[kind] for kind in KINDS) >= 20, fired
+    assert all(failed[kind] >= fired[kind] for kind in MUST_FAIL), (fired, failed)
+    assert max(trial.longest_s for trial in trials) < LONGEST_HASTY_S
+    assert not any(path.is_file() for path in tmp_path.rglob("*")), "arenas stayed behind"

@@ -1,0 +1,177 @@
+"""Deliveries by point-to-point and by disk into the real server: what it serves afterwards is what transformers computes.
+
+Trainer ranks are threads of this process; the engine's ranks are the server's own.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sync_simulation import Meeting, ThreadCoordinator, World, break_sender, run_ranks
+from transformers import AutoModelForCausalLM
+
+from megatron_dapo.bridge.transports.disk import DiskTransport
+from megatron_dapo.bridge.transports.p2p import P2PTransport
+from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Transport, WeightSync
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.atomic_directory import atomic_directory
+from megatron_dapo.engines.sglang.client import SglangClient
+from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.server import SglangServer
+from megatron_dapo.parallel.layout import ParallelLayout
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT = [5, 6, 7, 200, 9, 31]
+TIMEOUTS = SyncTimeouts(120, 120, 120, 120, 120, 120, 60)
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Site:
+    """A server and the trainer's ranks."""
+
+    server: SglangServer
+    client: SglangClient
+    world: World
+    model_folder: Path
+
+    def model(self, version: int) -> Tensors:
+        """The whole model at a version."""
+        reference = AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32)
+        return {n: t.detach() * (1 + 0.1 * version) for n, t in reference.named_parameters()}
+
+    def weights(self, version: int) -> list[Tensors]:
+        model = self.model(version)
+        return [self.world.shards(model, rank) for rank in range(self.world.size)]
+
+    def check_served(self, version: int) -> None:
+        reference = AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32)
+        with torch.no_grad():
+            for name, tensor in self.model(version).items():
+                reference.get_parameter(name).copy_(tensor)
+            logprobs = reference(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+        expected = [float(logprobs[i, token]) for i, token in enumerate(PROMPT[1:])]
+        served = self.client.prompt_logprobs(PROMPT)
+        assert served == pytest.approx(expected, abs=1e-4)
+        assert self.client.weight_version == str(version)
+
+    def updates(self, transport_of: Callable[[EngineHandles, ThreadCoordinator], Transport]) -> list[WeightSync]:
+        """One a trainer rank, of a trainer that begins to live now."""
+        meeting, session = Meeting(self.world.size), secrets.token_hex(8)
+        result = []
+        for rank in range(self.world.size):
+            handles = EngineHandles([0], {0: self.client} if rank == 0 else {})
+            coordinator = ThreadCoordinator(meeting, rank)
+            transport = transport_of(handles, coordinator)
+            result.append(WeightSync(self.world.plan, handles, transport, coordinator, TIMEOUTS, session))
+        return result
+
+    def by_peers(self) -> list[WeightSync]:
+        return self.updates(lambda handles, coordinator: P2PTransport(self.world.plan, handles, coordinator))
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def site(request, filled_server, tiny_model_untied: Path) -> Site:
+    return make_site(filled_server(tiny_model_untied, request.param), tiny_model_untied, request.param)
+
+
+def make_site(server: SglangServer, folder: Path, tensor_parallel: int) -> Site:
+    assert server.info is not None
+    client = SglangClient(server.url, read_key(server.key_file), api_version=server.info.api_version)
+    layout = ParallelLayout(4, tensor=2, pipeline=2)
+    architecture = ModelArchitecture.from_directory(folder)
+    world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=100_000)
+    return Site(server, client, world, folder)
+
+
+def update_all(everyone: Sequence[WeightSync], version: int, weights: Sequence[Tensors]) -> list:
+    return run_ranks(len(everyone), lambda rank: everyone[rank].update(version, weights[rank]), 300)
+
+
+def close_all(everyone: Sequence[WeightSync]) -> None:
+    for update in everyone:
+        update.transport.close()
+
+
+def test_two_versions_and_a_killed_sender_between_them(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights, version 1, a delivery whose sender falls silent half way, and version 3."""
+    everyone = site.by_peers()
+    reports = update_all(everyone, 1, site.weights(1))
+    assert all(report.is_complete for report in reports), reports
+    site.check_served(1)
+
+    with monkeypatch.context() as patch:
+        break_sender(patch, 2)
+        reports = update_all(everyone, 2, site.weights(2))
+    assert not any(report.is_complete for report in reports)
+    assert reports[0].failures[0] == "trainer rank 2: RuntimeError: a made-up failure"
+    assert everyone[0].serving == () and reports[0].seconds < 20  # the deadline is 120 s
+
+    reports = update_all(everyone, 3, site.weights(3))
+    assert all(report.is_complete for report in reports), reports
+    site.check_served(3)
+    close_all(everyone)
+
+
+def test_a_folder(site: Site, tmp_path: Path) -> None:
+    everyone = site.updates(
+        lambda handles, coordinator: DiskTransport(
+            site.world.plan, handles, tmp_path, exporter(site, coordinator.rank), coordinator
+        )
+    )
+    for version in (4, 5):
+        reports = update_all(everyone, version, site.weights(version))
+        assert all(report.is_complete for report in reports), reports
+        site.check_served(version)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def exporter(site: Site, rank: int) -> Callable[[Path, Tensors], None]:
+    def export(folder: Path, sources: Tensors) -> None:
+        if rank:
+            return
+        version = next(v for v in range(10) if torch.equal(site.weights(v)[0][FIRST], sources[FIRST]))
+        with atomic_directory(folder) as temporary:
+            shutil.copy(site.model_folder / "config.json", temporary)
+            tensors = {name: tensor.contiguous() for name, tensor in site.model(version).items()}
+            save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+
+    return export
+
+
+FIRST = "0.embedding.word_embeddings.weight"
+
+
+def test_a_killed_server_and_its_successor(filled_server, tiny_model_untied: Path) -> None:
+    """The death is found out in seconds; the successor gets a group of its own and the whole version."""
+    site = make_site(filled_server(tiny_model_untied), tiny_model_untied, 1)
+    everyone = site.by_peers()
+    assert all(report.is_complete for report in update_all(everyone, 1, site.weights(1)))
+    real = P2PTransport._send
+
+    def kill_and_send(self, *arguments) -> None:
+        if self.rank == 0:
+            site.server.kill()
+        real(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(P2PTransport, "_send", kill_and_send)
+        reports = update_all(everyone, 2, site.weights(2))
+    assert not any(report.is_complete for report in reports)
+    assert reports[0].seconds < 60
+
+    server = filled_server(tiny_model_untied)
+    successor = replace(site, server=server, client=make_site(server, tiny_model_untied, 1).client)
+    everyone[0].handles.controls[0] = successor.client
+    reports = update_all(everyone, 2, successor.weights(2))
+    assert all(report.is_complete for report in reports), reports
+    successor.check_served(2)
+    close_all(everyone)

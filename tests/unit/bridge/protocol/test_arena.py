@@ -1,0 +1,78 @@
+"""Arenas: shared between mappings, private to their owner, gone after their creator."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_dapo.bridge.protocol.arena import (
+    PREFIX,
+    REPORT_BYTES,
+    Arena,
+    create_arena,
+    read_report,
+    remove_arena,
+    remove_stale,
+    write_report,
+)
+
+
+def test_two_mappings_share_slots_and_report(tmp_path):
+    spec = create_arena(tmp_path, "x", 256)
+    writer, reader = Arena(spec), Arena(type(spec).from_json(spec.to_json()))
+    remove_arena(spec)
+    assert not list(tmp_path.iterdir())
+    writer.slots[1][7] = 9
+    writer.write_report('{"id": "é"}')
+    assert reader.slots[1].tolist() == [0] * 7 + [9] + [0] * 248
+    assert reader.slots[0].sum() == 0
+    assert reader.read_report() == '{"id": "é"}'
+
+
+def test_no_report_and_broken_report(tmp_path):
+    arena = Arena(create_arena(tmp_path, "x", 64))
+    with pytest.raises(ValueError, match="no report"):
+        arena.read_report()
+    arena.write_report("hello")
+    arena.report[17] += 1
+    with pytest.raises(ValueError, match="broken"):
+        arena.read_report()
+    arena.write_report("hello")
+    arena.clear_report()
+    with pytest.raises(ValueError, match="no report"):
+        arena.read_report()
+
+
+def test_a_report_that_does_not_fit(tmp_path):
+    area = torch.zeros(64, dtype=torch.uint8)
+    write_report(area, "x" * 48)
+    assert read_report(area) == "x" * 48
+    with pytest.raises(ValueError, match="49 bytes, the report area has 48"):
+        write_report(area, "x" * 49)
+
+
+def test_only_its_owner_may_read_and_the_size_must_fit(tmp_path):
+    spec = create_arena(tmp_path, "x", 64)
+    assert os.stat(spec.path).st_mode & 0o777 == 0o600
+    os.chmod(spec.path, 0o644)
+    with pytest.raises(ValueError, match="600"):
+        Arena(spec)
+    os.chmod(spec.path, 0o600)
+    os.truncate(spec.path, REPORT_BYTES)
+    with pytest.raises(ValueError, match="bytes"):
+        Arena(spec)
+
+
+def test_files_of_dead_processes_are_removed(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    stale, foreign = tmp_path / f"{PREFIX}{ended.pid}-a-0", tmp_path / "other"
+    stale.touch()
+    foreign.touch()
+    own = create_arena(tmp_path, "mine", 64)
+    assert remove_stale(tmp_path) == [stale]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([os.path.basename(own.path), "other"])

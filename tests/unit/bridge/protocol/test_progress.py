@@ -1,0 +1,77 @@
+"""Counters of a delivery through shared memory: who may go on when, and who ends whose waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_dapo.bridge.protocol.progress import NUM_WORDS, Progress
+
+
+@pytest.fixture
+def progress() -> Progress:
+    progress = Progress(torch.full((NUM_WORDS,), 99, dtype=torch.int64))  # what an earlier delivery left
+    progress.start(5)
+    return progress
+
+
+def test_two_buckets_may_be_ahead_of_the_reader(progress: Progress) -> None:
+    assert progress.wait_for_slot(0, 0.01) and progress.wait_for_slot(1, 0.01)
+    assert not progress.wait_for_slot(2, 0.01)
+    progress.count_loaded(1)
+    assert progress.wait_for_slot(2, 0.01)
+    assert not progress.wait_for_slot(3, 0.01)
+
+
+def test_a_bucket_is_whole_when_all_have_written(progress: Progress) -> None:
+    progress.count_written(0, 2)
+    progress.count_written(2, 1)
+    with pytest.raises(TimeoutError, match="bucket 0"):
+        progress.wait_for_bucket(0, 5, 3, 0.01)
+    progress.count_written(1, 1)
+    progress.wait_for_bucket(0, 5, 3, 0.01)
+    with pytest.raises(TimeoutError, match="bucket 1"):
+        progress.wait_for_bucket(1, 5, 3, 0.01)
+
+
+def test_another_delivery_is_never_read(progress: Progress) -> None:
+    progress.count_written(0, 1)
+    with pytest.raises(ValueError, match="given the delivery up"):
+        progress.wait_for_bucket(0, 4, 1, 10.0)
+
+
+def test_a_delivery_is_begun_once_and_only_while_it_is_under_way(progress: Progress) -> None:
+    with pytest.raises(ValueError, match="given the delivery up"):
+        progress.begin(4)
+    progress.begin(5)
+    with pytest.raises(ValueError, match="begun already"):
+        progress.begin(5)
+    progress.start(6)
+    progress.stop_delivery(5)  # of an earlier one: nothing to do with this
+    progress.begin(6)
+    progress.stop_delivery(6)
+    assert progress.is_stopped
+    with pytest.raises(ValueError, match="given the delivery up"):
+        progress.begin(6)
+
+
+def test_stopping_ends_all_waiting_at_once(progress: Progress) -> None:
+    errors = []
+
+    def wait(function, *arguments) -> None:
+        with pytest.raises(ValueError) as caught:
+            function(*arguments)
+        errors.append(str(caught.value))
+
+    waits = [(progress.wait_for_slot, 2, 30.0), (progress.wait_for_bucket, 0, 5, 1, 30.0)]
+    threads = [threading.Thread(target=wait, args=arguments, daemon=True) for arguments in waits]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    progress.stop()
+    for thread in threads:
+        thread.join(10.0)
+    assert sorted(errors) == ["it has left the delivery", "the trainer has given the delivery up"]

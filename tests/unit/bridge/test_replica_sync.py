@@ -1,0 +1,126 @@
+"""Sync and export in one process: a single-rank group is None."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dapo.bridge.replica_sync import ReplicaSync, replica_sync
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.reshard.execution import execute_in_memory
+from megatron_dapo.reshard.planner import plan
+
+
+@pytest.fixture
+def loaded(make_folder):
+    folder = make_folder("qwen2", tied=True)
+    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+    parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
+    load_from_huggingface(folder, layout, 0, parameters)
+    return folder, layout, parameters
+
+
+def _engine(layout, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    return {name: torch.full(spec.shape, float("nan"), dtype=dtype) for name, spec in layout.tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_engine_gets_the_model(dtype, loaded):
+    folder, layout, parameters = loaded
+    engine = _engine(layout, dtype)
+    sync = replica_sync(layout, dtype, None)
+    report = sync.execute(parameters, engine)
+    assert all(
+        torch.equal(engine[name], tensor.to(dtype)) for name, tensor in load_file(folder / "model.safetensors").items()
+    )
+    assert (report.num_tensors, report.bytes_received) == (len(engine), 0)
+    assert report.bytes_local == 4 * layout.architecture.num_parameters
+    assert len(sync.verify(parameters, engine)) == len(engine)
+
+
+def test_a_changed_element_is_noticed(loaded):
+    _, layout, parameters = loaded
+    engine, sync = _engine(layout), replica_sync(layout, torch.float32, None)
+    sync.execute(parameters, engine)
+    engine["model.layers.2.mlp.up_proj.weight"][5, 6] += 1e-6
+    with pytest.raises(RuntimeError, match=r"1 tensors differ .*model.layers.2.mlp.up_proj.weight"):
+        sync.verify(parameters, engine)
+
+
+def test_engine_with_other_tensors_is_refused(loaded):
+    _, layout, parameters = loaded
+    engine, sync = _engine(layout), replica_sync(layout, torch.float32, None)
+    with pytest.raises(ValueError, match="destination has 51 tensors, its layout 50.*lm_head.weight"):
+        sync.execute(parameters, {**engine, "lm_head.weight": torch.zeros(1)})
+    del engine["model.norm.weight"]
+    with pytest.raises(ValueError, match="model.norm.weight"):
+        sync.execute(parameters, engine)
+    with pytest.raises(ValueError, match="the source has 1 tensors"):
+        sync.execute({"0.output_layer.weight": torch.zeros(1)}, engine)
+
+
+def test_digest_depends_on_both_layouts(loaded):
+    _, layout, _ = loaded
+    assert (
+        replica_sync(layout, torch.float32, None).plan.digest != replica_sync(layout, torch.bfloat16, None).plan.digest
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_megatron_to_megatron_in_memory(family, make_folder):
+    """TP2 PP2 -> TP4 -> PP2 VPP2, every rank as if loaded directly."""
+    folder = make_folder(family, tied=True)
+    architecture = ModelArchitecture.from_directory(folder)
+    layouts = [
+        megatron_layout(architecture, parallel, torch.float32)
+        for parallel in (
+            ParallelLayout(4, tensor=2, pipeline=2),
+            ParallelLayout(4, tensor=4),
+            ParallelLayout(4, pipeline=2, virtual_pipeline=2),
+        )
+    ]
+    models = []
+    for layout in layouts:
+        models.append([{n: torch.zeros(s) for n, s in layout.local_shapes(rank).items()} for rank in range(4)])
+        for rank in range(4):
+            load_from_huggingface(folder, layout, rank, models[-1][rank])
+    for (source, held), (destination, expected) in zip(zip(layouts, models), list(zip(layouts, models))[1:]):
+        filled = [{n: torch.zeros(s) for n, s in destination.local_shapes(rank).items()} for rank in range(4)]
+        execute_in_memory(plan(source, destination), held, filled)
+        assert all(
+            torch.equal(filled[rank][name], expected[rank][name]) for rank in range(4) for name in expected[rank]
+        )
+
+
+def test_same_layout_moves_nothing_between_ranks(loaded):
+    _, layout, parameters = loaded
+    sync = ReplicaSync(layout, layout, None)
+    assert sync.execute(parameters, {n: torch.zeros_like(t) for n, t in parameters.items()}).bytes_sent == 0
+
+
+def test_export_of_one_process(loaded, tmp_path):
+    folder, layout, parameters = loaded
+    report = export_to_huggingface(tmp_path / "out", folder, layout, parameters, None, batch_bytes=10_000)
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    assert (report.num_tensors, report.num_bytes, report.copied) == (50, 4 * layout.architecture.num_parameters, ())
+
+
+def test_export_in_another_type(loaded, tmp_path):
+    folder, layout, parameters = loaded
+    export_to_huggingface(tmp_path / "out", folder, layout, parameters, None, dtype=torch.bfloat16)
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(after[n], t.bfloat16()) for n, t in load_file(folder / "model.safetensors").items())
+    assert ModelArchitecture.from_directory(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_export_refuses_an_existing_target(loaded, tmp_path):
+    folder, layout, parameters = loaded
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="out exists already"):
+        export_to_huggingface(tmp_path / "out", folder, layout, parameters, None)
