@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,9 @@ from pathlib import Path
 from megatron_dapo.launch.environment import ProcessEnvironment, prepare_rendezvous, process_environment
 from megatron_dapo.launch.lifetime import FolderLock, end_with_parent, stacks_on_request
 from megatron_dapo.launch.local import worker_pid_file, write_worker_pid
+
+_STARTED = time.time()  # seconds since 1970; near the start of the process, before heavy imports
+_REPORT_S = 20.0  # a failing worker ends after this long even if its records cannot be written
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -43,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     # Heavy imports come after the arguments are known to be right.
     from megatron_dapo.config.loader import load_config
     from megatron_dapo.config.value_pretraining import pretraining_config
-    from megatron_dapo.recovery.failure import failure_of, record_failure
+    from megatron_dapo.recovery.deadlines import exit_after
+    from megatron_dapo.recovery.failure import begin_attempt, failure_of, record_failure
 
     loaded = load_config(parsed.recipe, parsed.overrides)
     if parsed.pretrain_value is not None:
@@ -52,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     run_folder = loaded.config.run.output_dir
     # Until the process ends: a second run must not write into the same folder.
     lock = FolderLock(run_folder) if process.rank == 0 else None
+    if process.rank == 0:
+        begin_attempt(run_folder, _STARTED)
     write_worker_pid(run_folder, process.rank)
     stacks_on_request(worker_pid_file(run_folder, process.rank).with_suffix(".stacks"))
     _use_own_device(process)
@@ -69,8 +76,10 @@ def main(arguments: Sequence[str]) -> int:
 
             run_training(loaded, process.rank, process.world_size)
     except Exception as error:
-        record_failure(run_folder, failure_of(process.rank, error))
+        # The records go to a file system that may hang: the exit comes first, then the log, then files.
+        exit_after(_REPORT_S, 1)
         logging.getLogger(__name__).exception("rank %d failed", process.rank)
+        record_failure(run_folder, failure_of(process.rank, error))
         # Other ranks may wait in a collective: leaving without the destructors of process groups lets the launcher end
         # them.
         sys.stdout.flush()

@@ -1,14 +1,13 @@
-"""No wait without a name and an end: half-way a log line says who is pending, at the end stacks are dumped and the
-process exits."""
+"""Deadlines on lack of progress: at half time a log line says what is pending, at the end the process exits with stacks."""
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,62 +17,53 @@ from megatron_dapo.recovery.failure import Failure, record_failure
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
-
-Detail = Callable[[], str]
-OnExpired = Callable[[str], None]
+_REPORT_S = 20.0  # stacks and records may take this long before the process ends without them
 
 
-class DeadlineError(TimeoutError):
-    """A polled wait took longer than it may."""
+class Progress:
+    """The last moment at which this process saw progress. Any thread may call it."""
 
+    def __init__(self) -> None:
+        self._at = time.monotonic()
 
-class Deadline:
-    """The end of a wait that is polled: ask `remaining`, call `check` in each turn.
-
-    `clock` returns seconds; tests pass their own.
-    """
-
-    def __init__(self, name: str, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.name = name
-        self.seconds = seconds
-        self._clock = clock
-        self._start = clock()
-        self._warned = False
+    def mark(self) -> None:
+        """Note progress: a finished response, a command of rank 0, the begin of a phase."""
+        self._at = time.monotonic()
 
     @property
-    def elapsed(self) -> float:
-        return self._clock() - self._start
-
-    @property
-    def remaining(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self.seconds - self.elapsed)
-
-    def check(self, pending: Detail) -> None:
-        """Log once at half time, raise DeadlineError at the end; `pending` says what is still awaited."""
-        if self.elapsed >= self.seconds:
-            raise DeadlineError(_message(self.name, self.elapsed, self.seconds, pending))
-        if not self._warned and self.elapsed >= self.seconds / 2:
-            self._warned = True
-            logger.warning("%s", _message(self.name, self.elapsed, self.seconds, pending))
+    def idle_s(self) -> float:
+        """Seconds since the last progress."""
+        return time.monotonic() - self._at
 
 
 @contextmanager
-def watch(name: str, seconds: float, detail: Detail, on_expired: OnExpired) -> Iterator[None]:
-    """Guard a block that cannot be polled (a collective, a native call).
+def watch(
+    name: str, seconds: float, on_expired: Callable[[str], None], progress: Progress | None = None
+) -> Iterator[None]:
+    """Guard a block that cannot be polled (a collective, a native call) by a deadline on lack of progress.
 
-    At half time a warning says what is pending (`detail()`); at the deadline `on_expired(message)` is called in another
-    thread, usually `exit_with_stacks(...)`: the blocked thread cannot be woken.
+    After seconds / 2 without progress a warning names the block; after `seconds` another thread calls
+    `on_expired(message)`, usually `exit_with_stacks`, since the blocked thread cannot be woken. Entering the block counts
+    as progress, and so does `progress.mark()`: with it the block itself may last any time.
     """
-    start = time.monotonic()
+    progress = progress or Progress()
+    progress.mark()
     done = threading.Event()
 
+    def message() -> str:
+        return f"waiting for {name}: no progress for {progress.idle_s:.1f} s (limit {seconds:.1f} s)"
+
     def run() -> None:
-        if done.wait(seconds / 2):
-            return
-        logger.warning("%s", _message(name, time.monotonic() - start, seconds, detail))
-        if not done.wait(seconds / 2):
-            on_expired(_message(name, time.monotonic() - start, seconds, detail))
+        has_warned = False
+        while (idle := progress.idle_s) < seconds:
+            if idle < seconds / 2:
+                has_warned = False
+            elif not has_warned:
+                has_warned = True
+                logger.warning("%s", message())
+            if done.wait((seconds if has_warned else seconds / 2) - idle):
+                return
+        on_expired(message())
 
     thread = threading.Thread(target=run, name=f"deadline of {name}", daemon=True)
     thread.start()
@@ -84,29 +74,45 @@ def watch(name: str, seconds: float, detail: Detail, on_expired: OnExpired) -> I
         thread.join()
 
 
-def exit_with_stacks(run_folder: Path, rank: int) -> OnExpired:
-    """What a worker does at a deadline: stacks of all threads to stderr and a file, the reason to failure.json, exit
-    non-zero."""
+def collective_timeout(wait_timeout_s: float) -> float:
+    """Return the timeout of process groups, in seconds.
 
-    def on_expired(message: str) -> None:
-        stacks = run_folder / f"stacks_rank_{rank}.txt"
-        run_folder.mkdir(parents=True, exist_ok=True)
-        with open(stacks, "w", encoding="utf-8") as stream:
-            faulthandler.dump_traceback(file=stream, all_threads=True)
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-        record_failure(
-            run_folder, Failure(rank=rank, kind="deadline", message=message, detail=stacks.read_text(encoding="utf-8"))
-        )
-        sys.__stderr__.write(f"rank {rank}: {message}; stacks are in {stacks}\n")
-        sys.__stderr__.flush()
-        os._exit(EXIT_CODE)
-
-    return on_expired
+    The watchdog acts first, because it names the phase and writes stacks; the groups' own timeout only backs it up.
+    """
+    return 2 * wait_timeout_s + 60.0
 
 
-def _message(name: str, elapsed: float, seconds: float, detail: Detail) -> str:
-    try:
-        pending = detail()
-    except Exception as error:  # the description must not hide the wait it describes
-        pending = f"(no detail: {error!r})"
-    return f"waiting for {name} since {elapsed:.1f} s (limit {seconds:.1f} s): {pending}"
+def exit_after(seconds: float, code: int) -> None:
+    """End the process after `seconds`, also while another thread hangs in a write to a full disk or a dead file system."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+
+
+def exit_with_stacks(output_dir: Path, rank: int, message: str) -> None:
+    """End this worker at a deadline: stacks of all threads to stderr and a file, the reason to failure.json, exit code 75.
+
+    Every write may hang on a broken file system, so the exit is armed before the first, and stderr comes before files.
+    """
+    exit_after(_REPORT_S, EXIT_CODE)
+    stacks = _stacks()
+    file = output_dir / f"stacks_rank_{rank}.txt"
+    _say(f"{stacks}\nrank {rank}: {message}; stacks are in {file}\n")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file.write_text(stacks, encoding="utf-8")
+    record_failure(output_dir, Failure(rank=rank, kind="deadline", message=message, detail=stacks))
+    os._exit(EXIT_CODE)
+
+
+def _stacks() -> str:
+    """Return the Python stacks of all threads. Unlike faulthandler's, writing them releases the GIL if the write hangs."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return "\n".join(
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}" for number, frame in frames
+    )
+
+
+def _say(text: str) -> None:
+    # The descriptor itself: the lock of sys.stderr may be held by the thread that hangs.
+    os.write(2, text.encode("utf-8", errors="replace"))

@@ -7,12 +7,15 @@ An error that says of itself that its cause is elsewhere (`is_consequence`) neve
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+_ATTEMPT = "attempt"  # file with the number of the last start
 
 Kind = Literal["exception", "consequence", "deadline", "signal"]
 
@@ -26,6 +29,7 @@ class Failure:
     message: str  # one line
     detail: str = ""  # traceback or stacks
     time: float = field(default_factory=time.time)  # seconds since 1970
+    attempt: int = 1  # start of the run in its output directory, from 1
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
@@ -37,8 +41,12 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 
 def record_failure(run_folder: Path, failure: Failure) -> bool:
-    """Write this rank's record, and failure.json if it is the first. Returns whether it was."""
+    """Write this rank's record, and failure.json if it is the first; return whether it was.
+
+    The record takes the number of the attempt under way.
+    """
     run_folder.mkdir(parents=True, exist_ok=True)
+    failure = replace(failure, attempt=max(1, _attempt(run_folder)))
     own = run_folder / f"failure_rank_{failure.rank}.json"
     partial = own.with_suffix(".tmp")
     partial.write_text(json.dumps(asdict(failure), indent=1), encoding="utf-8")
@@ -64,12 +72,37 @@ def _read(path: Path) -> Failure:
     return Failure(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def clear_failures(run_folder: Path) -> None:
-    """Forget an earlier attempt's failures; rank 0 calls it before the work starts."""
+def begin_attempt(run_folder: Path, started: float) -> int:
+    """Count a start of the run, forget the failures of earlier ones, and return its number.
+
+    Rank 0 calls it before the work starts. started: when its process started, in seconds since 1970; a record of another
+    rank that failed since then is one of this attempt and stays.
+    """
+    run_folder.mkdir(parents=True, exist_ok=True)
+    clear_failures(run_folder, before=started)
+    number = _attempt(run_folder) + 1
+    partial = run_folder / f"{_ATTEMPT}.tmp"
+    partial.write_text(str(number), encoding="utf-8")
+    os.replace(partial, run_folder / _ATTEMPT)
+    return number
+
+
+def clear_failures(run_folder: Path, before: float = math.inf) -> None:
+    """Remove the records of failures before the time `before`, in seconds since 1970; by default all."""
     for path in [run_folder / "failure.json", *run_folder.glob("failure_rank_*.json")]:
-        path.unlink(missing_ok=True)
+        if path.is_file() and _read(path).time < before:
+            path.unlink(missing_ok=True)
+
+
+def _attempt(run_folder: Path) -> int:
+    """Return the number of the attempt under way, 0 before the first."""
+    try:
+        return int((run_folder / _ATTEMPT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return 0
 
 
 def last_line(failure: Failure) -> str:
     """The line to print last."""
-    return f"first failure: rank {failure.rank}, {failure.kind}: {failure.message}"
+    attempt = f"attempt {failure.attempt}, " if failure.attempt > 1 else ""
+    return f"first failure: {attempt}rank {failure.rank}, {failure.kind}: {failure.message}"

@@ -248,10 +248,8 @@ def _agree(ok: bool) -> bool:
 
 
 def _watch(config: Config, rank: int) -> Callable[[str], AbstractContextManager[None]]:
-    on_expired = exit_with_stacks(config.run.output_dir, rank)
-    return lambda name: watch(
-        f"phase {name}", config.run.wait_timeout_seconds, lambda: f"rank {rank} is in phase {name}", on_expired
-    )
+    on_expired = partial(exit_with_stacks, config.run.output_dir, rank)
+    return lambda name: watch(f"rank {rank}, phase {name}", config.run.wait_timeout_seconds, on_expired)
 
 
 def _evaluator(
