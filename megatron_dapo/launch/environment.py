@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Who this process is among those of the run."""
+    """Rank of this process, number of processes of the run, and its number on its node."""
 
     rank: int
     world_size: int
@@ -23,9 +25,9 @@ _NAMES = {
 
 
 def process_environment(environment: Mapping[str, str] | None = None) -> ProcessEnvironment:
-    """Reads rank, world size and local rank as torchrun sets them, else as srun does; without either a world of one.
+    """Read rank, world size and local rank as torchrun sets them, else as srun does; without either a world of one.
 
-    Raises ValueError where a launcher set some of its variables but not all.
+    Raises ValueError where torchrun's variables are set in part.
     """
     environment = os.environ if environment is None else environment
     for launcher, names in _NAMES.items():
@@ -40,15 +42,39 @@ def process_environment(environment: Mapping[str, str] | None = None) -> Process
     return ProcessEnvironment(rank=0, world_size=1, local_rank=0)
 
 
-def prepare_rendezvous(process: ProcessEnvironment, address: str = "127.0.0.1", port: int = 29500) -> None:
-    """Writes what torch.distributed reads at start-up where the launcher did not (srun, or a plain single process)."""
-    os.environ.setdefault("MASTER_ADDR", address)
-    os.environ.setdefault("MASTER_PORT", str(port))
+def prepare_rendezvous(process: ProcessEnvironment) -> None:
+    """Write what torch.distributed reads at start-up where the launcher did not (srun, or a plain single process)."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_rendezvous_port(process, os.environ.get("SLURM_JOB_ID"))))
     os.environ.setdefault("RANK", str(process.rank))
     os.environ.setdefault("WORLD_SIZE", str(process.world_size))
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
 
 
+def _rendezvous_port(process: ProcessEnvironment, slurm_job: str | None) -> int:
+    """Return a port that two runs on one node do not share: a free one for a single process, one for each Slurm job."""
+    if process.world_size == 1:
+        return free_port()
+    return 10000 + int(slurm_job) % 10000 if slurm_job else 29500
+
+
+def free_port() -> int:
+    """Return a port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def rendezvous_host() -> str:
-    """The machine of rank 0, as the launcher names it."""
+    """Return the node of rank 0, as the launcher names it."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def raise_open_files_limit() -> int:
+    """Raise this process's soft limit of open files to the hard limit and return it.
+
+    Rank 0 has a connection for every request in flight; the usual soft limit of 1,024 ends a run of 16 nodes.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

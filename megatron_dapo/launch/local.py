@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dapo.launch.environment import free_port
 from megatron_dapo.launch.lifetime import end_with_parent, require_unused
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,13 @@ def write_worker_pid(run_folder: Path, rank: int) -> None:
 
 
 def torchrun_command(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """The command that runs `module` in `num_processes` local workers on a free port."""
+    """Return the command that runs `module` in `num_processes` local workers, which meet on loopback.
+
+    Static rendezvous: the store of `--standalone` holds its state as a pickle, and whoever reaches its port runs code.
+    """
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"),
+        *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=static", "--nnodes=1", "--node-rank=0"),
+        *("--master-addr=127.0.0.1", f"--master-port={free_port()}"),
         *(f"--nproc-per-node={num_processes}", "--module", module, *arguments),
     ]
 

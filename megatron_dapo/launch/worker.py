@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_dapo.launch.environment import ProcessEnvironment, prepare_rendezvous, process_environment
+from megatron_dapo.launch.environment import (
+    ProcessEnvironment,
+    prepare_rendezvous,
+    process_environment,
+    raise_open_files_limit,
+)
 from megatron_dapo.launch.lifetime import FolderLock, end_with_parent, stacks_on_request
 from megatron_dapo.launch.local import worker_pid_file, write_worker_pid
 
@@ -43,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments)
     process = process_environment()
     prepare_rendezvous(process)
+    raise_open_files_limit()
     _configure_logging(process)
     # Heavy imports come after the arguments are known to be right.
     from megatron_dapo.config.loader import load_config

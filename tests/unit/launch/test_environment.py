@@ -1,0 +1,56 @@
+"""What launchers say, the port two runs on a node do not share, and the limit of open files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_dapo.launch.environment import ProcessEnvironment, prepare_rendezvous, process_environment
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID")
+
+
+def test_torchrun_comes_before_srun_and_a_part_of_it_is_refused() -> None:
+    torchrun = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "5"}
+    assert process_environment({**SLURM, **torchrun}) == ProcessEnvironment(5, 16, 5)
+    assert process_environment(SLURM) == ProcessEnvironment(3, 8, 1)
+    assert process_environment({}) == ProcessEnvironment(0, 1, 0)
+    with pytest.raises(ValueError, match="RANK are set but LOCAL_RANK, WORLD_SIZE are not"):
+        process_environment({"RANK": "5"})
+
+
+@pytest.fixture
+def port_of(monkeypatch: pytest.MonkeyPatch):
+    for name in RENDEZVOUS:  # undone even where the code under test sets it
+        monkeypatch.setenv(name, "")
+
+    def port(process: ProcessEnvironment, **variables: str) -> str:
+        for name in RENDEZVOUS:
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        prepare_rendezvous(process)
+        return os.environ["MASTER_PORT"]
+
+    return port
+
+
+def test_runs_on_one_node_have_ports_of_their_own(port_of) -> None:
+    alone, several = ProcessEnvironment(0, 1, 0), ProcessEnvironment(3, 8, 1)
+    assert len({port_of(alone) for _ in range(8)}) > 1
+    assert port_of(several, SLURM_JOB_ID="70012") == "10012" != port_of(several, SLURM_JOB_ID="70013")
+    assert port_of(several, SLURM_JOB_ID="70012", MASTER_PORT="4000") == "4000"
+
+
+def test_the_limit_of_open_files_is_raised_to_the_hard_limit() -> None:
+    code = """
+import resource
+from megatron_dapo.launch.environment import raise_open_files_limit
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+assert raise_open_files_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
