@@ -13,7 +13,7 @@ path = "{folder}/no_model"
 [data]
 train_paths = ["{folder}/no_data.jsonl"]
 [run]
-folder = "{folder}/run"
+output_dir = "{folder}/run"
 """
 FAIL = """
 import sys
