@@ -42,7 +42,7 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
         self._parameters = parameters
         self._touched = layout.touched(rank)
         self._pieces: dict[str, list[Shard]] = {}  # quantized buffer -> its shards
-        for shard in layout.master.shards(rank):
+        for shard in layout.trainer.shards(rank):
             if shard.tensor in layout.quantized:
                 self._pieces.setdefault(shard.local, []).append(shard)
         self._multipliers = {n: block_multiplier(m) for n, m in self._magnitudes(largest).items()}

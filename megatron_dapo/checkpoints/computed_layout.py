@@ -1,7 +1,4 @@
-"""The shell of a layout that is arithmetic: a rank's pieces and buffers, computed when somebody asks, kept by place.
-
-Ranks of one place in a model (replicas) hold the same and share one tuple of pieces, as planners want.
-"""
+"""Base class of layouts that follow from sizes: a rank's pieces and buffers are computed on first use and cached."""
 
 from __future__ import annotations
 
@@ -15,71 +12,78 @@ from megatron_dapo.reshard.layout import Shard, TensorSpec
 
 
 class Buffer(NamedTuple):
-    """One local buffer, and the pieces of global tensors in it. What no piece fills is padding."""
+    """One local buffer and the pieces of global tensors in it. Elements that no piece covers are padding."""
 
     name: str
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
 
 
-class Held(NamedTuple):
-    """What a rank holds: pieces of global tensors, and its local buffers in model order."""
+class RankContents(NamedTuple):
+    """Pieces of global tensors on one rank, and its local buffers in model order."""
 
     shards: tuple[Shard, ...]
     specs: Mapping[str, TensorSpec]
 
 
 class ComputedLayout(ABC):
-    """A `Layout` with the shape and type of every local buffer. A layout says how many ranks it has (`num_ranks`), what
-    is the same among them (`_place`) and what a rank of such a place holds (`_hold`)."""
+    """A `Layout` that also knows shape and type of every local buffer.
+
+    A subclass defines the number of ranks, a key that replicas of a model share, and the contents of a rank.
+    """
 
     def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
         self.tensors = tensors
-        self._held: dict[Hashable, Held] = {}
+        # One entry a key, not a rank: planners recognize replicas by the identity of their tuple of pieces.
+        self._contents_of: dict[Hashable, RankContents] = {}
 
     @property
     @abstractmethod
-    def num_ranks(self) -> int: ...
+    def num_ranks(self) -> int:
+        """Number of ranks, replicas included."""
 
     @abstractmethod
-    def _place(self, rank: int) -> Hashable:
-        """Equal for ranks that hold the same."""
+    def _replica_key(self, rank: int) -> Hashable:
+        """Return a key that is equal for ranks with equal contents."""
 
     @abstractmethod
-    def _hold(self, rank: int) -> Held: ...
+    def _compute(self, rank: int) -> RankContents: ...
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
-        return self._at(rank).shards
+        """Return the pieces of global tensors that a rank has."""
+        return self._contents(rank).shards
 
     def buffer_names(self, rank: int) -> frozenset[str]:
+        """Return the names of a rank's local buffers."""
         return frozenset(self.local_specs(rank))
 
     def local_specs(self, rank: int) -> Mapping[str, TensorSpec]:
-        """Shape and dtype of every local buffer of a rank, in model order."""
-        return self._at(rank).specs
+        """Return shape and dtype of every local buffer of a rank, in model order."""
+        return self._contents(rank).specs
 
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every local buffer of a rank, in model order."""
         return {name: spec.shape for name, spec in self.local_specs(rank).items()}
 
-    def _at(self, rank: int) -> Held:
+    def _contents(self, rank: int) -> RankContents:
         assert 0 <= rank < self.num_ranks, f"rank {rank} outside {self.num_ranks}"
-        place = self._place(rank)
-        if place not in self._held:
-            self._held[place] = self._hold(rank)
-        return self._held[place]
+        key = self._replica_key(rank)
+        if key not in self._contents_of:
+            self._contents_of[key] = self._compute(rank)
+        return self._contents_of[key]
 
 
 def whole_tensor(name: str, shape: tuple[int, ...], local: str) -> Buffer:
-    """A buffer that is one tensor."""
+    """Return a buffer `local` that is one whole tensor."""
     zeros = (0,) * len(shape)
     return Buffer(local, shape, (Shard(name, zeros, shape, local, zeros),))
 
 
-def held(buffers: Iterable[tuple[Buffer, torch.dtype]]) -> Held:
-    """Of buffers and their types."""
+def collect_buffers(buffers: Iterable[tuple[Buffer, torch.dtype]]) -> RankContents:
+    """Return the contents of a rank from its buffers and their types."""
     pieces: list[Shard] = []
     specs: dict[str, TensorSpec] = {}
     for buffer, dtype in buffers:
         pieces += buffer.shards
         specs[buffer.name] = TensorSpec(buffer.shape, dtype)
-    return Held(tuple(pieces), specs)
+    return RankContents(tuple(pieces), specs)

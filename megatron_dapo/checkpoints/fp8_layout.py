@@ -1,13 +1,13 @@
-"""Layouts of a delivery into engines that serve FP8: e4m3 values, and a scale for every block of 128 x 128 of them.
+"""Layouts of a weight sync to engines that serve FP8: e4m3 values, and one scale for each block of 128 x 128.
 
-    which = read_parameters(engines, described)      # asked of a server (`served_parameters`), or `expected_parameters`
-    source = Fp8SourceLayout(actor.tensors, Fp8EngineLayout(engines, which))
+    parameters = read_parameters(engines, described)  # described by a server; without one: `expected_parameters`
+    source = Fp8SourceLayout(actor.tensors, Fp8EngineLayout(engines, parameters))
 
-Both sides agree on global tensors: a quantized tensor X keeps its name and shape and is e4m3 here, X_scale_inv float32
-holds one number a block (what its values are multiplied with to get the originals back). Where they lie follows from
-where X lies. `fp8_weights` computes both out of the trainer's parameters while buckets are filled.
+Both sides agree on global tensors: a quantized tensor X keeps its name and shape and is e4m3, and X_scale_inv (float32)
+holds one number a block, by which the block's values are multiplied to restore the weights. The layout of the scales
+follows from that of X. `bridge.fp8_weights` computes both from the trainer's parameters while it fills buckets.
 
-Which tensors are quantized is nowhere listed: those are whose engine parameter is e4m3.
+No list says which tensors are quantized: those whose engine parameter is e4m3.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from functools import cached_property
 import torch
 
 from megatron_dapo.checkpoints.architecture import EMBEDDING, LM_HEAD, ROUTER
-from megatron_dapo.checkpoints.computed_layout import ComputedLayout, Held
+from megatron_dapo.checkpoints.computed_layout import ComputedLayout, RankContents
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout
 from megatron_dapo.ops.fp8 import BLOCK, E4M3
 from megatron_dapo.reshard.layout import Layout, Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice
 
-SCALES = (
-    "_scale_inv"  # behind the name of a tensor or parameter: its blocks' scales, as checkpoints and SGLang call them
-)
-# The attention of some models (Qwen2, Llama) has two numbers of its own under FP8, for caches in FP8. Caches are in the
-# model's type here, so that nothing reads them; they are 1 as from a checkpoint without them.
+SCALES = "_scale_inv"  # suffix of the scales of a tensor or parameter, as checkpoints and SGLang name them
+# Some models (Qwen2, Llama) have two further scalars under FP8, for key-value caches in FP8. Here caches have the
+# model's type, so nothing reads the scalars; they are 1, as after loading a checkpoint without them.
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")
 KV_SCALE_VALUE = 1.0
 
@@ -39,30 +37,31 @@ _DIMS = ("row", "column")
 
 @dataclass(frozen=True)
 class Fp8Parameters:
-    """What is special about the parameters of an engine in FP8; the same on all its ranks."""
+    """Parameters of an FP8 engine that are not in the model's type; the same on all its ranks."""
 
     quantized: frozenset[str]  # parameters that are e4m3
     constants: frozenset[str]  # scalars that are always KV_SCALE_VALUE
 
 
 def expected_parameters(engines: SglangLayout) -> Fp8Parameters:
-    """What a server would answer, for plans without one: SGLang quantizes the layers it calls linear, experts included,
-    and leaves embedding, head and router alone. Which of its models have scales of caches only a server knows.
+    """Return the expected answer of a server, for plans without one.
+
+    SGLang quantizes the layers it calls linear, experts included, but not embedding, head and router. Scales of caches
+    are missing here: only a server knows which models have them.
     """
     specs = engines.local_specs(0)
-    left = (EMBEDDING, LM_HEAD)
-    matrices = (name for name, spec in specs.items() if len(spec.shape) > 1 and name not in left)
+    matrices = (name for name, spec in specs.items() if len(spec.shape) > 1 and name not in (EMBEDDING, LM_HEAD))
     return Fp8Parameters(frozenset(name for name in matrices if not name.endswith(ROUTER)), frozenset())
 
 
 def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, TensorSpec]]) -> Fp8Parameters:
-    """From shape and type of every parameter of each rank of one engine.
+    """Return the FP8 parameters of an engine, given shape and type of every parameter of each of its ranks.
 
-    ValueError where a parameter is none that this bridge can fill, or none is in FP8. Shapes are compared later, by the
-    engine itself when a delivery begins.
+    Raises ValueError if a weight sync cannot fill a parameter, or if none is in FP8. The engine itself compares shapes
+    when a weight sync begins.
     """
     if len(described) != engines.tensor_parallel:
-        raise ValueError(f"an engine of {engines.tensor_parallel} ranks described {len(described)}")
+        raise ValueError(f"an engine of {engines.tensor_parallel} ranks described {len(described)} ranks")
     found = {_classify(engines.local_specs(rank), specs) for rank, specs in enumerate(described)}
     if len(found) > 1:
         raise ValueError("the ranks of one engine quantize different parameters; they must serve one model")
@@ -85,7 +84,7 @@ def _classify(own: Mapping[str, TensorSpec], described: Mapping[str, TensorSpec]
             known = True
         if not known:
             raise ValueError(
-                f"the engine has {name!r} {tuple(spec.shape)} {_name(spec.dtype)}, which is no FP8 in blocks of {BLOCK} "
+                f"the engine has {name!r} {tuple(spec.shape)} {_name(spec.dtype)}, which is not FP8 in blocks of {BLOCK} "
                 f"with {_name(_SCALE_DTYPE)} scales: SGLang repacks weights for some products (GPUs without FP8; "
                 "DeepGEMM on Blackwell); start the server with --fp8-gemm-backend triton or without quantization"
             )
@@ -99,12 +98,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def blocks_of(size: int) -> int:
-    """Blocks that `size` rows or columns reach into."""
+    """Return the number of blocks that `size` rows or columns reach into."""
     return -(-size // BLOCK)
 
 
 def block_slice(offset: Sequence[int], shape: Sequence[int]) -> Slice:
-    """The blocks that a box of a matrix reaches into."""
+    """Return the box of blocks that a box of a matrix reaches into."""
     start = tuple(o // BLOCK for o in offset)
     return Slice(start, tuple(blocks_of(o + n) - s for o, n, s in zip(offset, shape, start)))
 
@@ -112,7 +111,7 @@ def block_slice(offset: Sequence[int], shape: Sequence[int]) -> Slice:
 def _global_tensors(
     tensors: Mapping[str, TensorSpec], quantized: frozenset[str], constants: frozenset[str]
 ) -> dict[str, TensorSpec]:
-    """The tensors of a delivery: a quantized one is e4m3 and has its scales behind it."""
+    """Return the tensors of a weight sync: a quantized tensor is e4m3 and is followed by its scales."""
     found: dict[str, TensorSpec] = {}
     for name, spec in tensors.items():
         found[name] = TensorSpec(spec.shape, E4M3) if name in quantized else spec
@@ -126,14 +125,13 @@ def _constant(name: str) -> Shard:
 
 
 class Fp8EngineLayout(ComputedLayout):
-    """`EngineLayout` of engines that serve FP8: as `engines`, but for what `parameters` says."""
+    """`EngineLayout` of engines that serve FP8: `engines` with the types and scales of `parameters`."""
 
     def __init__(self, engines: SglangLayout, parameters: Fp8Parameters) -> None:
         self.engines = engines
         self.parameters = parameters
         self.tensor_parallel = engines.tensor_parallel
-        # One rank tells for all: fused parts are quantized together, and every rank holds a part of every matrix but
-        # experts under expert parallelism.
+        # All ranks of one engine together: under expert parallelism, no rank has a shard of every matrix.
         self.quantized = frozenset(
             piece.tensor
             for rank in range(engines.tensor_parallel)
@@ -146,12 +144,12 @@ class Fp8EngineLayout(ComputedLayout):
     def num_ranks(self) -> int:
         return self.engines.num_ranks
 
-    def _place(self, rank: int) -> int:
+    def _replica_key(self, rank: int) -> int:
         return rank % self.tensor_parallel
 
-    def _hold(self, rank: int) -> Held:
-        tensor = self._place(rank)
-        return Held(tuple(self._pieces(tensor)), dict(self._specs(tensor)))
+    def _compute(self, rank: int) -> RankContents:
+        tensor = self._replica_key(rank)
+        return RankContents(tuple(self._pieces(tensor)), dict(self._specs(tensor)))
 
     def _pieces(self, rank: int) -> Iterator[Shard]:
         for piece in self.engines.shards(rank):
@@ -172,7 +170,7 @@ class Fp8EngineLayout(ComputedLayout):
             yield name, TensorSpec((), _SCALE_DTYPE)
 
     def _scales_of(self, piece: Shard, rank: int) -> Shard:
-        """ValueError where the piece begins inside a block: SGLang refuses to load that."""
+        """Return the piece of scales of a piece. Raises ValueError if it begins inside a block, which SGLang cannot load."""
         *stack, row, column = piece.local_offset
         for dim, (start, place) in enumerate(zip(piece.global_offset, (row, column))):
             if start % BLOCK or place % BLOCK:
@@ -189,41 +187,44 @@ class Fp8EngineLayout(ComputedLayout):
 
 
 class Fp8SourceLayout:
-    """The trainer's side: pieces of quantized tensors where `master` has them, under the same local names.
+    """The trainer's side of the sync: quantized tensors are where `trainer` has their weights, under its local names.
 
-    The scales that a rank's part of a tensor X touches are one local buffer, "X_scale_inv". Blocks that the trainer's
-    own tensor parallelism cuts have their scale on every rank that holds a part (`shared`).
+    The scales of the blocks that a rank's shard of tensor X touches are one local buffer, "X_scale_inv". If the
+    trainer's tensor parallelism cuts a block, every rank with a part of it has its scale (`shared`).
     """
 
-    def __init__(self, master: Layout, engines: Fp8EngineLayout) -> None:
-        self.master = master
+    def __init__(self, trainer: Layout, engines: Fp8EngineLayout) -> None:
+        self.trainer = trainer
         self.quantized = engines.quantized
         self.constants = engines.parameters.constants
-        self.tensors = _global_tensors(master.tensors, self.quantized, self.constants)
-        # Keyed by the identity of the master's tuple, which the entry keeps alive: replicas share one tuple.
+        self.tensors = _global_tensors(trainer.tensors, self.quantized, self.constants)
+        # Keyed by the identity of the trainer's tuple, which the entry keeps alive: replicas share one tuple.
         self._cache: dict[int, tuple[tuple[Shard, ...], tuple[Shard, ...], dict[str, Slice]]] = {}
 
     @property
     def num_ranks(self) -> int:
-        return self.master.num_ranks
+        """Number of ranks of the trainer."""
+        return self.trainer.num_ranks
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
+        """Return the pieces of weights, scales and constants that a rank has."""
         return self._rank(rank)[1]
 
     def buffer_names(self, rank: int) -> frozenset[str]:
+        """Return the names of a rank's local buffers, scales and constants included."""
         extra = (name + SCALES for name in self.touched(rank))
-        return self.master.buffer_names(rank) | frozenset(extra) | self.constants
+        return self.trainer.buffer_names(rank) | frozenset(extra) | self.constants
 
     def touched(self, rank: int) -> Mapping[str, Slice]:
-        """Quantized tensor -> the blocks that a rank's part of it reaches into."""
+        """Return quantized tensor -> box of the blocks that a rank's shard reaches into."""
         return self._rank(rank)[2]
 
     @cached_property
     def shared(self) -> tuple[str, ...]:
-        """Quantized tensors of which some block is cut between ranks: their largest magnitudes must be exchanged."""
+        """Quantized tensors with a block that is cut between ranks, which must exchange its largest magnitude."""
         cut: set[str] = set()
-        for pieces in {id(p): p for p in map(self.master.shards, range(self.num_ranks))}.values():
-            for name, box in self._held(pieces).items():
+        for pieces in {id(p): p for p in map(self.trainer.shards, range(self.num_ranks))}.values():
+            for name, box in self._boxes(pieces).items():
                 ends = (start + size for start, size in zip(*box))
                 shape = self.tensors[name].shape
                 if any(o % BLOCK for o in box.offset) or any(e % BLOCK and e != n for e, n in zip(ends, shape)):
@@ -231,15 +232,15 @@ class Fp8SourceLayout:
         return tuple(name for name in self.tensors if name in cut)
 
     def _rank(self, rank: int) -> tuple[tuple[Shard, ...], tuple[Shard, ...], dict[str, Slice]]:
-        own = self.master.shards(rank)
+        own = self.trainer.shards(rank)
         if id(own) not in self._cache:
-            touched = {name: block_slice(*box) for name, box in self._held(own).items()}
+            touched = {name: block_slice(*box) for name, box in self._boxes(own).items()}
             scales = (Shard(name + SCALES, *box, name + SCALES, (0, 0)) for name, box in touched.items())
             self._cache[id(own)] = (own, (*own, *scales, *map(_constant, sorted(self.constants))), touched)
         return self._cache[id(own)]
 
-    def _held(self, pieces: Sequence[Shard]) -> dict[str, Slice]:
-        """The box that the pieces of each quantized tensor form together."""
+    def _boxes(self, pieces: Sequence[Shard]) -> dict[str, Slice]:
+        """Return the box that the pieces of each quantized tensor form together."""
         boxes: dict[str, list[Slice]] = {}
         for piece in pieces:
             if piece.tensor in self.quantized:
@@ -251,5 +252,7 @@ def _union(name: str, boxes: Sequence[Slice]) -> Slice:
     starts = tuple(min(box.offset[dim] for box in boxes) for dim in range(2))
     stops = tuple(max(box.offset[dim] + box.shape[dim] for box in boxes) for dim in range(2))
     union = Slice(starts, tuple(stop - start for start, stop in zip(starts, stops)))
-    assert union.volume == sum(box.volume for box in boxes), f"the parts of {name} on one rank are no box: {boxes[:4]}"
+    assert union.volume == sum(box.volume for box in boxes), (
+        f"the shards of {name} on one rank form no box: {boxes[:4]}"
+    )
     return union

@@ -1,4 +1,4 @@
-"""Where a Megatron-core GPT model under TP x PP x VPP x EP keeps each Hugging Face tensor: names, rows and padding.
+"""Layout of a Megatron-core GPT model under TP x PP x VPP x EP: names, rows and padding of each Hugging Face tensor.
 
 Local names are "{vp_stage}.{parameter path inside that model chunk}" with Transformer Engine's parameter names. Data-
 and context-parallel ranks hold replicas, except of experts. See the table in `MegatronLayout`.
@@ -20,7 +20,13 @@ from megatron_dapo.checkpoints.architecture import (
     VALUE_WEIGHT,
     ModelArchitecture,
 )
-from megatron_dapo.checkpoints.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
+from megatron_dapo.checkpoints.computed_layout import (
+    Buffer,
+    ComputedLayout,
+    RankContents,
+    collect_buffers,
+    whole_tensor,
+)
 from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice, intersect
@@ -29,13 +35,13 @@ VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this times t
 
 
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: Megatron pads with zero rows."""
+    """Return the rows of the embedding over all tensor-parallel ranks: Megatron pads with zero rows."""
     multiple = VOCABULARY_MULTIPLE * tensor_parallel
     return -(-vocab_size // multiple) * multiple
 
 
 class MegatronLayout(ComputedLayout):
-    """Layout of the actor's or critic's parameters (per tensor-parallel rank t of T):
+    """Layout of the actor's or critic's parameters, by tensor-parallel rank t of T:
 
     | local buffer | rows |
     |---|---|
@@ -48,9 +54,8 @@ class MegatronLayout(ComputedLayout):
     | experts.local_experts.i | expert e n + i (expert rank e holds n), cut as a dense MLP over expert_tensor ranks |
 
     Layers with experts have their norm as pre_mlp_layernorm, dense ones inside linear_fc1.
-    With fewer key-value heads than T, the cut of linear_qkv goes through a head's group, as Megatron-core does it (it
-    gathers the activations). A tied model has a second copy of the embedding as output_layer on the last pipeline
-    stage.
+    With fewer key-value heads than T, linear_qkv is cut inside a head's group, as Megatron-core does it (it gathers the
+    activations). A tied model has a second copy of the embedding as output_layer on the last pipeline stage.
     """
 
     def __init__(
@@ -63,20 +68,21 @@ class MegatronLayout(ComputedLayout):
 
     @property
     def num_ranks(self) -> int:
+        """World size."""
         return self.parallel.world_size
 
-    def _place(self, rank: int) -> tuple[int, ...]:
+    def _replica_key(self, rank: int) -> tuple[int, ...]:
         dense, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
-        place = (dense.tensor, dense.pipeline)
-        return place if self.architecture.experts is None else (*place, experts.tensor, experts.expert)
+        key = (dense.tensor, dense.pipeline)
+        return key if self.architecture.experts is None else (*key, experts.tensor, experts.expert)
 
-    def _hold(self, rank: int) -> Held:
+    def _compute(self, rank: int) -> RankContents:
         dense, experts = self.parallel.coordinates(rank), self.parallel.expert_coordinates(rank)
         buffers = self._buffers(dense.tensor, dense.pipeline, experts)
-        return held((buffer, self._dtype_of(buffer)) for buffer in buffers)
+        return collect_buffers((buffer, self._dtype_of(buffer)) for buffer in buffers)
 
     def _dtype_of(self, buffer: Buffer) -> torch.dtype:
-        # Only vocabulary rows can be all padding.
+        # A buffer without pieces is all padding, which only vocabulary rows can be.
         dtypes = {self.tensors[piece.tensor].dtype for piece in buffer.shards} or {self.tensors[EMBEDDING].dtype}
         if len(dtypes) > 1:
             parts = sorted({f"{piece.tensor} {self.tensors[piece.tensor].dtype}" for piece in buffer.shards})
@@ -106,11 +112,12 @@ class MegatronLayout(ComputedLayout):
 
     def _head(self, local: str, first_chunk: bool, tensor: int) -> Iterator[Buffer]:
         if self.architecture.head != LANGUAGE_MODEL:
-            held = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
-            yield from (self._whole(local + held[name], name) for name in self.architecture.head_shapes())
+            suffixes = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
+            yield from (self._whole(local + suffixes[name], name) for name in self.architecture.head_shapes())
         elif not self.architecture.tie_word_embeddings:
             yield self._vocabulary(local + "weight", LM_HEAD, tensor)
         elif not first_chunk:
+            # On one chunk the output matrix is the embedding itself.
             yield self._vocabulary(local + "weight", EMBEDDING, tensor)
 
     def _attention(self, local: str, name: str, tensor: int) -> Iterator[Buffer]:
@@ -132,7 +139,7 @@ class MegatronLayout(ComputedLayout):
         yield self._gate_up(local + "mlp.linear_fc1.weight", name + "mlp.", tensor, size)
         yield self._columns(local + "mlp.linear_fc2.weight", name + "mlp.down_proj.weight", tensor, size)
 
-    def _experts(self, local: str, name: str, place: ExpertCoordinates) -> Iterator[Buffer]:
+    def _experts(self, local: str, name: str, coordinates: ExpertCoordinates) -> Iterator[Buffer]:
         assert self.architecture.experts is not None
         size = self.parallel.expert_tensor_size
         num_local = self.architecture.experts.num_experts // self.parallel.expert
@@ -140,17 +147,17 @@ class MegatronLayout(ComputedLayout):
         yield self._whole(local + "mlp.router.weight", name + ROUTER)
         for index in range(num_local):
             here = f"{local}mlp.experts.local_experts.{index}."
-            there = f"{name}mlp.experts.{place.expert * num_local + index}."
-            yield self._gate_up(here + "linear_fc1.weight", there, place.tensor, size)
-            yield self._columns(here + "linear_fc2.weight", there + "down_proj.weight", place.tensor, size)
+            there = f"{name}mlp.experts.{coordinates.expert * num_local + index}."
+            yield self._gate_up(here + "linear_fc1.weight", there, coordinates.tensor, size)
+            yield self._columns(here + "linear_fc2.weight", there + "down_proj.weight", coordinates.tensor, size)
 
     def _whole(self, local: str, name: str) -> Buffer:
         return whole_tensor(name, self.tensors[name].shape, local)
 
-    def _columns(self, local: str, name: str, part: int, num_parts: int) -> Buffer:
+    def _columns(self, local: str, name: str, index: int, count: int) -> Buffer:
         rows, columns = self.tensors[name].shape
-        width = columns // num_parts
-        return Buffer(local, (rows, width), (Shard(name, (0, part * width), (rows, width), local, (0, 0)),))
+        width = columns // count
+        return Buffer(local, (rows, width), (Shard(name, (0, index * width), (rows, width), local, (0, 0)),))
 
     def _vocabulary(self, local: str, name: str, tensor: int) -> Buffer:
         vocab_size, hidden = self.tensors[name].shape
@@ -160,17 +167,17 @@ class MegatronLayout(ComputedLayout):
         pieces = (Shard(name, (start, 0), (real, hidden), local, (0, 0)),) if real > 0 else ()
         return Buffer(local, (rows, hidden), pieces)
 
-    def _gate_up(self, local: str, prefix: str, part: int, num_parts: int) -> Buffer:
+    def _gate_up(self, local: str, prefix: str, index: int, count: int) -> Buffer:
         rows, hidden = self.tensors[prefix + "gate_proj.weight"].shape
-        rows //= num_parts
+        rows //= count
         pieces = tuple(
-            Shard(prefix + name + ".weight", (part * rows, 0), (rows, hidden), local, (position * rows, 0))
+            Shard(prefix + name + ".weight", (index * rows, 0), (rows, hidden), local, (position * rows, 0))
             for position, name in enumerate(("gate_proj", "up_proj"))
         )
         return Buffer(local, (2 * rows, hidden), pieces)
 
     def _qkv(self, local: str, pattern: str, tensor: int) -> Buffer:
-        """Rows of rank `tensor` of the interleaved matrix of all heads; a bias is one without columns."""
+        """Return the rows of rank `tensor` of the interleaved matrix of all heads; a bias is a matrix without columns."""
         tail = self.tensors[pattern.format("q")].shape[1:]
         zeros = (0,) * len(tail)
         segments = list(_interleaved_rows(self.architecture))
@@ -178,6 +185,7 @@ class MegatronLayout(ComputedLayout):
         mine = Slice((tensor * num_rows,), (num_rows,))
         pieces, position = [], 0
         for projection, start, rows in segments:
+            # The cut may go through a head, so a rank can hold any part of a segment.
             common = intersect(mine, Slice((position,), (rows,)))
             if common is not None:
                 offset, size = common.offset[0], common.shape[0]
@@ -190,7 +198,7 @@ class MegatronLayout(ComputedLayout):
 
 
 def _interleaved_rows(architecture: ModelArchitecture) -> Iterator[tuple[str, int, int]]:
-    """(projection, first row in it, rows) in the order of Megatron's fused QKV."""
+    """Yield (projection, its first row, number of rows) in the order of Megatron's fused QKV."""
     head, ratio = architecture.head_dim, architecture.query_groups_ratio
     for group in range(architecture.num_key_value_heads):
         yield "q", group * ratio * head, ratio * head
@@ -243,7 +251,10 @@ def _check_experts(architecture: ModelArchitecture, parallel: ParallelLayout) ->
 def megatron_layout(
     architecture: ModelArchitecture, parallel: ParallelLayout, dtype: torch.dtype | Mapping[str, torch.dtype]
 ) -> MegatronLayout:
-    """Layout of the model's parameters under `parallel`; dtype of all of them, or of each Hugging Face tensor."""
+    """Return the layout of the model's parameters under `parallel`; `dtype` of all of them, or by Hugging Face name.
+
+    Raises ValueError if the sizes do not divide the model.
+    """
     if isinstance(dtype, torch.dtype):
         dtype = dict.fromkeys(architecture.shapes(), dtype)
     return MegatronLayout(architecture, parallel, dtype)

@@ -1,4 +1,4 @@
-"""Where SGLang's decoders keep each Hugging Face tensor under tensor and expert parallelism: names, rows, padding.
+"""Layout of SGLang's decoders under tensor and expert parallelism: names, rows and padding of each Hugging Face tensor.
 
 Local names are those of the SGLang model's `named_parameters()` (0.5.17 to 0.5.21, one pipeline stage, no data-parallel
 attention, no quantization, no redundant experts, an MoE runner that takes [gate; up] untransposed as the Triton and the
@@ -7,14 +7,20 @@ native one do). See the table in `SglangLayout`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from megatron_dapo.checkpoints.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, ROUTER, ModelArchitecture
-from megatron_dapo.checkpoints.computed_layout import Buffer, ComputedLayout, Held, held, whole_tensor
+from megatron_dapo.checkpoints.computed_layout import (
+    Buffer,
+    ComputedLayout,
+    RankContents,
+    collect_buffers,
+    whole_tensor,
+)
 from megatron_dapo.reshard.layout import Shard, TensorSpec, local_holes
 from megatron_dapo.reshard.slices import Slice
 
@@ -24,7 +30,7 @@ CPU_INTERMEDIATE_MULTIPLE = 32  # on a CPU the engine pads intermediate sizes to
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Sizes over all ranks of one engine, with the padding it adds: zero heads, rows or columns at the end."""
+    """Sizes over all ranks of one engine, including the zero heads, rows or columns that it appends as padding."""
 
     query_heads: int
     key_value_heads: int
@@ -46,13 +52,13 @@ def _divided(field: str, size: int, tensor_parallel: int) -> int:
 
 
 def _mlp_sizes(architecture: ModelArchitecture) -> tuple[int, int]:
-    """Intermediate sizes of a dense layer and of an expert, 0 for what the model does not have."""
+    """Return the intermediate sizes of a dense layer and of an expert, 0 if the model has none."""
     experts = architecture.experts
     return (architecture.intermediate_size, 0) if experts is None else (0, experts.intermediate_size)
 
 
 def _cuda_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_parallel: int) -> EngineSizes:
-    """An accelerator pads the vocabulary alone; all else must divide, but for key-value heads, which are replicated."""
+    """Return the sizes on an accelerator: only the vocabulary is padded, and key-value heads may be replicated."""
     dense, expert = _mlp_sizes(architecture)
     heads, vocabulary = architecture.num_key_value_heads, _multiple(architecture.vocab_size, VOCABULARY_MULTIPLE)
     if heads % tensor_parallel and tensor_parallel % heads:
@@ -70,7 +76,7 @@ def _cuda_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_pa
 
 
 def _cpu_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_parallel: int) -> EngineSizes:
-    """A CPU server pads what does not divide: key-value heads with their query heads, intermediate and vocabulary."""
+    """Return the sizes on a CPU, which pads sizes that do not divide: heads, intermediate and vocabulary."""
     dense, expert = _mlp_sizes(architecture)
     heads = architecture.num_key_value_heads
     if architecture.num_attention_heads % tensor_parallel or heads % tensor_parallel:
@@ -85,9 +91,6 @@ def _cpu_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_par
         expert_intermediate=_multiple(expert, CPU_INTERMEDIATE_MULTIPLE * tensor_parallel),
         vocabulary=vocabulary,
     )
-
-
-SIZES: Mapping[str, Callable[[ModelArchitecture, int, int], EngineSizes]] = {"cuda": _cuda_sizes, "cpu": _cpu_sizes}
 
 
 class SglangLayout(ComputedLayout):
@@ -105,8 +108,8 @@ class SglangLayout(ComputedLayout):
 
     With fewer key-value heads K than T, rank t holds head t // (T / K). Under expert parallelism E, rank t holds the
     experts of expert rank t // (T / E), cut into T / E. A tied dense model has no lm_head of its own, one with experts
-    has a copy. What no piece fills is padding (`padding`); it must hold zeros, which an engine started with random
-    weights does not.
+    has a copy. Elements without a piece are `padding`. They must be zero, which they are not in an engine that starts
+    with random weights.
     """
 
     def __init__(
@@ -128,18 +131,19 @@ class SglangLayout(ComputedLayout):
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of all engines."""
         return self.num_engines * self.tensor_parallel
 
     def padding(self, rank: int) -> dict[str, tuple[Slice, ...]]:
-        """Boxes of the parameters, in local coordinates, that no tensor fills; they must be zero."""
+        """Return the boxes of the parameters, in local coordinates, that no tensor fills; they must be zero."""
         holes = local_holes(self.shards(rank), self.local_shapes(rank))
         return {name: boxes for name, boxes in holes.items() if boxes}
 
-    def _place(self, rank: int) -> int:
+    def _replica_key(self, rank: int) -> int:
         return rank % self.tensor_parallel
 
-    def _hold(self, rank: int) -> Held:
-        return held((buffer, self.dtype) for buffer in self._buffers(self._place(rank)))
+    def _compute(self, rank: int) -> RankContents:
+        return collect_buffers((buffer, self.dtype) for buffer in self._buffers(self._replica_key(rank)))
 
     def _buffers(self, tensor: int) -> Iterator[Buffer]:
         vocabulary = self._share(self.sizes.vocabulary)
@@ -156,6 +160,7 @@ class SglangLayout(ComputedLayout):
         if not self.architecture.tie_word_embeddings:
             yield self._rows(LM_HEAD, [(LM_HEAD, tensor, vocabulary)])
         elif self.architecture.experts is not None:
+            # SGLang ties the two only in its dense models.
             yield self._rows(LM_HEAD, [(EMBEDDING, tensor, vocabulary)])
 
     def _attention(self, prefix: str, tensor: int) -> Iterator[Buffer]:
@@ -190,7 +195,7 @@ class SglangLayout(ComputedLayout):
         size, num_local = self.sizes.expert_intermediate // cut, experts.num_experts // self.expert_parallel
         real, hidden = min(experts.intermediate_size - index * size, size), self.architecture.hidden_size
         gate_up, down = prefix + "w13_weight", prefix + "w2_weight"
-        # The numbers are the same for every expert: few tuples, of which a large model would have a million.
+        # Offsets and shapes are the same for every expert; a large model would otherwise have a million such tuples.
         rows, columns = ((index * size, 0), (real, hidden)), ((0, index * size), (hidden, real))
         gate_up_pieces: list[Shard] = []
         down_pieces: list[Shard] = []
@@ -204,7 +209,7 @@ class SglangLayout(ComputedLayout):
 
     @cached_property
     def _expert_names(self) -> dict[str, list[tuple[str, str, str]]]:
-        """Prefix of a layer's experts -> names of each expert's gate, up and down matrix."""
+        """Names of each expert's gate, up and down matrix, by the prefix of a layer's experts."""
         num_experts = self.architecture.experts.num_experts if self.architecture.experts else 0
         prefixes = [f"model.layers.{layer}.mlp.experts." for layer in range(self.architecture.num_layers)]
         return {
@@ -222,19 +227,20 @@ class SglangLayout(ComputedLayout):
         return whole_tensor(name, self.tensors[name].shape, name)
 
     def _columns(self, name: str, index: int, width: int) -> Buffer:
-        """Columns [index * width, +width) of the padded matrix."""
+        """Return columns [index * width, +width) of the padded matrix."""
         rows, columns = self.tensors[name].shape
         real = min(columns - index * width, width)
         pieces = (Shard(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
         return Buffer(name, (rows, width), pieces)
 
     def _rows(self, local: str, parts: Sequence[tuple[str, int, int]]) -> Buffer:
-        """Rows of one or several tensors below each other; a part is (tensor, index, rows): rows [index * rows, +rows)
-        of the padded tensor. A bias is a matrix without columns."""
+        """Return a buffer that stacks rows of several tensors: for each (tensor, index, rows) of `parts`, the rows
+        [index * rows, +rows) of the padded tensor. A bias is a matrix without columns."""
         tail = self.tensors[parts[0][0]].shape[1:]
         zeros = (0,) * len(tail)
         pieces, position = [], 0
         for name, index, rows in parts:
+            # Rows beyond the tensor are padding and get no piece.
             real = min(self.tensors[name].shape[0] - index * rows, rows)
             if real > 0:
                 pieces.append(Shard(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
@@ -251,17 +257,17 @@ def sglang_layout(
     expert_parallel: int = 1,
     device: str = "cuda",
 ) -> SglangLayout:
-    """Layout of `num_engines` engines of `tensor_parallel` ranks each, all parameters in `dtype`.
+    """Return the layout of `num_engines` engines of `tensor_parallel` ranks each, all parameters in `dtype`.
 
-    `device` is where the engine runs, "cuda" or "cpu": SGLang pads other sizes there. Raises ValueError where the
-    engine would refuse the size.
+    `device` of the engine is "cuda" or "cpu", on which SGLang pads differently. Raises ValueError if the engine would
+    refuse the sizes.
     """
-    if device not in SIZES:
-        raise ValueError(f"engine device {device!r}: choose one of {', '.join(SIZES)}")
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"engine device {device!r}: choose one of cuda, cpu")
     if tensor_parallel < 1 or num_engines < 1:
         raise ValueError(f"engines: {num_engines} of {tensor_parallel} ranks; both must be at least 1")
     _check_experts(architecture, tensor_parallel, expert_parallel)
-    sizes = SIZES[device](architecture, tensor_parallel, expert_parallel)
+    sizes = (_cpu_sizes if device == "cpu" else _cuda_sizes)(architecture, tensor_parallel, expert_parallel)
     return SglangLayout(architecture, tensor_parallel, expert_parallel, dtype, num_engines, sizes)
 
 
