@@ -150,12 +150,12 @@ Attend = Callable[..., Any]  # (query, key, value, cumulative lengths int32) -> 
 def _own_cases() -> Iterator[tuple[str, Attend, Callable[[], Any]]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from megatron_dapo.megatron.attention import PackedAttention, PackedSequences, plan_attention
+    from megatron_dapo.megatron.attention import PackedAttention, PackedSequences
 
     module = PackedAttention(SimpleNamespace(context_parallel_size=1))
 
     def attend(query: Any, key: Any, value: Any, bounds: Any) -> Any:
-        packed = PackedSequences(plan=plan_attention(bounds, 0, 1))
+        packed = PackedSequences(cu_seqlens_q=bounds)
         return module(query, key, value, packed_seq_params=packed)
 
     yield "default", attend, nullcontext

@@ -12,7 +12,7 @@ gathered from all ranks, and a mask says which keys are not in a query's future.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -196,21 +196,36 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) ->
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """megatron-core's description of a packed micro-batch and what the own attention works out once for all layers."""
+    """A packed micro-batch as megatron-core describes it, and what our own layers compute once for all of them.
 
-    plan: AttentionPlan | None = None
+    The attention plan and the rotary tables are made by the first layer that asks. Transformer Engine's layers never
+    ask: they read `cu_seqlens` alone.
+    """
+
+    context_rank: int = 0
+    context_size: int = 1
     position_ids: torch.Tensor | None = None  # [P_local]
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos, sin [P_local, 1, head_dim], made by the first layer
+    _plan: AttentionPlan | None = field(default=None, init=False)
+    _rotary: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
+
+    def attention_plan(self) -> AttentionPlan:
+        """Return the padded batches in which our own attention computes this rank's queries."""
+        # The masks of a plan are large: 254 MB for 22 K tokens under context parallel 2.
+        if self._plan is None:
+            self._plan = plan_attention(self.cu_seqlens_q, self.context_rank, self.context_size)
+        return self._plan
 
     def rotary_tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of every token, from every position's angles [longest, 1, 1, head_dim]; rounded at the end."""
-        if self.rotary is None:
+        """Return cos and sin of every token, both [P_local, 1, head_dim], from every position's angles [longest, 1, 1,
+        head_dim]."""
+        if self._rotary is None:
             assert self.position_ids is not None, "packed sequences without position_ids"
             table = angles[:, 0]
-            self.rotary = tuple(
+            # Rounded after cos and sin: an angle of 30,000 radians in bf16 has no correct digit.
+            self._rotary = tuple(
                 part.to(dtype).index_select(0, self.position_ids) for part in (table.cos(), table.sin())
             )
-        return self.rotary
+        return self._rotary
 
 
 class PackedAttention(torch.nn.Module):
@@ -233,10 +248,8 @@ class PackedAttention(torch.nn.Module):
         **unused: Any,
     ) -> torch.Tensor:
         """query [P, heads, head_dim], key and value [P, groups, head_dim] -> [P, heads * head_dim]."""
-        assert isinstance(packed_seq_params, PackedSequences) and packed_seq_params.plan is not None, (
-            "attention wants packed sequences"
-        )
-        plan = packed_seq_params.plan
+        assert isinstance(packed_seq_params, PackedSequences), "attention needs packed sequences"
+        plan = packed_seq_params.attention_plan()
         if self.context_group is not None:
             key, value = _GatherRanks.apply(torch.cat((key, value), dim=1), self.context_group).chunk(2, dim=1)
         padded_query = query if plan.queries is None else _Pad.apply(query, plan.queries)

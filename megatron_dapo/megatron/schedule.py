@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.megatron.attention import PackedSequences, plan_attention
+from megatron_dapo.megatron.attention import PackedSequences
 from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.model import unwrap
 from megatron_dapo.megatron.scales import keeping_scales
@@ -37,7 +37,7 @@ class PreparedMicroBatch:
 
 
 def prepare(micro_batches: Sequence[MicroBatch], layout: ParallelLayout, rank: int) -> list[PreparedMicroBatch]:
-    """Slice the micro-batches for this rank and lay out their attention. ValueError where they cannot run."""
+    """Slice the micro-batches for this rank. ValueError where they cannot run."""
     if not micro_batches:
         raise ValueError("a step needs at least one micro-batch")
     if layout.virtual_pipeline > 1 and len(micro_batches) % layout.pipeline:
@@ -65,7 +65,8 @@ def _prepare_one(index: int, micro_batch: MicroBatch, layout: ParallelLayout, co
         cu_seqlens_kv=micro_batch.cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        plan=plan_attention(micro_batch.cu_seqlens, context_rank, layout.context),
+        context_rank=context_rank,
+        context_size=layout.context,
         position_ids=local.position_ids,
     )
     return PreparedMicroBatch(index, local, packed)

@@ -55,7 +55,7 @@ def test_packed_attention_is_the_formula_sequence_by_sequence(lengths: tuple[int
     want = written_out(query, key, value, lengths)
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     want_gradients = torch.autograd.grad((want * weights).sum(), (query, key, value))
-    packed = PackedSequences(plan=plan_attention(cumulative(lengths), 0, 1))
+    packed = PackedSequences(cu_seqlens_q=cumulative(lengths))
     got = own_attention()(query, key, value, packed_seq_params=packed)
     gradients = torch.autograd.grad((got * weights).sum(), (query, key, value))
     torch.testing.assert_close(got, want)
