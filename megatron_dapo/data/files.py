@@ -1,7 +1,8 @@
 """Rows of parquet and JSON-lines files in the DAPO-Math-17k schema, streamed: a file is never in memory as a whole.
 
 data_source                   where the problem is from                     optional
-prompt                        chat messages [{"role", "content"}], or text  required
+prompt                        chat messages [{"role", "content"}], the same
+                              as JSON text, or a plain text                 required
 ability                       subject                                       optional
 reward_model.ground_truth     gold answer                                   required
 extra_info.index              the row's own number                          optional
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,9 @@ from typing import Any
 REQUIRED_COLUMNS = ("prompt", "reward_model")
 OPTIONAL_COLUMNS = ("data_source", "ability", "extra_info")
 BATCH_ROWS = 8192
+# Tables made by pandas or CSV tools often hold the chat as JSON text (or as Python's repr, which is refused). Taken as the
+# content of one user turn it would train on braces. A problem that begins with "[1, 2]" or "{1, 2}" stays a plain text.
+_CHAT_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*["'](?:role|content)["']\s*:""")
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,8 @@ def _checked_row(values: Mapping[str, Any], place: str) -> Row:
 
 
 def _checked_messages(prompt: Any, place: str) -> tuple[Mapping[str, str], ...]:
+    if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
+        prompt = _parse_chat(prompt, place)
     if isinstance(prompt, str) and prompt.strip():
         return ({"role": "user", "content": prompt},)
     if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
@@ -146,6 +153,16 @@ def _checked_messages(prompt: Any, place: str) -> tuple[Mapping[str, str], ...]:
         f"{place}: prompt must be a list of chat messages {{'role': text, 'content': text}} or a text, got "
         f"{repr(prompt)[:200]}"
     )
+
+
+def _parse_chat(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{place}: prompt holds chat messages as text that is not valid JSON ({error}): write the column as a list "
+            f"of messages or by json.dumps, got {text[:200]!r}"
+        ) from error
 
 
 def _is_message(message: Any) -> bool:

@@ -125,6 +125,10 @@ def test_missing_columns_are_named(kind, write, tokenizer):
         ({"prompt": "  "}, "prompt must be"),
         ({"prompt": [{"role": "user"}]}, "prompt must be"),
         ({"prompt": 7}, "prompt must be"),
+        ({"prompt": '[{"role": "user"}]'}, "prompt must be"),
+        ({"prompt": '{"role": "user", "content": "P"}'}, "prompt must be a list"),
+        ({"prompt": '[{"role": "user", "content": "P'}, "not valid JSON .*by json.dumps, got .*content"),
+        ({"prompt": "[{'role': 'user', 'content': 'P'}]"}, "not valid JSON .*write the column as a list"),
     ],
 )
 def test_bad_rows_are_named(kind, change, message, write, row):
@@ -133,6 +137,19 @@ def test_bad_rows_are_named(kind, change, message, write, row):
     with pytest.raises(ValueError, match=message) as caught:
         list(read_rows(path))
     assert f"{path}, {'row 0' if kind == 'parquet' else 'line 1'}" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chat_turns_as_json_text_are_chat_turns(kind, write, row):
+    messages = [{"role": "system", "content": "Be brief."}, {"content": 'Say "1+1".', "role": "user"}]
+    (found,) = read_rows(write(f"data.{kind}", [{**row("P", "1"), "prompt": json.dumps(messages, indent=1)}]))
+    assert [dict(message) for message in found.messages] == messages
+
+
+@pytest.mark.parametrize("text", ["[1, 2] has which sum?", "{1, 2}", '{"x": 1}, what is x?', '"role": what is it?'])
+def test_a_problem_in_brackets_stays_one_user_turn(text, write, row):
+    (found,) = read_rows(write("data.parquet", [{**row("P", "1"), "prompt": text}]))
+    assert found.messages == ({"role": "user", "content": text},)
 
 
 def test_integers_and_plain_texts_are_accepted(write):
