@@ -11,6 +11,9 @@ GIB = 1 << 30
 # A device that another process fills is noticed; what the driver itself takes is not.
 FREE_SHARE = 0.9
 BFLOAT16_CAPABILITY = (8, 0)
+# A site's default of one core a task makes a rank, its server's tokenizer and the verifiers take turns.
+MIN_CORES = 2
+MIN_MEMORY = 16 * GIB
 TE_PACKAGE = "transformer-engine[pytorch]"
 
 
@@ -62,6 +65,43 @@ class ApexFacts:
     is_nvidia: bool = False
     fused: bool = False
     version: str | None = None
+
+
+@dataclass(frozen=True)
+class ProcessLimits:
+    """Cores and host memory that this process may use, and that the machine has. `job`: the scheduler's, "" for none."""
+
+    cores: int
+    machine_cores: int
+    memory: int | None  # bytes; None: no limit
+    machine_memory: int
+    job: str = ""
+
+
+def cores_finding(limits: ProcessLimits) -> Finding:
+    """Warn where affinity or a quota leaves this process few of the machine's cores."""
+    detail = f"{limits.cores} of the machine's {limits.machine_cores} cores for this process"
+    if limits.cores < min(MIN_CORES, limits.machine_cores):
+        fix = "start with --cpus-per-task (sbatch --exclusive) and srun --cpu-bind=none, or a wider taskset or --cpus"
+        words = f"{detail}; a rank, its share of servers and verifiers need {MIN_CORES}{_of_job(limits)}"
+        return warning("cores", words, fix)
+    return ok("cores", detail)
+
+
+def memory_finding(limits: ProcessLimits) -> Finding:
+    """Warn where a limit leaves this process little of the machine's memory."""
+    if limits.memory is None or limits.memory >= limits.machine_memory:
+        return ok("host memory", f"{limits.machine_memory / GIB:.0f} GiB, no limit")
+    detail = f"limited to {limits.memory / GIB:.1f} of the machine's {limits.machine_memory / GIB:.0f} GiB"
+    if limits.memory < min(MIN_MEMORY, limits.machine_memory / 2):
+        fix = "ask for all of it with --mem=0 (Slurm), or raise the container's --memory"
+        words = f"{detail}; loading and offloading need {MIN_MEMORY // GIB} GiB{_of_job(limits)}"
+        return warning("host memory", words, fix)
+    return ok("host memory", detail)
+
+
+def _of_job(limits: ProcessLimits) -> str:
+    return f" ({limits.job})" if limits.job else ""
 
 
 def torch_finding(facts: TorchFacts) -> Finding:

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_dapo.doctor import machine
 from megatron_dapo.doctor.finding import Finding, conflict, first_conflict, ok, warning
-from megatron_dapo.doctor.machine import ApexFacts, Device, Support, TorchFacts, TransformerEngineFacts
+from megatron_dapo.doctor.machine import ApexFacts, Device, ProcessLimits, Support, TorchFacts, TransformerEngineFacts
 
 GIB = 1 << 30
 H200 = Device("NVIDIA H200", 139 * GIB, 138 * GIB, (9, 0))
@@ -144,3 +144,26 @@ def test_linear_products(answer: dict[str, str], num_bf16_layers: int, verdict: 
     finding = machine.linear_products_finding(answer, num_bf16_layers)
     assert finding.verdict == verdict and words in finding.detail
     assert (verdict == "ok") == (finding.fix == "")
+
+
+def test_a_job_of_one_core_and_little_memory_is_told_with_the_fix() -> None:
+    """The default of many Slurm sites: one core a task, memory by the core."""
+    limits = ProcessLimits(1, 128, 4 * GIB, 1024 * GIB, "Slurm job 7")
+    cores, memory = machine.cores_finding(limits), machine.memory_finding(limits)
+    assert (
+        cores.verdict == "warning" and "1 of the machine's 128 cores" in cores.detail and "Slurm job 7" in cores.detail
+    )
+    assert "--cpus-per-task" in cores.fix and "--exclusive" in cores.fix
+    assert memory.verdict == "warning" and "4.0 of the machine's 1024 GiB" in memory.detail and "--mem=0" in memory.fix
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ProcessLimits(128, 128, None, 1024 * GIB),
+        ProcessLimits(1, 1, None, 4 * GIB),  # a small machine is not a job that was cut
+        ProcessLimits(16, 128, 200 * GIB, 1024 * GIB),
+    ],
+)
+def test_a_job_with_its_share_is_ok(limits: ProcessLimits) -> None:
+    assert machine.cores_finding(limits).verdict == machine.memory_finding(limits).verdict == "ok"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from megatron_dapo.cli.main import app
 from megatron_dapo.doctor import gather
 from megatron_dapo.doctor.ask import ProbeFailure
-from megatron_dapo.doctor.machine import Device, TorchFacts, TransformerEngineFacts
+from megatron_dapo.doctor.machine import Device, ProcessLimits, TorchFacts, TransformerEngineFacts
 from megatron_dapo.doctor.recipe import AttentionResult
 
 RECIPE = gather.ROOT / "examples" / "quickstart" / "quickstart.toml"
@@ -46,6 +46,13 @@ def test_a_sound_machine(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1].startswith("no conflict")
     assert "TEDotProductAttention  (it is installed)" in result.output and not (tmp_path / "run").exists()
+
+
+def test_a_job_of_one_core_is_warned_about(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine.setattr(gather, "process_limits", lambda: ProcessLimits(1, 64, None, 512 << 30))
+    result = doctor(*in_folder(tmp_path))
+    assert result.exit_code == 0 and "warning   cores: 1 of the machine's 64 cores" in result.output
+    assert "--cpus-per-task" in result.output and result.output.splitlines()[-1] == "no conflict, 1 warning"
 
 
 def test_the_last_line_is_the_first_conflict_with_its_fix(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
