@@ -7,6 +7,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no token is multiplied away
+
 
 @dataclass(frozen=True)
 class TailLoop:
@@ -26,11 +30,23 @@ class Repetition:
 
 
 def ngram_repetition(token_ids: Sequence[int], n: int = 20) -> float:
-    """1 - distinct n-grams / n-grams; 0 for fewer than n tokens."""
+    """1 - distinct n-grams / n-grams; 0 for fewer than n tokens. Exact."""
     total = len(token_ids) - n + 1
     if total <= 0:
         return 0.0
-    return 1.0 - len({tuple(token_ids[start : start + n]) for start in range(total)}) / total
+    tokens = np.frombuffer(array("q", token_ids), dtype=np.int64)
+    hashes = np.zeros(total, dtype=np.uint64)
+    for offset in range(n):
+        hashes = hashes * _HASH_FACTOR + tokens[offset : offset + total].view(np.uint64)
+    # Different hashes mean different n-grams, so only n-grams that share a hash have to be compared.
+    _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    num_single = int((counts == 1).sum())
+    if num_single == total:
+        return 0.0
+    shared = np.lib.stride_tricks.sliding_window_view(tokens, n)[counts[inverse] > 1]
+    raw, width = shared.tobytes(), n * tokens.itemsize
+    num_distinct = num_single + len({raw[start : start + width] for start in range(0, len(raw), width)})
+    return 1.0 - num_distinct / total
 
 
 def _matching_tail(token_ids: Sequence[int], period: int) -> int:

@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from megatron_dapo.rewards.pool_task import Job, Task, checked_reply, failure
-from megatron_dapo.rewards.verifier_process import VerifierProcess
+from megatron_dapo.rewards.verifier_process import Job, Task, VerifierProcess, checked_reply, failure
 
 logger = logging.getLogger(__name__)
 
@@ -324,11 +323,16 @@ class Dispatcher:
             self._worker_failed_to_start(worker, reason or "the verifier process ended before it was ready")
             return
         self.counts["crashed"] += 1
+        exit_code = worker.exit_code()  # before `_remove`, which kills it
+        if reason is None and exit_code == -signal.SIGKILL and worker.queue and not worker.queue[0].was_retried:
+            # Not killed by the pool: usually by the kernel for want of memory, so at first the answer is not to blame.
+            worker.queue[0].was_retried = True
+            self._remove(worker)
+            return
         task = worker.queue.popleft() if worker.queue else None
         self._remove(worker)
         if task is None:
             return
-        exit_code = worker.exit_code()
         # The worker's own alarm goes off only if this thread slept through the deadline.
         outcome = "timeout" if exit_code == -signal.SIGALRM else "error"
         self._finish(task, failure(outcome, reason or f"the verifier process ended with exit status {exit_code}"))

@@ -27,9 +27,8 @@ from types import TracebackType
 from typing import Any
 
 from megatron_dapo.rewards.dispatcher import Dispatcher
-from megatron_dapo.rewards.pool_task import Job, Task
 from megatron_dapo.rewards.verifier import tail_characters
-from megatron_dapo.rewards.verifier_process import worker_environment
+from megatron_dapo.rewards.verifier_process import Job, Task, worker_environment
 from megatron_dapo.types import Score
 
 ScoreItem = tuple[Hashable, str, str, bool]  # (key, response text, gold answer, is_truncated)

@@ -1,4 +1,4 @@
-"""One killable verifier process: its pipes, what it was sent and has not answered, and how fast it is."""
+"""One killable verifier process: its pipes, the answers it was sent and has not scored, and its speed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-
-from megatron_dapo.rewards.pool_task import Task
+from typing import Any
 
 ENVIRONMENT_ALLOW_LIST = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 MAX_REPLY_BYTES = 2**20  # a longer line is no reply of ours
@@ -26,6 +26,30 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     import_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     # A fixed hash seed: sympy's order of terms, and with it what it manages to simplify, depends on it.
     return {**allowed, **threads, "PYTHONPATH": import_path, "PYTHONHASHSEED": "0"}
+
+
+@dataclass
+class Job:
+    """One call: its answers still to be sent, the replies so far, and the future its caller waits on."""
+
+    pending: deque[Task]
+    convert: Callable[[Mapping[str, Any]], Any]
+    results: dict[Hashable, Any]
+    num_open: int
+    future: Future[dict[Hashable, Any]] = field(default_factory=Future)
+
+
+@dataclass(eq=False)
+class Task:
+    """One answer."""
+
+    task_id: int
+    key: Hashable
+    message: bytes
+    job: Job | None = None
+    holder: VerifierProcess | None = None  # the worker it was last sent to; None while it is pending
+    is_done: bool = False
+    was_retried: bool = False  # after a kill that did not come from the pool
 
 
 @dataclass(eq=False)
@@ -139,3 +163,24 @@ class VerifierProcess:
             return self.process.wait(0.2)
         except subprocess.TimeoutExpired:
             return None
+
+
+def failure(outcome: str, message: str) -> dict[str, Any]:
+    """The reply for a process that gave none."""
+    return {"outcome": outcome, "extracted": None, "reward": None, "detail": {"error": message}}
+
+
+def checked_reply(message: Any, expected_id: int | None) -> Mapping[str, Any]:
+    """A reply whose fields have the promised types and which answers the task at hand. ValueError otherwise."""
+    if not isinstance(message, dict) or message.get("id") != expected_id or expected_id is None:
+        raise ValueError(f"no reply to task {expected_id}")
+    checks = (
+        message.get("outcome") in ("correct", "wrong", "unparsable", "error"),
+        isinstance(message.get("extracted"), (str, type(None))),
+        isinstance(message.get("reward"), (int, float, type(None))),
+        isinstance(message.get("detail"), dict),
+        isinstance(message.get("leaving"), bool),
+    )
+    if not all(checks):
+        raise ValueError("malformed reply")
+    return message

@@ -55,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 STATE_VERSION = 2
 
+# With max_num_gen_batches = 0 and endless epochs, a collection ends after this many rounds without a kept group.
+MAX_FRUITLESS_ROUNDS = 100
+
 
 class Collector(BatchCollector):
     """Collects rollout batches on the rank that drives the rollout.
@@ -83,6 +86,7 @@ class Collector(BatchCollector):
         self._in_flight: dict[str, OpenGroup] = {}  # by group id
         self._unfinished: dict[str, OpenGroup] = {}  # by group id, in order of their start
         self._training_version = 0  # of the batch being collected
+        self._num_started_at_last_kept = 0  # groups this collection had started when it last kept one
         self._builder = StatisticsBuilder()
 
     # Collecting
@@ -94,6 +98,7 @@ class Collector(BatchCollector):
         check_num_groups(num_groups)
         self._training_version = self._checked_version(training_version)
         self._builder = StatisticsBuilder()
+        self._num_started_at_last_kept = 0
         self._hold(self._training_version)
         self._evict()
         first_number = self._counters.num_started
@@ -152,10 +157,7 @@ class Collector(BatchCollector):
         while self._unfinished and len(self._in_flight) < num_wanted:
             requests.extend(self._go_on(next(iter(self._unfinished))))
         while len(self._in_flight) < num_wanted:
-            if (
-                self._settings.max_num_gen_batches
-                and self._builder.num_started >= self._settings.max_num_gen_batches * round_size
-            ):
+            if self._rounds_are_exhausted(round_size):
                 exhausted = "rounds"
                 break
             prompt_id = self._stream.next()
@@ -166,6 +168,12 @@ class Collector(BatchCollector):
         if requests:
             self._engine.submit(requests)
         return exhausted
+
+    def _rounds_are_exhausted(self, round_size: int) -> bool:
+        if self._settings.max_num_gen_batches:
+            return self._builder.num_started >= self._settings.max_num_gen_batches * round_size
+        num_fruitless = self._builder.num_started - self._num_started_at_last_kept
+        return num_fruitless >= MAX_FRUITLESS_ROUNDS * round_size
 
     def _start(self, prompt_id: str, round_size: int) -> list[GenerationRequest]:
         """Record a new group in flight; its requests."""
@@ -240,6 +248,7 @@ class Collector(BatchCollector):
             self._builder.add_scored(group, decision)
             if decision == KEPT:
                 self._buffer.put(group)
+                self._num_started_at_last_kept = self._builder.num_started
             else:
                 self._counters.num_filtered += 1
 
@@ -308,14 +317,19 @@ class Collector(BatchCollector):
     def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
         counts = ", ".join(f"{decision} {count}" for decision, count in self._builder.filter_decisions.items())
         remedy = {
-            "rounds": f"raise max_num_gen_batches (now {self._settings.max_num_gen_batches}), choose easier or harder data, "
-            "or let on_exhausted train partial batches",
-            "prompts": "allow more epochs, add data, or let on_exhausted train partial batches",
+            "rounds": f"{self._limit_of_rounds()}; choose easier or harder data, or let rollout.on_exhausted train "
+            "partial batches",
+            "prompts": "raise data.max_epochs, add data, or let rollout.on_exhausted train partial batches",
         }[exhausted]
         return (
             f"only {self._num_available()} of {num_groups} groups: {exhausted} are exhausted after "
             f"{self._builder.num_started} groups ({counts}); {remedy}"
         )
+
+    def _limit_of_rounds(self) -> str:
+        if self._settings.max_num_gen_batches:
+            return f"raise rollout.max_num_gen_batches (now {self._settings.max_num_gen_batches})"
+        return f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no group"
 
     def _report(self, num_groups: int) -> CollectProgress:
         opened = self._in_flight.values()

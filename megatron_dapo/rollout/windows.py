@@ -190,7 +190,8 @@ class WindowCollector(BatchCollector):
     def _describe_shortage(self, num_items: int) -> str:
         return (
             f"only {self._pool.num_waiting} of {num_items} responses to work on: prompts are exhausted after "
-            f"{self._counters.num_groups} groups; allow more epochs, add data, or let on_exhausted train partial batches"
+            f"{self._counters.num_groups} groups; raise data.max_epochs, add data, or let "
+            "rollout.on_exhausted train partial batches"
         )
 
     def _report(self, num_groups: int) -> CollectProgress:

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, expected_multiplier, wasted_fraction
 from megatron_dapo.algorithms.length_reward import overlong_keep_mask, soft_overlong_penalty
@@ -74,6 +77,19 @@ def test_tail_loop_agrees_with_a_search_over_every_period():
             if repeats >= 3 and repeats * period > best.repeats * best.period:
                 best = TailLoop(period, repeats)
         assert tail_loop(tokens) == best, tokens
+
+
+@given(st.lists(st.integers(0, 3) | st.integers(0, 2**31 - 1), max_size=80), st.integers(1, 24))
+def test_ngram_repetition_is_its_definition(token_ids, n):
+    total = max(0, len(token_ids) - n + 1)
+    ngrams = {tuple(token_ids[start : start + n]) for start in range(total)}
+    assert ngram_repetition(token_ids, n) == (1.0 - len(ngrams) / total if total else 0.0)
+
+
+def test_equal_hashes_are_compared_exactly(monkeypatch):
+    monkeypatch.setattr("megatron_dapo.algorithms.repetition._HASH_FACTOR", np.uint64(0))  # only the last token counts
+    token_ids = [1, 2, 3, 9, 2, 3, 1, 2, 3]
+    assert ngram_repetition(token_ids, 3) == 1.0 - 6 / 7
 
 
 def test_repetition_tells_a_loop_from_prose():

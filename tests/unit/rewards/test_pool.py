@@ -233,6 +233,27 @@ def test_pathological_answers_of_math_verify(lenient_pool, caller):
     assert score_one(lenient_pool, "\\boxed{7}", "7")[0].outcome == "correct"
 
 
+def test_an_answer_whose_process_was_killed_from_outside_is_scored_again(user_path):
+    others = {child.pid for child in _workers()}
+    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=20.0) as pool:
+        (worker,) = [child for child in _workers() if child.pid not in others]
+        waiting = pool.submit([("slow", "sleep 0.5", "", False), ("next", "say 42", "42", False)])
+        time.sleep(0.2)
+        worker.kill()
+        assert [score.outcome for score in waiting.result().values()] == ["correct", "correct"]
+        assert (pool.statistics().num_killed, pool.statistics().num_crashed) == (0, 1)
+        # Once only: an answer that is killed again (it needs more memory than there is) is an error.
+        assert "exit status -9" in score_one(pool, "sigkill")[0].detail["error"]
+        assert pool.statistics().num_crashed == 3
+
+
+def test_a_function_that_forks_replies_once(user_path):
+    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=20.0) as pool:
+        scores = pool.score_many([(index, "fork 42", "42", False) for index in range(20)])
+        assert {score.outcome for score in scores.values()} == {"correct"}
+        assert pool.statistics().num_crashed == 0
+
+
 def test_the_clock_starts_with_the_worker_not_with_the_call(user_path):
     """Three answers of 0.4 s behind each other on one worker: queued for longer than the deadline, but all in time."""
     with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=TIMEOUT_S) as pool:

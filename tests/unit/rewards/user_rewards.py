@@ -60,6 +60,12 @@ def _leave_child(argument, answer):
     time.sleep(600)
 
 
+def _fork(argument, answer):
+    """Both processes come back from here."""
+    os.fork()
+    return argument == answer
+
+
 def _environment(argument, answer):
     return {"accuracy": 1, "detail": dict(os.environ)}
 
@@ -88,12 +94,14 @@ COMMANDS = {
     "catastrophe": _catastrophe,
     "ignore_signals": _ignore_signals,
     "leave_child": _leave_child,
+    "fork": _fork,
     "environment": _environment,
     "forge": _forge,
     "raise": _raise,
     "sys_exit": lambda argument, answer: sys.exit(3),
     "os_exit": lambda argument, answer: os._exit(int(argument or 0)),
     "kill": lambda argument, answer: os.kill(os.getpid(), signal.SIGSEGV),
+    "sigkill": lambda argument, answer: os.kill(os.getpid(), signal.SIGKILL),
     "recurse": lambda argument, answer: COMMANDS["recurse"](argument, answer),
     "reward": lambda argument, answer: float(argument),
     "nan": lambda argument, answer: float("nan"),

@@ -272,6 +272,19 @@ def test_error_names_the_counts_and_loses_nothing(make_world: Callable) -> None:
     assert world.collector.train_step == 0 and world.collector.generation_step == 3
 
 
+@pytest.mark.parametrize("on_exhausted", ["train_partial", "stop", "error"])
+def test_without_a_limit_of_rounds_a_collection_that_keeps_no_group_ends(make_world: Callable, on_exhausted) -> None:
+    world = make_world([0.0, 1.0], max_epochs=None, max_num_gen_batches=0, on_exhausted=on_exhausted)
+    message = "max_num_gen_batches = 0 sets no limit, but the last 100 rounds kept no group"
+    if on_exhausted == "error":
+        with pytest.raises(CollectionExhausted, match=message):
+            world.collector.collect(2)
+    else:
+        batch = world.collector.collect(2)
+        assert (batch.groups, batch.exhausted, batch.should_stop) == ((), "rounds", True)
+    assert world.collector.generation_step == 100 and world.collector.accounting().is_balanced
+
+
 def test_rounds_count_the_groups_started_and_schedules_have_their_own_counter(make_world: Callable) -> None:
     world = make_world([0.0, 0.0, 0.5] * 100, group_size=16, max_num_gen_batches=2)
     batch = world.collector.collect(10)
