@@ -150,8 +150,8 @@ def _advantage(config: Config) -> str:
     lambdas = f"{section.policy_lambda:g}" if section.lambda_rule == "fixed" else section.lambda_rule
     window = f", windows of {config.window.tokens} tokens" if config.algorithm.name == "tppo" else ""
     return (
-        f"of a critic from {config.critic.path or config.model.path} (TP{layout.tensor} PP{layout.pipeline} "
-        f"CP{layout.context}), gamma {section.gamma:g}, lambda {lambdas} / {section.critic_lambda:g}{window}"
+        f"of a critic from {config.critic.path or config.model.path} (TP{layout.tp_size} PP{layout.pp_size} "
+        f"CP{layout.cp_size}), gamma {section.gamma:g}, lambda {lambdas} / {section.critic_lambda:g}{window}"
     )
 
 

@@ -151,7 +151,8 @@ class RunProcess:
             _signal(pid, signal.SIGKILL)
         self.process.wait()
         _, left = psutil.wait_procs(family, timeout=ORPHAN_S)
-        return left
+        # A zombie is dead; on a busy machine init may take a while to reap it.
+        return [process for process in left if not _is_zombie(process)]
 
     def exit_reason(self) -> str:
         lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -170,6 +171,13 @@ def _signal(pid: int, signum: int) -> None:
         os.kill(pid, signum)
     except ProcessLookupError:  # it ended by itself
         pass
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _is_torchrun(process: psutil.Process) -> bool:
@@ -242,11 +250,11 @@ def make_reference(settings: ResumeProofSettings) -> tuple[Path, float, float]:
     run = RunProcess(settings, settings.folder / "reference", ["checkpoint.keep=1000"])
     run.wait_until(run.is_past_start_up)
     started = time.monotonic()
-    run.wait_until((run.output_dir / "summary.json").is_file)
+    run.wait_until((run.folder / "summary.json").is_file)
     ended = time.monotonic()
     if code := run.wait():
         raise RuntimeError(f"the uninterrupted run ended with exit code {code}: {run.exit_reason()}")
-    return run.output_dir, started - run.start, ended - started
+    return run.folder, started - run.start, ended - started
 
 
 def after_seconds(seconds: float) -> tuple[str, Moment]:
