@@ -1,6 +1,6 @@
 """DAPO by TRL's GRPOTrainer and by this project: same model, prompts, rewards, learning rate and two cores, in one run.
 
-    python benchmarks/dapo_vs_trl.py [--json] [--quick] [--steps 28] [--target 0.7] [--layout dp2] [--tune]
+    python benchmarks/dapo_vs_trl.py [--json] [--quick | --tiny] [--steps 28] [--target 0.7] [--layout dp2] [--tune]
                                      [--trl-packages PATH] [--output FOLDER]
 
 Both sides run one after the other on the same two cores, from the recipe (the quickstart): groups, group size, response
@@ -30,7 +30,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.packages import peer_packages, with_packages
+from peers.packages import installed_packages, peer_packages, with_packages
+from tiny import TINY_STEP
 from transformers import AutoTokenizer
 
 from megatron_dapo.config.loader import load_config
@@ -43,6 +44,9 @@ NUM_CORES = 2
 ROLLOUT_PHASES, TRAIN_PHASES = ("generate",), ("logprobs", "advantages", "train")
 QUICK_STEPS = 3
 TUNE_STEPS = 3
+TINY_STEPS = 2  # a speed leaves the first one out
+TRL_MISSING = "make .venv-trl installs TRL"
+TINY_TRL = {"processes": 1, "rows_per_pass": 8}
 
 Settings = dict[str, Any]
 # What `--tune` times: processes x threads, rows of one forward and backward pass, and GRPOConfig's own settings.
@@ -276,6 +280,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="DAPO by TRL's GRPOTrainer and by this project on two cores.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, no evaluation: speed alone")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help=f"{TINY_STEPS} steps on a few short responses, TRL only if it is installed: checks the program",
+    )
     parser.add_argument("--steps", type=int, default=20, help="train steps at most")
     parser.add_argument("--target", type=float, default=0.7, help="held-out avg@k to reach")
     parser.add_argument("--evaluation-interval", type=int, default=2, help="train steps between evaluations")
@@ -292,15 +301,23 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Both sides, one after the other."""
+    """Run both sides, one after the other."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
+    if arguments.tiny:
+        arguments.overrides = [*TINY_STEP, *arguments.overrides]
     config = load_config(arguments.recipe, arguments.overrides).config
-    packages = arguments.trl_packages or peer_packages("trl")
-    steps, interval = (QUICK_STEPS, 0) if arguments.quick else (arguments.steps, arguments.evaluation_interval)
-    tried, chosen = {}, arguments.trl_settings
-    if arguments.tune:
+    packages = arguments.trl_packages or (installed_packages if arguments.tiny else peer_packages)("trl")
+    steps, interval = arguments.steps, arguments.evaluation_interval
+    if arguments.quick or arguments.tiny:
+        steps, interval = QUICK_STEPS if arguments.quick else TINY_STEPS, 0
+    tried: dict[str, float | str] = {}
+    chosen, settings = arguments.trl_settings, CANDIDATES[arguments.trl_settings]
+    if arguments.tune and packages:
         tried = tune(packages, config, folder / "tune")
         chosen = max((name for name, speed in tried.items() if isinstance(speed, float)), key=lambda name: tried[name])
+        settings = CANDIDATES[chosen]
+    if arguments.tiny:
+        chosen, settings = "tiny", TINY_TRL
     load_before = os.getloadavg()[0]
     limits = {
         "train_steps": steps,
@@ -308,7 +325,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "target": arguments.target,
         "max_train_seconds": 400.0,
     }
-    theirs = run_trl(packages, config, folder / "trl", CANDIDATES[chosen], **limits)
+    theirs = run_trl(packages, config, folder / "trl", settings, **limits) if packages else None
     overrides = [
         *arguments.overrides,
         f"run.total_steps={steps}",
@@ -319,14 +336,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ]
     ours = run_ours(overrides, arguments.recipe, arguments.layout, folder / "ours")
     return {
-        **compare(ours, theirs, arguments.target),
+        **(compare(ours, theirs, arguments.target) if theirs else {}),
         "optimizer_steps_per_batch": config.rollout.prompts_per_step // config.training.mini_batch_prompts,
         "layout": arguments.layout,
         "trl_settings": chosen,
         "trl_tried": tried,
         "load_average": [load_before, os.getloadavg()[0]],
         "ours": ours,
-        "trl": theirs,
+        "trl": theirs or f"not run: {TRL_MISSING}",
     }
 
 
@@ -334,7 +351,7 @@ def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory() as temporary:
         result = measure(arguments, arguments.output or Path(temporary))
-    if arguments.json:
+    if arguments.json or isinstance(result["trl"], str):
         print(json.dumps(result))
         return
     for name in ("samples_per_s_ratio", "time_to_accuracy_ratio"):

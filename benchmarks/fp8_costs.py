@@ -1,6 +1,6 @@
 """What rounding to FP8 costs: seconds to fill an engine's buckets, and the part of a gradient that is rounding.
 
-    python benchmarks/fp8_costs.py [--only filling | gradients] [--json] [--repeats 3] [--layers 1 2 4 8]
+    python benchmarks/fp8_costs.py [--only filling | gradients] [--json] [--tiny] [--repeats 3] [--layers 1 2 4 8]
 
 FILLING. A model of 334 M parameters of one rank, in bfloat16 and in float32, is written into buckets of 32 MiB for an
 engine that serves bfloat16 and for one that serves FP8, as every update does it: the rounding, the copy and the check
@@ -53,6 +53,16 @@ SERVED = {
     "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
+}
+# Still blocks of 128: FP8 scales have no smaller ones.
+TINY_SERVED = {
+    **SERVED,
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
 }
 TRAINED = {
     "model_type": "qwen3",
@@ -122,8 +132,9 @@ def measure_filling(architecture: ModelArchitecture, dtype: torch.dtype, repeats
     }
 
 
-def filling(repeats: int, num_layers: int = SERVED["num_hidden_layers"]) -> dict[str, Any]:
-    architecture = ModelArchitecture.from_config({**SERVED, "num_hidden_layers": num_layers})
+def filling(repeats: int, served: Mapping[str, Any] = SERVED) -> dict[str, Any]:
+    """Measure both source types for the model with the config.json `served`."""
+    architecture = ModelArchitecture.from_config(dict(served))
     sides = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     return {
         "parameters": architecture.num_parameters,
@@ -205,7 +216,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", choices=("filling", "gradients"), help="one of the two")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="one small layer, once: checks the program")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
 
@@ -214,9 +226,9 @@ def main() -> None:
     torch.set_num_threads(1)
     result: dict[str, Any] = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
     if arguments.only != "gradients":
-        result["filling"] = filling(arguments.repeats)
+        result["filling"] = filling(1, TINY_SERVED) if arguments.tiny else filling(arguments.repeats)
     if arguments.only != "filling":
-        result["gradients"] = gradients(arguments.layers)
+        result["gradients"] = gradients([1] if arguments.tiny else arguments.layers)
     print(json.dumps(result) if arguments.json else describe(result))
 
 

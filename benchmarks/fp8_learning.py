@@ -1,6 +1,6 @@
 """Does a policy learn in emulated FP8 as it does in fp32? Both train the quickstart's policy from the same weights.
 
-    python benchmarks/fp8_learning.py [--steps 6] [--recipes fp32 fp8_blockwise] [--set a.b=value ...] [--json]
+    python benchmarks/fp8_learning.py [--steps 6] [--recipes fp32 fp8_blockwise] [--set a.b=value ...] [--json] [--tiny]
 
 FP8 in blocks wants sizes that 128 divides; the quickstart's model has a hidden size of 96 and 4 heads of 24. It is set
 in zeros: hidden size 128 (norms, whose mean runs over more values then, are scaled to give the same), 16 heads of which
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import TINY_STEP
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -119,13 +120,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=["fp32", "fp8_blockwise"])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
     parser.add_argument("--folder", type=Path, help="keep the runs there")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="one step on a few short responses: checks the program")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.tiny:
+        arguments.steps, arguments.overrides = 1, [*TINY_STEP, *arguments.overrides]
     with tempfile.TemporaryDirectory(prefix="fp8-learning-") as name:
         folder = arguments.folder or Path(name)
         widen(QUICKSTART / "base_model", folder / "model")

@@ -1,6 +1,6 @@
 """Advantages of a whole rollout batch: seconds against one pass over the same memory and against loops over tokens.
 
-    python benchmarks/gae.py [--json] [--responses 8192] [--repeats 7]
+    python benchmarks/gae.py [--json] [--tiny] [--responses 8192] [--repeats 7]
 
 METHOD. Lengths are log-normal, median 5,000 and sigma 0.8 of the logarithm, cut at 20,480 tokens (the hard maximum of
 DAPO), the shape that long reasoning has: few short ones, a heavy tail, 4 % at the limit. Values are random, the
@@ -201,10 +201,13 @@ def summary(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="64 responses, once: checks the program")
     parser.add_argument("--responses", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.responses, arguments.repeats = 64, 1
     torch.set_num_threads(1)
     result = measure(arguments.responses, arguments.repeats)
     if arguments.json:

@@ -1,6 +1,6 @@
 """Peak memory and time of the log-prob head, forward and backward, against the full logits on a CPU.
 
-    python benchmarks/head_memory.py [--json] [--rounds 3] [--tokens 2048] [--width 1024] [--vocab 151936]
+    python benchmarks/head_memory.py [--json] [--tiny] [--rounds 3] [--tokens 2048] [--width 1024] [--vocab 151936]
 
 Sides: `chunked`, log-prob and entropy of every token in tiles; `logits`, the same two values from the logits (torch's
 cross_entropy, and the entropy without a gradient, as trainers report it); `cross_entropy`, the log-prob alone from the
@@ -152,16 +152,21 @@ def compare(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 SHAPE = {"tokens": 2048, "width": 1024, "vocab": 151936}
+# The logits are still larger than what the process's memory grows by on its own.
+TINY_SHAPE = {"tokens": 512, "width": 32, "vocab": 16384}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="a small shape, once: checks the program")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--side", choices=list(SIDES), help="run this side once in this process and print its row")
     for name, size in SHAPE.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     arguments = parser.parse_args()
+    if arguments.tiny:
+        vars(arguments).update(TINY_SHAPE, rounds=1)
     shape = (arguments.tokens, arguments.width, arguments.vocab)
     if arguments.side:
         print(json.dumps(run_side(arguments.side, *shape)))

@@ -1,6 +1,6 @@
 """How long and how much memory the plan of a weight update takes at scale, and whether its bytes are those that move.
 
-    python benchmarks/plan_scale.py [--json] [--only NAME] [--skip-check]
+    python benchmarks/plan_scale.py [--json] [--tiny] [--only NAME] [--skip-check]
 
 Every case runs in a process of its own: one rank's view (what it sends and receives, the digest), then the table of
 all ranks. `max_seconds` and `max_gb` (resident set, torch's 0.2 GB included) are the largest over the cases. The check moves
@@ -116,6 +116,8 @@ CHECKS = {
     "experts-ep2": Case({**EXPERTS, **SMALL_EXPERTS}, ParallelLayout(4, pipeline=2, expert=2), 4, 2),
 }
 
+TINY_CASE, TINY_CHECK = "qwen2.5-32b-128", "experts-ep2"
+
 
 def measure(name: str) -> dict[str, Any]:
     """Seconds and memory of one case in this process."""
@@ -202,7 +204,10 @@ def _in_own_process(name: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--tiny", action="store_true", help=f"{TINY_CASE} and the check {TINY_CHECK}: checks the program"
+    )
     parser.add_argument("--only", choices=CASES, action="append", help="cases to run; default: all")
     parser.add_argument("--skip-check", action="store_true", help="leave out the run of four processes")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
@@ -210,14 +215,16 @@ def main() -> None:
     if arguments.case:
         print(json.dumps(measure(arguments.case)))
         return
-    cases = {name: _in_own_process(name) for name in arguments.only or CASES}
+    checks = {TINY_CHECK: CHECKS[TINY_CHECK]} if arguments.tiny else CHECKS
+    only = [TINY_CASE] if arguments.tiny else arguments.only or list(CASES)
+    cases = {name: _in_own_process(name) for name in only}
     result: dict[str, Any] = {
         "max_seconds": max(case["seconds"] for case in cases.values()),
         "max_gb": max(case["gb"] for case in cases.values()),
         "cases": cases,
     }
     if not arguments.skip_check:
-        result["checks"] = {name: check(case) for name, case in CHECKS.items()}
+        result["checks"] = {name: check(case) for name, case in checks.items()}
         result["bytes_difference"] = max(c["largest_difference"] for c in result["checks"].values())
     if arguments.json:
         print(json.dumps(result, indent=2))

@@ -1,6 +1,6 @@
 """Tokens per second of a stock SGLang server and of the embedded engine on the traffic of a recipe.
 
-    python benchmarks/rollout_throughput.py [--json] [--recipe examples/quickstart/quickstart.toml] [--rounds 3]
+    python benchmarks/rollout_throughput.py [--json] [--tiny] [--recipe examples/quickstart/quickstart.toml] [--rounds 3]
         [--engine-python .venv-sglang/bin/python] [--embedded-ranks 2] [--servers 1]
 
 METHOD. The traffic is what one collection of the recipe submits at first: prompts_per_step prompts of its training data
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny import TINY_STEP
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.dataset import load_prompts
@@ -60,9 +61,9 @@ class Traffic:
     rounds: tuple[tuple[GenerationRequest, ...], ...]
 
 
-def read_traffic(recipe: Path, num_rounds: int) -> Traffic:
-    """The recipe's first prompts as requests."""
-    config = load_config(recipe).config
+def read_traffic(arguments: argparse.Namespace) -> Traffic:
+    """Read the recipe's first prompts as requests of every round, with one round in front that does not count."""
+    config = load_config(arguments.recipe, TINY_STEP if arguments.tiny else ()).config
     rollout = config.rollout
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
     prompts = load_prompts(config.data.train_paths, inputs.tokenizer, config.data.max_prompt_tokens).prompts
@@ -78,7 +79,7 @@ def read_traffic(recipe: Path, num_rounds: int) -> Traffic:
             for place, prompt in enumerate(prompts[number * per_round : (number + 1) * per_round])
             for index in range(rollout.group_size)
         )
-        for number in range(num_rounds)
+        for number in range(arguments.rounds + 1)
     )
     vocab_size = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
@@ -136,12 +137,13 @@ def run_sglang(engine: SglangEngine, requests: Sequence[GenerationRequest]) -> i
 class EmbeddedRanks:
     """Processes of this file that generate what they read as JSON lines."""
 
-    def __init__(self, recipe: Path, num_rounds: int, num_ranks: int, stack: ExitStack):
-        command = [sys.executable, __file__, "--recipe", str(recipe), "--rounds", str(num_rounds), "--serve-embedded"]
+    def __init__(self, arguments: argparse.Namespace, stack: ExitStack):
+        command = [sys.executable, __file__, "--serve-embedded", *(["--tiny"] if arguments.tiny else [])]
+        command += ["--recipe", str(arguments.recipe), "--rounds", str(arguments.rounds)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._ranks = [
             subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(num_ranks)
+            for _ in range(arguments.embedded_ranks)
         ]
         for rank in self._ranks:
             stack.callback(rank.kill)
@@ -205,17 +207,16 @@ def timed(run: Callable[[], int]) -> dict[str, float]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Both sides in turns; see METHOD."""
-    num_rounds = arguments.rounds + 1  # the first one does not count
-    traffic = read_traffic(arguments.recipe, num_rounds)
+    traffic = read_traffic(arguments)
     with ExitStack() as stack:
-        ranks = EmbeddedRanks(arguments.recipe, num_rounds, arguments.embedded_ranks, stack)
+        ranks = EmbeddedRanks(arguments, stack)
         engine = start_servers(traffic, arguments.engine_python, arguments.servers, stack)
         sides: dict[str, Callable[[int], int]] = {
             "sglang": lambda number: run_sglang(engine, traffic.rounds[number]),
             "embedded": ranks.run,
         }
         rounds: list[dict[str, dict[str, float]]] = []
-        for number in range(num_rounds):
+        for number in range(len(traffic.rounds)):
             order = list(sides) if number % 2 else list(reversed(sides))
             rounds.append({name: timed(lambda name=name, number=number: sides[name](number)) for name in order})
     return summary(rounds[1:], traffic, arguments)
@@ -246,7 +247,8 @@ def summary(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="16 responses, one round: checks the program")
     parser.add_argument("--recipe", type=Path, default=ROOT / "examples/quickstart/quickstart.toml")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine-python", type=Path, default=ROOT / ".venv-sglang/bin/python")
@@ -254,8 +256,10 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--serve-embedded", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.rounds, arguments.embedded_ranks = 1, 1
     if arguments.serve_embedded:
-        serve_embedded(read_traffic(arguments.recipe, arguments.rounds))
+        serve_embedded(read_traffic(arguments))
         return
     result = measure(arguments)
     if arguments.json:

@@ -45,6 +45,7 @@ import json
 import tempfile
 from pathlib import Path
 
+from tiny import TINY_STEP
 from tppo.clusters import cluster_table, print_clusters
 from tppo.engine_runs import ENGINES, measure_curve, measure_rollout
 from tppo.long_tail import write_task
@@ -52,11 +53,22 @@ from tppo.simulation import headline, print_tables, simulation
 from tppo.training_runs import ROOT, compare_runs, train
 
 QUICKSTART = ROOT / "examples" / "quickstart"
+TINY_TRAINING = (
+    *TINY_STEP,
+    "run.total_steps=2",
+    "optimizer.warmup_steps=0",
+    "value_pretraining.min_steps=2",
+    "value_pretraining.max_steps=2",
+    "evaluation.at_start=false",
+    "evaluation.at_end=false",
+    "parallel.tp_size=1",
+)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes of what is asked: checks the program")
     parser.add_argument("--curve", default="embedded", help="engine curve of the headline")
     parser.add_argument("--prefill-cost", type=float, default=0.1)
     parser.add_argument("--responses-an-engine", type=int, default=16, help="of the headline; all are in the tables")
@@ -93,6 +105,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.tiny:
+        arguments.most_running, arguments.ticks, arguments.repeats = 4, 4, 1
+        arguments.overrides = [*TINY_TRAINING, *arguments.overrides]
     if arguments.measure_curve:
         curve = measure_curve(arguments.measure_curve, arguments)
         print(json.dumps({arguments.measure_curve: curve}, indent=2))

@@ -1,6 +1,6 @@
 """One optimizer step of the Megatron actor at TP1 against transformers on the same tokens, in one process and one thread.
 
-    python benchmarks/train_step.py [--json] [--rounds 7]
+    python benchmarks/train_step.py [--json] [--tiny] [--rounds 7]
 
 Both sides run forward, the token-mean policy loss, backward and AdamW on the same packed sequences. transformers gets them packed,
 with position ids that restart (its own block-diagonal attention), and as a right-padded batch; sides take turns, and the minimum over
@@ -155,14 +155,18 @@ def measure(name: str, num_sequences: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="one round on 4 sequences of one shape: checks the program")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=32)
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.rounds, arguments.sequences = 1, 4
+    shapes = list(SHAPES)[:1] if arguments.tiny else list(SHAPES)
     torch.set_num_threads(1)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
-        rows = [measure(name, arguments.sequences, arguments.rounds) for name in SHAPES]
+        rows = [measure(name, arguments.sequences, arguments.rounds) for name in shapes]
         dist.destroy_process_group()
     result = {
         "benchmark": "train_step",

@@ -1,6 +1,6 @@
 """Does the value path learn what it should? A language whose values, advantages and optimum are known exactly.
 
-    python benchmarks/value_learning.py [--json] [--part values|megatron|ablation] [--seeds 3] [--steps 40]
+    python benchmarks/value_learning.py [--json] [--tiny] [--part values|megatron|ablation] [--seeds 3] [--steps 40]
 
 THE LANGUAGE. A prompt is a lock with a secret key of 6 letters out of 6. A response is letters and an end token, 64
 tokens at most. The next letter of the key opens one stage, another letter does nothing, the end token ends. It is
@@ -33,17 +33,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from locks.ablation import check_parts
+from locks.ablation import TINY_RECIPE, check_parts
 from locks.megatron_values import learn_values_with_megatron
 from locks.values import LAMBDAS, check_values
 
+VALUE_STEPS, TINY_STEPS = 500, 5  # optimizer steps of the first two parts
 
-def measure(parts: Sequence[str], num_seeds: int, num_steps: int) -> dict[str, Any]:
+
+def measure(parts: Sequence[str], num_seeds: int, num_steps: int, *, tiny: bool = False) -> dict[str, Any]:
+    """Run `parts`; `num_steps` counts the ablation's rollouts. `tiny` shortens everything and checks the program."""
     seeds = range(num_seeds)
+    value_steps = TINY_STEPS if tiny else VALUE_STEPS
     checks: dict[str, Callable[[], dict[str, Any]]] = {
-        "values": lambda: check_values(seeds),
-        "megatron": lambda: learn_values_with_megatron(500),
-        "ablation": lambda: check_parts(seeds, num_steps),
+        "values": lambda: check_values(seeds, value_steps),
+        "megatron": lambda: learn_values_with_megatron(value_steps),
+        "ablation": lambda: check_parts(seeds, num_steps, TINY_RECIPE if tiny else {}),
     }
     start = time.process_time()
     result: dict[str, Any] = {"benchmark": "value_learning", "seeds": num_seeds}
@@ -114,14 +118,17 @@ def ablation_table(ablation: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="one seed, a few steps: checks the program")
     parser.add_argument("--part", choices=["values", "megatron", "ablation"], action="append", help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="rollouts of a run of the ablation")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.seeds, arguments.steps = 1, 1
     torch.set_num_threads(1)
     parts = arguments.part or ["values", "megatron", "ablation"]
-    result = measure(parts, arguments.seeds, arguments.steps)
+    result = measure(parts, arguments.seeds, arguments.steps, tiny=arguments.tiny)
     print(json.dumps(result, indent=1) if arguments.json else tables(result))
 
 

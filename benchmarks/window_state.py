@@ -4,7 +4,7 @@ A collector of windows (T-PPO) is filled with responses that are all unfinished,
 log-probs, and its state is written and read as a checkpoint does it (`collector.json` and `collector.safetensors`), then
 as one JSON file, as checkpoints had it before. Files go to a temporary folder; whatever the machine caches is cached.
 
-    python benchmarks/window_state.py [--json] [--groups 64] [--group-size 16] [--tokens 12288]
+    python benchmarks/window_state.py [--json] [--tiny] [--groups 64] [--group-size 16] [--tokens 12288]
 
 `size_ratio`, `write_ratio`, `read_ratio`: tensors / JSON. The defaults are an eighth of 512 x 16 responses.
 """
@@ -143,10 +143,13 @@ def measure(num_groups: int, group_size: int, num_tokens: int) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tiny", action="store_true", help="4 responses of 64 tokens: checks the program")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=12288, help="of a response so far")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.groups, arguments.group_size, arguments.tokens = 2, 2, 64
     result = {"benchmark": "window_state", **measure(arguments.groups, arguments.group_size, arguments.tokens)}
     if arguments.json:
         print(json.dumps(result))

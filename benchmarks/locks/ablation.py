@@ -53,6 +53,9 @@ ABLATIONS: dict[str, tuple[Recipe, int]] = {
     "without group sampling": (replace(FULL, group_size=1), 55),
 }
 
+# What makes a run of any recipe short.
+TINY_RECIPE = {"reward_model_steps": 1, "pretraining_steps": 1, "num_responses": 32, "num_mini_batches": 2}
+
 
 class Learner:
     """One run of a recipe."""
@@ -163,8 +166,12 @@ def learn_policy(recipe: Recipe, seed: int, num_steps: int) -> dict[str, Any]:
     }
 
 
-def check_parts(seeds: Sequence[int], num_steps: int) -> dict[str, Any]:
-    runs = {name: [learn_policy(recipe, seed, num_steps) for seed in seeds] for name, (recipe, _) in ABLATIONS.items()}
+def check_parts(seeds: Sequence[int], num_steps: int, changes: Mapping[str, int]) -> dict[str, Any]:
+    """Train every ablation with every seed; `changes` are made to all recipes."""
+    runs = {
+        name: [learn_policy(replace(recipe, **changes), seed, num_steps) for seed in seeds]
+        for name, (recipe, _) in ABLATIONS.items()
+    }
     return {name: ablation_row(runs[name], runs["VAPO"], ABLATIONS[name][1]) for name in runs}
 
 

@@ -10,20 +10,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def peer_packages(name: str) -> Path:
-    """Return `.venv-NAME`, and install `requirements/NAME-cpu-py311.txt` into it if it is not there yet.
+def installed_packages(name: str) -> Path | None:
+    """Return `.venv-NAME`, where `make .venv-NAME` installs `requirements/NAME-cpu-py311.txt`; None if it did not."""
+    directory = ROOT / f".venv-{name}"
+    return directory if (directory / ".installed").exists() else None
 
-    The directory holds only what this interpreter's environment lacks, so both sides run on the same torch. `make
-    .venv-NAME` does the same.
+
+def peer_packages(name: str) -> Path:
+    """Return `.venv-NAME`, installed if necessary.
+
+    The directory holds only what this interpreter's environment lacks, so both sides run on the same torch.
     """
     directory = ROOT / f".venv-{name}"
-    installed = directory / ".installed"
-    if not installed.exists():
+    if installed_packages(name) is None:
         lock = ROOT / "requirements" / f"{name}-cpu-py311.txt"
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--upgrade"]
         # pip's own output goes to stderr: stdout is for the benchmark's JSON.
         subprocess.run([*pip, "--target", str(directory), "-r", str(lock)], check=True, stdout=sys.stderr)
-        installed.touch()
+        (directory / ".installed").touch()
     return directory
 
 

@@ -1,15 +1,17 @@
-"""Every benchmark and tool runs from its command line, at its smallest size, and its JSON has the promised keys.
+"""Every benchmark, tool and converter runs from its command line at its smallest size, and its output makes sense.
 
-Speeds are never asserted: only that ratios are positive, that counts add up, and that both sides of a comparison ran.
+Speeds are never asserted: only that both sides of a comparison ran, that counts add up, and that ratios are positive.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,44 +20,220 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 280.0
+
+# Program -> the test of this file that runs it. A new program without an entry fails a test.
+RUN_BY = {
+    "benchmarks/collector_waste.py": "test_collector_waste",
+    "benchmarks/dapo_vs_trl.py": "test_dapo_vs_trl",
+    "benchmarks/fp8_costs.py": "test_fp8_costs",
+    "benchmarks/fp8_learning.py": "test_fp8_learning",
+    "benchmarks/gae.py": "test_gae",
+    "benchmarks/gpu/head.py": "test_gpu_head",
+    "benchmarks/gpu/step.py": "test_gpu_step",
+    "benchmarks/gpu/sync.py": "test_gpu_sync",
+    "benchmarks/head_memory.py": "test_head_memory",
+    "benchmarks/peers/trl_dapo.py": "test_dapo_vs_trl",
+    "benchmarks/peers/weight_sink.py": "test_weight_sync",
+    "benchmarks/peers/weight_trainer.py": "test_weight_sync",
+    "benchmarks/plan_scale.py": "test_plan_scale",
+    "benchmarks/rollout_throughput.py": "test_rollout_throughput",
+    "benchmarks/tppo_efficiency.py": "test_tppo_efficiency_simulated",
+    "benchmarks/train_step.py": "test_train_step",
+    "benchmarks/value_learning.py": "test_value_learning",
+    "benchmarks/weight_sync.py": "test_weight_sync",
+    "benchmarks/window_state.py": "test_window_state",
+    "checkpoint_converters/hf_to_megatron.py": "test_converters_round_trip",
+    "checkpoint_converters/megatron_to_hf.py": "test_converters_round_trip",
+    "checkpoint_converters/verify.py": "test_converters_round_trip",
+    "tools/check_smoke.py": "test_check_smoke",
+    "tools/make_quickstart.py": "test_make_quickstart",
+    "tools/make_smoke_model.py": "test_make_smoke_model",
+    "tools/plot_run.py": "test_plot_run",
+    "tools/prove_resume.py": "test_prove_resume",
+    "tools/quantize.py": "test_quantize",
+    "tools/score_with_transformers.py": "test_score_with_transformers",
+    "tools/virtual_cluster.py": "test_virtual_cluster",
+}
+
+TINY_RUN = {
+    "run.total_steps": 3,
+    "rollout.prompts_per_step": 4,
+    "training.mini_batch_prompts": 4,
+    "rollout.group_size": 4,
+    "evaluation.interval": 0,
+    "evaluation.num_samples": 1,
+    "checkpoint.interval": 1,
+}
 
 
-def run_program(repository: Path, arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
-    """Run `python ARGUMENTS` from the checkout's root and return its stdout; kill all its processes at the timeout."""
-    command = [sys.executable, *arguments]
-    # A session of its own, so that a program's workers end with it.
+def run_program(repository: Path, arguments: Sequence[str | Path], packages: str = "") -> str:
+    """Run `python ARGUMENTS` from the checkout's root and return its stdout.
+
+    `packages`: name of a `.venv-NAME` directory to add to the path. All processes are killed after TIMEOUT_S.
+    """
+    command = [sys.executable, *map(str, arguments)]
+    path = os.pathsep.join(filter(None, [packages and str(repository / packages), os.environ.get("PYTHONPATH", "")]))
+    # A session of its own, so that a program's workers can be killed with it.
     process = subprocess.Popen(
-        command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=repository,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
+    shown = " ".join(map(str, arguments))
     try:
-        output, errors = process.communicate(timeout=timeout_s)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
-        pytest.fail(f"{' '.join(arguments)}: not finished after {timeout_s:.0f} s; stderr ends with\n{errors[-2000:]}")
+        pytest.fail(f"{shown}: not finished after {TIMEOUT_S:.0f} s; stderr ends with\n{errors[-2000:]}")
     assert process.returncode == 0, (
-        f"{' '.join(arguments)}: exit code {process.returncode}; stderr ends with\n{errors[-3000:]}"
+        f"{shown}: exit code {process.returncode}; stdout and stderr end with\n{output[-1000:]}\n{errors[-3000:]}"
     )
     return output
 
 
-def run_json(repository: Path, *arguments: str) -> dict[str, Any]:
+def run_json(repository: Path, *arguments: str | Path, packages: str = "") -> dict[str, Any]:
     """Run a program with --json and return the object that it prints."""
-    output = run_program(repository, [*arguments, "--json"])
-    result = json.loads(output)
+    result = json.loads(run_program(repository, [*arguments, "--json"], packages))
     assert isinstance(result, dict), f"{arguments[0]} prints {type(result).__name__}, not an object"
     return result
 
 
+def test_every_program_is_run_here(repository: Path) -> None:
+    programs = {
+        path.relative_to(repository).as_posix()
+        for folder in ("benchmarks", "tools", "checkpoint_converters")
+        for path in (repository / folder).rglob("*.py")
+        if re.search(r'^if __name__ == "__main__"', path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert programs == set(RUN_BY)
+    assert not [name for name in RUN_BY.values() if name not in globals()]
+
+
+def test_every_benchmark_has_json_and_a_tiny_run(repository: Path) -> None:
+    gpu = (repository / "benchmarks/gpu/program.py").read_text(encoding="utf-8")
+    for program in RUN_BY:
+        if program.startswith("benchmarks/") and "/peers/" not in program:
+            text = (repository / program).read_text(encoding="utf-8") + gpu * ("/gpu/" in program)
+            assert '"--json"' in text and '"--tiny"' in text, program
+
+
+# ---- benchmarks
+
+
 def test_collector_waste(repository: Path) -> None:
     result = run_json(repository, "benchmarks/collector_waste.py", "--tiny")
-    assert 0.5 < result["waste_ratio"] < 2.0  # few groups: the bound is one of the mean
+    assert 0.5 < result["waste_ratio"] < 2.0  # near 1; so few groups are off by chance
     assert {row["pass_rates"] for row in result["rows"]} >= {"p=0.5", "p=0.02", "uniform"}
     for row in [*result["rows"], result["oversampled"], *result["partial"]]:
         assert row["trained"] == result["num_steps"] * result["num_groups"] <= row["generated"]
     continued = {row["partial"]: row["continued_responses"] for row in result["partial"] if row["max_staleness"] == 2}
     assert continued["restart"] == 0 < continued["continue"]
+
+
+def test_dapo_vs_trl(repository: Path) -> None:
+    """TRL runs where `make .venv-trl` was made; elsewhere its program is only compiled."""
+    result = run_json(repository, "benchmarks/dapo_vs_trl.py", "--tiny", "--layout", "tp1")
+    ours, trl = result["ours"], result["trl"]
+    assert ours["train_steps"] == 2 and ours["trained_samples"] > 0 < ours["train_seconds"]
+    assert sum(ours["phase_shares"].values()) == pytest.approx(1, abs=0.1)
+    if isinstance(trl, str):
+        assert "make .venv-trl" in trl
+        program = repository / "benchmarks/peers/trl_dapo.py"
+        compile(program.read_text(encoding="utf-8"), program, "exec")
+        return
+    assert trl["finished"] and trl["train_steps"] == 2 and trl["trained_samples"] == 2 * 4 * 4
+    assert result["samples_per_s_ratio"] > 0
+
+
+def test_fp8_costs(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/fp8_costs.py", "--tiny")
+    for row in (result["filling"]["bfloat16"], result["filling"]["float32"]):
+        assert 0 < row["scales_s"] < row["fp8_s"] and row["fp8_gb"] < row["bf16_gb"]
+    [row] = result["gradients"]
+    assert 0.5 * row["expected"] < row["relative_error"] < 2 * row["expected"] > row["bf16"]
+
+
+def test_fp8_learning(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/fp8_learning.py", "--tiny")
+    assert set(result["runs"]) == {"fp32", "fp8_blockwise"}
+    for recipe, figures in result["runs"].items():
+        assert len(figures["accuracy"]) == result["steps"] == 1, recipe
+    mismatch = {recipe: figures["mismatch"][0] for recipe, figures in result["runs"].items()}
+    assert mismatch["fp32"] < 1e-4 < mismatch["fp8_blockwise"] < 0.1
+
+
+def test_gae(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/gae.py", "--tiny")
+    assert result["num_responses"] == 64 < result["num_tokens"] and result["longest"] <= 20480
+    assert min(result["vs_pass"], result["vs_loop"], result["vs_column_loop"]) > 0
+
+
+def test_head_memory(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/head_memory.py", "--tiny")
+    assert set(result["rows"]) == {"chunked", "logits", "cross_entropy"} and result["time_ratio"] > 0
+    assert 0 <= result["memory_ratio"] < 1  # the logits alone are four times what the tiles need
+
+
+def test_plan_scale(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/plan_scale.py", "--tiny")
+    [case] = result["cases"].values()
+    assert case["ranks"] == 128 and case["received_max"] <= case["shard_bytes"]
+    assert 1 <= case["bytes_ratio"] < 1.01  # a vocabulary that is padded may come over twice
+    assert result["bytes_difference"] == 0
+    [check] = result["checks"].values()
+    assert check["unfilled_elements"] == 0 < check["bytes_moved"]
+
+
+def test_rollout_throughput(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/rollout_throughput.py", "--tiny")
+    assert result["num_responses_a_round"] == 16 and len(result["rounds"]) == 1
+    for side in result["rounds"][0].values():
+        assert 16 <= side["tokens"] <= 16 * 256 and side["tokens_per_second"] > 0
+    assert result["sglang_vs_embedded"] > 0
+
+
+def test_tppo_efficiency_simulated(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/tppo_efficiency.py", "--tiny")
+    assert result["speedup"] > 1 and result["clusters"]
+    assert 0 < result["idle_share_windows"] < result["idle_share_full"] < 1
+
+
+def test_tppo_efficiency_measured(repository: Path) -> None:
+    arguments = ["benchmarks/tppo_efficiency.py", "--tiny", "--measure-curve", "embedded"]
+    [(name, curve)] = run_json(repository, *arguments).items()
+    assert name == "embedded" and [point["running"] for point in curve["points"]] == [1, 2, 4]
+    rollout = run_json(repository, "benchmarks/tppo_efficiency.py", "--tiny", "--measure-rollout", "embedded")
+    assert rollout["responses"] == 4 and rollout["measured_speedup"] > 0
+    assert all(0 <= share < 1 for share in rollout["idle_share_of_ticks"].values())
+
+
+def test_tppo_efficiency_trained(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/tppo_efficiency.py", "--tiny", "--train")
+    for side in ("full", "windows"):
+        assert result[side]["train_steps"] == 2 and 0 <= result["idle_share"][side] < 1, side
+        assert result[side]["generated_tokens_per_s"] > 0 < result[side]["trained_tokens_per_s"], side
+
+
+def test_train_step(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/train_step.py", "--tiny")
+    [row] = result["rows"]
+    assert row["num_sequences"] == 4 < row["num_tokens"]
+    assert result["step_ratio"] == row["step_ratio"] > 0 < result["step_ratio_padded"]
+
+
+def test_value_learning(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/value_learning.py", "--tiny")
+    assert 0 < result["value_error"] < 2  # values lie between -1 and 1
+    assert result["megatron"]["after"]["explained_variance_of_exact_values"] > 0.1
+    assert len(result["ablation"]) == 8 and set(result["parts_shown"]) <= set(result["ablation"])
+    for row in result["ablation"].values():
+        assert 0 <= row["learning"] <= 1 and all(len(run) == 2 for run in row["accuracies"])
 
 
 def test_weight_sync(repository: Path) -> None:
@@ -68,3 +246,124 @@ def test_weight_sync(repository: Path) -> None:
     assert all(
         len(rows) == result["runs"] for side in ("ours", "bytes", "floor") for rows in result["rows"][side].values()
     )
+
+
+def test_window_state(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/window_state.py", "--tiny")
+    assert (result["responses"], result["tokens"]) == (4, 64)
+    assert min(result["size_ratio"], result["write_ratio"], result["read_ratio"]) > 0
+
+
+# ---- benchmarks for a GPU, on a CPU
+
+
+def test_gpu_head(repository: Path) -> None:
+    found = run_json(repository, "benchmarks/gpu/head.py", "--tiny", "--rounds", "1", "--warm-up", "1")
+    assert {"reference 64x128x384", "chunked 64x128x384", "te_fp8 64x128x384"} <= set(found["cases"])
+    assert {"liger 64x128x384", "verl 64x128x384", "apple 64x128x384"} <= set(found["skipped"])
+    losses = [row["loss"] for row in found["cases"].values()]
+    assert max(losses) - min(losses) < 0.01 * losses[0] and not found["failed"] and not found["not_run"]
+
+
+def test_gpu_step(repository: Path) -> None:
+    found = run_json(repository, "benchmarks/gpu/step.py", "--tiny", "--rounds", "1", "--warm-up", "1")
+    assert set(found["cases"]) == {"bf16", "fp8_blockwise", "fp8_blockwise_head"} and not found["failed"]
+    assert "not emulated" in found["skipped"]["fp8_parameters"]
+    for row in found["cases"].values():
+        assert row["last_nll"] != row["first_nll"] and row["tokens_per_second"] > 0
+        assert found["tokens"] <= row["padded_tokens"]
+    assert found["cases"]["fp8_blockwise"]["first_nll"] != found["cases"]["bf16"]["first_nll"]
+    assert found["cases"]["fp8_blockwise"]["padded_tokens"] % 128 == 0
+
+
+def test_gpu_sync(repository: Path) -> None:
+    found = run_json(repository, "benchmarks/gpu/sync.py", "--tiny", "--rounds", "1")
+    assert set(found["cases"]) == {"host"} and "no CUDA device" in found["skipped"]["gpu"]
+    row = found["cases"]["host"]
+    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+    assert row["vs_copy"] == pytest.approx(row["seconds"] / row["copy_seconds"])
+
+
+# ---- tools and converters
+
+
+@pytest.fixture(scope="module")
+def finished_run(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of three tiny steps of the quickstart."""
+    directory = tmp_path_factory.mktemp("programs") / "run"
+    overrides = [part for name, value in TINY_RUN.items() for part in ("--set", f"{name}={value}")]
+    recipe = "examples/quickstart/quickstart.toml"
+    arguments = ["-m", "megatron_dapo.cli.main", "train", recipe, "--layout", "tp1", "--output-dir", directory]
+    run_program(repository, [*arguments, *overrides])
+    return directory
+
+
+def test_check_smoke(repository: Path, finished_run: Path) -> None:
+    lines = run_program(repository, ["-m", "tools.check_smoke", finished_run]).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "actor/loss",
+        "actor/grad_norm",
+        "evaluation at step 3",
+        "checkpoints",
+        "exported",
+    ]
+
+
+def test_plot_run(repository: Path, finished_run: Path, tmp_path: Path) -> None:
+    run_program(repository, ["tools/plot_run.py", finished_run, tmp_path / "run.svg"])
+    root = ElementTree.parse(tmp_path / "run.svg").getroot()
+    lines = root.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.attrib["points"].split()) for line in lines] == [3, 3]  # a point a step: length, accuracy
+
+
+def test_score_with_transformers(repository: Path, finished_run: Path) -> None:
+    data = repository / "examples/quickstart/heldout.jsonl"
+    arguments = ["tools/score_with_transformers.py", finished_run / "huggingface", data]
+    result = json.loads(run_program(repository, [*arguments, "--num-samples", "1", "--max-new-tokens", "4"]))
+    # 4 tokens are too few for an answer: every response is cut, and none is right.
+    assert (result["num_problems"], result["num_samples"], result["accuracy"]) == (128, 1, 0.0)
+
+
+def test_converters_round_trip(repository: Path, tmp_path: Path) -> None:
+    model = repository / "examples/quickstart/base_model"
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    first = ["checkpoint_converters/hf_to_megatron.py", model, cut, "--tensor", "2", "--pipeline", "2"]
+    assert "4 files of" in run_program(repository, first)
+    run_program(repository, ["checkpoint_converters/megatron_to_hf.py", cut, whole])
+    assert run_program(repository, ["checkpoint_converters/verify.py", model, whole]).strip() == "identical"
+
+
+def test_make_quickstart(repository: Path, tmp_path: Path) -> None:
+    size = ["--num-steps", "1", "--num-corpus", "50"]
+    run_program(repository, ["-m", "tools.make_quickstart", "--output", tmp_path, *size])
+    for name in ("train.jsonl", "heldout.jsonl", "spread.jsonl"):
+        shipped = (repository / "examples/quickstart" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == shipped, f"{name} is not what the shipped seed makes"
+    assert (tmp_path / "base_model/model.safetensors").is_file()
+
+
+def test_make_smoke_model(repository: Path, tmp_path: Path) -> None:
+    run_program(repository, ["-m", "tools.make_smoke_model", tmp_path / "model", "--size", "tiny"])
+    config = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen2ForCausalLM"] and (tmp_path / "model/tokenizer_config.json").is_file()
+
+
+def test_prove_resume(repository: Path) -> None:
+    result = run_json(repository, "tools/prove_resume.py", "--layout", "tp1", "--points", "1")
+    assert result["points"] == result["equal"] == 1 and not result["first_difference"]
+
+
+def test_quantize(repository: Path, tmp_path: Path) -> None:
+    if not (repository / ".venv-modelopt").exists():
+        pytest.skip("NVIDIA ModelOpt is not installed; make .venv-modelopt installs it")
+    model, prompts = repository / "examples/quickstart/base_model", repository / "examples/quickstart/train.jsonl"
+    arguments = ["-m", "tools.quantize", model, tmp_path / "fp8", "--format", "fp8", "--prompts", prompts]
+    size = ["--num-calibration", "4", "--num-check", "4", "--response-tokens", "8", "--device", "cpu"]
+    result = run_json(repository, *arguments, *size, packages=".venv-modelopt")
+    assert result["format"] == "fp8" and result["bytes_after"] < result["bytes_before"]
+
+
+def test_virtual_cluster(repository: Path) -> None:
+    """Starting one takes root and Slurm (tests/cluster); here the command line alone is read."""
+    usage = run_program(repository, ["-m", "tools.virtual_cluster", "--help"])
+    assert all(f"{command} " in usage for command in ("up", "run", "fault", "down"))

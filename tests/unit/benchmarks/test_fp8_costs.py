@@ -13,20 +13,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import fp8_costs
 
-SMALL = {
-    **fp8_costs.SERVED,
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-}
 
-
-def test_buckets_of_both_engines_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_costs, "SERVED", SMALL)
-    result = fp8_costs.filling(repeats=1, num_layers=1)
+def test_buckets_of_both_engines_are_filled() -> None:
+    result = fp8_costs.filling(1, fp8_costs.TINY_SERVED)
     matrices = 4 * 256 * 256 + 3 * 256 * 512
     for row in (result["bfloat16"], result["float32"]):
         assert 0 < row["scales_s"] < row["fp8_s"]

@@ -1,4 +1,4 @@
-"""The GPU benchmarks: their formulas, and the programs themselves at a tiny size without a GPU."""
+"""The GPU benchmarks' formulas, and what they say without a GPU; tests/e2e/test_programs.py runs them at a tiny size."""
 
 from __future__ import annotations
 
@@ -100,33 +100,6 @@ def test_a_side_that_computes_something_else_is_an_error(step) -> None:
 def test_speedups_are_over_bf16(step) -> None:
     assert step.speedups({"bf16": {"step_ms": 30.0}, "fp8_blockwise": {"step_ms": 20.0}}) == {"fp8_blockwise": 1.5}
     assert step.speedups({"fp8_blockwise": {"step_ms": 20.0}}) == {}
-
-
-def test_the_step_runs_at_a_tiny_size_with_emulated_fp8(folder) -> None:
-    found = run(folder / "step.py", "--tiny", "--rounds", "1", "--warm-up", "1")
-    assert set(found["cases"]) == {"bf16", "fp8_blockwise", "fp8_blockwise_head"} and not found["failed"]
-    assert "not emulated" in found["skipped"]["fp8_param"]
-    for row in found["cases"].values():
-        assert row["last_nll"] != row["first_nll"] and row["tokens_per_second"] > 0
-        assert found["tokens"] <= row["padded_tokens"]
-    assert found["cases"]["fp8_blockwise"]["first_nll"] != found["cases"]["bf16"]["first_nll"]
-    assert found["cases"]["fp8_blockwise"]["padded_tokens"] % 128 == 0
-
-
-def test_the_sync_runs_at_a_tiny_size_with_a_loader_in_another_process(folder) -> None:
-    found = run(folder / "sync.py", "--tiny", "--rounds", "1")
-    assert set(found["cases"]) == {"host"} and "no CUDA device" in found["skipped"]["gpu"]
-    row = found["cases"]["host"]
-    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
-    assert row["vs_copy"] == pytest.approx(row["seconds"] / row["copy_seconds"])
-
-
-def test_the_head_runs_at_a_tiny_size_and_says_what_is_missing(folder) -> None:
-    found = run(folder / "head.py", "--tiny", "--rounds", "1", "--warm-up", "1")
-    assert {"reference 64x128x384", "chunked 64x128x384", "te_fp8 64x128x384"} <= set(found["cases"])
-    assert {"liger 64x128x384", "verl 64x128x384", "apple 64x128x384"} <= set(found["skipped"])
-    losses = [row["loss"] for row in found["cases"].values()]
-    assert max(losses) - min(losses) < 0.01 * losses[0] and not found["failed"] and not found["not_run"]
 
 
 def test_targets_of_the_head_are_judged_from_what_ran(head) -> None:
