@@ -44,6 +44,10 @@ class RunConfig(Section):
     """Seed of parameter initialization, of every sample's random numbers and of mini-batch shuffling. Change it to
     repeat a run."""
 
+    deterministic: bool = False
+    """Use only kernels whose results repeat bit for bit (PyTorch, cuBLAS, cuDNN, NCCL, Transformer Engine). On a GPU a
+    resumed run equals the uninterrupted one bit for bit only with it; it is slower there. A CPU's kernels always repeat."""
+
     total_steps: int = 100
     """Train steps (rollout batches trained); the run ends after this many. Learning-rate schedules are laid over it."""
 

@@ -99,6 +99,7 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         **_communication_fields(layout),
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         # Fusions need CUDA extensions or a compiler; none changes the mathematics.
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=cuda,

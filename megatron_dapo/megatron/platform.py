@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -253,6 +254,40 @@ def install_cpu_platform() -> bool:
             for replacement in patch():
                 setattr(replacement.owner, replacement.name, replacement.value)
     return True
+
+
+# Variable of the environment -> the values with which its library repeats a result; the first is set where none is.
+DETERMINISTIC_ENVIRONMENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        # cuBLAS: one workspace a stream, so that split-K sums are not raced for. Read when the first handle is made.
+        "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+        # Transformer Engine: the backward pass of attention without atomic additions. Read when it is imported.
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+        # NCCL: left to choose by message size and load it may add in another order after a restart.
+        "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+    }
+)
+
+
+def use_deterministic_kernels() -> None:
+    """Switch PyTorch, cuDNN, cuBLAS, NCCL, Transformer Engine and megatron-core to results that repeat bit for bit.
+
+    Call it before the first process group, product on a GPU or import of Transformer Engine. ValueError where the
+    environment asks for the opposite.
+    """
+    for name, values in DETERMINISTIC_ENVIRONMENT.items():
+        found = os.environ.setdefault(name, values[0])
+        if found not in values:
+            raise ValueError(
+                f"run.deterministic = true, but {name} = {found!r} in the environment; unset it or choose one of "
+                f"{', '.join(values)}"
+            )
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    # `transformer_config` reads this switch too, for megatron-core's own `deterministic_mode`.
+    torch.use_deterministic_algorithms(True)
+    # Every buffer is written before it is read here: filling them with NaN first would only cost time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _is_installed() -> bool:

@@ -23,6 +23,7 @@ from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.critic import MegatronCritic
 from megatron_dapo.megatron.parallel_state import initialize_process_group
+from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -99,6 +100,8 @@ def prepared_run(loaded: LoadedConfig, rank: int, world_size: int, build: BuildL
     """A run with the learner that `build` makes, restored where there is a checkpoint; everything is closed behind it."""
     config = loaded.config
     require_valid(config, world_size, read_architecture(config.model.path))
+    if config.run.deterministic:
+        use_deterministic_kernels()
     initialize_process_group(config.run.wait_timeout_seconds)
     if rank == 0:
         write_resolved(loaded, config.run.output_dir / "config.json")
