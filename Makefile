@@ -6,6 +6,7 @@
 # make test                                                    the whole test suite
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
+# make test-cluster                                            the shipped scripts on two virtual nodes with real Slurm (root)
 # make test-engine [SGLANG=0.5.21]                             the tests against a real SGLang server alone, of that version
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
@@ -31,7 +32,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-engine test-gpu smoke-gpu clean
+.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-cluster test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -108,6 +109,10 @@ smoke-gpu:
 
 test-engine: .venv $(SGLANG_VENV)
 	$(RUN) MEGATRON_DAPO_ENGINE_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python .venv/bin/python -m pytest -q $(BESIDE) tests/engine
+
+# Debian: apt-get install slurm-wlm munge iproute2 (docs/cluster.md).
+test-cluster: .venv .venv-sglang
+	$(RUN) MEGATRON_DAPO_CLUSTER=required .venv/bin/python -m pytest -q tests/cluster
 
 clean:
 	rm -rf .venv .venv-sglang* $(EXTRA_VENVS) build dist runs *.egg-info .pytest_cache .hypothesis
