@@ -1,4 +1,4 @@
 """Checkpoint formats: Hugging Face directories, Megatron and SGLang layouts of their tensors, and conversion between them.
 
-Imports neither megatron nor sglang nor transformers: names, shapes and boxes are arithmetic on a config.json.
+Imports neither megatron nor sglang nor transformers: names, shapes and slices are arithmetic on a config.json.
 """

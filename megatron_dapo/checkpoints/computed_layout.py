@@ -1,4 +1,4 @@
-"""Base class of layouts that follow from sizes: a rank's pieces and buffers are computed on first use and cached."""
+"""Base class of layouts that follow from sizes: a rank's shards and buffers are computed on first use and cached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_dapo.reshard.layout import Shard, TensorSpec
 
 
 class Buffer(NamedTuple):
-    """One local buffer and the pieces of global tensors in it. Elements that no piece covers are padding."""
+    """One local buffer and the shards of global tensors in it. Elements that no shard covers are padding."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,7 +20,7 @@ class Buffer(NamedTuple):
 
 
 class RankContents(NamedTuple):
-    """Pieces of global tensors on one rank, and its local buffers in model order."""
+    """Shards of global tensors on one rank, and its local buffers in model order."""
 
     shards: tuple[Shard, ...]
     specs: Mapping[str, TensorSpec]
@@ -34,7 +34,7 @@ class ComputedLayout(ABC):
 
     def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
         self.tensors = tensors
-        # One entry a key, not a rank: planners recognize replicas by the identity of their tuple of pieces.
+        # One entry a key, not a rank: planners recognize replicas by the identity of their tuple of shards.
         self._contents_of: dict[Hashable, RankContents] = {}
 
     @property
@@ -50,7 +50,7 @@ class ComputedLayout(ABC):
     def _compute(self, rank: int) -> RankContents: ...
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
-        """Return the pieces of global tensors that a rank has."""
+        """Return the shards of global tensors that a rank has."""
         return self._contents(rank).shards
 
     def buffer_names(self, rank: int) -> frozenset[str]:
@@ -81,9 +81,9 @@ def whole_tensor(name: str, shape: tuple[int, ...], local: str) -> Buffer:
 
 def collect_buffers(buffers: Iterable[tuple[Buffer, torch.dtype]]) -> RankContents:
     """Return the contents of a rank from its buffers and their types."""
-    pieces: list[Shard] = []
+    shards: list[Shard] = []
     specs: dict[str, TensorSpec] = {}
     for buffer, dtype in buffers:
-        pieces += buffer.shards
+        shards += buffer.shards
         specs[buffer.name] = TensorSpec(buffer.shape, dtype)
-    return RankContents(tuple(pieces), specs)
+    return RankContents(tuple(shards), specs)

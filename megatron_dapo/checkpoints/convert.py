@@ -144,15 +144,15 @@ def _rank_buffers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every local buffer of a rank as the source defines it: each element is read once, or is zero padding."""
     transfers: dict[str, list[Transfer]] = {name: [] for name in layout.local_specs(rank)}
-    pieces: dict[str, list[Shard]] = {name: [] for name in transfers}
+    shards: dict[str, list[Shard]] = {name: [] for name in transfers}
     for transfer in reshard.receives(rank):
         transfers[transfer.destination_shard.local].append(transfer)
-    for piece in layout.shards(rank):
-        pieces[piece.local].append(piece)
+    for shard in layout.shards(rank):
+        shards[shard.local].append(shard)
     for name, spec in layout.local_specs(rank).items():
         buffers = {name: torch.empty(spec.shape, dtype=spec.dtype)}
         written = execute_from_reader(transfers[name], source, buffers)
-        check_complete(written, zero_padding(tuple(pieces[name]), buffers), buffers)
+        check_complete(written, zero_padding(tuple(shards[name]), buffers), buffers)
         yield name, buffers.pop(name)  # pop: nothing here keeps the buffer while the next one is made
 
 

@@ -9,7 +9,7 @@ transformers' *ForTokenClassification with one label has them. It starts from
 | a reward model, *ForSequenceClassification | weight from the directory, bias zero: the same function |
 | a critic, *ForTokenClassification | both from the directory |
 
-Every rank reads its own boxes only, by a plan between the directory's layout and the critic's.
+Every rank reads its own slices only, by a plan between the directory's layout and the critic's.
 """
 
 from __future__ import annotations
@@ -169,13 +169,13 @@ class _JoinedReader:
         self._tensors = tensors
         self._others = others
 
-    def read(self, rank: int, piece: Shard, box: Slice, out: torch.Tensor) -> None:
-        """Copy `box` of a tensor to `out`; see `ShardReader`."""
-        if piece.tensor not in self._tensors:
-            self._others.read(rank, piece, box, out)
+    def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
+        """Copy `bounds` of a tensor to `out`; see `ShardReader`."""
+        if shard.tensor not in self._tensors:
+            self._others.read(rank, shard, bounds, out)
             return
-        slices = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-        out.copy_(self._tensors[piece.tensor][slices])
+        slices = tuple(slice(start, start + size) for start, size in zip(bounds.offset, bounds.shape, strict=True))
+        out.copy_(self._tensors[shard.tensor][slices])
 
 
 def _fill_with_head(

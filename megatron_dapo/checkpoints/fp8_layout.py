@@ -103,7 +103,7 @@ def blocks_of(size: int) -> int:
 
 
 def block_slice(offset: Sequence[int], shape: Sequence[int]) -> Slice:
-    """Return the box of blocks that a box of a matrix reaches into."""
+    """Return the slice of blocks that a slice of a matrix reaches into."""
     start = tuple(o // BLOCK for o in offset)
     return Slice(start, tuple(blocks_of(o + n) - s for o, n, s in zip(offset, shape, start)))
 
@@ -133,10 +133,10 @@ class Fp8EngineLayout(ComputedLayout):
         self.tensor_parallel = engines.tensor_parallel
         # All ranks of one engine together: under expert parallelism, no rank has a shard of every matrix.
         self.quantized = frozenset(
-            piece.tensor
+            shard.tensor
             for rank in range(engines.tensor_parallel)
-            for piece in engines.shards(rank)
-            if piece.local in parameters.quantized
+            for shard in engines.shards(rank)
+            if shard.local in parameters.quantized
         )
         super().__init__(_global_tensors(engines.tensors, self.quantized, parameters.constants))
 
@@ -149,13 +149,13 @@ class Fp8EngineLayout(ComputedLayout):
 
     def _compute(self, rank: int) -> RankContents:
         tensor = self._replica_key(rank)
-        return RankContents(tuple(self._pieces(tensor)), dict(self._specs(tensor)))
+        return RankContents(tuple(self._shards(tensor)), dict(self._specs(tensor)))
 
-    def _pieces(self, rank: int) -> Iterator[Shard]:
-        for piece in self.engines.shards(rank):
-            yield piece
-            if piece.local in self.parameters.quantized:
-                yield self._scales_of(piece, rank)
+    def _shards(self, rank: int) -> Iterator[Shard]:
+        for shard in self.engines.shards(rank):
+            yield shard
+            if shard.local in self.parameters.quantized:
+                yield self._scales_of(shard, rank)
         yield from map(_constant, sorted(self.parameters.constants))
 
     def _specs(self, rank: int) -> Iterator[tuple[str, TensorSpec]]:
@@ -169,21 +169,21 @@ class Fp8EngineLayout(ComputedLayout):
         for name in sorted(self.parameters.constants):
             yield name, TensorSpec((), _SCALE_DTYPE)
 
-    def _scales_of(self, piece: Shard, rank: int) -> Shard:
-        """Return the piece of scales of a piece. Raises ValueError if it begins inside a block, which SGLang cannot load."""
-        *stack, row, column = piece.local_offset
-        for dim, (start, place) in enumerate(zip(piece.global_offset, (row, column))):
+    def _scales_of(self, shard: Shard, rank: int) -> Shard:
+        """Return the shard of scales of a shard. Raises ValueError if it begins inside a block, which SGLang cannot load."""
+        *stack, row, column = shard.local_offset
+        for dim, (start, place) in enumerate(zip(shard.global_offset, (row, column))):
             if start % BLOCK or place % BLOCK:
-                shape = self.engines.tensors[piece.tensor].shape
+                shape = self.engines.tensors[shard.tensor].shape
                 raise ValueError(
                     f"FP8 in blocks of {BLOCK}: rank {rank} of an engine with tensor parallel size "
-                    f"{self.tensor_parallel} holds {_DIMS[dim]}s [{start}, {start + piece.shape[dim]}) of {piece.tensor} "
-                    f"{tuple(shape)} from {_DIMS[dim]} {place} of {piece.local} on; both must begin at a multiple of "
+                    f"{self.tensor_parallel} holds {_DIMS[dim]}s [{start}, {start + shard.shape[dim]}) of {shard.tensor} "
+                    f"{tuple(shape)} from {_DIMS[dim]} {place} of {shard.local} on; both must begin at a multiple of "
                     f"{BLOCK}: choose a smaller sglang.tp_size, or serve this model without quantization"
                 )
-        blocks = block_slice(piece.global_offset, piece.shape)
+        blocks = block_slice(shard.global_offset, shard.shape)
         place = (*stack, row // BLOCK, column // BLOCK)
-        return Shard(piece.tensor + SCALES, blocks.offset, blocks.shape, piece.local + SCALES, place)
+        return Shard(shard.tensor + SCALES, blocks.offset, blocks.shape, shard.local + SCALES, place)
 
 
 class Fp8SourceLayout:
@@ -207,7 +207,7 @@ class Fp8SourceLayout:
         return self.trainer.num_ranks
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
-        """Return the pieces of weights, scales and constants that a rank has."""
+        """Return the shards of weights, scales and constants that a rank has."""
         return self._rank(rank)[1]
 
     def buffer_names(self, rank: int) -> frozenset[str]:
@@ -216,43 +216,43 @@ class Fp8SourceLayout:
         return self.trainer.buffer_names(rank) | frozenset(extra) | self.constants
 
     def touched(self, rank: int) -> Mapping[str, Slice]:
-        """Return quantized tensor -> box of the blocks that a rank's shard reaches into."""
+        """Return quantized tensor -> slice of the blocks that a rank's shard reaches into."""
         return self._rank(rank)[2]
 
     @cached_property
     def shared(self) -> tuple[str, ...]:
         """Quantized tensors with a block that is cut between ranks, which must exchange its largest magnitude."""
         cut: set[str] = set()
-        for pieces in {id(p): p for p in map(self.trainer.shards, range(self.num_ranks))}.values():
-            for name, box in self._boxes(pieces).items():
-                ends = (start + size for start, size in zip(*box))
+        for shards in {id(p): p for p in map(self.trainer.shards, range(self.num_ranks))}.values():
+            for name, bounds in self._slices(shards).items():
+                ends = (start + size for start, size in zip(*bounds))
                 shape = self.tensors[name].shape
-                if any(o % BLOCK for o in box.offset) or any(e % BLOCK and e != n for e, n in zip(ends, shape)):
+                if any(o % BLOCK for o in bounds.offset) or any(e % BLOCK and e != n for e, n in zip(ends, shape)):
                     cut.add(name)
         return tuple(name for name in self.tensors if name in cut)
 
     def _rank(self, rank: int) -> tuple[tuple[Shard, ...], tuple[Shard, ...], dict[str, Slice]]:
         own = self.trainer.shards(rank)
         if id(own) not in self._cache:
-            touched = {name: block_slice(*box) for name, box in self._boxes(own).items()}
-            scales = (Shard(name + SCALES, *box, name + SCALES, (0, 0)) for name, box in touched.items())
+            touched = {name: block_slice(*bounds) for name, bounds in self._slices(own).items()}
+            scales = (Shard(name + SCALES, *bounds, name + SCALES, (0, 0)) for name, bounds in touched.items())
             self._cache[id(own)] = (own, (*own, *scales, *map(_constant, sorted(self.constants))), touched)
         return self._cache[id(own)]
 
-    def _boxes(self, pieces: Sequence[Shard]) -> dict[str, Slice]:
-        """Return the box that the pieces of each quantized tensor form together."""
-        boxes: dict[str, list[Slice]] = {}
-        for piece in pieces:
-            if piece.tensor in self.quantized:
-                boxes.setdefault(piece.tensor, []).append(piece.bounds)
-        return {name: _union(name, found) for name, found in boxes.items()}
+    def _slices(self, shards: Sequence[Shard]) -> dict[str, Slice]:
+        """Return the slice that the shards of each quantized tensor form together."""
+        slices: dict[str, list[Slice]] = {}
+        for shard in shards:
+            if shard.tensor in self.quantized:
+                slices.setdefault(shard.tensor, []).append(shard.bounds)
+        return {name: _union(name, found) for name, found in slices.items()}
 
 
-def _union(name: str, boxes: Sequence[Slice]) -> Slice:
-    starts = tuple(min(box.offset[dim] for box in boxes) for dim in range(2))
-    stops = tuple(max(box.offset[dim] + box.shape[dim] for box in boxes) for dim in range(2))
+def _union(name: str, slices: Sequence[Slice]) -> Slice:
+    starts = tuple(min(bounds.offset[dim] for bounds in slices) for dim in range(2))
+    stops = tuple(max(bounds.offset[dim] + bounds.shape[dim] for bounds in slices) for dim in range(2))
     union = Slice(starts, tuple(stop - start for start, stop in zip(starts, stops)))
-    assert union.volume == sum(box.volume for box in boxes), (
-        f"the shards of {name} on one rank form no box: {boxes[:4]}"
+    assert union.volume == sum(bounds.volume for bounds in slices), (
+        f"the shards of {name} on one rank form no single slice: {slices[:4]}"
     )
     return union

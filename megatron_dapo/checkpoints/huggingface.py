@@ -1,4 +1,4 @@
-"""A Hugging Face model directory as a layout: every tensor is whole, and any box of it can be read."""
+"""A Hugging Face model directory as a layout: every tensor is whole, and any slice of it can be read."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class HFCheckpoint(StoredModel):
         self._readers[self.files[name]].read(name, out)
         return out
 
-    def read(self, rank: int, piece: Shard, box: Slice, out: torch.Tensor) -> None:
-        """Read `box` of a tensor; see `ShardReader`."""
-        self._readers[self.files[piece.tensor]].read(piece.tensor, out, box)
+    def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
+        """Read `bounds` of a tensor; see `ShardReader`."""
+        self._readers[self.files[shard.tensor]].read(shard.tensor, out, bounds)
 
     def layout(self, architecture: ModelArchitecture, *, num_ranks: int = 1) -> SingleHolderLayout:
         """Return the layout of the architecture's tensors in this directory. Raises ValueError like `check`."""

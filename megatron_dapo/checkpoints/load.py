@@ -1,4 +1,4 @@
-"""Fill one rank's parameters from a Hugging Face directory, of which it reads its own boxes only, or at random."""
+"""Fill one rank's parameters from a Hugging Face directory, of which it reads its own slices only, or at random."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ def check_buffers(expected: Mapping[str, tuple[int, ...]], buffers: Buffers, own
             raise ValueError(f"{owner}: {name} is {tuple(buffers[name].shape)}, the layout says {tuple(shape)}")
 
 
-def zero_padding(pieces: tuple[Shard, ...], buffers: Buffers) -> dict[str, int]:
-    """Set every local element that no piece covers (vocabulary padding) to zero; return their number by buffer."""
-    holes = local_holes(pieces, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
-    for name, boxes in holes.items():
-        for offset, shape in boxes:
+def zero_padding(shards: tuple[Shard, ...], buffers: Buffers) -> dict[str, int]:
+    """Set every local element that no shard covers (vocabulary padding) to zero; return their number by buffer."""
+    holes = local_holes(shards, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
+    for name, slices in holes.items():
+        for offset, shape in slices:
             buffers[name].detach()[tuple(slice(o, o + n) for o, n in zip(offset, shape))].zero_()
-    return {name: sum(box.volume for box in boxes) for name, boxes in holes.items()}
+    return {name: sum(bounds.volume for bounds in slices) for name, slices in holes.items()}
 
 
 def check_complete(written: Mapping[str, int], padding: Mapping[str, int], buffers: Buffers) -> None:
     """Assert that every element of every buffer was written once or is padding."""
     for name, buffer in buffers.items():
-        # Pieces and padding are disjoint, so equal counts mean that nothing was missed or written twice.
+        # Shards and padding are disjoint, so equal counts mean that nothing was missed or written twice.
         total = prod(buffer.shape)
         assert written[name] + padding[name] == total, (
             f"{name}: {written[name]} elements written and {padding[name]} of padding make up {total}"
@@ -112,15 +112,15 @@ class RandomReader:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        # Boxes of one tensor are read one after another, so keeping the last tensor avoids making it again.
+        # Slices of one tensor are read one after another, so keeping the last tensor avoids making it again.
         self._name = ""
         self._tensor = torch.zeros(0)
 
-    def read(self, rank: int, piece: Shard, box: Slice, out: torch.Tensor) -> None:
-        """Copy `box` of a random tensor to `out`; see `ShardReader`."""
-        if piece.tensor != self._name:
-            self._name, self._tensor = piece.tensor, self._make(piece.tensor, piece.shape)
-        slices = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+    def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
+        """Copy `bounds` of a random tensor to `out`; see `ShardReader`."""
+        if shard.tensor != self._name:
+            self._name, self._tensor = shard.tensor, self._make(shard.tensor, shard.shape)
+        slices = tuple(slice(start, start + size) for start, size in zip(bounds.offset, bounds.shape, strict=True))
         out.copy_(self._tensor[slices].reshape(out.shape))
 
     def _make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -87,10 +87,12 @@ class MegatronCheckpoint(StoredModel):
             raise
         self._whole = plan(self.layout, SingleHolderLayout(self.layout.tensors))
 
-    def read(self, rank: int, piece: Shard, box: Slice, out: torch.Tensor) -> None:
-        """Read `box`, in global coordinates, of a piece of a rank; see `ShardReader`."""
-        offset = tuple(local + o - base for local, o, base in zip(piece.local_offset, box.offset, piece.global_offset))
-        self._readers[rank_file(rank)].read(piece.local, out, Slice(offset, box.shape))
+    def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
+        """Read `bounds`, in global coordinates, of a shard of a rank; see `ShardReader`."""
+        offset = tuple(
+            local + o - base for local, o, base in zip(shard.local_offset, bounds.offset, shard.global_offset)
+        )
+        self._readers[rank_file(rank)].read(shard.local, out, Slice(offset, bounds.shape))
 
     def read_local(self, rank: int, local: str) -> torch.Tensor:
         """Return one local buffer of a rank, padding included."""

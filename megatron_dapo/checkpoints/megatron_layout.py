@@ -82,10 +82,10 @@ class MegatronLayout(ComputedLayout):
         return collect_buffers((buffer, self._dtype_of(buffer)) for buffer in buffers)
 
     def _dtype_of(self, buffer: Buffer) -> torch.dtype:
-        # A buffer without pieces is all padding, which only vocabulary rows can be.
-        dtypes = {self.tensors[piece.tensor].dtype for piece in buffer.shards} or {self.tensors[EMBEDDING].dtype}
+        # A buffer without shards is all padding, which only vocabulary rows can be.
+        dtypes = {self.tensors[shard.tensor].dtype for shard in buffer.shards} or {self.tensors[EMBEDDING].dtype}
         if len(dtypes) > 1:
-            parts = sorted({f"{piece.tensor} {self.tensors[piece.tensor].dtype}" for piece in buffer.shards})
+            parts = sorted({f"{shard.tensor} {self.tensors[shard.tensor].dtype}" for shard in buffer.shards})
             raise ValueError(
                 f"{buffer.name} fuses tensors of different types, which Megatron cannot hold: {', '.join(parts)}"
             )
@@ -164,17 +164,17 @@ class MegatronLayout(ComputedLayout):
         rows = padded_vocabulary(vocab_size, self.parallel.tensor) // self.parallel.tensor
         start = tensor * rows
         real = min(vocab_size - start, rows)
-        pieces = (Shard(name, (start, 0), (real, hidden), local, (0, 0)),) if real > 0 else ()
-        return Buffer(local, (rows, hidden), pieces)
+        shards = (Shard(name, (start, 0), (real, hidden), local, (0, 0)),) if real > 0 else ()
+        return Buffer(local, (rows, hidden), shards)
 
     def _gate_up(self, local: str, prefix: str, index: int, count: int) -> Buffer:
         rows, hidden = self.tensors[prefix + "gate_proj.weight"].shape
         rows //= count
-        pieces = tuple(
+        shards = tuple(
             Shard(prefix + name + ".weight", (index * rows, 0), (rows, hidden), local, (position * rows, 0))
             for position, name in enumerate(("gate_proj", "up_proj"))
         )
-        return Buffer(local, (2 * rows, hidden), pieces)
+        return Buffer(local, (2 * rows, hidden), shards)
 
     def _qkv(self, local: str, pattern: str, tensor: int) -> Buffer:
         """Return the rows of rank `tensor` of the interleaved matrix of all heads; a bias is a matrix without columns."""
@@ -183,18 +183,18 @@ class MegatronLayout(ComputedLayout):
         segments = list(_interleaved_rows(self.architecture))
         num_rows = sum(rows for _, _, rows in segments) // self.parallel.tensor
         mine = Slice((tensor * num_rows,), (num_rows,))
-        pieces, position = [], 0
+        shards, position = [], 0
         for projection, start, rows in segments:
             # The cut may go through a head, so a rank can hold any part of a segment.
             common = intersect(mine, Slice((position,), (rows,)))
             if common is not None:
                 offset, size = common.offset[0], common.shape[0]
                 source = (start + offset - position, *zeros)
-                pieces.append(
+                shards.append(
                     Shard(pattern.format(projection), source, (size, *tail), local, (offset - mine.offset[0], *zeros))
                 )
             position += rows
-        return Buffer(local, (num_rows, *tail), tuple(pieces))
+        return Buffer(local, (num_rows, *tail), tuple(shards))
 
 
 def _interleaved_rows(architecture: ModelArchitecture) -> Iterator[tuple[str, int, int]]:

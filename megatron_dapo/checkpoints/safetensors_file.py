@@ -1,4 +1,4 @@
-"""Safetensors files read and written by offset: any box of a tensor, without loading the rest of the file.
+"""Safetensors files read and written by offset: any slice of a tensor, without loading the rest of the file.
 
 Format: 8 bytes little-endian length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data; offsets
 count from the end of the header, and tensors follow each other without gaps. The reader maps no file into memory, so
@@ -41,7 +41,7 @@ CODE_OF_DTYPE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE
 Model = TypeVar("Model", bound="StoredModel")
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
-MAX_DIMENSIONS = 64  # as torch allows; reading a box takes time quadratic in it
+MAX_DIMENSIONS = 64  # as torch allows; reading a slice takes time quadratic in it
 
 
 @dataclass(frozen=True)
@@ -77,25 +77,27 @@ class SafetensorsReader:
     def close(self) -> None:
         self._file.close()
 
-    def read(self, name: str, out: torch.Tensor, box: Slice | None = None) -> None:
-        """Fill `out` (shape of `box`; any dtype, device and strides) with `box` of tensor `name`, by default all of it."""
+    def read(self, name: str, out: torch.Tensor, bounds: Slice | None = None) -> None:
+        """Fill `out` (shape of `bounds`; any dtype, device and strides) with `bounds` of tensor `name`, by default all of it."""
         stored = self.tensors[name]
-        box = box or whole(stored.spec.shape)
-        assert tuple(out.shape) == tuple(box.shape), f"{name}: box {box} into a tensor of shape {tuple(out.shape)}"
+        bounds = bounds or whole(stored.spec.shape)
+        assert tuple(out.shape) == tuple(bounds.shape), (
+            f"{name}: slice {bounds} into a tensor of shape {tuple(out.shape)}"
+        )
         # Bytes go straight into the destination where its memory has the layout of the file.
         direct = out.is_contiguous() and out.dtype == stored.spec.dtype and out.device.type == "cpu"
         if direct:
-            self._read_box(stored, box, out)
+            self._read_slice(stored, bounds, out)
             return
-        staging = torch.empty(box.shape, dtype=stored.spec.dtype)
-        self._read_box(stored, box, staging)
+        staging = torch.empty(bounds.shape, dtype=stored.spec.dtype)
+        self._read_slice(stored, bounds, staging)
         out.copy_(staging)
 
-    def _read_box(self, stored: StoredTensor, box: Slice, out: torch.Tensor) -> None:
-        """Read exactly the bytes of the box, one read for each contiguous run."""
+    def _read_slice(self, stored: StoredTensor, bounds: Slice, out: torch.Tensor) -> None:
+        """Read exactly the bytes of the slice, one read for each contiguous run."""
         target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())
         position = 0
-        for start, size in _runs(stored.spec, box):
+        for start, size in _runs(stored.spec, bounds):
             self._read_at(stored.start + start, target[position : position + size])
             position += size
         assert position == len(target), f"{self.path}: {position} of {len(target)} bytes"
@@ -174,20 +176,20 @@ def _end_of_data(tensors: Mapping[str, StoredTensor], data_start: int) -> int:
     return end
 
 
-def _runs(spec: TensorSpec, box: Slice) -> list[tuple[int, int]]:
-    """Return (byte offset in the tensor, number of bytes) of each contiguous run of a box, in row-major order."""
-    if box.volume == 0:
+def _runs(spec: TensorSpec, bounds: Slice) -> list[tuple[int, int]]:
+    """Return (byte offset in the tensor, number of bytes) of each contiguous run of a slice, in row-major order."""
+    if bounds.volume == 0:
         return []
     dims = len(spec.shape)
     strides = [prod(spec.shape[dim + 1 :]) for dim in range(dims)]
-    # Dimensions from `inner` on are contiguous within the box.
+    # Dimensions from `inner` on are contiguous within the slice.
     inner = dims
-    while inner > 0 and all(box.shape[dim] == spec.shape[dim] for dim in range(inner, dims)):
+    while inner > 0 and all(bounds.shape[dim] == spec.shape[dim] for dim in range(inner, dims)):
         inner -= 1
-    size = prod(box.shape[inner:]) * spec.dtype.itemsize
-    starts = [sum(o * s for o, s in zip(box.offset, strides))]
+    size = prod(bounds.shape[inner:]) * spec.dtype.itemsize
+    starts = [sum(o * s for o, s in zip(bounds.offset, strides))]
     for dim in range(inner):
-        starts = [start + index * strides[dim] for start in starts for index in range(box.shape[dim])]
+        starts = [start + index * strides[dim] for start in starts for index in range(bounds.shape[dim])]
     return [(start * spec.dtype.itemsize, size) for start in starts]
 
 

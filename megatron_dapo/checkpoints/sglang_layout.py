@@ -108,7 +108,7 @@ class SglangLayout(ComputedLayout):
 
     With fewer key-value heads K than T, rank t holds head t // (T / K). Under expert parallelism E, rank t holds the
     experts of expert rank t // (T / E), cut into T / E. A tied dense model has no lm_head of its own, one with experts
-    has a copy. Elements without a piece are `padding`. They must be zero, which they are not in an engine that starts
+    has a copy. Elements without a shard are `padding`. They must be zero, which they are not in an engine that starts
     with random weights.
     """
 
@@ -135,9 +135,9 @@ class SglangLayout(ComputedLayout):
         return self.num_engines * self.tensor_parallel
 
     def padding(self, rank: int) -> dict[str, tuple[Slice, ...]]:
-        """Return the boxes of the parameters, in local coordinates, that no tensor fills; they must be zero."""
+        """Return the slices of the parameters, in local coordinates, that no tensor fills; they must be zero."""
         holes = local_holes(self.shards(rank), self.local_shapes(rank))
-        return {name: boxes for name, boxes in holes.items() if boxes}
+        return {name: slices for name, slices in holes.items() if slices}
 
     def _replica_key(self, rank: int) -> int:
         return rank % self.tensor_parallel
@@ -197,15 +197,15 @@ class SglangLayout(ComputedLayout):
         gate_up, down = prefix + "w13_weight", prefix + "w2_weight"
         # Offsets and shapes are the same for every expert; a large model would otherwise have a million such tuples.
         rows, columns = ((index * size, 0), (real, hidden)), ((0, index * size), (hidden, real))
-        gate_up_pieces: list[Shard] = []
-        down_pieces: list[Shard] = []
+        gate_up_shards: list[Shard] = []
+        down_shards: list[Shard] = []
         for slot, names in enumerate(self._expert_names[prefix][rank * num_local : (rank + 1) * num_local]):
             if real > 0:
-                gate_up_pieces.append(Shard(names[0], *rows, gate_up, (slot, 0, 0)))
-                gate_up_pieces.append(Shard(names[1], *rows, gate_up, (slot, size, 0)))
-                down_pieces.append(Shard(names[2], *columns, down, (slot, 0, 0)))
-        yield Buffer(gate_up, (num_local, 2 * size, hidden), tuple(gate_up_pieces))
-        yield Buffer(down, (num_local, hidden, size), tuple(down_pieces))
+                gate_up_shards.append(Shard(names[0], *rows, gate_up, (slot, 0, 0)))
+                gate_up_shards.append(Shard(names[1], *rows, gate_up, (slot, size, 0)))
+                down_shards.append(Shard(names[2], *columns, down, (slot, 0, 0)))
+        yield Buffer(gate_up, (num_local, 2 * size, hidden), tuple(gate_up_shards))
+        yield Buffer(down, (num_local, hidden, size), tuple(down_shards))
 
     @cached_property
     def _expert_names(self) -> dict[str, list[tuple[str, str, str]]]:
@@ -230,22 +230,22 @@ class SglangLayout(ComputedLayout):
         """Return columns [index * width, +width) of the padded matrix."""
         rows, columns = self.tensors[name].shape
         real = min(columns - index * width, width)
-        pieces = (Shard(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
-        return Buffer(name, (rows, width), pieces)
+        shards = (Shard(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
+        return Buffer(name, (rows, width), shards)
 
     def _rows(self, local: str, parts: Sequence[tuple[str, int, int]]) -> Buffer:
         """Return a buffer that stacks rows of several tensors: for each (tensor, index, rows) of `parts`, the rows
         [index * rows, +rows) of the padded tensor. A bias is a matrix without columns."""
         tail = self.tensors[parts[0][0]].shape[1:]
         zeros = (0,) * len(tail)
-        pieces, position = [], 0
+        shards, position = [], 0
         for name, index, rows in parts:
-            # Rows beyond the tensor are padding and get no piece.
+            # Rows beyond the tensor are padding and get no shard.
             real = min(self.tensors[name].shape[0] - index * rows, rows)
             if real > 0:
-                pieces.append(Shard(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
+                shards.append(Shard(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
             position += rows
-        return Buffer(local, (position, *tail), tuple(pieces))
+        return Buffer(local, (position, *tail), tuple(shards))
 
 
 def sglang_layout(

@@ -1,2 +1,1 @@
-"""The proof that the loss is exact: gradients under every layout, cut and packing against a plain model, one sequence
-at a time."""
+"""Exactness of the loss: gradients under every layout, cut and packing against a plain model, one sequence at a time."""

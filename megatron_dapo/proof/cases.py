@@ -1,55 +1,107 @@
-"""What is compared: every layout the number of processes allows, times every cut into micro-batches, packing and
-aggregation."""
+"""Cases of `check-loss`: one ragged batch, and the layouts, cuts, packings and aggregations under which it is trained.
+
+The batch exposes a wrong denominator, mask, shift or rank order: lengths from 1 up, gaps in the masks, groups of
+different sizes, a filtered response, advantages of both signs, and ratios on both sides of every clipping bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+
+import torch
 
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import Packing
 from megatron_dapo.parallel.packing import MicroBatchLimits, pack, pad_to_longest
+from megatron_dapo.types import TrainSample
 
-# Padded tokens of the batch's longest sequence -> limits. A dynamic micro-batch holds it and a few short ones.
-MICRO_BATCHES: Mapping[str, Callable[[int], MicroBatchLimits]] = {
-    "1": lambda longest: MicroBatchLimits(max_sequences=1),
-    "2": lambda longest: MicroBatchLimits(max_sequences=2),
-    "4": lambda longest: MicroBatchLimits(max_sequences=4),
-    "dynamic": lambda longest: MicroBatchLimits(max_tokens=longest * 5 // 4),
-}
+RESPONSE_LENGTHS = ((1, 17, 60, 5), (33, 2, 48), (9, 26, 1, 54, 12), (21,))  # one tuple a group
+FILTERED = (1, 2)  # group and index of a response that is left out of the loss
+GAP_SHARE = 0.15  # of response tokens that are not trained
+# Ratios pi / pi_old, each far enough from every bound (0.8, 1.28, and 3 of the dual clip) that rounding cannot move a
+# token across.
+RATIOS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.35, 2.0, 2.9, 3.1, 5.0)
+MAX_RESPONSE_TOKENS = 64  # Dr. GRPO's constant length
+
+SEQUENCES = {"1": 1, "2": 2, "4": 4, "dynamic": 0}  # sequences a micro-batch; 0: a bound on its tokens
 PACKINGS: Mapping[str, Packing] = {"packed": pack, "padded": pad_to_longest}
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the mini-batch is cut and laid out."""
+class ProofBatch:
+    """Samples without `rollout_logprobs`, and the ratio that each response token must get."""
 
-    micro_batch: str  # key of MICRO_BATCHES
+    samples: tuple[TrainSample, ...]
+    ratios: tuple[torch.Tensor, ...]  # [R] float64 each
+
+
+def make_batch(vocab_size: int, seed: int = 0) -> ProofBatch:
+    """Return the batch; the same arguments give the same batch."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        (group, index, length) for group, lengths in enumerate(RESPONSE_LENGTHS) for index, length in enumerate(lengths)
+    ]
+    samples = tuple(_sample(group, index, length, vocab_size, generator) for group, index, length in shapes)
+    table = torch.tensor(RATIOS, dtype=torch.float64)
+    ratios = tuple(table[torch.randint(len(RATIOS), (length,), generator=generator)] for _, _, length in shapes)
+    return ProofBatch(samples, ratios)
+
+
+def _sample(group: int, index: int, length: int, vocab_size: int, generator: torch.Generator) -> TrainSample:
+    prompt_length = int(torch.randint(1, 9, (), generator=generator))
+    mask = (torch.rand(length, generator=generator) > GAP_SHARE).float()
+    mask[-1] = 1.0  # a response of length 1 keeps its token
+    return TrainSample(
+        sample_id=f"{group}/{index}",
+        group_index=group,
+        tokens=torch.randint(vocab_size, (prompt_length + length,), generator=generator),
+        prompt_length=prompt_length,
+        loss_mask=mask * float((group, index) != FILTERED),
+        advantages=torch.randn(length, generator=generator),
+        rollout_logprobs=torch.zeros(length),
+    )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut the mini-batch into micro-batches and to lay out their sequences."""
+
+    micro_batch: str  # key of SEQUENCES
     packing: str  # key of PACKINGS
+
+    def limits(self, longest: int) -> MicroBatchLimits:
+        """Return the limits of a micro-batch; `longest` is the padded length of the longest sequence in tokens."""
+        if self.micro_batch == "dynamic":
+            # Room for the longest sequence and a few short ones.
+            return MicroBatchLimits(max_tokens=longest * 5 // 4)
+        return MicroBatchLimits(max_sequences=SEQUENCES[self.micro_batch])
 
 
 def cuts() -> list[Cut]:
-    """Every cut; one sequence a micro-batch is the same packed and padded, so it is listed once."""
-    return [
-        Cut(size, packing) for size, packing in product(MICRO_BATCHES, PACKINGS) if (size, packing) != ("1", "padded")
-    ]
+    """Return every cut; one sequence a micro-batch is the same packed and padded, so it is listed once."""
+    return [Cut(size, packing) for size, packing in product(SEQUENCES, PACKINGS) if (size, packing) != ("1", "padded")]
 
 
 def aggregations() -> list[str]:
+    """Return the names of all aggregations."""
     return list(AGGREGATIONS)
 
 
 def expert_cuts() -> list[Cut]:
-    """What is compared for layouts of experts, which see tokens only: ranks with different numbers of them."""
+    """Return the cuts for layouts of experts: experts see tokens only, so one with uneven ranks is enough."""
     return [Cut("dynamic", "packed")]
 
 
 def expert_layouts(world_size: int) -> list[ParallelLayout]:
-    """Layouts of exactly `world_size` processes that deal out experts: every size of the expert axis, experts cut as
-    dense layers and not cut, over data, context and tensor ranks, with and without a pipeline."""
-    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    """Return the layouts of exactly `world_size` processes with expert parallelism.
+
+    They cover every size of the expert axis, experts cut like dense layers and not cut, over data, context and tensor
+    ranks, with and without a pipeline.
+    """
+    sizes = _divisors(world_size)
     return [
         ParallelLayout(
             world_size,
@@ -68,13 +120,16 @@ def expert_layouts(world_size: int) -> list[ParallelLayout]:
 
 
 def layouts(world_size: int) -> list[ParallelLayout]:
-    """Every TP x PP x CP x DP of exactly `world_size` processes, with and without sequence parallelism and two virtual
-    stages."""
-    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    """Return every TP x PP x CP x DP of exactly `world_size` processes, with and without sequence parallelism and two
+    virtual stages."""
     return [
         ParallelLayout(world_size, tensor, pipeline, virtual, context, sequence_parallel=sequence)
-        for tensor, pipeline, context in product(sizes, repeat=3)
+        for tensor, pipeline, context in product(_divisors(world_size), repeat=3)
         if world_size % (tensor * pipeline * context) == 0
         for virtual in ((1, 2) if pipeline > 1 else (1,))
         for sequence in ((False, True) if tensor > 1 else (False,))
     ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

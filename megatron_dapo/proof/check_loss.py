@@ -1,16 +1,18 @@
 """`megatron-dapo check-loss`: the gradient of the token loss under every layout, cut, packing and aggregation, against
 a plain model.
 
-Processes are started here, unless this runs under torchrun or srun already: then the ranks that were started are the
-world, and rank 0 prints. With CUDA each process takes one device (NCCL), else the CPU (gloo).
+The command starts its processes, unless it runs under torchrun or srun: then the launcher's ranks are the world, and
+rank 0 prints. With CUDA each process takes one device (NCCL), else the CPU (gloo).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,22 +21,21 @@ from megatron_dapo.launch.environment import process_environment
 from megatron_dapo.launch.local import launch_workers
 from megatron_dapo.proof.report import TOLERANCES, CheckLossReport, CheckLossSettings, LossCheckRow, print_report
 
-WORKER = "megatron_dapo.proof.start_worker"
+WORKER = "megatron_dapo.proof.check_loss"
 
 
 def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: str = "float32") -> CheckLossReport:
-    """Check on `num_processes` local processes, or on the processes of the launcher this runs under (all of them call
-    it).
+    """Check on `num_processes` local processes, or on the processes of the launcher, all of which call it.
 
-    model: a Hugging Face folder, None for a small random model. Raises ValueError for settings that make no sense and
-    RuntimeError where a process fails (its own output says why).
+    model: a Hugging Face directory, None for a small random model. Raises ValueError for settings that make no sense
+    and RuntimeError if a process fails (its own output says why).
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"check-loss: dtype {dtype!r} is unknown; choose one of {', '.join(TOLERANCES)}")
     if num_processes < 1:
         raise ValueError(f"check-loss: {num_processes} processes; at least 1 is needed")
     if model is not None and not (Path(model) / "config.json").is_file():
-        raise ValueError(f"check-loss: {model} holds no config.json; give a Hugging Face model folder")
+        raise ValueError(f"check-loss: {model} holds no config.json; give a Hugging Face model directory")
     settings = CheckLossSettings(model=str(Path(model).resolve()) if model else "", dtype=dtype)
     start = time.monotonic()
     launched = process_environment().world_size
@@ -50,7 +51,7 @@ def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: s
 
 
 def _join_and_check(settings: CheckLossSettings) -> dict[str, Any]:
-    # Only processes that compute load megatron-core.
+    # Imported here: only processes that compute load megatron-core.
     from megatron_dapo.proof.worker import join_and_check
 
     return join_and_check(settings)
@@ -58,20 +59,20 @@ def _join_and_check(settings: CheckLossSettings) -> dict[str, Any]:
 
 def _start_and_check(settings: CheckLossSettings, num_processes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="check-loss-") as name:
-        folder = Path(name)
-        (folder / "settings.json").write_text(json.dumps(asdict(settings)))
-        arguments = [str(folder / "settings.json"), str(folder / "result.json")]
-        code = launch_workers(WORKER, arguments, num_processes, folder)
-        if code or not (folder / "result.json").exists():
+        directory = Path(name)
+        settings_file, result_file = directory / "settings.json", directory / "result.json"
+        settings_file.write_text(json.dumps(asdict(settings)))
+        code = launch_workers(WORKER, [str(settings_file), str(result_file)], num_processes, directory)
+        if code or not result_file.exists():
             raise RuntimeError(f"check-loss: a process failed (exit code {code}); its output above says why")
-        return json.loads((folder / "result.json").read_text())
+        return json.loads(result_file.read_text())
 
 
 def check_loss(
     num_processes: int = 4, json_output: bool = False, model: str | None = None, dtype: str = "float32"
 ) -> int:
-    """Run the check and print a table, or one JSON object. Exit code 0: within the tolerance, 1: not, 2: it could not
-    be run."""
+    """Run the check and print a table or one JSON object. Returns exit code 0 within the tolerance, 1 above it, 2 if the
+    check could not run."""
     try:
         report = run_check_loss(num_processes, model=model, dtype=dtype)
     except (ValueError, RuntimeError) as error:
@@ -83,3 +84,19 @@ def check_loss(
         else:
             print_report(report)
     return 0 if report.passed else 1
+
+
+def _run_worker(settings_file: str, result_file: str) -> None:
+    # Standard output belongs to the one object that the command prints.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # megatron-core warns in every process about each optional package that is not installed.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    # torch renames collectives that older versions have only under the old name.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    from megatron_dapo.proof.worker import run_worker
+
+    run_worker(settings_file, result_file)
+
+
+if __name__ == "__main__":
+    _run_worker(*sys.argv[1:])

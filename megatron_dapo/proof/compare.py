@@ -1,5 +1,4 @@
-"""Gradients of a layout's ranks against whole gradients by Hugging Face name; every replica and every padding row takes
-part."""
+"""Gradients of a layout's ranks against whole gradients by Hugging Face name, replicas and padding rows included."""
 
 from __future__ import annotations
 
@@ -11,23 +10,15 @@ import torch
 
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.collectives import communication_device, sum_over
-from megatron_dapo.reshard.layout import Shard, local_holes, shard_view
-from megatron_dapo.reshard.slices import Slice
+from megatron_dapo.reshard.layout import local_holes, shard_view
 
 
 @dataclass(frozen=True)
 class GradientDifference:
-    """Largest over tensors of |ours - right| / |right|, 2-norms over all ranks' pieces, and the tensor it is of."""
+    """Largest |ours - expected| / |expected| over tensors (2-norms over the shards of all ranks), and its tensor."""
 
     relative: float
     tensor: str
-
-
-def global_part(whole: torch.Tensor, piece: Shard) -> torch.Tensor:
-    """The part of the whole tensor that `piece` holds."""
-    return whole[
-        tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
-    ]
 
 
 def fill_from_whole(
@@ -36,43 +27,44 @@ def fill_from_whole(
     """Set a rank's local parameters from whole tensors; padding becomes zero."""
     for parameter in parameters.values():
         parameter.zero_()
-    for piece in layout.shards(rank):
-        shard_view(parameters[piece.local], piece).copy_(global_part(whole[piece.tensor], piece))
+    for shard in layout.shards(rank):
+        shard_view(parameters[shard.local], shard).copy_(_cut(whole[shard.tensor], *shard.bounds))
 
 
 def compare_gradients(
-    gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, right: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, expected: Mapping[str, torch.Tensor]
 ) -> GradientDifference:
-    """Collective over the default group: all ranks call it with their local gradients. A gradient of padding that is
-    not zero, or one that is not finite, makes the difference the largest float (JSON knows no infinity)."""
-    names = list(right)
+    """Compare the local gradients of all ranks; collective over the default group.
+
+    A gradient of padding that is not zero, or one that is not finite, makes the difference the largest float.
+    """
+    names = list(expected)
     sums = torch.zeros(2, len(names), dtype=torch.float64, device=communication_device())
-    place = {name: index for index, name in enumerate(names)}
-    for piece in layout.shards(rank):
-        wanted = global_part(right[piece.tensor], piece).double()
-        ours = shard_view(gradients[piece.local], piece).to(wanted.device, torch.float64)
-        sums[0, place[piece.tensor]] += (ours - wanted).square().sum()
-        sums[1, place[piece.tensor]] += wanted.square().sum()
+    index = {name: number for number, name in enumerate(names)}
+    for shard in layout.shards(rank):
+        wanted = _cut(expected[shard.tensor], *shard.bounds).double()
+        ours = shard_view(gradients[shard.local], shard).to(wanted.device, torch.float64)
+        sums[0, index[shard.tensor]] += (ours - wanted).square().sum()
+        sums[1, index[shard.tensor]] += wanted.square().sum()
     totals = sum_over({"sums": sums, "padding": _padding_sum(gradients, layout, rank)})
     error, norm = totals["sums"]
     relative = (error / norm.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
-    if not torch.isfinite(relative).all() or totals["padding"] != 0:
-        return GradientDifference(
-            sys.float_info.max,
-            "padding" if torch.isfinite(relative).all() else names[int((~torch.isfinite(relative)).int().argmax())],
-        )
+    broken = ~torch.isfinite(relative)
+    # The largest float, because JSON has no infinity.
+    if broken.any():
+        return GradientDifference(sys.float_info.max, names[int(broken.int().argmax())])
+    if totals["padding"] != 0:
+        return GradientDifference(sys.float_info.max, "padding")
     worst = int(relative.argmax())
     return GradientDifference(float(relative[worst]), names[worst])
 
 
 def _padding_sum(gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int) -> float:
-    """Sum of absolute gradients of everything that no piece covers."""
+    """Return the sum of absolute gradients of everything that no shard covers."""
     shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
     holes = local_holes(layout.shards(rank), shapes)
-    return sum(
-        float(_region(gradients[name], box).abs().double().sum()) for name, boxes in holes.items() for box in boxes
-    )
+    return sum(float(_cut(gradients[n], *hole).abs().double().sum()) for n, found in holes.items() for hole in found)
 
 
-def _region(buffer: torch.Tensor, box: Slice) -> torch.Tensor:
-    return buffer[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))]
+def _cut(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]

@@ -1,20 +1,20 @@
-"""The right answer: a plain transformers model in fp64, one sequence at a time, and the loss written out from the
-papers.
+"""The expected gradients: a plain transformers model in fp64, one sequence at a time, and the loss from the papers.
 
-Nothing of the training path is used here: no packing, no weights from `algorithms`, no log-prob kernel, no process
-group. Gradients are linear in the samples' weights, so one backward pass a sequence gives those of every aggregation.
+It shares nothing with the training path: no packing, no weights from `algorithms`, no log-prob kernel, no process
+group. Gradients are linear in the samples' weights, so one backward pass a sequence serves every aggregation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_dapo.proof.batch import MAX_RESPONSE_TOKENS, ProofBatch
+from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, ProofBatch
 from megatron_dapo.types import TrainSample
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 3.0
 TEMPERATURE = 0.9
 
-# Sizes of the model of the proof: small enough for a laptop, and with everything in it that a layout can get wrong:
-# grouped queries, a bias on the fused QKV, a vocabulary that does not divide, norms and biases away from 1 and 0.
+# Small enough for a laptop, with everything that a layout can get wrong: grouped queries, a bias on the fused QKV, a
+# vocabulary that does not divide, norms and biases away from 1 and 0.
 MODEL_FIELDS = {
     "vocab_size": 203,
     "hidden_size": 32,
@@ -40,34 +40,9 @@ MODEL_FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What one aggregation gives."""
-
-    loss: float
-    loss_scale: float  # the same sum of absolute values: what an error of the loss is relative to
-    gradients: Mapping[str, torch.Tensor]  # Hugging Face name -> fp64
-
-
-def random_model(seed: int = 7) -> PreTrainedModel:
-    """A small Qwen2 with random weights, the same for the same seed."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return _randomize(Qwen2ForCausalLM(Qwen2Config(**MODEL_FIELDS)), seed)
-
-
-def _randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
-    return model
-
-
-# And with experts: dense and sparse layers, more experts than a token uses.
+# Dense and sparse layers, and more experts than a token uses.
 EXPERT_FIELDS = {
-    **{name: value for name, value in MODEL_FIELDS.items() if name != "architectures"},
+    **MODEL_FIELDS,
     "head_dim": 8,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -76,17 +51,38 @@ EXPERT_FIELDS = {
     "mlp_only_layers": [1],
     "architectures": ["Qwen3MoeForCausalLM"],
 }
+_FUSED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-def random_experts_model(seed: int = 7) -> PreTrainedModel:
-    """A small Qwen3-MoE with random weights, the same for the same seed."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+@dataclass(frozen=True)
+class Answer:
+    """Loss and gradients of one aggregation."""
 
-    return _randomize(Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERT_FIELDS)), seed)
+    loss: float
+    loss_scale: float  # the same sum of absolute values, to which errors of the loss are relative
+    gradients: Mapping[str, torch.Tensor]  # Hugging Face name -> fp64
+
+
+def make_model(directory: str = "", experts: bool = False, seed: int = 7) -> PreTrainedModel:
+    """Return the model of a Hugging Face directory in fp32, or a small random Qwen2 (`experts`: Qwen3-MoE)."""
+    import transformers
+
+    if directory:
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    if experts:
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERT_FIELDS))
+    else:
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**MODEL_FIELDS))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    return model
 
 
 def stored_tensors(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same under the names and shapes that folders have: transformers fuses a layer's experts in memory only."""
+    """Return the tensors under their names and shapes on disk: transformers fuses a layer's experts in memory only."""
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in parameters.items():
         prefix, _, kind = name.rpartition(".")
@@ -100,19 +96,10 @@ def stored_tensors(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     return stored
 
 
-_FUSED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-
-def folder_model(folder: str) -> PreTrainedModel:
-    """The model of a Hugging Face folder, in fp32."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-
-
 def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
-    """The model computing in fp64, norms included: transformers' RMSNorm rounds to fp32 whatever type it is given."""
+    """Turn the model to fp64, norms included, and return it."""
     model = model.double().eval()
+    # Other implementations of experts, and transformers' RMSNorm, round to fp32 or less.
     model.config._experts_implementation = "eager"
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -124,8 +111,8 @@ def in_fp64(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample], dict[str, Answer]]:
-    """The batch with the old log-probs that give its ratios (in `rollout_logprobs`), and the answer of every
-    aggregation."""
+    """Return the samples with old log-probs that give the batch's ratios (in `rollout_logprobs`), and the answer of
+    every aggregation. Turns the model to fp64."""
     model = in_fp64(model)
     names, parameters = zip(*model.named_parameters(), strict=True)
     samples, losses, scales, gradients = [], [], [], []
@@ -138,28 +125,27 @@ def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample],
         scales.append(float(token_losses.detach().abs().sum()))
         samples.append(sample)
     answers = {}
-    for name, weigh in WEIGHTS.items():
-        weights = weigh([int(sample.loss_mask.sum()) for sample in samples], [sample.group_index for sample in samples])
+    for name, weight_fn in WEIGHTS.items():
+        weights = weight_fn(
+            [int(sample.loss_mask.sum()) for sample in samples], [sample.group_index for sample in samples]
+        )
         total = [sum(w * g for w, g in zip(weights, column, strict=True)) for column in zip(*gradients, strict=True)]
-        loss, scale = math.fsum(map(_times, weights, losses)), math.fsum(map(_times, weights, scales))
+        loss, scale = (math.fsum(map(operator.mul, weights, values)) for values in (losses, scales))
         answers[name] = Answer(loss, scale, stored_tensors(dict(zip(names, total, strict=True))))
     return samples, answers
 
 
-def _times(left: float, right: float) -> float:
-    return left * right
-
-
 def _response_logprobs(model: PreTrainedModel, sample: TrainSample) -> torch.Tensor:
-    """[R] log-probs of the response tokens at the temperature."""
+    """Return the log-probs [R] of the response tokens at the temperature."""
     tokens = sample.tokens.to(model.device)
     log_p = torch.log_softmax(model(tokens[None]).logits[0] / TEMPERATURE, dim=-1).cpu()
-    places = range(sample.prompt_length, sample.num_tokens)
-    return torch.stack([log_p[place - 1, sample.tokens[place]] for place in places])
+    positions = range(sample.prompt_length, sample.num_tokens)
+    # The logits at a position are of the token after it.
+    return torch.stack([log_p[position - 1, sample.tokens[position]] for position in positions])
 
 
 def _token_losses(logprobs: torch.Tensor, sample: TrainSample) -> torch.Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and for A < 0 at most -c A (DAPO, arXiv 2503.14476, Eq 10; dual clip,
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -c A (DAPO, arXiv 2503.14476, Eq. 10; dual clip,
     arXiv 1912.09729)."""
     ratio = (logprobs - sample.rollout_logprobs.double()).exp()
     advantage = sample.advantages.double()
@@ -193,8 +179,8 @@ def _seq_sum_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
     return [1 / sum(length > 0 for length in lengths)] * len(lengths)
 
 
-# Trained tokens and group of each sample -> weight of each of its trained tokens.
-WEIGHTS: Mapping[str, Callable[[Sequence[int], Sequence[int]], list[float]]] = {
+# Functions of the trained tokens and the group of each sample that return the weight of each of its trained tokens.
+WEIGHTS = {
     "token_mean": _token_mean,
     "sample_mean": _sample_mean,
     "per_group": _per_group,

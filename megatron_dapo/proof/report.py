@@ -1,4 +1,4 @@
-"""What `check-loss` is asked and what it says."""
+"""Settings and report of `check-loss`."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
 
 @dataclass(frozen=True)
 class CheckLossSettings:
-    """What to check. `model`: a Hugging Face folder, "" for the small random model."""
+    """Settings of one check."""
 
-    model: str = ""
+    model: str = ""  # a Hugging Face directory; "": the small random model
     dtype: str = "float32"
     wait_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
 class LossCheckRow:
-    """One comparison. `rel_diff`: of the gradients, see `compare.GradientDifference`; `loss_rel_diff`: of the loss's value."""
+    """One comparison of gradients and loss with the plain model."""
 
     layout: str
     micro_batch: str
     packing: str
     aggregation: str
     num_micro_batches: int  # of each data-parallel rank
-    rel_diff: float
+    rel_diff: float  # of the gradients, see `GradientDifference`
     worst_tensor: str
-    loss_rel_diff: float
+    loss_rel_diff: float  # of the value of the loss
 
 
 @dataclass(frozen=True)
 class CheckLossReport:
-    """All comparisons. `max_rel_diff` is over all rows' gradients."""
+    """All comparisons of one check."""
 
     num_processes: int
     dtype: str
@@ -50,14 +50,16 @@ class CheckLossReport:
 
     @property
     def max_rel_diff(self) -> float:
+        """Largest relative difference of gradients; the largest float if nothing was compared."""
         return max((row.rel_diff for row in self.rows), default=sys.float_info.max)
 
     @property
     def passed(self) -> bool:
+        """True if every comparison is within the tolerance."""
         return self.max_rel_diff <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON-serializable object; the figures come first."""
+        """Return a JSON-serializable object; the figures come first."""
         return {
             "max_rel_diff": self.max_rel_diff,
             "max_loss_rel_diff": max((row.loss_rel_diff for row in self.rows), default=sys.float_info.max),
@@ -74,7 +76,7 @@ class CheckLossReport:
 
 
 def print_report(report: CheckLossReport, console: Console | None = None) -> None:
-    """A row a layout, a column an aggregation (largest over cuts and packings), and the verdict."""
+    """Print a row a layout, a column an aggregation (largest over cuts and packings), and the result."""
     console = console or Console()
     names = list(dict.fromkeys(row.aggregation for row in report.rows))
     table = Table(title=f"Largest relative difference of gradients, {report.num_processes} processes, {report.dtype}")

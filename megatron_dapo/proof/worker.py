@@ -1,8 +1,6 @@
-"""What every process of `check-loss` does: for each layout build the real actor, then compare the gradients of every
-cut and aggregation.
+"""One process of `check-loss`: builds the real actor for each layout, and compares the gradients of every cut.
 
-Started by torchrun (by `check_loss` through `start_worker`, or by the user on a cluster). The processes are used for
-all layouts one after another.
+Started by torchrun, through `check_loss` or by the user on a cluster. The same processes check all layouts in turn.
 """
 
 from __future__ import annotations
@@ -10,10 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +32,8 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import WeighSamples, build_micro_batches
 from megatron_dapo.parallel.packing import padded_length, to_device
 from megatron_dapo.proof import oracle
-from megatron_dapo.proof.batch import MAX_RESPONSE_TOKENS, make_batch
 from megatron_dapo.proof.cases import (
-    MICRO_BATCHES,
+    MAX_RESPONSE_TOKENS,
     PACKINGS,
     Cut,
     aggregations,
@@ -44,20 +41,18 @@ from megatron_dapo.proof.cases import (
     expert_cuts,
     expert_layouts,
     layouts,
+    make_batch,
 )
 from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
 from megatron_dapo.proof.report import CheckLossSettings, LossCheckRow
 from megatron_dapo.types import MicroBatch, TrainSample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LossProblem:
-    """The same on every rank: the batch, the model and the right answers."""
+    """The batch, the model and the right answers, the same on every rank."""
 
     samples: list[TrainSample]
     answers: Mapping[str, oracle.Answer]
@@ -65,27 +60,25 @@ class LossProblem:
     load: Loader
 
 
-def pose_problem(
-    settings: CheckLossSettings, make_model: Callable[[], PreTrainedModel] = oracle.random_model
-) -> LossProblem:
-    """Rank 0 solves the batch with the plain model (of the folder, or made here) and tells the others."""
+def pose_problem(settings: CheckLossSettings, *, experts: bool = False) -> LossProblem:
+    """Solve the batch with the plain model on rank 0 and broadcast the problem.
+
+    The model is that of `settings`, or a small random one, with `experts` or without.
+    """
     config, description, tensors, numbers, weights, gradients = None, None, None, None, None, {}
     if dist.get_rank() == 0:
-        model = oracle.folder_model(settings.model) if settings.model else make_model()
-        model = model.to(DTYPES[settings.dtype])  # the quantized weights are the ones both sides compute with
+        model = oracle.make_model(settings.model, experts)
+        model = model.to(DTYPES[settings.dtype])  # both sides compute with the rounded weights
         config = model.config.to_dict()
-        weights = (
-            {}
-            if settings.model
-            else oracle.stored_tensors({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        )
+        # Cloned, because solving turns the model's own parameters into fp64. A directory is read by every rank.
+        whole = {} if settings.model else {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        weights = oracle.stored_tensors(whole)
         samples, answers = oracle.solve(model.to(communication_device()), make_batch(config["vocab_size"]))
         description, tensors = to_tensors(samples)
         numbers = {name: (answer.loss, answer.loss_scale) for name, answer in answers.items()}
         gradients = {name: dict(answer.gradients) for name, answer in answers.items()}
-    samples = from_tensors(
-        broadcast_json(description), {name: part.cpu() for name, part in broadcast_tensors(tensors).items()}
-    )
+    description = broadcast_json(description)
+    samples = from_tensors(description, {name: tensor.cpu() for name, tensor in broadcast_tensors(tensors).items()})
     weights = broadcast_tensors(weights)
     numbers = broadcast_json(numbers)
     answers = {name: oracle.Answer(*numbers[name], broadcast_tensors(gradients.get(name))) for name in numbers}
@@ -97,63 +90,65 @@ def pose_problem(
     return LossProblem(samples, answers, architecture, _loader(settings.model, weights))
 
 
-def _loader(folder: str, weights: Mapping[str, torch.Tensor]) -> Loader:
+def _loader(directory: str, weights: Mapping[str, torch.Tensor]) -> Loader:
     def load(parameters: Mapping[str, torch.Tensor], layout: MegatronLayout) -> None:
-        if folder:
-            load_from_huggingface(folder, layout, dist.get_rank(), parameters)
+        if directory:
+            load_from_huggingface(directory, layout, dist.get_rank(), parameters)
         else:
             fill_from_whole(parameters, layout, dist.get_rank(), weights)
 
     return load
 
 
-def weigh_by(aggregation: str) -> WeighSamples:
-    """The training path's weights of an aggregation."""
+def weight_fn_of(aggregation: str) -> WeighSamples:
+    """Return the function with which training weighs samples under an aggregation."""
 
-    def weigh(samples: Sequence[TrainSample]) -> list[float]:
+    def weights(samples: Sequence[TrainSample]) -> list[float]:
         trained = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
         groups = torch.tensor([sample.group_index for sample in samples])
         return sample_token_weights(
             aggregation, trained, groups, global_denominators(trained, groups), MAX_RESPONSE_TOKENS
         ).tolist()
 
-    return weigh
+    return weights
 
 
 def dapo_loss(
     micro_batch: MicroBatch, outputs: TokenOutputs, index: int
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """The training path's loss with clip-higher and dual clip; the batch carries the old log-probs as its rollout
-    log-probs."""
+    """Return the loss of the training path with clip-higher and dual clip.
+
+    The batch's rollout log-probs take the place of the old log-probs.
+    """
     bounds = {"clip_ratio_low": oracle.CLIP_LOW, "clip_ratio_high": oracle.CLIP_HIGH}
     objective = PolicyObjective(build_policy_loss("clip_higher", bounds, oracle.DUAL_CLIP))
     return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviorTerms(micro_batch.rollout_logprobs))
 
 
 def build_actor(problem: LossProblem, layout: ParallelLayout, dtype: str) -> MegatronActor:
-    """The real actor on `layout`, with the problem's weights."""
+    """Return the real actor on `layout` with the problem's weights."""
     return MegatronActor(problem.architecture, layout, ActorSettings(model=ModelSettings(dtype=dtype)), problem.load)
 
 
 def check_layout(problem: LossProblem, layout: ParallelLayout, dtype: str) -> list[LossCheckRow]:
-    """All cuts and aggregations of one layout."""
+    """Check all cuts and aggregations of one layout."""
     actor = build_actor(problem, layout, dtype)
     return [
-        check_cut(problem, actor, cut, aggregation, weigh_by(aggregation))
+        check_cut(problem, actor, cut, aggregation, weight_fn_of(aggregation))
         for cut in (expert_cuts() if layout.expert > 1 else cuts())
         for aggregation in aggregations()
     ]
 
 
 def check_cut(
-    problem: LossProblem, actor: MegatronActor, cut: Cut, aggregation: str, weigh: WeighSamples
+    problem: LossProblem, actor: MegatronActor, cut: Cut, aggregation: str, weight_fn: WeighSamples
 ) -> LossCheckRow:
-    """The gradients of one cut under the weights of `weigh` against the answer of `aggregation`."""
+    """Compare the gradients of one cut, with samples weighted by `weight_fn`, to the answer of `aggregation`."""
     layout, rank = actor.layout, actor.rank
     longest = padded_length(max(sample.num_tokens for sample in problem.samples), layout.micro_batch_alignment)
-    limits = MICRO_BATCHES[cut.micro_batch](longest)
+    limits = cut.limits(longest)
     micro_batches = build_micro_batches(
-        problem.samples, weigh, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing]
+        problem.samples, weight_fn, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing]
     )
     device = communication_device()
     metrics = actor.accumulate_gradients(
@@ -176,8 +171,10 @@ def check_cut(
 
 
 def check_all(settings: CheckLossSettings) -> dict[str, Any]:
-    """{"rows": [...], "skipped": [...]}: every layout of the world; skipped are those that the model does not divide
-    into."""
+    """Check every layout of the world; return {"rows": [...], "skipped": [...]}.
+
+    Layouts that the model does not divide into are skipped with the reason.
+    """
     rows, skipped = [], []
     candidates = [
         (problem, layout) for problem, candidates in _problems(settings, dist.get_world_size()) for layout in candidates
@@ -198,19 +195,21 @@ def check_all(settings: CheckLossSettings) -> dict[str, Any]:
 
 
 def _problems(settings: CheckLossSettings, world_size: int) -> list[tuple[LossProblem, list[ParallelLayout]]]:
-    """Problems and their layouts. Layouts of experts are checked with the user's model if it has any, and with a small
-    one of their own where the model is not the user's."""
+    """Return the problems with their layouts.
+
+    A model of the user's is checked under expert parallelism if it has experts; otherwise a second small model is.
+    """
     dense, experts = layouts(world_size), expert_layouts(world_size)
     problem = pose_problem(settings)
     if settings.model:
         return [(problem, dense + (experts if problem.architecture.experts is not None else []))]
     if not experts:
         return [(problem, dense)]
-    return [(problem, dense), (pose_problem(settings, oracle.random_experts_model), experts)]
+    return [(problem, dense), (pose_problem(settings, experts=True), experts)]
 
 
 def join_and_check(settings: CheckLossSettings) -> dict[str, Any]:
-    """Join the processes that a launcher started and check; the result is the same on every rank."""
+    """Join the processes that a launcher started, and check; the result is the same on every rank."""
     process = process_environment()
     prepare_rendezvous(process)
     if torch.cuda.is_available():
@@ -222,8 +221,8 @@ def join_and_check(settings: CheckLossSettings) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def main(settings_file: str, result_file: str) -> None:
-    """Read settings, check, write the result on rank 0."""
+def run_worker(settings_file: str, result_file: str) -> None:
+    """Read the settings, check, and write the result on rank 0."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logger.setLevel(logging.INFO)
     result = join_and_check(CheckLossSettings(**json.loads(Path(settings_file).read_text())))

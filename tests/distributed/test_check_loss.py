@@ -70,16 +70,16 @@ def faults(_: Any) -> dict[str, Any]:
     from megatron_dapo.proof.cases import Cut
     from megatron_dapo.proof.compare import compare_gradients
     from megatron_dapo.proof.report import CheckLossSettings
-    from megatron_dapo.proof.worker import build_actor, check_cut, pose_problem, weigh_by
+    from megatron_dapo.proof.worker import build_actor, check_cut, pose_problem, weight_fn_of
 
     problem = pose_problem(CheckLossSettings())
     actor = build_actor(problem, ParallelLayout(2), "float32")
     cut = Cut("2", "packed")
-    right = check_cut(problem, actor, cut, "token_mean", weigh_by("token_mean"))
+    right = check_cut(problem, actor, cut, "token_mean", weight_fn_of("token_mean"))
     wrong_weights = check_cut(problem, actor, cut, "token_mean", per_micro_batch_mean)
     found = {"right": right.rel_diff, "per_micro_batch_mean": wrong_weights.rel_diff}
 
-    check_cut(problem, actor, cut, "token_mean", weigh_by("token_mean"))
+    check_cut(problem, actor, cut, "token_mean", weight_fn_of("token_mean"))
     gradients = {name: gradient.clone() for name, gradient in actor.gradients().items()}
     answer = problem.answers["token_mean"].gradients
 

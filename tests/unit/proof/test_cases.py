@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.proof.batch import RATIOS, make_batch
-from megatron_dapo.proof.cases import MICRO_BATCHES, aggregations, cuts, expert_layouts, layouts
+from megatron_dapo.proof.cases import RATIOS, SEQUENCES, aggregations, cuts, expert_layouts, layouts, make_batch
 from megatron_dapo.proof.oracle import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, WEIGHTS
 
 
@@ -56,7 +55,7 @@ def test_every_cut_packing_and_aggregation_is_compared() -> None:
         *((size, "padded") for size in ("2", "4", "dynamic")),
     }
     assert set(aggregations()) == set(WEIGHTS)
-    assert set(MICRO_BATCHES) == {"1", "2", "4", "dynamic"}
+    assert set(SEQUENCES) == {"1", "2", "4", "dynamic"}
 
 
 def test_batch_has_what_makes_denominators_and_masks_differ() -> None:

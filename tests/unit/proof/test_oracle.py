@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dapo.proof import oracle
-from megatron_dapo.proof.batch import ProofBatch, make_batch
+from megatron_dapo.proof.cases import ProofBatch, make_batch
 from megatron_dapo.types import TrainSample
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "golden.json").read_text())["loss"]["loss_aggregation"]
@@ -51,7 +51,7 @@ def test_token_losses_by_hand() -> None:
 
 
 def test_answer_has_the_chosen_ratios_and_the_gradient_of_its_loss() -> None:
-    model = oracle.random_model()
+    model = oracle.make_model()
     whole = make_batch(oracle.MODEL_FIELDS["vocab_size"])
     batch = ProofBatch(whole.samples[:4], whole.ratios[:4])
     samples, answers = oracle.solve(model, batch)
@@ -83,7 +83,7 @@ def test_answer_has_the_chosen_ratios_and_the_gradient_of_its_loss() -> None:
 
 
 def test_masked_tokens_have_no_part_in_the_answer() -> None:
-    model = oracle.random_model()
+    model = oracle.make_model()
     whole = make_batch(oracle.MODEL_FIELDS["vocab_size"])
     batch = ProofBatch(whole.samples[1:2], whole.ratios[1:2])
     sample = batch.samples[0]
