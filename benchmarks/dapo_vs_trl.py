@@ -70,7 +70,7 @@ FASTEST = "2 processes, 64 rows"
 def peer_specification(config: Config, folder: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
     """What `peers/trl_dapo.py` reads: the recipe's values, how TRL is to run, and when it ends."""
     rollout, algorithm, optimizer, reward = config.rollout, config.algorithm, config.optimizer, config.reward
-    if optimizer.schedule != "constant" or reward.verifier != "dapo" or algorithm.aggregation != "token_mean":
+    if optimizer.schedule != "constant" or reward.verifier != "dapo" or algorithm.loss.aggregation != "token_mean":
         raise ValueError(
             "the peer knows a constant learning rate, the dapo verifier and token_mean; the recipe differs"
         )
@@ -85,9 +85,9 @@ def peer_specification(config: Config, folder: Path, settings: Settings, **limit
         "max_response_tokens": rollout.max_response_tokens,
         "temperature": rollout.temperature,
         "optimizer_steps_per_batch": rollout.prompts_per_step // config.training.mini_batch_prompts,
-        "clip_ratio_low": algorithm.clip_ratio_low,
-        "clip_ratio_high": algorithm.clip_ratio_high,
-        "dual_clip": algorithm.dual_clip,
+        "clip_ratio_low": algorithm.loss.clip_ratio_low,
+        "clip_ratio_high": algorithm.loss.clip_ratio_high,
+        "dual_clip": 0.0 if algorithm.loss.dual_clip == "off" else algorithm.loss.dual_clip,
         "optimizer": {
             "learning_rate": optimizer.learning_rate,
             "warmup_steps": optimizer.warmup_steps,

@@ -15,9 +15,10 @@ from locks.values import value_errors
 from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
 from megatron_dapo.algorithms.gae import decoupled_estimates, monte_carlo_returns
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LambdaRule, LengthAdaptiveLambda
-from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, build_policy_loss
+from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, ppo_clip
 from megatron_dapo.algorithms.vapo import positive_example_loss, positive_token_weights, positive_tokens
 from megatron_dapo.algorithms.whitening import moments, whiten
+from megatron_dapo.config.training_schema import PpoClipLossConfig
 
 MONTE_CARLO, FIXED, BY_LENGTH = FixedLambda(1.0), FixedLambda(0.95), LengthAdaptiveLambda(0.5)
 
@@ -30,7 +31,7 @@ class Recipe:
     pretraining_steps: int = 100
     critic_lambda: LambdaRule = MONTE_CARLO
     policy_lambda: LambdaRule = BY_LENGTH
-    policy_loss: tuple[str, Mapping[str, float]] = ("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28})
+    policy_loss: PpoClipLossConfig = PpoClipLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28)
     aggregation: str = "token_mean"
     positive_coefficient: float = 0.1
     group_size: int = 16
@@ -47,7 +48,7 @@ ABLATIONS: dict[str, tuple[Recipe, int]] = {
     "without value pretraining": (replace(FULL, pretraining_steps=0), 11),
     "without decoupled GAE": (replace(FULL, critic_lambda=FIXED, policy_lambda=FIXED), 33),
     "without length-adaptive lambda": (replace(FULL, policy_lambda=FIXED), 45),
-    "without clip-higher": (replace(FULL, policy_loss=("ppo_clip", {"clip_ratio": 0.2})), 46),
+    "without clip-higher": (replace(FULL, policy_loss=PpoClipLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.2)), 46),
     "without token-level loss": (replace(FULL, aggregation="sample_mean"), 53),
     "without positive-example loss": (replace(FULL, positive_coefficient=0.0), 54),
     "without group sampling": (replace(FULL, group_size=1), 55),
@@ -125,9 +126,8 @@ class Learner:
         recipe = self.recipe
         logprobs, mask = self._logprobs(part), torch.ones_like(advantages)
         sequence_ids = torch.arange(len(part.lengths)).repeat_interleave(part.lengths)
-        name, settings = recipe.policy_loss
         inputs = PolicyLossInputs(logprobs, old_logprobs, advantages, mask, sequence_ids, len(part.lengths))
-        token_loss, _ = build_policy_loss(name, settings)(inputs)
+        token_loss, _ = ppo_clip(inputs, recipe.policy_loss)
         denominators = global_denominators(part.lengths, part.prompts)
         weights = sample_token_weights(
             recipe.aggregation, part.lengths, part.prompts, denominators, language.MAX_TOKENS

@@ -1,8 +1,8 @@
 """One advantage per response, from the rewards of its group (and of the batch).
 
-Notation: R_i reward of response i, G its group's size, mean_g and std_g over the group. Every estimator is a frozen
-dataclass of its settings, called with `AdvantageInputs` of COMPLETE groups before any split into mini-batches;
-`compute_advantages` adds checks, exclusion from the group statistics, the cast to fp32 and diagnostics.
+Notation: R_i reward of response i, G its group's size, mean_g and std_g over the group. Every estimator is a function of
+`AdvantageInputs`, of COMPLETE groups before any split into mini-batches, and of its section of the configuration, and
+returns float64 [S]; `compute_advantages` adds checks, exclusion from the group statistics, the cast to fp32 and diagnostics.
 
 Guarantees of every estimator: arithmetic in float64; a group whose rewards are all equal gets exactly 0 before any
 global shift (0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary, so equality is tested on the rewards, not on their std).
@@ -10,14 +10,20 @@ global shift (0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary, so equality is tested on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from megatron_dapo.algorithms.segments import group_positions, segment_sum
-from megatron_dapo.algorithms.tables import build, lookup
+from megatron_dapo.config.training_schema import (
+    AdvantageConfig,
+    DrGrpoAdvantageConfig,
+    GrpoAdvantageConfig,
+    ReinforceBaselineAdvantageConfig,
+    ReinforcePpAdvantageConfig,
+    RlooAdvantageConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,6 @@ class Advantages:
 
     values: torch.Tensor  # [S] float32, one scalar per response
     metrics: Mapping[str, float]
-
-
-class AdvantageEstimator(Protocol):
-    """Maps inputs to float64 advantages [S]."""
-
-    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -78,65 +78,33 @@ def group_statistics(rewards: torch.Tensor, group_index: torch.Tensor) -> GroupS
 STD_CONVENTIONS: dict[str, float] = {"unbiased": 1.0, "biased": 0.0}
 
 
-@dataclass(frozen=True)
-class Grpo:
+def grpo(inputs: AdvantageInputs, section: GrpoAdvantageConfig) -> torch.Tensor:
     """A_i = (R_i - mean_g) / (std_g + eps). GRPO (arXiv 2402.03300, sec. 4.1.2), DAPO (arXiv 2503.14476, Eq 9).
 
     `std` "unbiased" divides by G - 1, "biased" by G. Zero-std groups and singletons get 0.
     """
-
-    std: str = "unbiased"
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        lookup(STD_CONVENTIONS, "standard deviation convention", self.std)
-
-    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
-        groups = group_statistics(inputs.rewards, inputs.group_index)
-        freedom = (groups.sizes - STD_CONVENTIONS[self.std]).clamp(min=1)
-        spread = (groups.squares / freedom).sqrt() + self.eps
-        # A constant group's numerator is exactly 0; dividing it by 1 keeps eps = 0 finite.
-        return groups.centered / torch.where(groups.constant, 1.0, spread)[groups.positions]
+    groups = group_statistics(inputs.rewards, inputs.group_index)
+    freedom = (groups.sizes - STD_CONVENTIONS[section.std]).clamp(min=1)
+    spread = (groups.squares / freedom).sqrt() + section.eps
+    # A constant group's numerator is exactly 0; dividing it by 1 keeps eps = 0 finite.
+    return groups.centered / torch.where(groups.constant, 1.0, spread)[groups.positions]
 
 
-@dataclass(frozen=True)
-class DrGrpo:
+def dr_grpo(inputs: AdvantageInputs, section: DrGrpoAdvantageConfig) -> torch.Tensor:
     """A_i = R_i - mean_g. Dr. GRPO (arXiv 2503.20783): no division by std, hence no weight by difficulty."""
-
-    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
-        return group_statistics(inputs.rewards, inputs.group_index).centered
+    return group_statistics(inputs.rewards, inputs.group_index).centered
 
 
-@dataclass(frozen=True)
-class Rloo:
+def rloo(inputs: AdvantageInputs, section: RlooAdvantageConfig) -> torch.Tensor:
     """A_i = R_i - mean of the OTHER rewards of the group = (R_i - mean_g) G / (G - 1). RLOO (arXiv 2402.14740).
 
     A singleton has no others and gets 0.
     """
-
-    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
-        groups = group_statistics(inputs.rewards, inputs.group_index)
-        return groups.centered * (groups.sizes / (groups.sizes - 1).clamp(min=1))[groups.positions]
+    groups = group_statistics(inputs.rewards, inputs.group_index)
+    return groups.centered * (groups.sizes / (groups.sizes - 1).clamp(min=1))[groups.positions]
 
 
-WEIGHTINGS: dict[str, Callable[[AdvantageInputs], torch.Tensor]] = {
-    "token": lambda inputs: inputs.response_lengths.to(torch.float64),
-    "sequence": lambda inputs: torch.ones_like(inputs.rewards, dtype=torch.float64),
-}
-SHIFTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "scale_only": lambda centered, mean: centered,
-    "paper": lambda centered, mean: centered - mean,
-}
-# variance, eps -> factor. Three spellings of 1 / std that public systems use; they differ in the ninth digit.
-SCALES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
-    "variance_floor": lambda variance, eps: variance.clamp(min=eps).rsqrt(),
-    "variance_plus_eps": lambda variance, eps: (variance + eps).rsqrt(),
-    "std_plus_eps": lambda variance, eps: 1.0 / (variance.sqrt() + eps),
-}
-
-
-@dataclass(frozen=True)
-class ReinforceBaseline:
+def reinforce_baseline(inputs: AdvantageInputs, section: ReinforceBaselineAdvantageConfig) -> torch.Tensor:
     """A' = R - mean_g, then one scale for the whole batch. REINFORCE++-baseline (arXiv 2501.03262).
 
     `variant` "scale_only" (default) gives A' / std(A'); "paper" gives (A' - mean(A')) / std(A'). The two differ where
@@ -144,48 +112,54 @@ class ReinforceBaseline:
     all-correct group. `weighting` "token" counts each response by its trained tokens, "sequence" counts it once.
     A singleton keeps A' = R. Where A' has no spread (or no tokens) A' is returned as it is.
     """
-
-    variant: str = "scale_only"
-    weighting: str = "token"
-    std: str = "biased"
-    scale: str = "variance_floor"
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        lookup(SHIFTS, "reinforce_baseline variant", self.variant)
-        lookup(WEIGHTINGS, "reinforce_baseline weighting", self.weighting)
-        lookup(STD_CONVENTIONS, "standard deviation convention", self.std)
-        lookup(SCALES, "reinforce_baseline scale", self.scale)
-
-    def __call__(self, inputs: AdvantageInputs) -> torch.Tensor:
-        groups = group_statistics(inputs.rewards, inputs.group_index)
-        centered = torch.where(groups.singleton, inputs.rewards.to(torch.float64), groups.centered)
-        weights = WEIGHTINGS[self.weighting](inputs)
-        counted = centered[weights > 0]
-        if counted.numel() == 0 or bool(counted.min() == counted.max()):
-            return centered
-        total = weights.sum()
-        mean = (weights * centered).sum() / total
-        freedom = (total - STD_CONVENTIONS[self.std]).clamp(min=1)
-        variance = (weights * (centered - mean).square()).sum() / freedom
-        return SHIFTS[self.variant](centered, mean) * SCALES[self.scale](variance, self.eps)
+    groups = group_statistics(inputs.rewards, inputs.group_index)
+    centered = torch.where(groups.singleton, inputs.rewards.to(torch.float64), groups.centered)
+    return _scaled_over_batch(centered, inputs, section)
 
 
-ADVANTAGE_ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
-    "grpo": Grpo,
-    "dr_grpo": DrGrpo,
-    "rloo": Rloo,
-    "reinforce_baseline": ReinforceBaseline,
+def reinforce_pp(inputs: AdvantageInputs, section: ReinforcePpAdvantageConfig) -> torch.Tensor:
+    """A = (R - mean) / std over the trained tokens of the batch. REINFORCE++ with k = 1 (arXiv 2501.03262), without its
+    KL term in the reward: the loss has one (kl_loss_coefficient)."""
+    return _scaled_over_batch(inputs.rewards.to(torch.float64), inputs, section)
+
+
+def _scaled_over_batch(
+    values: torch.Tensor, inputs: AdvantageInputs, section: ReinforceBaselineAdvantageConfig
+) -> torch.Tensor:
+    """Return `values` [S] shifted and scaled by the batch's moments as `section` says."""
+    by_token = section.weighting == "token"
+    weights = inputs.response_lengths.to(torch.float64) if by_token else torch.ones_like(values)
+    counted = values[weights > 0]
+    if counted.numel() == 0 or bool(counted.min() == counted.max()):
+        return values
+    total = weights.sum()
+    mean = (weights * values).sum() / total
+    freedom = (total - STD_CONVENTIONS[section.std]).clamp(min=1)
+    variance = (weights * (values - mean).square()).sum() / freedom
+    shifted = values - mean if section.variant == "paper" else values
+    return shifted * _scale(section.scale, variance, section.eps)
+
+
+def _scale(convention: str, variance: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / std in one of the three spellings that public systems use; they differ in the ninth digit."""
+    if convention == "variance_floor":
+        return variance.clamp(min=eps).rsqrt()
+    if convention == "variance_plus_eps":
+        return (variance + eps).rsqrt()
+    return 1.0 / (variance.sqrt() + eps)
+
+
+ADVANTAGES = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_baseline": reinforce_baseline,
+    "reinforce_pp": reinforce_pp,
 }
 
 
-def build_advantage_estimator(name: str, settings: Mapping[str, Any] | None = None) -> AdvantageEstimator:
-    """The estimator called `name` with `settings` (its dataclass fields); ValueError for an unknown one."""
-    return build(ADVANTAGE_ESTIMATORS, "advantage estimator", name, settings or {})
-
-
-def compute_advantages(estimator: AdvantageEstimator, inputs: AdvantageInputs) -> Advantages:
-    """Advantages [S] fp32 of `inputs` and their diagnostics; ValueError where a reward is not finite.
+def compute_advantages(advantage: AdvantageConfig, inputs: AdvantageInputs) -> Advantages:
+    """Return the advantages [S] fp32 that `advantage` names, and their diagnostics; ValueError where a reward is not finite.
 
     Responses left out of the statistics (`in_statistics` False) get 0 and do not enter the diagnostics.
     """
@@ -195,7 +169,7 @@ def compute_advantages(estimator: AdvantageEstimator, inputs: AdvantageInputs) -
         included = torch.ones_like(inputs.rewards, dtype=torch.bool)
     chosen = AdvantageInputs(inputs.rewards[included], inputs.group_index[included], inputs.response_lengths[included])
     values = torch.zeros_like(inputs.rewards, dtype=torch.float64)
-    values[included] = estimator(chosen)
+    values[included] = ADVANTAGES[advantage.name](chosen, advantage)
     return Advantages(values.to(torch.float32), _diagnostics(chosen, values[included]))
 
 

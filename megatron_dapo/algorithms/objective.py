@@ -15,10 +15,11 @@ import torch
 
 from megatron_dapo.algorithms.entropy import entropy_loss
 from megatron_dapo.algorithms.kl import kl_loss
-from megatron_dapo.algorithms.off_policy import OffPolicyCorrection, OffPolicyInputs, importance_weights
-from megatron_dapo.algorithms.policy_loss import PolicyLoss, PolicyLossInputs
+from megatron_dapo.algorithms.off_policy import OffPolicyInputs, importance_weights
+from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_dapo.algorithms.segments import identity
 from megatron_dapo.algorithms.vapo import positive_example_loss
+from megatron_dapo.config.training_schema import AlgorithmConfig
 from megatron_dapo.types import MicroBatch
 
 Metrics = dict[str, torch.Tensor]
@@ -35,23 +36,18 @@ class BehaviorTerms:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Settings of the loss; calling it gives (loss, metric sums) of a micro-batch."""
+    """The loss of the configuration's section [algorithm]; calling it gives (loss, metric sums) of a micro-batch."""
 
-    policy_loss: PolicyLoss
-    correction: OffPolicyCorrection | None = None
-    entropy_coefficient: float = 0.0
-    kl_coefficient: float = 0.0
-    kl_estimator: str = "k3"
-    positive_coefficient: float = 0.0  # of the language-model loss on correct responses; their weights hold it
+    algorithm: AlgorithmConfig
     # See PolicyLossInputs: an all-reduce over the context-parallel group where sequences are cut.
     reduce_over_sequence_parts: Callable[[torch.Tensor], torch.Tensor] = identity
 
     def importance(self, micro_batch: MicroBatch, old_logprobs: torch.Tensor) -> tuple[torch.Tensor | None, Metrics]:
         """The correction's weights [P] of a micro-batch and their sums; (None, {}) without a correction."""
-        if self.correction is None:
+        if self.algorithm.off_policy.correction == "none":
             return None, {}
         return importance_weights(
-            self.correction,
+            self.algorithm.off_policy,
             OffPolicyInputs(
                 old_logprobs=old_logprobs,
                 rollout_logprobs=micro_batch.rollout_logprobs,
@@ -66,7 +62,9 @@ class PolicyObjective:
         self, micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, behavior: BehaviorTerms
     ) -> tuple[torch.Tensor, Metrics]:
         """`logprobs` [P] and `entropy` [P] of the current policy -> (scalar loss, sums over trained tokens)."""
-        token_loss, metrics = self.policy_loss(
+        algorithm = self.algorithm
+        token_loss, metrics = policy_loss(
+            algorithm.loss,
             PolicyLossInputs(
                 logprobs=logprobs,
                 old_logprobs=behavior.old_logprobs,
@@ -75,7 +73,7 @@ class PolicyObjective:
                 sequence_ids=micro_batch.sequence_ids,
                 num_sequences=len(micro_batch.sequence_lengths),
                 reduce_over_sequence_parts=self.reduce_over_sequence_parts,
-            )
+            ),
         )
         if behavior.importance_weights is not None:
             token_loss = token_loss * behavior.importance_weights
@@ -84,12 +82,14 @@ class PolicyObjective:
         if bonus is not None:
             token_loss = token_loss + bonus
         if behavior.ref_logprobs is not None:
-            penalty, kl_metrics = kl_loss(self.kl_estimator, logprobs, behavior.ref_logprobs, micro_batch.loss_mask)
-            token_loss = token_loss + self.kl_coefficient * penalty
+            penalty, kl_metrics = kl_loss(
+                algorithm.kl_estimator, logprobs, behavior.ref_logprobs, micro_batch.loss_mask
+            )
+            token_loss = token_loss + algorithm.kl_loss_coefficient * penalty
             metrics = {**metrics, **kl_metrics}
         loss = (token_loss * micro_batch.loss_weights * micro_batch.loss_mask).sum()
         positive = micro_batch.positive_weights
-        if self.positive_coefficient and positive is not None:
+        if algorithm.positive_example_coefficient and positive is not None:
             negative_logprobs, positive_metrics = positive_example_loss(logprobs, micro_batch.loss_mask, positive > 0)
             loss = loss + (negative_logprobs * positive).sum()
             metrics = {**metrics, **positive_metrics}
@@ -97,5 +97,5 @@ class PolicyObjective:
 
     def _entropy_terms(self, entropy: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor | None, Metrics]:
         """Without a coefficient the bonus stays out of the graph, which spares the kernel the entropy's gradient."""
-        bonus, metrics = entropy_loss(entropy, loss_mask, self.entropy_coefficient)
-        return (bonus if self.entropy_coefficient else None), metrics
+        bonus, metrics = entropy_loss(entropy, loss_mask, self.algorithm.entropy_coefficient)
+        return (bonus if self.algorithm.entropy_coefficient else None), metrics

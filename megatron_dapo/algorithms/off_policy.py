@@ -12,8 +12,8 @@ current / old is the policy loss's business; here it is w = pi_old / pi_rollout,
 
 | method | weight                                   | known as                                        |
 |--------|------------------------------------------|-------------------------------------------------|
-| tis    | w limited to [lower, upper]              | truncated importance sampling                   |
-| mis    | w, or 0 outside [lower, upper]           | masked importance sampling                      |
+| tis    | w limited to [low, high]                   | truncated importance sampling                   |
+| mis    | w, or 0 outside [low, high]               | masked importance sampling                      |
 | icepop | the same with a lower bound above 0      | IcePop: both tails are noise, drop them         |
 """
 
@@ -27,7 +27,7 @@ import torch
 
 from megatron_dapo.algorithms.kl import LOG_RATIO_LIMIT, k3
 from megatron_dapo.algorithms.segments import identity, segment_sum
-from megatron_dapo.algorithms.tables import lookup
+from megatron_dapo.config.training_schema import OffPolicyConfig
 
 
 @dataclass(frozen=True)
@@ -94,30 +94,8 @@ OFF_POLICY_METHODS: dict[str, Callable[[torch.Tensor, float, float], torch.Tenso
 }
 
 
-@dataclass(frozen=True)
-class OffPolicyCorrection:
-    """How w is bounded. `batch_normalize` asks for `normalize_by_batch_mean` after the bounds."""
-
-    method: str = "tis"
-    level: str = "token"
-    upper: float = 2.0
-    lower: float = 0.0
-    batch_normalize: bool = False
-
-    def __post_init__(self) -> None:
-        lookup(OFF_POLICY_METHODS, "off-policy correction", self.method)
-        lookup(LEVELS, "off-policy level", self.level)
-        if not 0.0 <= self.lower <= 1.0 <= self.upper:
-            raise ValueError(
-                f"off-policy bounds [{self.lower}, {self.upper}] must hold 1, the weight without mismatch, "
-                "and be at least 0"
-            )
-        if self.method == "icepop" and self.lower == 0.0:
-            raise ValueError("icepop drops both tails: set lower above 0 (e.g. 0.5), or use mis")
-
-
 def importance_weights(
-    correction: OffPolicyCorrection, inputs: OffPolicyInputs
+    section: OffPolicyConfig, inputs: OffPolicyInputs
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Bounded weights [P] without gradient (0 where masked) and sums over trained tokens for the metrics.
 
@@ -125,9 +103,9 @@ def importance_weights(
     are left with weight 0. With `batch_normalize`, add the sums of the whole optimizer mini-batch and pass the weights
     through `normalize_by_batch_mean` next.
     """
-    log_weights = LEVELS[correction.level](inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_weights = LEVELS[section.level](inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     raw = log_weights.to(inputs.old_logprobs.dtype).exp()
-    bounded = OFF_POLICY_METHODS[correction.method](raw, correction.lower, correction.upper)
+    bounded = OFF_POLICY_METHODS[section.correction](raw, section.low, section.high)
     weights = torch.where(inputs.trained, bounded, 0.0)
     changed = inputs.trained & (bounded != raw)
     metrics = {

@@ -1,6 +1,6 @@
 """Policy losses: per-token losses [P] and metric sums, from log-probabilities and advantages.
 
-Common notation: log r_t = log pi(o_t) - log pi_old(o_t), clamped to +-20 before exp; losses are minimized. A loss gives
+A loss is a function of the inputs and of its section of the configuration. Common notation: log r_t = log pi(o_t) - log pi_old(o_t), clamped to +-20 before exp; losses are minimized. A loss gives
 one value per token and never averages: weights from `aggregation` turn the values into the step's loss. Metrics are
 SUMS over the trained tokens of the call, so sums over micro-batches and ranks divided by the global `num_tokens` are
 the means.
@@ -10,15 +10,20 @@ The gradient passes at a bound: a token is clipped only where its ratio lies str
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from megatron_dapo.algorithms.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
 from megatron_dapo.algorithms.segments import identity, segment_sum
-from megatron_dapo.algorithms.tables import build
+from megatron_dapo.config.training_schema import (
+    CispoLossConfig,
+    GspoLossConfig,
+    GspoTokenLossConfig,
+    PolicyLossConfig,
+    PpoClipLossConfig,
+)
 
 Metrics = dict[str, torch.Tensor]
 
@@ -52,12 +57,6 @@ class PolicyLossInputs:
         return torch.where(self.trained, self.advantages, 0.0)
 
 
-class PolicyLoss(Protocol):
-    """Maps inputs to (token losses [P], sums over trained tokens)."""
-
-    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]: ...
-
-
 def _clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,71 +82,23 @@ def _metrics(inputs: PolicyLossInputs, token_loss: torch.Tensor, below: torch.Te
     }
 
 
-def _check_bounds(low: float, high: float) -> None:
-    if not (0.0 <= low <= 1.0 and high >= 0.0):
-        raise ValueError(f"clip ratios low {low} / high {high}: need 0 <= low <= 1 and high >= 0, e.g. 0.2 / 0.28")
+def ppo_clip(inputs: PolicyLossInputs, loss: PpoClipLossConfig) -> tuple[torch.Tensor, Metrics]:
+    """l_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t). PPO (arXiv 1707.06347, Eq 7), DAPO (arXiv 2503.14476, Eq 10).
 
-
-@dataclass(frozen=True)
-class ClipHigher:
-    """l_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t). DAPO (arXiv 2503.14476, Eq 10).
-
-    The upper bound is wider so that unlikely tokens may grow; the lower one is not, or they would be driven to 0.
+    PPO has equal bounds. DAPO's upper bound is wider so that unlikely tokens may grow; the lower one is not, or they
+    would be driven to 0. With a dual clip c (arXiv 1912.09729, Eq 5), l_t is at most -c A_t where A_t < 0: without it a
+    bad token whose ratio has exploded has an unbounded loss.
     """
-
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.28
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.clip_ratio_low, self.clip_ratio_high)
-
-    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
-        advantages = inputs.trained_advantages()
-        ratio, below, above = _clipped(inputs.log_ratio().exp(), advantages, self.clip_ratio_low, self.clip_ratio_high)
-        token_loss = -advantages * ratio
+    advantages = inputs.trained_advantages()
+    ratio, below, above = _clipped(inputs.log_ratio().exp(), advantages, loss.clip_ratio_low, loss.clip_ratio_high)
+    token_loss = -advantages * ratio
+    if loss.dual_clip == "off":
         return token_loss, _metrics(inputs, token_loss, below, above)
-
-
-@dataclass(frozen=True)
-class PpoClip:
-    """l_t = -min(r_t A_t, clip(r_t, 1 - eps, 1 + eps) A_t): equal bounds. PPO (arXiv 1707.06347, Eq 7)."""
-
-    clip_ratio: float = 0.2
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.clip_ratio, self.clip_ratio)
-
-    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
-        return ClipHigher(self.clip_ratio, self.clip_ratio)(inputs)
-
-
-@dataclass(frozen=True)
-class DualClip:
-    """Where A_t < 0, additionally l_t <- min(l_t, -c A_t). Dual-clip PPO (arXiv 1912.09729, Eq 5).
-
-    Wraps a ratio-clipped loss: without it a bad token whose ratio has exploded has an unbounded loss.
-    """
-
-    inner: PpoClip | ClipHigher
-    dual_clip_ratio: float = 3.0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.inner, (PpoClip, ClipHigher)):
-            raise ValueError(
-                "dual clip bounds the ratio of a ratio-clipped loss (ppo_clip, clip_higher), "
-                f"not of {type(self.inner).__name__}; drop the dual clip"
-            )
-        if self.dual_clip_ratio <= 1.0:
-            raise ValueError(f"dual clip ratio {self.dual_clip_ratio} must be above 1 (usual: 3 or 10)")
-
-    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
-        token_loss, metrics = self.inner(inputs)
-        advantages = inputs.trained_advantages()
-        bound = -advantages * self.dual_clip_ratio
-        exceeded = (advantages < 0) & (token_loss > bound)
-        token_loss = torch.where(exceeded, bound, token_loss)
-        sums = {"policy_loss_sum": token_loss.detach().sum(), "dual_clip_sum": exceeded.sum().to(token_loss.dtype)}
-        return token_loss, {**metrics, **sums}
+    bound = -advantages * loss.dual_clip
+    exceeded = (advantages < 0) & (token_loss > bound)
+    token_loss = torch.where(exceeded, bound, token_loss)
+    metrics = _metrics(inputs, token_loss, below, above)
+    return token_loss, {**metrics, "dual_clip_sum": exceeded.sum().to(token_loss.dtype)}
 
 
 def _sequence_means(inputs: PolicyLossInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,96 +118,57 @@ def _straight_through(value: torch.Tensor, logprobs: torch.Tensor, trained: torc
     return value * (logprobs - logprobs.detach()).exp()
 
 
-@dataclass(frozen=True)
-class GspoToken:
-    """s_it = sg[s_i] pi_t / sg[pi_t], s_i = exp(mean_t log r_t); l_t = -min(s_it A_t, clip(s_it) A_t).
+def gspo_token(inputs: PolicyLossInputs, loss: GspoTokenLossConfig) -> tuple[torch.Tensor, Metrics]:
+    """s_it = sg[s_i] pi_t / sg[pi_t], s_i = exp(mean_t log r_t); l_t = -min(s_it A_t, clip(s_it, 1 - low, 1 + high) A_t).
 
     GSPO-token (arXiv 2507.18071, Eq 13-15): the value and the clipping are the sequence's, the advantage the token's.
+    The bounds are some 700 times tighter than PPO's, as a mean of log ratios moves far less than one of them.
     """
-
-    clip_ratio_low: float = 3e-4
-    clip_ratio_high: float = 4e-4
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.clip_ratio_low, self.clip_ratio_high)
-
-    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
-        mean_log_ratio, _ = _sequence_means(inputs)
-        return self.of(inputs, mean_log_ratio, inputs.trained_advantages())
-
-    def of(
-        self, inputs: PolicyLossInputs, mean_log_ratio: torch.Tensor, advantages: torch.Tensor
-    ) -> tuple[torch.Tensor, Metrics]:
-        """The loss for given sequence means [N] and token advantages [P]."""
-        sequence_ratio = mean_log_ratio.exp()[inputs.sequence_ids]
-        ratio = _straight_through(sequence_ratio, inputs.logprobs, inputs.trained)
-        ratio, below, above = _clipped(ratio, advantages, self.clip_ratio_low, self.clip_ratio_high)
-        token_loss = -advantages * ratio
-        return token_loss, _metrics(inputs, token_loss, below, above)
+    mean_log_ratio, _ = _sequence_means(inputs)
+    return _sequence_clipped(inputs, mean_log_ratio, inputs.trained_advantages(), loss)
 
 
-@dataclass(frozen=True)
-class Gspo:
-    """l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i), s_i = exp(mean_t log r_t).
+def gspo(inputs: PolicyLossInputs, loss: GspoLossConfig) -> tuple[torch.Tensor, Metrics]:
+    """l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i), s_i = exp(mean_t log r_t). GSPO (arXiv 2507.18071, Eq 5-7).
 
-    GSPO (arXiv 2507.18071, Eq 5-7). Each of a sequence's tokens carries l_i; under "sample_mean" weights they add up
-    to mean_i l_i. A_i is the mean of the tokens' advantages. The gradient of w sum_t l_i with respect to log pi_t is
-    -w s_i A_i, which is what GSPO-token gives each token on its own: it is computed that way, so that nothing has to
-    be differentiated through the reduction over context-parallel parts. That needs one weight for all tokens of a
-    sequence: importance-sampling corrections on top have to be at sequence or geometric level.
+    Each of a sequence's tokens carries l_i; under "sample_mean" weights they add up to mean_i l_i. A_i is the mean of
+    the tokens' advantages. The gradient of w sum_t l_i with respect to log pi_t is -w s_i A_i, which is what GSPO-token
+    gives each token on its own: it is computed that way, so that no gradient has to pass the reduction over
+    context-parallel parts. That needs one weight for all tokens of a sequence: importance-sampling corrections on top
+    have to be at sequence or geometric level.
     """
-
-    clip_ratio_low: float = 3e-4
-    clip_ratio_high: float = 4e-4
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.clip_ratio_low, self.clip_ratio_high)
-
-    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
-        mean_log_ratio, mean_advantage = _sequence_means(inputs)
-        advantages = torch.where(inputs.trained, mean_advantage[inputs.sequence_ids], 0.0)
-        return GspoToken(self.clip_ratio_low, self.clip_ratio_high).of(inputs, mean_log_ratio, advantages)
+    mean_log_ratio, mean_advantage = _sequence_means(inputs)
+    advantages = torch.where(inputs.trained, mean_advantage[inputs.sequence_ids], 0.0)
+    return _sequence_clipped(inputs, mean_log_ratio, advantages, loss)
 
 
-@dataclass(frozen=True)
-class Cispo:
+def _sequence_clipped(
+    inputs: PolicyLossInputs, mean_log_ratio: torch.Tensor, advantages: torch.Tensor, loss: GspoLossConfig
+) -> tuple[torch.Tensor, Metrics]:
+    """Return the loss of sequence means [N] and token advantages [P]."""
+    sequence_ratio = mean_log_ratio.exp()[inputs.sequence_ids]
+    ratio = _straight_through(sequence_ratio, inputs.logprobs, inputs.trained)
+    ratio, below, above = _clipped(ratio, advantages, loss.clip_ratio_low, loss.clip_ratio_high)
+    token_loss = -advantages * ratio
+    return token_loss, _metrics(inputs, token_loss, below, above)
+
+
+def cispo(inputs: PolicyLossInputs, loss: CispoLossConfig) -> tuple[torch.Tensor, Metrics]:
     """l_t = -sg[clip(r_t, 1 - low, 1 + high)] A_t log pi_t. CISPO, MiniMax-M1 (arXiv 2506.13585, Eq 4-5).
 
     The weight is clipped, never the gradient: every token keeps learning. Only the gradient means something; the value
-    is that of no objective. The lower bound is off by default (1 - 1 = 0), as in the paper, which gives no value for
-    the upper one: the default bounds the weight at 5.
+    is that of no objective.
     """
-
-    clip_ratio_low: float = 1.0
-    clip_ratio_high: float = 4.0
-
-    def __post_init__(self) -> None:
-        _check_bounds(self.clip_ratio_low, self.clip_ratio_high)
-
-    def __call__(self, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
-        ratio = inputs.log_ratio().detach().exp()
-        low, high = 1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high
-        logprobs = torch.where(inputs.trained, inputs.logprobs, 0.0)
-        token_loss = -ratio.clamp(low, high) * inputs.trained_advantages() * logprobs
-        return token_loss, _metrics(inputs, token_loss, inputs.trained & (ratio < low), inputs.trained & (ratio > high))
+    ratio = inputs.log_ratio().detach().exp()
+    low, high = 1.0 - loss.clip_ratio_low, 1.0 + loss.clip_ratio_high
+    logprobs = torch.where(inputs.trained, inputs.logprobs, 0.0)
+    token_loss = -ratio.clamp(low, high) * inputs.trained_advantages() * logprobs
+    return token_loss, _metrics(inputs, token_loss, inputs.trained & (ratio < low), inputs.trained & (ratio > high))
 
 
-POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
-    "ppo_clip": PpoClip,
-    "clip_higher": ClipHigher,
-    "gspo": Gspo,
-    "gspo_token": GspoToken,
-    "cispo": Cispo,
-}
+POLICY_LOSSES = {"ppo_clip": ppo_clip, "gspo": gspo, "gspo_token": gspo_token, "cispo": cispo}
 
 
-def build_policy_loss(
-    name: str, settings: Mapping[str, Any] | None = None, dual_clip_ratio: float | None = None
-) -> PolicyLoss:
-    """The loss called `name` with `settings` (its dataclass fields), wrapped in a dual clip where a ratio is given.
-
-    ValueError for an unknown name or setting, bounds that make no sense, or a dual clip around a loss that has no ratio
-    to bound.
-    """
-    loss = build(POLICY_LOSSES, "policy loss", name, settings or {})
-    return loss if dual_clip_ratio is None else DualClip(loss, dual_clip_ratio)  # type: ignore[arg-type]
+def policy_loss(loss: PolicyLossConfig, inputs: PolicyLossInputs) -> tuple[torch.Tensor, Metrics]:
+    """Return the token losses [P] of the loss that the section `loss` names, and their sums over trained tokens."""
+    return POLICY_LOSSES[loss.name](inputs, loss)

@@ -106,8 +106,8 @@ def describe(plan: Plan) -> list[str]:
         f"steps of {training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
         f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
         f"{_overlong(config)}",
-        f"loss: {algorithm.policy_loss}, ratio in [{1 - algorithm.clip_ratio_low:g}, "
-        f"{1 + algorithm.clip_ratio_high:g}], {algorithm.aggregation}; advantage {_advantage(config)}",
+        f"loss: {algorithm.loss.name}, ratio in [{1 - algorithm.loss.clip_ratio_low:g}, "
+        f"{1 + algorithm.loss.clip_ratio_high:g}], {algorithm.loss.aggregation}; advantage {_advantage(config)}",
         f"learning rate: {_rate(optimizer)}"
         + (f"; critic {_rate(config.critic.optimizer)}" if config.has_critic else ""),
         f"output: {config.run.output_dir}",
@@ -145,7 +145,7 @@ def _critic_processes(plan: Plan) -> str:
 def _advantage(config: Config) -> str:
     """The estimator; with a critic also where it starts, how it is cut and its windows."""
     if not config.has_critic:
-        return config.algorithm.advantage
+        return config.algorithm.advantage.name
     section, layout = config.advantage_estimation, config.critic_parallel
     lambdas = f"{section.policy_lambda:g}" if section.lambda_rule == "fixed" else section.lambda_rule
     window = f", windows of {config.window.tokens} tokens" if config.algorithm.name == "tppo" else ""

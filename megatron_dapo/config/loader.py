@@ -18,10 +18,12 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from megatron_dapo.config.errors import ConfigError, Violation
-from megatron_dapo.config.renamed import RENAMED, renamed_value
-from megatron_dapo.config.schema import Config, leaf_fields, section_types
+from megatron_dapo.config.renamed import KNOWN_ELSEWHERE, RENAMED, renamed_value
+from megatron_dapo.config.rule import value_of
+from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
 from megatron_dapo.config.section import RelativeToRecipe
 
 if sys.version_info >= (3, 11):
@@ -55,7 +57,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> LoadedConf
 
     Raises ConfigError with every unknown key, wrong type and unreadable value at once.
     """
-    values = {**_recipe_values(Path(recipe), ()), **_override_values(overrides)}
+    values = _layered(_recipe_values(Path(recipe), ()), _override_values(overrides))
     return _build(values, source=str(recipe))
 
 
@@ -99,7 +101,17 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
         raise ConfigError(
             [_violation("base", "the path of one recipe", 'write base = "other.toml"', base=base)], str(recipe)
         )
-    return {**_recipe_values(recipe.parent / base, (*chain, resolved)), **own}
+    return _layered(_recipe_values(recipe.parent / base, (*chain, resolved)), own)
+
+
+def _layered(lower: dict[str, _Value], upper: dict[str, _Value]) -> dict[str, _Value]:
+    """Lay `upper` over `lower`. A union that `upper` gives another name loses what `lower` set in it: the bounds of one
+    loss mean nothing to another."""
+    for path in section_types():
+        names, key = union_names(path), f"{path}.name"
+        if names and key in upper and upper[key].value != (lower[key].value if key in lower else names[0]):
+            lower = {other: value for other, value in lower.items() if not other.startswith(f"{path}.")}
+    return {**lower, **upper}
 
 
 def _read_toml(recipe: Path) -> dict[str, Any]:
@@ -125,6 +137,8 @@ def _flatten(tree: Mapping[str, Any], origin: str, folder: Path, prefix: str = "
         path = prefix + name
         if isinstance(value, Mapping) and path in section_types():
             flat.update(_flatten(value, origin, folder, f"{path}."))
+        elif isinstance(value, str) and union_names(path):
+            flat[f"{path}.name"] = _Value(value, origin, folder)  # loss = "gspo" is loss.name = "gspo"
         else:
             flat[path] = _Value(value, origin, folder)
     return flat
@@ -135,13 +149,17 @@ def _override_values(overrides: Sequence[str]) -> dict[str, _Value]:
     problems = []
     for override in overrides:
         path, separator, text = (part.strip() for part in override.partition("="))
+        path = f"{path}.name" if union_names(path) else path
         try:
             if not separator or not path:
-                raise ValueError("no '=' with a name before it")
-            values[path] = _Value(_parse_override(path, text), SET_ORIGIN, Path.cwd())
-        except ValueError as error:
-            rule = "an override as section.field=value, the value in TOML"
-            problems.append(_violation(path or "--set", rule, f"rewrite --set {override!r} ({error})"))
+                rule = "an override as section.field=value, the value in TOML"
+                problems.append(_violation(path or "--set", rule, f"rewrite --set {override!r}"))
+            else:
+                values[path] = _Value(_parse_override(path, text), SET_ORIGIN, Path.cwd())
+        except ValueError:
+            kind, example = _written(path)
+            rewrite = f"write {example}" if example else f"rewrite --set {override!r} as section.field=value"
+            problems.append(_violation(path, kind, rewrite, **{path: text}))
     if problems:
         raise ConfigError(problems, SET_ORIGIN)
     return values
@@ -151,9 +169,14 @@ def _parse_override(path: str, text: str) -> Any:
     """TOML, except that a field of text takes the bare word: no shell double quoting, and no guessing of types
     either."""
     field = leaf_fields().get(path)
-    if field is not None and _is_text(field.annotation) and text[:1] not in ("'", '"'):
+    if field is not None and text[:1] not in ("'", '"') and (_is_text(field.annotation) or text in _words(field)):
         return text
-    document = tomllib.loads(f"value = {text}")
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        if field is None and text:
+            return text  # the key is refused, not its value
+        raise
     if set(document) != {"value"}:
         raise ValueError("one value, not several lines")
     return document["value"]
@@ -165,6 +188,40 @@ def _is_text(annotation: Any) -> bool:
     return annotation in (str, Path)
 
 
+def _words(field: FieldInfo) -> tuple[str, ...]:
+    """The words that a field takes, e.g. "off" beside numbers; empty for one that takes none or any."""
+    kinds = (field.annotation, *typing.get_args(field.annotation))
+    choices = [
+        choice for kind in kinds if typing.get_origin(kind) is typing.Literal for choice in typing.get_args(kind)
+    ]
+    return tuple(choice for choice in choices if isinstance(choice, str))
+
+
+def _either(words: Sequence[str]) -> str:
+    """a, b or c."""
+    return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+
+
+def _written(path: str) -> tuple[str, str]:
+    """The type of the field `path` in words, and how it is set on the command line; of no known field ("", "")."""
+    field = leaf_fields().get(path)
+    if field is None:
+        return 'a value in TOML: 3, 1e-6, true, "text" or a list of these', ""
+    items = typing.get_args(field.annotation)
+    choices = union_names(path.removesuffix(".name")) or _words(field)
+    if typing.get_origin(field.annotation) is tuple:
+        numbers = items[0] in (int, float)
+        value = "[0.9, 0.95]" if numbers else '["a.jsonl"]' if path.endswith("_paths") else '["a", "b"]'
+        return f"a list of {'numbers' if numbers else 'texts'}", f"--set '{path}={value}'"
+    kinds = [words for kind, words in _KINDS.items() if kind in (field.annotation, *items)]
+    examples = {int: "8", float: "0.5", bool: "true"}
+    value = next((text for kind, text in examples.items() if kind in (field.annotation, *items)), "name")
+    return _either([*kinds, *map(repr, choices)]), f"--set {path}={choices[0] if choices else value}"
+
+
 def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
     problems = [_unknown(path, value) for path, value in values.items() if path not in leaf_fields()]
     known = {path: value for path, value in values.items() if path in leaf_fields()}
@@ -174,10 +231,16 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
         # JSON mode: arrays become tuples and strings paths, and nothing else is converted.
         config = Config.model_validate_json(json.dumps(tree, default=_refuse))
     except ValidationError as error:
-        problems += [_from_pydantic(entry, known) for entry in error.errors(include_url=False)]
+        # A field of several types has an error for each: one of them says it all.
+        found = {one.path: one for one in (_from_pydantic(entry, known) for entry in error.errors(include_url=False))}
+        problems += found.values()
     if problems or config is None:
         raise ConfigError(problems, source)
-    origins = {path: known[path].origin if path in known else DEFAULT_ORIGIN for path in leaf_fields()}
+    origins = {
+        path: known[path].origin if path in known else DEFAULT_ORIGIN
+        for path in leaf_fields()
+        if path.rpartition(".")[2] in type(value_of(config, path.rpartition(".")[0])).model_fields
+    }
     return LoadedConfig(config=config, origins=MappingProxyType(origins))
 
 
@@ -198,7 +261,19 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     for section in section_types():
         if section and "." not in section:
             tree.setdefault(section, {})
+    _name_unions(tree)
     return tree
+
+
+def _name_unions(tree: dict[str, Any]) -> None:
+    """A union without a name is its default: [algorithm.loss] with clip_ratio_high alone is ppo_clip."""
+    for path in section_types():
+        if names := union_names(path):
+            node = tree
+            for section in path.split("."):
+                node = node.get(section, {})
+            if node:
+                node.setdefault("name", names[0])
 
 
 def _absolute_inputs(path: str, value: _Value) -> Any:
@@ -223,7 +298,7 @@ def _absolute(value: Any, folder: Path) -> Any:
 
 def _unknown(path: str, value: _Value) -> Violation:
     if path in section_types():
-        fields = ", ".join(section_types()[path].model_fields)
+        fields = ", ".join(dict.fromkeys(name for model in section_types()[path] for name in model.model_fields))
         return _violation(
             path,
             f"fields of the section {path}",
@@ -232,8 +307,10 @@ def _unknown(path: str, value: _Value) -> Violation:
         )
     if path in RENAMED:
         new = RENAMED[path]
+        note = KNOWN_ELSEWHERE.get(new, {}).get(str(value.value))
         line = f"{new} = {_toml(renamed_value(new, value.value))}"
-        return _violation(path, f"its present name, {new}", f"write {line} in {value.origin}", **{path: value.value})
+        fix = f"write {line} in {value.origin}" + (f" ({value.value} is {note})" if note else "")
+        return _violation(path, f"its present name, {new}", fix, **{path: value.value})
     nearest = _nearest(path)
     rule = f"a known key (this one is given by {value.origin})"
     return _violation(path, rule, f"did you mean {nearest}?" if nearest else "remove it")
@@ -263,24 +340,57 @@ def _nearest(path: str) -> str | None:
 
 
 def _from_pydantic(entry: Mapping[str, Any], known: Mapping[str, _Value]) -> Violation:
-    location = [str(part) for part in entry["loc"]]
-    path = ".".join(location)
-    while path not in leaf_fields() and path not in section_types() and len(location) > 1:
-        location.pop()
-        path = ".".join(location)
-    if entry["type"] == "missing":
+    path = _path_of(entry["loc"])
+    if entry["type"] == "missing" and path == ".".join(map(str, entry["loc"])):
         return _violation(path, "a value (there is no default)", f"set {path} in the recipe or by --set {path}=...")
+    if entry["type"] == "union_tag_invalid":
+        path = f"{path}.name"
     given = known[path].value if path in known else entry.get("input")
     origin = known[path].origin if path in known else DEFAULT_ORIGIN
-    rule = entry["msg"].removeprefix("Input should be ")
+    if entry["type"] == "extra_forbidden":
+        return _of_another_member(path, given, origin, known)
+    kind, example = _written(path)
+    close = _close_choice(path, given)
+    hint = f", e.g. {example}" if origin == SET_ORIGIN and example and not close else ""
+    rule = kind or entry["msg"].removeprefix("Input should be ")
+    return Violation(path=path, formula=rule, values={path: given}, suggestion=f"change it in {origin}{hint}{close}")
+
+
+def _path_of(location: Sequence[str | int]) -> str:
+    """The field or section that pydantic speaks of; it names the member of a union and items of lists besides."""
+    path = ""
+    for part in map(str, location):
+        longer = f"{path}.{part}" if path else part
+        if part in union_names(path):
+            continue
+        if longer not in leaf_fields() and longer not in section_types():
+            break
+        path = longer
+    return path
+
+
+def _of_another_member(path: str, given: Any, origin: str, known: Mapping[str, _Value]) -> Violation:
+    """A key that another member of its union has, e.g. dual_clip of ppo_clip where the loss is gspo."""
+    section, _, name = path.rpartition(".")
+    key = f"{section}.name"
+    chosen = known[key].value if key in known else union_names(section)[0]
+    [own] = [model for model in section_types()[section] if model.model_fields["name"].default == chosen]
+    owners = [model.model_fields["name"].default for model in section_types()[section] if name in model.model_fields]
     return Violation(
-        path=path, formula=rule, values={path: given}, suggestion=f"change it in {origin}{_close_choice(path, given)}"
+        path=path,
+        formula=f"one of the keys of {section} = {chosen!r}: {', '.join(own.model_fields)}",
+        values={path: given},
+        suggestion=f"remove it from {origin}, or set {key} to {' or '.join(owners)}",
     )
 
 
 def _close_choice(path: str, given: Any) -> str:
-    choices = typing.get_args(leaf_fields()[path].annotation) if path in leaf_fields() else ()
-    close = difflib.get_close_matches(str(given), [c for c in choices if isinstance(c, str)], n=1)
+    if path not in leaf_fields():
+        return ""
+    if note := KNOWN_ELSEWHERE.get(path, {}).get(str(given)):
+        return f" ({given} is {note})"
+    choices = union_names(path.removesuffix(".name")) or _words(leaf_fields()[path])
+    close = difflib.get_close_matches(str(given), choices, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_dapo.config.section import InputPath, Offload, Section
+from megatron_dapo.config.section import InputPath, NonNegativeInt, Offload, PositiveInt, Section
 
 Dtype = Literal["float32", "bfloat16"]
 LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "te_fp8"]
@@ -41,7 +41,7 @@ class ModelConfig(Section):
     chunked. reference: full logits. chunked: tiles of tokens and vocabulary by torch. triton: own kernels. te_fp8: FP8
     products, an approximation."""
 
-    logprob_chunk_tokens: int = 1024
+    logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary scores are in memory at a time in the log-prob kernel. Lower it when the vocabulary is
     large."""
 
@@ -50,23 +50,23 @@ class ParallelConfig(Section):
     """How the model and the batch are cut over processes. data-parallel size = processes / (tp_size * pp_size *
     cp_size)."""
 
-    tp_size: int = 1
+    tp_size: PositiveInt = 1
     """Ranks every weight matrix is cut over; must divide attention heads and key-value heads."""
 
-    pp_size: int = 1
+    pp_size: PositiveInt = 1
     """Stages the layers are cut into."""
 
-    vpp_size: int = 1
+    vpp_size: PositiveInt = 1
     """Model chunks per pipeline stage (interleaved schedule); 1 is the plain schedule. Raise it to shrink the pipeline
     bubble."""
 
-    cp_size: int = 1
+    cp_size: PositiveInt = 1
     """Ranks every sequence is cut over. Raise it when one sequence's activations do not fit."""
 
-    ep_size: int = 1
+    ep_size: PositiveInt = 1
     """Ranks experts are cut over, within context x data. For mixture-of-experts models only."""
 
-    etp_size: int = 0
+    etp_size: NonNegativeInt = 0
     """Ranks each expert's matrices are cut over; 0: tp_size. Another size than tp_size needs ep_size > 1."""
 
     sequence_parallel: bool = False
@@ -75,6 +75,6 @@ class ParallelConfig(Section):
     use_distributed_optimizer: bool = True
     """Cut optimizer state over the data-parallel ranks."""
 
-    num_processes: int = 0
+    num_processes: NonNegativeInt = 0
     """Processes of the policy to start on this machine, or expected of an outside launcher; critic.parallel.num_processes
     come on top. 0: tp_size * pp_size * cp_size, or what the launcher gives."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron_dapo.config.section import Section
+from megatron_dapo.config.section import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
 
 Schedule = Literal["constant", "cosine", "linear"]
 WarmupUnit = Literal["train_step", "optimizer_step"]
@@ -13,10 +13,10 @@ WarmupUnit = Literal["train_step", "optimizer_step"]
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    learning_rate: float = 1e-6
+    learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate."""
 
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Linear warm-up from 0 over this many steps, counted in warmup_unit."""
 
     warmup_unit: WarmupUnit = "train_step"
@@ -26,24 +26,24 @@ class OptimizerConfig(Section):
     schedule: Schedule = "constant"
     """After warm-up: constant, or cosine / linear down to min_learning_rate at run.total_steps."""
 
-    min_learning_rate: float = 0.0
+    min_learning_rate: NonNegativeFloat = 0.0
     """Where cosine and linear end."""
 
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], Bounds(ge=0, lt=1)] = (0.9, 0.999)
     """Decay of the running means of the gradient and of its square."""
 
-    epsilon: float = 1e-8
+    epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
 
-    clip_grad: float = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """Largest global norm of the gradient. 0: off."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW of the critic and its learning-rate schedule."""
 
-    learning_rate: float = 2e-6
+    learning_rate: NonNegativeFloat = 2e-6
     """Peak learning rate of the critic."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_dapo.config.section import Section
+from megatron_dapo.config.section import NonNegativeInt, Section
 
 RecipeName = Literal["", "fp32", "bf16", "fp8_blockwise", "fp8_current", "fp8_delayed"]
 
@@ -17,10 +17,10 @@ class PrecisionConfig(Section):
     scale for 128 values and 128 x 128 of a weight, which SGLang serves (compute capability 9.0 and CUDA 12.9; emulated
     on a CPU). fp8_current, fp8_delayed: one scale a tensor, of the tensor or of earlier steps."""
 
-    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_start_in_bf16: NonNegativeInt = 0
     """First layers of the model that stay in model.dtype under an FP8 recipe. Raise it when FP8 costs learning."""
 
-    num_layers_at_end_in_bf16: int = 0
+    num_layers_at_end_in_bf16: NonNegativeInt = 0
     """Last layers of the model that stay in model.dtype under an FP8 recipe."""
 
     fp8_param: bool = False

@@ -52,6 +52,13 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "sglang.seeded": "sglang.enable_deterministic_inference",
         "sglang.restart_budget": "sglang.max_restarts",
         "reward.confirm_both_overlong": "reward.allow_overlong_filter_and_punishment",
+        "algorithm.policy_loss": "algorithm.loss.name",
+        "algorithm.clip_ratio_low": "algorithm.loss.clip_ratio_low",
+        "algorithm.clip_ratio_high": "algorithm.loss.clip_ratio_high",
+        "algorithm.dual_clip": "algorithm.loss.dual_clip",
+        "algorithm.aggregation": "algorithm.loss.aggregation",
+        "algorithm.aggregation_length": "algorithm.loss.aggregation_length",
+        "algorithm.grpo_std": "algorithm.advantage.std",
         "algorithm.off_policy.normalise": "algorithm.off_policy.batch_normalize",
         "algorithm.off_policy.normalize": "algorithm.off_policy.batch_normalize",
         "advantage_estimation.limit": "advantage_estimation.clip",
@@ -60,10 +67,31 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 )
 
 # Values that changed with their key: new key -> old value -> new value.
-RENAMED_VALUES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+RENAMED_VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
     {
+        "algorithm.loss.name": {"clip_higher": "ppo_clip", "grpo": "ppo_clip"},
+        "algorithm.loss.dual_clip": {0: "off"},
         "rollout.partial_rollout": {"continue": True, "restart": False},
         "sglang.weight_sync_transport": {"memory": "shared_memory", "peer": "p2p"},
+    }
+)
+
+
+# Names that other frameworks and papers have for a choice of ours: key -> name -> what it is here.
+KNOWN_ELSEWHERE: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "algorithm.loss.name": {
+            "grpo": 'ppo_clip with algorithm.advantage = "grpo"',
+            "dapo": "ppo_clip with clip_ratio_high above clip_ratio_low",
+            "clip_higher": "ppo_clip with clip_ratio_high above clip_ratio_low",
+            "ppo": "ppo_clip with clip_ratio_high = clip_ratio_low",
+            "vanilla": "ppo_clip",
+        },
+        "algorithm.advantage.name": {
+            "reinforce_plus_plus": "reinforce_pp",
+            "reinforce_plus_plus_baseline": "reinforce_baseline",
+            "gae": 'algorithm.name = "ppo", which has a critic',
+        },
     }
 )
 
@@ -71,4 +99,4 @@ RENAMED_VALUES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def renamed_value(path: str, value: Any) -> Any:
     """Return the value that the key `path` has now for an old `value`; most values have not changed."""
     known = RENAMED_VALUES.get(path, {})
-    return known.get(value, value) if isinstance(value, str) else value
+    return known.get(value, value) if isinstance(value, str | int | float) else value

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron_dapo.config.section import InputPath, Section
+from megatron_dapo.config.section import (
+    AtLeastOne,
+    Bounds,
+    Fraction,
+    InputPath,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ProbabilityMass,
+    Section,
+    Seed,
+)
 
 Template = Literal["chat", "plain"]
 Engine = Literal["embedded", "sglang"]
@@ -14,7 +25,7 @@ OnExhausted = Literal["train_partial", "stop", "error"]
 class DataConfig(Section):
     """Prompts to train and evaluate on."""
 
-    train_paths: tuple[InputPath, ...]
+    train_paths: Annotated[tuple[InputPath, ...], Bounds(min_length=1)]
     """Parquet or JSONL files in the DAPO-Math-17k schema. Relative: from the recipe's folder."""
 
     eval_paths: tuple[InputPath, ...] = ()
@@ -24,16 +35,16 @@ class DataConfig(Section):
     """chat: the tokenizer's chat template. plain: the contents of the messages as they are, for models without a
     template."""
 
-    max_prompt_tokens: int = 2048
+    max_prompt_tokens: PositiveInt = 2048
     """Longest prompt in tokens; longer ones are dropped and counted."""
 
     deduplicate: bool = True
     """Keep one of several equal (prompt, answer) rows, and say how many there were."""
 
-    shuffle_seed: int = 0
+    shuffle_seed: Seed = 0
     """Seed of the order of prompts, apart from run.seed so that two runs may share the order."""
 
-    max_epochs: int = 0
+    max_epochs: NonNegativeInt = 0
     """Passes over the prompts after which the data is exhausted (see rollout.on_exhausted). 0: no limit."""
 
 
@@ -44,32 +55,32 @@ class RolloutConfig(Section):
     """embedded: transformers generation inside the trainer's processes, fed by the weight bridge. sglang: SGLang
     servers."""
 
-    prompts_per_step: int = 512
+    prompts_per_step: PositiveInt = 512
     """Groups (prompts) of one rollout batch, i.e. of one train step."""
 
-    group_size: int = 16
+    group_size: PositiveInt = 16
     """Responses per prompt."""
 
-    max_response_tokens: int = 1024
+    max_response_tokens: PositiveInt = 1024
     """Longest response in tokens, stop token included; a longer one is cut and counts as truncated."""
 
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Sampling temperature of training rollouts; the trainer's log-probs are taken at the same temperature."""
 
-    top_p: float = 1.0
+    top_p: ProbabilityMass = 1.0
     """Nucleus mass. Below 1 the engine renormalizes what the trainer does not: refused unless allow_biased_sampling."""
 
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Only the k likeliest tokens; 0: off. Above 0 it biases like top_p < 1: refused unless allow_biased_sampling."""
 
     allow_biased_sampling: bool = False
     """Allow top_p < 1 or top_k > 0 in training rollouts, knowing that the importance ratios are then wrong."""
 
-    oversample: float = 1.0
+    oversample: AtLeastOne = 1.0
     """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 fills a batch sooner when many groups are
     filtered, at the price of surplus groups."""
 
-    max_num_gen_batches: int = 10
+    max_num_gen_batches: NonNegativeInt = 10
     """A generation round is prompts_per_step * oversample prompts; after this many in one step collecting ends as
     on_exhausted says. 0: no limit."""
 
@@ -80,13 +91,13 @@ class RolloutConfig(Section):
     filter_groups: bool = True
     """Dynamic sampling: keep a group only if accuracy_min < mean accuracy < accuracy_max, and refill the batch."""
 
-    accuracy_min: float = 0.0
+    accuracy_min: Fraction = 0.0
     """Exclusive lower bound on the mean accuracy (0..1, never the shaped reward) of a group that is kept."""
 
-    accuracy_max: float = 1.0
+    accuracy_max: Fraction = 1.0
     """Exclusive upper bound on the mean accuracy of a group that is kept."""
 
-    max_staleness: int = 0
+    max_staleness: NonNegativeInt = 0
     """Policy versions a carried-over surplus group may be behind when it is trained; older ones are dropped and their
     prompts queued again. Above 0 needs algorithm.off_policy.correction."""
 
@@ -95,7 +106,7 @@ class RolloutConfig(Section):
     token with the version that sampled it. Off: their prompts start again later. Has an effect within max_staleness
     only."""
 
-    slots_per_rank: int = 64
+    slots_per_rank: PositiveInt = 64
     """Responses one rank of the embedded engine generates at a time. Raise it while memory allows."""
 
 
@@ -106,13 +117,13 @@ class OverlongPunishmentConfig(Section):
     enabled: bool = False
     """Add the punishment to the reward."""
 
-    max_length: int = 20480
+    max_length: PositiveInt = 20480
     """Response tokens at which the punishment is full. Usually rollout.max_response_tokens."""
 
-    cache_length: int = 4096
+    cache_length: PositiveInt = 4096
     """Response tokens over which the punishment grows, ending at max_length."""
 
-    factor: float = 1.0
+    factor: PositiveFloat = 1.0
     """Full punishment as a positive number."""
 
 
@@ -130,13 +141,13 @@ class RewardConfig(Section):
     """What the start-up self-test takes the prompts to ask for: auto reads it from them, answer_line ("Answer: ..."), boxed, or a
     template of your own with {answer}."""
 
-    num_workers: int = 1
+    num_workers: PositiveInt = 1
     """Verifier processes. Raise it when the reward phase shows in the step time."""
 
-    timeout_seconds: float = 10.0
+    timeout_seconds: PositiveFloat = 10.0
     """Seconds one answer may take in a worker before that worker is killed and the outcome is "timeout"."""
 
-    memory_limit_mb: int = 2048
+    memory_limit_mb: PositiveInt = 2048
     """Memory limit of one verifier process, in MiB."""
 
     correct: float = 1.0

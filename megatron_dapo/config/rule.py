@@ -9,9 +9,9 @@ from megatron_dapo.config.schema import Config
 
 
 def value_of(config: Config, path: str) -> Any:
-    """The value of a field, by its dotted path."""
+    """The value of a field or section, by its dotted path; "" is the root."""
     node: Any = config
-    for name in path.split("."):
+    for name in path.split(".") if path else ():
         node = getattr(node, name)
     return node
 

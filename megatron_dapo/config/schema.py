@@ -7,10 +7,12 @@ from elsewhere" are written 0 or "" and said so in the field's docstring. Defaul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -26,7 +28,7 @@ from megatron_dapo.config.optimizer_schema import OptimizerConfig
 from megatron_dapo.config.precision_schema import PrecisionConfig
 from megatron_dapo.config.record_schema import CheckpointConfig, EvaluationConfig, MismatchConfig, TelemetryConfig
 from megatron_dapo.config.rollout_schema import DataConfig, RewardConfig, RolloutConfig
-from megatron_dapo.config.section import Section
+from megatron_dapo.config.section import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
 from megatron_dapo.config.sglang_schema import SglangConfig
 from megatron_dapo.config.training_schema import AlgorithmConfig, TrainingConfig
 
@@ -34,13 +36,13 @@ from megatron_dapo.config.training_schema import AlgorithmConfig, TrainingConfig
 class RunConfig(Section):
     """What the run is called, where it writes and when it ends."""
 
-    name: str = "run"
+    name: Annotated[str, Bounds(min_length=1)] = "run"
     """Label in logs, TensorBoard and the summary."""
 
     output_dir: Path = Path("runs/run")
     """Directory everything is written to (metrics, samples, checkpoints, summary); relative to the current directory."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seed of parameter initialization, of every sample's random numbers and of mini-batch shuffling. Change it to
     repeat a run."""
 
@@ -48,14 +50,14 @@ class RunConfig(Section):
     """Use only kernels whose results repeat bit for bit (PyTorch, cuBLAS, cuDNN, NCCL, Transformer Engine). On a GPU a
     resumed run equals the uninterrupted one bit for bit only with it; it is slower there. A CPU's kernels always repeat."""
 
-    total_steps: int = 100
+    total_steps: PositiveInt = 100
     """Train steps (rollout batches trained); the run ends after this many. Learning-rate schedules are laid over it."""
 
-    max_generation_steps: int = 0
+    max_generation_steps: NonNegativeInt = 0
     """Generation steps (times the collector was asked for a batch) after which the run ends even if fewer train steps
     were made. 0: no limit. Set it when the data may be too easy or too hard to fill batches."""
 
-    wait_timeout_seconds: float = 1800.0
+    wait_timeout_seconds: PositiveFloat = 1800.0
     """Seconds any wait (collective, engine, verifier pool, checkpoint) may take before stacks are dumped and the run
     ends with an error. Raise it when one generation step of the largest responses takes longer."""
 
@@ -169,7 +171,7 @@ class Config(Section):
 
     @property
     def aggregation_length(self) -> int:
-        return self.algorithm.aggregation_length or self.rollout.max_response_tokens
+        return self.algorithm.loss.aggregation_length or self.rollout.max_response_tokens
 
     @property
     def num_processes(self) -> int:
@@ -183,28 +185,44 @@ class Config(Section):
         return self.critic.parallel.num_processes if self.has_critic else 0
 
 
-def _sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseModel]]]:
-    found = []
+def _members(info: FieldInfo) -> tuple[type[BaseModel], ...]:
+    """The sections a field may be: one, the members of a union, or none for a plain value."""
+    annotation = info.annotation
+    kinds = (annotation,) if isinstance(annotation, type) else typing.get_args(annotation)
+    return tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+
+
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[type[BaseModel], ...]]]:
     for name, info in model.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found += [(prefix + name, info.annotation), *_sections(info.annotation, f"{prefix}{name}.")]
-    return found
+        if members := _members(info):
+            yield prefix + name, members
+            for member in members:
+                yield from _sections(member, f"{prefix}{name}.")
 
 
 @cache
-def section_types() -> Mapping[str, type[BaseModel]]:
-    """Every section by dotted path ("" is the root, "algorithm.off_policy" a nested one)."""
-    return MappingProxyType({"": Config, **dict(_sections(Config, ""))})
+def section_types() -> Mapping[str, tuple[type[BaseModel], ...]]:
+    """Every section by dotted path ("" is the root, "algorithm.loss" a nested one): the classes it may be, the default
+    first. More than one is a union, told apart by its field `name`."""
+    return MappingProxyType({"": (Config,), **dict(_sections(Config, ""))})
 
 
 @cache
 def leaf_fields() -> Mapping[str, FieldInfo]:
-    """Every field that holds a value (not a section), by dotted path, in the order of the schema."""
+    """Every field that holds a value (not a section), by dotted path, in the order of the schema. Of a union those of all
+    its members; its name has all their names."""
     sections = section_types()
-    leaves = {}
-    for path, model in sections.items():
-        for name, info in model.model_fields.items():
-            dotted = f"{path}.{name}" if path else name
-            if dotted not in sections:
-                leaves[dotted] = info
+    leaves: dict[str, FieldInfo] = {}
+    for path, members in sections.items():
+        for member in members:
+            for name, info in member.model_fields.items():
+                dotted = f"{path}.{name}" if path else name
+                if dotted not in sections:
+                    leaves.setdefault(dotted, info)
     return MappingProxyType(leaves)
+
+
+def union_names(path: str) -> tuple[str, ...]:
+    """The names that the section at `path` may have, the default first; empty where it is no union."""
+    members = section_types().get(path, ())
+    return tuple(member.model_fields["name"].default for member in members) if len(members) > 1 else ()

@@ -1,17 +1,69 @@
-"""What every section of the configuration is: immutable, documented, without silent conversions."""
+"""Parts of every section of the configuration: immutable, documented, without silent conversions, ranges beside the fields."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Offload = Literal["none", "optimizer", "all"]  # what of a model leaves the device while the model rests
+Offload = Literal["none", "optimizer", "all"]  # what of a model leaves the device while another one works
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The values that a field may hold; of a list, each of its items.
+
+    The validator reads it, not pydantic (as it would `Field(ge=1)`): pydantic raises before a whole configuration exists,
+    and the relations between fields would be left out of the list of what is wrong.
+    """
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    min_length: int = 0
+
+    def hold(self, value: Any) -> bool:
+        """Return whether `value` is inside; a word such as "off" always is."""
+        if self.min_length:
+            return len(value) >= self.min_length
+        if isinstance(value, str):
+            return True
+        return all(self._holds_number(number) for number in (value if isinstance(value, tuple) else (value,)))
+
+    def _holds_number(self, number: float) -> bool:
+        above = (self.ge is None or number >= self.ge) and (self.gt is None or number > self.gt)
+        return above and (self.le is None or number <= self.le) and (self.lt is None or number < self.lt)
+
+    def __str__(self) -> str:
+        if self.min_length:
+            return "not empty"
+        low = f"[{self.ge:g}" if self.ge is not None else f"({self.gt:g}" if self.gt is not None else ""
+        high = f"{self.le:g}]" if self.le is not None else f"{_power(self.lt)})" if self.lt is not None else ""
+        if low and high:
+            return f"in {low}, {high}"
+        one_sided = {">=": self.ge, ">": self.gt, "<=": self.le, "<": self.lt}
+        return next(f"{sign} {number:g}" for sign, number in one_sided.items() if number is not None)
+
+
+def _power(number: float) -> str:
+    return "2**63" if number == 2**63 else f"{number:g}"
+
+
+PositiveInt = Annotated[int, Bounds(ge=1)]
+NonNegativeInt = Annotated[int, Bounds(ge=0)]
+Seed = Annotated[int, Bounds(ge=0, lt=2**63)]
+PositiveFloat = Annotated[float, Bounds(gt=0)]
+NonNegativeFloat = Annotated[float, Bounds(ge=0)]
+AtLeastOne = Annotated[float, Bounds(ge=1)]
+Fraction = Annotated[float, Bounds(ge=0, le=1)]
+ProbabilityMass = Annotated[float, Bounds(gt=0, le=1)]
 
 
 class RelativeToRecipe:
-    """Marks a path that, when relative, is taken from the folder of the recipe file that states it."""
+    """Marks a path that, when relative, is taken from the directory of the recipe file that states it."""
 
 
 InputPath = Annotated[Path, RelativeToRecipe()]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron_dapo.config.section import Section
+from megatron_dapo.config.section import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Placement = Literal["colocated", "disaggregated"]
 SharedMemory = Literal["host", "device"]
@@ -19,13 +19,13 @@ class SglangConfig(Section):
     """Interpreter of the environment SGLang is installed in; "": the trainer's own. Relative: from the current
     directory."""
 
-    tp_size: int = 1
+    tp_size: PositiveInt = 1
     """Tensor-parallel size of a server."""
 
-    ep_size: int = 1
+    ep_size: PositiveInt = 1
     """Ranks a server's experts are dealt out over, within its tensor ranks. For mixture-of-experts models."""
 
-    servers_per_node: int = 1
+    servers_per_node: PositiveInt = 1
     """Servers started on every node of the trainer."""
 
     urls: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class SglangConfig(Section):
     """Where the memory of weight_sync_transport = "shared_memory" lies. host: in the machine's, on a GPU as well. device: on the GPU that an
     engine rank shares with a trainer rank, opened by all through CUDA IPC; it has not run on a GPU yet."""
 
-    weight_sync_bucket_mb: int = 64
+    weight_sync_bucket_mb: PositiveInt = 64
     """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""
 
     quantization: Quantization = "none"
@@ -63,7 +63,7 @@ class SglangConfig(Section):
     allow_quantization_bias: bool = False
     """Allow quantization without an off-policy correction, knowing that the importance ratios are then wrong."""
 
-    fp8_step0_max_mean_abs: float = 0.1
+    fp8_step0_max_mean_abs: PositiveFloat = 0.1
     """Takes the place of mismatch.step0_max_mean_abs where quantization = fp8: the gap of the first batch is then the
     rounding's. Servers on GPUs round activations as well, and so does a trainer in FP8; fixed prompts are then held
     against this, too, not against the tighter one."""
@@ -72,14 +72,14 @@ class SglangConfig(Section):
     """Send generation through SGLang's router instead of balancing it here. Needs sglang_router beside SGLang, and at
     least two servers."""
 
-    max_running_requests: int = 128
+    max_running_requests: PositiveInt = 128
     """Responses a server generates at a time."""
 
-    max_total_tokens: int = 0
+    max_total_tokens: NonNegativeInt = 0
     """Tokens a server's KV cache holds. 0: as many as mem_fraction_static of its memory allows; on a CPU the most that
     max_running_requests responses of full length need."""
 
-    mem_fraction_static: float = 0.6
+    mem_fraction_static: Annotated[float, Bounds(gt=0, lt=1)] = 0.6
     """Share of a device's memory for a server's weights and KV cache. Lower it when the trainer on the same device runs
     out of memory."""
 
@@ -87,18 +87,18 @@ class SglangConfig(Section):
     """Give every response its own seed (SGLang's deterministic mode, somewhat slower). Off: rollouts cannot be
     repeated."""
 
-    start_timeout_seconds: float = 600.0
+    start_timeout_seconds: PositiveFloat = 600.0
     """Seconds a server may take to come up."""
 
-    request_timeout_seconds: float = 1800.0
+    request_timeout_seconds: PositiveFloat = 1800.0
     """Seconds one response may take, its time in the queue included."""
 
-    weight_sync_timeout_seconds: float = 600.0
+    weight_sync_timeout_seconds: PositiveFloat = 600.0
     """Seconds each state of a weight update (pause, flush, transfer, verify) may take."""
 
-    max_restarts: int = 3
+    max_restarts: NonNegativeInt = 3
     """Times a dead server is started again in one run; after that the run ends with a checkpoint."""
 
-    parity_interval: int = 10
+    parity_interval: NonNegativeInt = 10
     """Train steps between comparisons of fixed prompts' log-probs, trainer against engine. The first update is always
     compared. 0: only that one."""

@@ -2,19 +2,170 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-from megatron_dapo.config.section import Section
+from pydantic import Field
+
+from megatron_dapo.config.section import (
+    AtLeastOne,
+    Bounds,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+)
 
 AlgorithmName = Literal["dapo", "ppo", "vapo", "tppo"]
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"]
-GrpoStd = Literal["unbiased", "biased"]
-PolicyLossName = Literal["ppo_clip", "clip_higher", "gspo", "gspo_token", "cispo"]
 Aggregation = Literal["token_mean", "sample_mean", "per_group", "dr_grpo", "seq_sum_mean", "rollout_token_mean"]
+GrpoStd = Literal["unbiased", "biased"]
 KlEstimator = Literal["k2", "k3"]
 RewardKlEstimator = Literal["k1", "k2", "k3"]
 Correction = Literal["none", "tis", "mis", "icepop"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
+
+
+class TokenLossConfig(Section):
+    """What losses of single tokens share: how token losses become one number."""
+
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number over the whole optimizer step (exact under any layout and packing).
+    token_mean: all trained tokens weigh the same. sample_mean: all responses do. per_group: token mean within a group,
+    then mean over groups. dr_grpo: sum / (responses * aggregation_length). seq_sum_mean: mean over responses of their
+    sums. rollout_token_mean: sum / trained tokens of the whole rollout batch * its mini-batches (T-PPO's code)."""
+
+    aggregation_length: NonNegativeInt = 0
+    """Constant length L of aggregation = dr_grpo, in tokens. 0: rollout.max_response_tokens."""
+
+
+class PpoClipLossConfig(TokenLossConfig):
+    """Clipped ratio of every token: PPO and GRPO with equal bounds, DAPO (arXiv 2503.14476) with a wider upper one."""
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+    """ppo_clip: ratios of tokens, clipped. gspo, gspo_token: ratios of sequences. cispo: the clipped ratio as a constant
+    weight, so that every token keeps its gradient. Each has keys and defaults of its own."""
+
+    clip_ratio_low: Fraction = 0.2
+    """The ratio is clipped below at 1 - clip_ratio_low."""
+
+    clip_ratio_high: NonNegativeFloat = 0.28
+    """The ratio is clipped above at 1 + clip_ratio_high. Above clip_ratio_low it is DAPO's clip-higher; PPO and GRPO
+    take clip_ratio_low."""
+
+    dual_clip: Annotated[Literal["off"] | float, Bounds(gt=1)] = "off"
+    """Bound c of the loss for negative advantages: at most c * |advantage| (arXiv 1912.09729). Public scripts of DAPO
+    and T-PPO take 10."""
+
+
+class GspoLossConfig(Section):
+    """Clipped ratio of whole sequences (GSPO, arXiv 2507.18071); the loss is the mean over responses."""
+
+    name: Literal["gspo"] = "gspo"
+    """The loss."""
+
+    clip_ratio_low: Fraction = 3e-4
+    """The sequence's ratio is clipped below at 1 - clip_ratio_low."""
+
+    clip_ratio_high: NonNegativeFloat = 4e-4
+    """The sequence's ratio is clipped above at 1 + clip_ratio_high."""
+
+    aggregation: ClassVar[Aggregation] = "sample_mean"
+    aggregation_length: ClassVar[int] = 0
+
+
+class GspoTokenLossConfig(GspoLossConfig):
+    """GSPO with an advantage for every token (GSPO-token, arXiv 2507.18071, eq. 13)."""
+
+    name: Literal["gspo_token"] = "gspo_token"  # type: ignore[assignment]
+    """The loss."""
+
+
+class CispoLossConfig(TokenLossConfig):
+    """Clipped ratio as a constant weight (CISPO, MiniMax-M1, arXiv 2506.13585)."""
+
+    name: Literal["cispo"] = "cispo"
+    """The loss."""
+
+    clip_ratio_low: Fraction = 1.0
+    """The weight is at least 1 - clip_ratio_low. 1: no lower bound, as in the paper."""
+
+    clip_ratio_high: NonNegativeFloat = 4.0
+    """The weight is at most 1 + clip_ratio_high. The paper names no value; 4 bounds the weight at 5."""
+
+
+PolicyLossConfig = PpoClipLossConfig | GspoLossConfig | GspoTokenLossConfig | CispoLossConfig
+
+
+class GrpoAdvantageConfig(Section):
+    """(reward - group mean) / group standard deviation (GRPO, DAPO)."""
+
+    name: Literal["grpo"] = "grpo"
+    """For algorithm.name = dapo. grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: the mean of
+    the others subtracted. reinforce_baseline: group mean subtracted, then scaled over the batch. reinforce_pp: scaled
+    over the batch alone, for one response a prompt."""
+
+    std: GrpoStd = "unbiased"
+    """Divisor of the group's standard deviation: G - 1 (unbiased) or G (biased)."""
+
+    eps: NonNegativeFloat = 1e-6
+    """Added to the standard deviation."""
+
+
+class DrGrpoAdvantageConfig(Section):
+    """Reward - group mean (Dr. GRPO, arXiv 2503.20783)."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    """The advantage."""
+
+
+class RlooAdvantageConfig(Section):
+    """Reward - mean of the group's other rewards (RLOO, arXiv 2402.14740)."""
+
+    name: Literal["rloo"] = "rloo"
+    """The advantage."""
+
+
+class ReinforceBaselineAdvantageConfig(Section):
+    """Reward - group mean, scaled over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+
+    name: Literal["reinforce_baseline"] = "reinforce_baseline"
+    """The advantage."""
+
+    variant: Literal["scale_only", "paper"] = "scale_only"
+    """paper: subtract the batch's mean before dividing by its standard deviation. scale_only: only divide; groups of
+    equal rewards then keep advantage 0 where lengths differ."""
+
+    weighting: Literal["token", "sequence"] = "token"
+    """What the batch's moments count: trained tokens or responses."""
+
+    std: GrpoStd = "biased"
+    """Divisor of the batch's variance: n (biased) or n - 1 (unbiased)."""
+
+    scale: Literal["variance_floor", "variance_plus_eps", "std_plus_eps"] = "variance_floor"
+    """How eps keeps the division finite: 1 / sqrt(max(variance, eps)), 1 / sqrt(variance + eps), 1 / (std + eps)."""
+
+    eps: NonNegativeFloat = 1e-8
+    """Keeps the division by the standard deviation finite, as scale says."""
+
+
+class ReinforcePpAdvantageConfig(ReinforceBaselineAdvantageConfig):
+    """Reward scaled over the batch, without a baseline of the group (REINFORCE++ with one response a prompt). Its KL
+    term is kl_loss_coefficient's."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"  # type: ignore[assignment]
+    """The advantage."""
+
+    variant: Literal["scale_only", "paper"] = "paper"
+    """paper: subtract the batch's mean before dividing by its standard deviation. scale_only: only divide."""
+
+
+AdvantageConfig = (
+    GrpoAdvantageConfig
+    | DrGrpoAdvantageConfig
+    | RlooAdvantageConfig
+    | ReinforceBaselineAdvantageConfig
+    | ReinforcePpAdvantageConfig
+)
 
 
 class OffPolicyConfig(Section):
@@ -28,14 +179,15 @@ class OffPolicyConfig(Section):
     level: CorrectionLevel = "token"
     """w per token, per sequence (product over tokens) or per sequence as the geometric mean over tokens."""
 
-    low: float = 0.0
+    low: Fraction = 0.0
     """Lower bound of w."""
 
-    high: float = 2.0
+    high: AtLeastOne = 2.0
     """Upper bound of w."""
 
     batch_normalize: bool = False
-    """Divide the weights by their mean over the optimizer mini-batch, after cutting."""
+    """Divide the weights by their mean over the optimizer mini-batch, after cutting. The mean is over trained tokens;
+    verl takes it over sequences for level = sequence, which differs much where lengths do."""
 
 
 class AlgorithmConfig(Section):
@@ -46,53 +198,30 @@ class AlgorithmConfig(Section):
     [advantage_estimation]); the two differ in their switches alone. tppo: the same over windows of responses
     ([window])."""
 
-    advantage: AdvantageName = "grpo"
-    """For name = dapo. grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: leave-one-out mean. reinforce_baseline:
-    group mean subtracted, then scaled by the std of the batch."""
+    advantage: AdvantageConfig = Field(GrpoAdvantageConfig(), discriminator="name")
+    """Advantages from groups: a name, or a table with a name and its keys. For name = dapo."""
 
-    grpo_std: GrpoStd = "unbiased"
-    """Divisor of the group's standard deviation: G - 1 (unbiased) or G (biased). For advantage = grpo."""
+    loss: PolicyLossConfig = Field(PpoClipLossConfig(), discriminator="name")
+    """The policy loss: a name, or a table with a name and its keys."""
 
-    policy_loss: PolicyLossName = "clip_higher"
-    """clip_higher: per-token ratio, bounds apart (DAPO). ppo_clip: the same with equal bounds. gspo / gspo_token:
-    per-sequence ratio. cispo: clipped ratio as a constant weight, so that every token keeps its gradient."""
-
-    clip_ratio_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_ratio_low."""
-
-    clip_ratio_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_ratio_high; above clip_ratio_low it is DAPO's clip-higher."""
-
-    dual_clip: float = 10.0
-    """Bound c of the loss for negative advantages: at most c * |advantage|. For clip_higher and ppo_clip. 0: off."""
-
-    aggregation: Aggregation = "token_mean"
-    """How token losses become one number over the whole optimizer step (exact under any layout and packing).
-    token_mean: all trained tokens weigh the same. sample_mean: all responses do. per_group: token mean within a group,
-    then mean over groups. dr_grpo: sum / (responses * aggregation_length). seq_sum_mean: mean over responses of their
-    sums. rollout_token_mean: sum / trained tokens of the whole rollout batch * its mini-batches (T-PPO's code)."""
-
-    aggregation_length: int = 0
-    """Constant length L of aggregation = dr_grpo, in tokens. 0: rollout.max_response_tokens."""
-
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus. Entropy is logged either way."""
 
-    kl_loss_coefficient: float = 0.0
+    kl_loss_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL loss towards the initial policy. Above 0 the reference policy is kept in memory."""
 
     kl_estimator: KlEstimator = "k3"
     """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL (k1 has none and is only a
     metric)."""
 
-    kl_reward_coefficient: float = 0.0
+    kl_reward_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL towards the initial policy that is taken off the reward of every token (PPO from human feedback).
     For algorithms with a critic. Above 0 the reference policy is kept in memory."""
 
     kl_reward_estimator: RewardKlEstimator = "k1"
     """Its per-token estimator."""
 
-    positive_example_coefficient: float = 0.0
+    positive_example_coefficient: NonNegativeFloat = 0.0
     """Weight of the language-model loss on correct responses, normalized over the optimizer step (VAPO, eq. 9 and 10:
     0.1). For algorithms with a critic."""
 
@@ -103,19 +232,19 @@ class AlgorithmConfig(Section):
 class TrainingConfig(Section):
     """How a rollout batch becomes optimizer steps."""
 
-    mini_batch_prompts: int = 32
+    mini_batch_prompts: PositiveInt = 32
     """Groups of one optimizer step; must divide rollout.prompts_per_step."""
 
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over a rollout batch."""
 
-    micro_batch_tokens: int = 24576
+    micro_batch_tokens: PositiveInt = 24576
     """Padded tokens of one packed micro-batch of one data-parallel rank (before context parallelism cuts it). Bounds
     activation memory; must hold the longest prompt and response."""
 
     shuffle: bool = True
     """Shuffle the responses of a rollout batch before they are cut into mini-batches."""
 
-    max_consecutive_skips: int = 3
+    max_consecutive_skips: PositiveInt = 3
     """Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run ends with an
     error."""

@@ -7,8 +7,9 @@ or the disk: the validator of a 1024-rank job runs on a laptop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+
+from pydantic import BaseModel
 
 from megatron_dapo.config.architecture import ArchitectureFacts
 from megatron_dapo.config.critic_rules import CRITIC_RULES, critic_layout_rules
@@ -18,6 +19,7 @@ from megatron_dapo.config.precision_rules import PRECISION_ARCHITECTURE_RULES, P
 from megatron_dapo.config.quantization_rules import QUANTIZATION_RULES
 from megatron_dapo.config.rule import nearest_divisor, value_of, violation
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.section import Bounds
 from megatron_dapo.precision import micro_batch_multiple, token_multiple
 
 VERIFIER_PRESETS = ("dapo", "lenient")
@@ -48,143 +50,21 @@ def require_valid(config: Config, world_size: int | None = None, architecture: A
         raise ConfigError(found)
 
 
-# Ranges of single fields: dotted path -> (the rule in words, whether a value keeps it).
-_Range = tuple[str, Callable[[Any], bool]]
-_POSITIVE: _Range = ("> 0", lambda value: value > 0)
-_AT_LEAST_ONE: _Range = (">= 1", lambda value: value >= 1)
-_NOT_NEGATIVE: _Range = (">= 0", lambda value: value >= 0)
-_PROBABILITY_MASS: _Range = ("in (0, 1]", lambda value: 0 < value <= 1)
-_FRACTION: _Range = ("in [0, 1]", lambda value: 0 <= value <= 1)
-_BETAS: _Range = ("both in [0, 1)", lambda value: all(0 <= beta < 1 for beta in value))
-_NOT_EMPTY: _Range = ("not empty", lambda value: len(value) > 0)
-
-_RANGES: dict[str, _Range] = {
-    "run.name": _NOT_EMPTY,
-    "run.seed": ("in [0, 2**63)", lambda value: 0 <= value < 2**63),
-    "run.total_steps": _AT_LEAST_ONE,
-    "run.max_generation_steps": _NOT_NEGATIVE,
-    "run.wait_timeout_seconds": _POSITIVE,
-    "model.logprob_chunk_tokens": _AT_LEAST_ONE,
-    "precision.num_layers_at_start_in_bf16": _NOT_NEGATIVE,
-    "precision.num_layers_at_end_in_bf16": _NOT_NEGATIVE,
-    "parallel.tp_size": _AT_LEAST_ONE,
-    "parallel.pp_size": _AT_LEAST_ONE,
-    "parallel.vpp_size": _AT_LEAST_ONE,
-    "parallel.cp_size": _AT_LEAST_ONE,
-    "parallel.ep_size": _AT_LEAST_ONE,
-    "parallel.etp_size": _NOT_NEGATIVE,
-    "parallel.num_processes": _NOT_NEGATIVE,
-    "data.train_paths": _NOT_EMPTY,
-    "data.max_prompt_tokens": _AT_LEAST_ONE,
-    "data.shuffle_seed": ("in [0, 2**63)", lambda value: 0 <= value < 2**63),
-    "data.max_epochs": _NOT_NEGATIVE,
-    "rollout.prompts_per_step": _AT_LEAST_ONE,
-    "rollout.group_size": _AT_LEAST_ONE,
-    "rollout.max_response_tokens": _AT_LEAST_ONE,
-    "rollout.temperature": _POSITIVE,
-    "rollout.top_p": _PROBABILITY_MASS,
-    "rollout.top_k": _NOT_NEGATIVE,
-    "rollout.oversample": _AT_LEAST_ONE,
-    "rollout.max_num_gen_batches": _NOT_NEGATIVE,
-    "rollout.accuracy_min": _FRACTION,
-    "rollout.accuracy_max": _FRACTION,
-    "rollout.max_staleness": _NOT_NEGATIVE,
-    "rollout.slots_per_rank": _AT_LEAST_ONE,
-    "sglang.tp_size": _AT_LEAST_ONE,
-    "sglang.ep_size": _AT_LEAST_ONE,
-    "sglang.servers_per_node": _AT_LEAST_ONE,
-    "sglang.weight_sync_bucket_mb": _AT_LEAST_ONE,
-    "sglang.max_running_requests": _AT_LEAST_ONE,
-    "sglang.max_total_tokens": _NOT_NEGATIVE,
-    "sglang.mem_fraction_static": ("in (0, 1)", lambda value: 0 < value < 1),
-    "sglang.start_timeout_seconds": _POSITIVE,
-    "sglang.request_timeout_seconds": _POSITIVE,
-    "sglang.weight_sync_timeout_seconds": _POSITIVE,
-    "sglang.max_restarts": _NOT_NEGATIVE,
-    "sglang.fp8_step0_max_mean_abs": _POSITIVE,
-    "sglang.parity_interval": _NOT_NEGATIVE,
-    "reward.num_workers": _AT_LEAST_ONE,
-    "reward.timeout_seconds": _POSITIVE,
-    "reward.memory_limit_mb": _AT_LEAST_ONE,
-    "reward.overlong_punishment.max_length": _AT_LEAST_ONE,
-    "reward.overlong_punishment.cache_length": _AT_LEAST_ONE,
-    "reward.overlong_punishment.factor": _POSITIVE,
-    "algorithm.clip_ratio_low": ("in [0, 1]", lambda value: 0 <= value <= 1),
-    "algorithm.clip_ratio_high": _NOT_NEGATIVE,
-    "algorithm.dual_clip": ("> 1, or 0 for off", lambda value: value == 0 or value > 1),
-    "algorithm.aggregation_length": _NOT_NEGATIVE,
-    "algorithm.entropy_coefficient": _NOT_NEGATIVE,
-    "algorithm.kl_loss_coefficient": _NOT_NEGATIVE,
-    "algorithm.off_policy.low": _FRACTION,
-    "algorithm.off_policy.high": _AT_LEAST_ONE,
-    "training.mini_batch_prompts": _AT_LEAST_ONE,
-    "training.epochs": _AT_LEAST_ONE,
-    "training.micro_batch_tokens": _AT_LEAST_ONE,
-    "training.max_consecutive_skips": _AT_LEAST_ONE,
-    "optimizer.learning_rate": _NOT_NEGATIVE,
-    "optimizer.warmup_steps": _NOT_NEGATIVE,
-    "optimizer.min_learning_rate": _NOT_NEGATIVE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
-    "optimizer.betas": _BETAS,
-    "optimizer.epsilon": _POSITIVE,
-    "optimizer.clip_grad": _NOT_NEGATIVE,
-    "algorithm.kl_reward_coefficient": _NOT_NEGATIVE,
-    "algorithm.positive_example_coefficient": _NOT_NEGATIVE,
-    "critic.head_scale": _NOT_NEGATIVE,
-    "critic.parallel.num_processes": _NOT_NEGATIVE,
-    "critic.parallel.ep_size": _NOT_NEGATIVE,
-    "critic.parallel.tp_size": _NOT_NEGATIVE,
-    "critic.parallel.pp_size": _NOT_NEGATIVE,
-    "critic.parallel.vpp_size": _NOT_NEGATIVE,
-    "critic.parallel.cp_size": _NOT_NEGATIVE,
-    "critic.optimizer.learning_rate": _NOT_NEGATIVE,
-    "critic.optimizer.warmup_steps": _NOT_NEGATIVE,
-    "critic.optimizer.min_learning_rate": _NOT_NEGATIVE,
-    "critic.optimizer.weight_decay": _NOT_NEGATIVE,
-    "critic.optimizer.betas": _BETAS,
-    "critic.optimizer.epsilon": _POSITIVE,
-    "critic.optimizer.clip_grad": _NOT_NEGATIVE,
-    "critic.mini_batch_prompts": _NOT_NEGATIVE,
-    "critic.epochs": _AT_LEAST_ONE,
-    "critic.micro_batch_tokens": _NOT_NEGATIVE,
-    "critic.clip_value_low": _POSITIVE,
-    "critic.clip_value_high": _POSITIVE,
-    "critic.warmup_train_steps": _NOT_NEGATIVE,
-    "critic.explained_variance_alarm": ("<= 1", lambda value: value <= 1),
-    "advantage_estimation.gamma": _FRACTION,
-    "advantage_estimation.policy_lambda": _FRACTION,
-    "advantage_estimation.lambda_alpha": _POSITIVE,
-    "advantage_estimation.lambda_floor": ("in [0, 1)", lambda value: 0 <= value < 1),
-    "advantage_estimation.critic_lambda": _FRACTION,
-    "advantage_estimation.clip": _NOT_NEGATIVE,
-    "window.tokens": _AT_LEAST_ONE,
-    "window.ignored_tail_tokens": _NOT_NEGATIVE,
-    "window.windows_per_step": _NOT_NEGATIVE,
-    "value_pretraining.min_steps": ("at least 2", lambda value: value >= 2),
-    "value_pretraining.max_steps": _AT_LEAST_ONE,
-    "value_pretraining.explained_variance_slope": _NOT_NEGATIVE,
-    "value_pretraining.loss_slope": _NOT_NEGATIVE,
-    "checkpoint.interval": _NOT_NEGATIVE,
-    "checkpoint.keep": _AT_LEAST_ONE,
-    "evaluation.interval": _NOT_NEGATIVE,
-    "evaluation.num_samples": _AT_LEAST_ONE,
-    "evaluation.temperature": _NOT_NEGATIVE,
-    "evaluation.top_p": _PROBABILITY_MASS,
-    "evaluation.top_k": _NOT_NEGATIVE,
-    "evaluation.max_response_tokens": _NOT_NEGATIVE,
-    "telemetry.samples_per_step": _NOT_NEGATIVE,
-    "telemetry.dump_batches": _NOT_NEGATIVE,
-    "mismatch.step0_max_mean_abs": _POSITIVE,
-    "mismatch.alarm": _POSITIVE,
-    "mismatch.trend_factor": ("> 1", lambda value: value > 1),
-    "mismatch.trend_floor": _NOT_NEGATIVE,
-}
-
-
 def _ranges(config: Config) -> Iterator[Violation]:
-    for path, (rule, holds) in _RANGES.items():
-        if not holds(value_of(config, path)):
-            yield violation(config, path, f"{path} {rule}", f"set {path} {rule}")
+    for path, bounds in field_bounds(config).items():
+        if not bounds.hold(value_of(config, path)):
+            yield violation(config, path, f"{path} {bounds}", f"set {path} {bounds}")
+
+
+def field_bounds(section: BaseModel, prefix: str = "") -> dict[str, Bounds]:
+    """Return the bounds of the fields of `section` and of the sections below it, by dotted path."""
+    found: dict[str, Bounds] = {}
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found.update(field_bounds(value, f"{prefix}{name}."))
+        found.update({f"{prefix}{name}": mark for mark in info.metadata if isinstance(mark, Bounds)})
+    return found
 
 
 def _batch(config: Config) -> Iterator[Violation]:
@@ -221,7 +101,7 @@ def _sequence_alignment(config: Config) -> int:
 
 def _groups(config: Config) -> Iterator[Violation]:
     rollout = config.rollout
-    needs_group = rollout.filter_groups or not config.has_critic
+    needs_group = rollout.filter_groups or not (config.has_critic or config.algorithm.advantage.name == "reinforce_pp")
     if rollout.group_size == 1 and needs_group:
         yield violation(
             config,
@@ -229,6 +109,7 @@ def _groups(config: Config) -> Iterator[Violation]:
             "rollout.group_size >= 2 where responses are compared within their group",
             "set rollout.group_size = 8 or more",
             "algorithm.name",
+            "algorithm.advantage.name",
             "rollout.filter_groups",
         )
     low, high = rollout.accuracy_min, rollout.accuracy_max
@@ -344,27 +225,6 @@ def _engines(config: Config) -> Iterator[Violation]:
         )
 
 
-def _losses(config: Config) -> Iterator[Violation]:
-    algorithm = config.algorithm
-    if algorithm.policy_loss == "ppo_clip" and algorithm.clip_ratio_low != algorithm.clip_ratio_high:
-        yield violation(
-            config,
-            "algorithm.policy_loss",
-            "clip_ratio_low == clip_ratio_high for ppo_clip",
-            'set algorithm.policy_loss = "clip_higher", or equal clip ratios',
-            "algorithm.clip_ratio_low",
-            "algorithm.clip_ratio_high",
-        )
-    if algorithm.policy_loss not in ("ppo_clip", "clip_higher") and algorithm.dual_clip:
-        yield violation(
-            config,
-            "algorithm.dual_clip",
-            "algorithm.dual_clip == 0 where the policy loss is neither clip_higher nor ppo_clip",
-            "set algorithm.dual_clip = 0.0",
-            "algorithm.policy_loss",
-        )
-
-
 def _correction(config: Config) -> Iterator[Violation]:
     off_policy = config.algorithm.off_policy
     if off_policy.correction == "icepop" and off_policy.low == 0:
@@ -375,14 +235,14 @@ def _correction(config: Config) -> Iterator[Violation]:
             'set algorithm.off_policy.low = 0.5, or algorithm.off_policy.correction = "mis"',
             "algorithm.off_policy.correction",
         )
-    if off_policy.correction != "none" and off_policy.level == "token" and config.algorithm.policy_loss == "gspo":
+    if off_policy.correction != "none" and off_policy.level == "token" and config.algorithm.loss.name == "gspo":
         yield violation(
             config,
             "algorithm.off_policy.level",
             "one weight a sequence for gspo",
-            'set algorithm.off_policy.level = "geometric" or "sequence", or algorithm.policy_loss = "gspo_token"',
+            'set algorithm.off_policy.level = "geometric" or "sequence", or algorithm.loss.name = "gspo_token"',
             "algorithm.off_policy.correction",
-            "algorithm.policy_loss",
+            "algorithm.loss.name",
         )
 
 
@@ -536,7 +396,6 @@ _RULES = (
     _groups,
     _sampling,
     _engines,
-    _losses,
     _correction,
     _overlong,
     _verifiers,

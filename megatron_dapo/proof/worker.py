@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
-from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.config.training_schema import AlgorithmConfig, PpoClipLossConfig
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.launch.environment import prepare_rendezvous, process_environment
 from megatron_dapo.megatron.actor import ActorSettings, Loader, MegatronActor, TokenOutputs
@@ -120,8 +120,10 @@ def dapo_loss(
 
     The batch's rollout log-probs take the place of the old log-probs.
     """
-    bounds = {"clip_ratio_low": oracle.CLIP_LOW, "clip_ratio_high": oracle.CLIP_HIGH}
-    objective = PolicyObjective(build_policy_loss("clip_higher", bounds, oracle.DUAL_CLIP))
+    loss = PpoClipLossConfig(
+        clip_ratio_low=oracle.CLIP_LOW, clip_ratio_high=oracle.CLIP_HIGH, dual_clip=oracle.DUAL_CLIP
+    )
+    objective = PolicyObjective(AlgorithmConfig(loss=loss))
     return objective(micro_batch, outputs.logprobs, outputs.entropy, BehaviorTerms(micro_batch.rollout_logprobs))
 
 

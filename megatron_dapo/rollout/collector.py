@@ -329,7 +329,9 @@ class Collector(BatchCollector):
     def _limit_of_rounds(self) -> str:
         if self._settings.max_num_gen_batches:
             return f"raise rollout.max_num_gen_batches (now {self._settings.max_num_gen_batches})"
-        return f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no group"
+        return (
+            f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no group"
+        )
 
     def _report(self, num_groups: int) -> CollectProgress:
         opened = self._in_flight.values()

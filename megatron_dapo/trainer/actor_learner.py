@@ -249,8 +249,8 @@ class PolicyLearner:
 
     @property
     def _normalizes(self) -> bool:
-        correction = self._objective.correction
-        return correction is not None and correction.batch_normalize
+        off_policy = self._objective.algorithm.off_policy
+        return off_policy.correction != "none" and off_policy.batch_normalize
 
     def _cut(self, samples: Sequence[TrainSample], train_step: int) -> list[_MiniBatch]:
         settings = self._settings
@@ -283,7 +283,7 @@ class PolicyLearner:
 
     def _with_positive_weights(self, samples: list[TrainSample]) -> list[TrainSample]:
         """The samples of one optimizer step; correct ones share the coefficient of the language-model loss by tokens."""
-        coefficient = self._objective.positive_coefficient
+        coefficient = self._objective.algorithm.positive_example_coefficient
         if not coefficient:
             return samples
         trained = _trained_tokens(samples)
@@ -388,7 +388,7 @@ class PolicyLearner:
         scheduled = self._scheduled_step(self.counters.optimizer_steps - 1, train_step)
         return {
             **means,
-            "actor/kl_loss": totals.get(f"kl_{self._objective.kl_estimator}_sum", 0.0) / num_tokens,
+            "actor/kl_loss": totals.get(f"kl_{self._objective.algorithm.kl_estimator}_sum", 0.0) / num_tokens,
             "actor/positive_nll": totals.get("positive_nll_sum", 0.0)
             / max(1.0, totals.get("num_positive_tokens", 0.0)),
             "actor/loss": totals.get("loss_sum", 0.0) / max(1, len(steps)),

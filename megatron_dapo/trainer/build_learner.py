@@ -11,12 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.objective import PolicyObjective
-from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
-from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.training_schema import AlgorithmConfig
 from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
@@ -85,7 +82,7 @@ def build_learner(
 def _policy_learner(
     config: Config, actor: MegatronActor, world: RunTopology, phase: Phase, reference: MegatronActor | None
 ) -> PolicyLearner:
-    objective = _objective(config.algorithm, actor)
+    objective = PolicyObjective(config.algorithm, _sum_over_context(actor))
     return PolicyLearner(
         actor,
         objective,
@@ -153,31 +150,6 @@ def _critic_side(config: Config, world: RunTopology, beside: Sequence[MegatronAc
     return RemoteCritic()
 
 
-def _objective(algorithm: AlgorithmConfig, actor: MegatronActor) -> PolicyObjective:
-    settings = {"clip_ratio_low": algorithm.clip_ratio_low, "clip_ratio_high": algorithm.clip_ratio_high}
-    if algorithm.policy_loss == "ppo_clip":
-        settings = {"clip_ratio": algorithm.clip_ratio_low}
-    off_policy = algorithm.off_policy
-    correction = None
-    if off_policy.correction != "none":
-        correction = OffPolicyCorrection(
-            off_policy.correction,
-            off_policy.level,
-            upper=off_policy.high,
-            lower=off_policy.low,
-            batch_normalize=off_policy.batch_normalize,
-        )
-    return PolicyObjective(
-        build_policy_loss(algorithm.policy_loss, settings, algorithm.dual_clip or None),
-        correction=correction,
-        entropy_coefficient=algorithm.entropy_coefficient,
-        kl_coefficient=algorithm.kl_loss_coefficient,
-        kl_estimator=algorithm.kl_estimator,
-        positive_coefficient=algorithm.positive_example_coefficient,
-        reduce_over_sequence_parts=_sum_over_context(actor),
-    )
-
-
 def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Sums of a sequence's parts over the context ranks that hold them."""
     group = actor.groups.context
@@ -198,7 +170,7 @@ def _learner_settings(config: Config) -> LearnerSettings:
         groups_per_mini_batch=training.mini_batch_prompts,
         epochs=training.epochs,
         micro_batch_tokens=training.micro_batch_tokens,
-        aggregation=config.algorithm.aggregation,
+        aggregation=config.algorithm.loss.aggregation,
         aggregation_length=config.aggregation_length,
         temperature=config.rollout.temperature,
         shuffle_seed=config.run.seed if training.shuffle else None,

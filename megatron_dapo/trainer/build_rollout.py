@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.algorithms.advantages import build_advantage_estimator
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.config.schema import Config
@@ -164,10 +163,7 @@ def sample_builder(config: Config) -> Callable[[Sequence[Group]], TrainSamples]:
     filter_overlong = config.reward.overlong_filter
     if config.has_critic:
         return partial(build_critic_samples, filter_overlong=filter_overlong)
-    algorithm = config.algorithm
-    settings = {"std": algorithm.grpo_std} if algorithm.advantage == "grpo" else {}
-    estimator = build_advantage_estimator(algorithm.advantage, settings)
-    return partial(build_train_samples, estimator=estimator, filter_overlong=filter_overlong)
+    return partial(build_train_samples, advantage=config.algorithm.advantage, filter_overlong=filter_overlong)
 
 
 def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any) -> EvaluationTask | None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dapo.algorithms.advantages import AdvantageEstimator, AdvantageInputs, compute_advantages
+from megatron_dapo.algorithms.advantages import AdvantageInputs, compute_advantages
 from megatron_dapo.algorithms.length_reward import overlong_keep_mask
+from megatron_dapo.config.training_schema import AdvantageConfig
 from megatron_dapo.types import Completion, CriticContext, Group, ScoredSample, TrainSample
 
 
@@ -20,9 +21,7 @@ class TrainSamples:
     metrics: dict[str, float]
 
 
-def build_train_samples(
-    groups: Sequence[Group], estimator: AdvantageEstimator, *, filter_overlong: bool
-) -> TrainSamples:
+def build_train_samples(groups: Sequence[Group], advantage: AdvantageConfig, *, filter_overlong: bool) -> TrainSamples:
     """Advantages are computed over complete groups, before any split into mini-batches (DAPO, arXiv 2503.14476, Eq 9).
 
     With `filter_overlong` truncated responses keep their place in the group's statistics and lose their loss mask, so their tokens
@@ -34,7 +33,7 @@ def build_train_samples(
     if filter_overlong:
         keep = overlong_keep_mask(torch.tensor([sample.completion.is_truncated for _, sample in scored]))
     advantages = compute_advantages(
-        estimator,
+        advantage,
         AdvantageInputs(
             rewards=torch.tensor([sample.reward for _, sample in scored], dtype=torch.float64),
             group_index=torch.tensor([index for index, _ in scored], dtype=torch.int64),

@@ -1,20 +1,25 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    AdvantageInputs,
-    DrGrpo,
-    Grpo,
-    ReinforceBaseline,
-    Rloo,
-    build_advantage_estimator,
-    compute_advantages,
+from megatron_dapo.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
+from megatron_dapo.config.training_schema import (
+    AdvantageConfig,
+    DrGrpoAdvantageConfig,
+    GrpoAdvantageConfig,
+    ReinforceBaselineAdvantageConfig,
+    ReinforcePpAdvantageConfig,
+    RlooAdvantageConfig,
 )
+
+SECTIONS = {section.name: section for section in (kind() for kind in get_args(AdvantageConfig))}
+DR_GRPO, RLOO, BASELINE = DrGrpoAdvantageConfig(), RlooAdvantageConfig(), ReinforceBaselineAdvantageConfig()
+PAPER = ReinforceBaselineAdvantageConfig(variant="paper")
 
 rewards_of_groups = st.lists(
     st.lists(st.floats(-5, 5, allow_nan=False, width=32), min_size=1, max_size=6), min_size=1, max_size=5
@@ -27,13 +32,17 @@ def inputs_of(rewards: list[list[float]], lengths: list[int] | None = None) -> A
     return AdvantageInputs(flat, index, torch.tensor(lengths) if lengths else torch.arange(1, len(flat) + 1))
 
 
+def advantages_of(section: AdvantageConfig, inputs: AdvantageInputs) -> torch.Tensor:
+    return ADVANTAGES[section.name](inputs, section)
+
+
 @settings(max_examples=60, deadline=None)
 @given(rewards_of_groups)
 def test_rloo_is_dr_grpo_times_g_over_g_minus_1(rewards):
     inputs = inputs_of(rewards)
     sizes = torch.cat([torch.full((len(group),), float(len(group))) for group in rewards])
-    expected = torch.where(sizes > 1, DrGrpo()(inputs) * sizes / (sizes - 1).clamp(min=1), 0.0)
-    torch.testing.assert_close(Rloo()(inputs), expected, rtol=1e-12, atol=1e-12)
+    expected = torch.where(sizes > 1, advantages_of(DR_GRPO, inputs) * sizes / (sizes - 1).clamp(min=1), 0.0)
+    torch.testing.assert_close(advantages_of(RLOO, inputs), expected, rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,7 +54,7 @@ def test_rloo_subtracts_the_mean_of_the_others(rewards):
             others = group[:index] + group[index + 1 :]
             expected.append(reward - sum(others) / len(others) if others else 0.0)
     torch.testing.assert_close(
-        Rloo()(inputs_of(rewards)), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9
+        advantages_of(RLOO, inputs_of(rewards)), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9
     )
 
 
@@ -58,62 +67,71 @@ def test_grpo_matches_torch_std_of_each_group(rewards, std):
         constant = len(set(group)) == 1
         spread = 1.0 if constant else values.std(correction=int(std == "unbiased")) + 1e-6
         expected.append(torch.zeros_like(values) if constant else (values - values.mean()) / spread)
-    torch.testing.assert_close(Grpo(std)(inputs_of(rewards)), torch.cat(expected), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        advantages_of(GrpoAdvantageConfig(std=std), inputs_of(rewards)), torch.cat(expected), rtol=1e-9, atol=1e-9
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(rewards_of_groups, st.sampled_from(sorted(ADVANTAGE_ESTIMATORS)), st.randoms(use_true_random=False))
+@given(rewards_of_groups, st.sampled_from(sorted(ADVANTAGES)), st.randoms(use_true_random=False))
 def test_an_advantage_does_not_depend_on_the_order_of_the_responses(rewards, name, random):
     inputs = inputs_of(rewards)
     order = list(range(inputs.rewards.numel()))
     random.shuffle(order)
     shuffled = AdvantageInputs(inputs.rewards[order], inputs.group_index[order], inputs.response_lengths[order])
-    estimator = build_advantage_estimator(name)
-    torch.testing.assert_close(estimator(shuffled), estimator(inputs)[order], rtol=1e-9, atol=1e-9)
+    section = SECTIONS[name]
+    torch.testing.assert_close(
+        advantages_of(section, shuffled), advantages_of(section, inputs)[order], rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1 / 3, 1e30])
 @pytest.mark.parametrize("settings_", [{"eps": 0.0}, {}])
 def test_groups_of_equal_rewards_get_exactly_zero(reward, settings_):
     inputs = inputs_of([[reward] * 3, [reward] * 7])
-    for name, estimator in ADVANTAGE_ESTIMATORS.items():
-        chosen = Grpo(**settings_) if name == "grpo" else estimator()
+    assert SECTIONS.keys() == ADVANTAGES.keys()
+    for name in SECTIONS.keys() - {"reinforce_pp"}:  # which compares nothing within a group
+        chosen = GrpoAdvantageConfig(**settings_) if name == "grpo" else SECTIONS[name]
         assert compute_advantages(chosen, inputs).values.tolist() == [0.0] * 10
 
 
 def test_singletons_get_zero_or_their_reward():
     inputs = inputs_of([[0.75], [1.0, 0.0]], [4, 4, 4])
-    assert Grpo()(inputs)[0] == 0 and Rloo()(inputs)[0] == 0 and DrGrpo()(inputs)[0] == 0
+    assert (
+        advantages_of(GrpoAdvantageConfig(), inputs)[0] == 0
+        and advantages_of(RLOO, inputs)[0] == 0
+        and advantages_of(DR_GRPO, inputs)[0] == 0
+    )
     # Token-weighted std of A' = (.75, .5, -.5).
     deviation = torch.tensor([0.75, 0.5, -0.5], dtype=torch.float64)
     expected = deviation / deviation.std(correction=0)
-    torch.testing.assert_close(ReinforceBaseline()(inputs), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(advantages_of(BASELINE, inputs), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_baseline_without_spread_or_tokens_is_returned_unscaled():
-    assert ReinforceBaseline("paper")(inputs_of([[0.5], [0.5]], [3, 5])).tolist() == [0.5, 0.5]
+    assert advantages_of(PAPER, inputs_of([[0.5], [0.5]], [3, 5])).tolist() == [0.5, 0.5]
     untrained = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([0, 0]))
-    assert ReinforceBaseline()(untrained).tolist() == [0.5, -0.5]
+    assert advantages_of(BASELINE, untrained).tolist() == [0.5, -0.5]
 
 
 def test_scale_only_keeps_an_all_right_group_at_zero_and_paper_does_not():
     inputs = inputs_of([[1.0, 1.0], [1.0, 0.0]], [1, 1, 1, 9])
-    assert ReinforceBaseline()(inputs)[:2].tolist() == [0.0, 0.0]
-    assert float(ReinforceBaseline("paper")(inputs)[0]) > 0.1
+    assert advantages_of(BASELINE, inputs)[:2].tolist() == [0.0, 0.0]
+    assert float(advantages_of(PAPER, inputs)[0]) > 0.1
 
 
 def test_excluded_responses_leave_the_statistics_and_get_zero():
     rewards = torch.tensor([1.0, 0.0, 5.0, 1.0, 1.0, 1.0])
     included = torch.tensor([True, True, False, True, True, True])
     result = compute_advantages(
-        DrGrpo(), AdvantageInputs(rewards, torch.tensor([0, 0, 0, 0, 1, 1]), torch.ones(6), included)
+        DR_GRPO, AdvantageInputs(rewards, torch.tensor([0, 0, 0, 0, 1, 1]), torch.ones(6), included)
     )
     torch.testing.assert_close(result.values, torch.tensor([1 / 3, -2 / 3, 0.0, 1 / 3, 0.0, 0.0]))
     assert result.metrics["num_groups"] == 2 and result.metrics["frac_zero_std_groups"] == 0.5
 
 
 def test_diagnostics():
-    result = compute_advantages(Grpo("biased", 0.0), inputs_of([[1.0, -1.0], [1.0, 1.0]]))
+    result = compute_advantages(GrpoAdvantageConfig(std="biased", eps=0.0), inputs_of([[1.0, -1.0], [1.0, 1.0]]))
     assert result.values.dtype == torch.float32
     assert result.metrics["frac_zero_std_groups"] == 0.5
     assert result.metrics["reward_mean"] == 0.5
@@ -122,12 +140,15 @@ def test_diagnostics():
     assert result.metrics["advantage_mean"] == 0 and result.metrics["advantage_abs_max"] == 1
 
 
-def test_errors_name_the_fault():
-    with pytest.raises(ValueError, match="dr_grpo, grpo, reinforce_baseline, rloo"):
-        build_advantage_estimator("gae")
-    with pytest.raises(ValueError, match="no setting epsilon; it has: std, eps"):
-        build_advantage_estimator("grpo", {"epsilon": 1})
-    with pytest.raises(ValueError, match="biased, unbiased"):
-        build_advantage_estimator("grpo", {"std": "bessel"})
+def test_reinforce_pp_whitens_over_the_tokens_of_the_batch():
+    inputs = inputs_of([[1.0], [0.0], [-1.0]], [1, 2, 5])
+    tokens = inputs.rewards.repeat_interleave(inputs.response_lengths)
+    expected = (inputs.rewards - tokens.mean()) / tokens.std(correction=0)
+    torch.testing.assert_close(advantages_of(ReinforcePpAdvantageConfig(), inputs), expected)
+    scaled = advantages_of(ReinforcePpAdvantageConfig(variant="scale_only", weighting="sequence"), inputs)
+    torch.testing.assert_close(scaled, inputs.rewards / inputs.rewards.std(correction=0))
+
+
+def test_a_reward_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="response 1 is nan"):
-        compute_advantages(Grpo(), inputs_of([[0.0, float("nan")]]))
+        compute_advantages(GrpoAdvantageConfig(), inputs_of([[0.0, float("nan")]]))

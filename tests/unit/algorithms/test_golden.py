@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_dapo.algorithms.advantages import AdvantageInputs, DrGrpo, Grpo, ReinforceBaseline, Rloo
+from megatron_dapo.algorithms.advantages import AdvantageInputs, dr_grpo, grpo, reinforce_baseline, rloo
 from megatron_dapo.algorithms.aggregation import global_denominators, rollout_token_weight, sample_token_weights
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, expected_multiplier, wasted_fraction
 from megatron_dapo.algorithms.egae import extended_estimates, without_tail
@@ -23,20 +23,29 @@ from megatron_dapo.algorithms.length_adaptive_lambda import (
 )
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.algorithms.off_policy import (
-    OffPolicyCorrection,
     OffPolicyInputs,
     importance_weights,
     mismatch_metrics,
     mismatch_sums,
     normalize_by_batch_mean,
 )
-from megatron_dapo.algorithms.policy_loss import ClipHigher, DualClip, Gspo, PolicyLoss, PolicyLossInputs, PpoClip
+from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_dapo.algorithms.prompt_priority import ucb_priority
-from megatron_dapo.algorithms.reinforce_pp import reinforce_pp_advantages, reinforce_pp_returns
 from megatron_dapo.algorithms.repetition import ngram_repetition, tail_loop
-from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards
+from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards, token_divergence
 from megatron_dapo.algorithms.value_loss import SquaredError, ValueLossInputs
 from megatron_dapo.algorithms.vapo import positive_example_loss, positive_token_weights, positive_tokens
+from megatron_dapo.algorithms.whitening import moments, whiten
+from megatron_dapo.config.training_schema import (
+    DrGrpoAdvantageConfig,
+    GrpoAdvantageConfig,
+    GspoLossConfig,
+    OffPolicyConfig,
+    PolicyLossConfig,
+    PpoClipLossConfig,
+    ReinforceBaselineAdvantageConfig,
+    RlooAdvantageConfig,
+)
 
 # Whoever builds one of these moves it to SECTIONS (or to the tests of its own package).
 LATER = {
@@ -79,19 +88,31 @@ def one_sequence(ratios, advantages) -> PolicyLossInputs:
     )
 
 
-def loss_and_gradient(loss: PolicyLoss, ratios, advantage) -> tuple[torch.Tensor, torch.Tensor]:
+def clip(low: float = 0.2, high: float = 0.28, dual_clip: float | str = "off") -> PpoClipLossConfig:
+    return PpoClipLossConfig(clip_ratio_low=low, clip_ratio_high=high, dual_clip=dual_clip)
+
+
+def grpo_of(inputs: AdvantageInputs, std: str, eps: float) -> torch.Tensor:
+    return grpo(inputs, GrpoAdvantageConfig(std=std, eps=eps))
+
+
+def baseline_of(inputs: AdvantageInputs, **keys) -> torch.Tensor:
+    return reinforce_baseline(inputs, ReinforceBaselineAdvantageConfig(**keys))
+
+
+def loss_and_gradient(loss: PolicyLossConfig, ratios, advantage) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = one_sequence(ratios, advantage)
-    token_loss, _ = loss(inputs)
+    token_loss, _ = policy_loss(loss, inputs)
     (gradient,) = torch.autograd.grad(token_loss.sum(), inputs.logprobs)
     return token_loss.detach(), gradient
 
 
 def check_grpo_advantages(section) -> None:
     estimators = {
-        "grpo_biased_std_eps1e-6": Grpo("biased", 1e-6),
-        "grpo_unbiased_std_eps1e-6": Grpo("unbiased", 1e-6),
-        "dr_grpo": DrGrpo(),
-        "rloo": Rloo(),
+        "grpo_biased_std_eps1e-6": lambda inputs: grpo_of(inputs, "biased", 1e-6),
+        "grpo_unbiased_std_eps1e-6": lambda inputs: grpo_of(inputs, "unbiased", 1e-6),
+        "dr_grpo": lambda inputs: dr_grpo(inputs, DrGrpoAdvantageConfig()),
+        "rloo": lambda inputs: rloo(inputs, RlooAdvantageConfig()),
     }
     for key in section.keys():
         case = section[key]
@@ -103,7 +124,7 @@ def check_grpo_advantages(section) -> None:
         else:
             num_correct = int(key.split("_")[1])
             rewards = [1.0] * num_correct + [-1.0] * (16 - num_correct)
-            actual = Grpo("biased", 0.0)(groups_of([rewards]))
+            actual = grpo_of(groups_of([rewards]), "biased", 0.0)
             assert_equal(actual[0], case["correct"])
             assert_equal(actual[-1], case["wrong"])
             assert_equal(actual[0], case["closed_form_correct=sqrt((1-p)/p)"])
@@ -111,24 +132,27 @@ def check_grpo_advantages(section) -> None:
 
 def check_reinforce_baseline(section) -> None:
     inputs = groups_of(section["rewards"], section["lengths"])
-    assert_equal(DrGrpo()(inputs), sum(section["r_minus_group_mean"], []))
+    assert_equal(dr_grpo(inputs, DrGrpoAdvantageConfig()), sum(section["r_minus_group_mean"], []))
     sequence = section["sequence_weighted_norm"]
     for std in ("biased", "unbiased"):
-        assert_equal(ReinforceBaseline("paper", "sequence", std, "std_plus_eps")(inputs), sequence[std])
+        assert_equal(
+            baseline_of(inputs, variant="paper", weighting="sequence", std=std, scale="std_plus_eps"), sequence[std]
+        )
     token = section["token_weighted_norm"]
     assert_equal(
-        ReinforceBaseline("paper", "token", "biased", "variance_floor")(inputs), token["adv_biased_rsqrt_clamp1e-8"]
+        baseline_of(inputs, variant="paper", weighting="token", std="biased", scale="variance_floor"),
+        token["adv_biased_rsqrt_clamp1e-8"],
     )
     assert_equal(
-        ReinforceBaseline("paper", "token", "unbiased", "variance_plus_eps")(inputs),
+        baseline_of(inputs, variant="paper", weighting="token", std="unbiased", scale="variance_plus_eps"),
         token["adv_unbiased_rsqrt_plus1e-8"],
     )
-    tokens = DrGrpo()(inputs).repeat_interleave(inputs.response_lengths)
+    tokens = dr_grpo(inputs, DrGrpoAdvantageConfig()).repeat_interleave(inputs.response_lengths)
     assert_equal(tokens.mean(), token["token_mean"])
     assert_equal(tokens.var(correction=0), token["token_var_biased"])
     assert_equal(tokens.var(correction=1), token["token_var_unbiased"])
-    assert_equal(ReinforceBaseline()(inputs), section["token_weighted_scale_only(no mean subtraction)"])
-    assert_equal(Grpo("biased", 1e-8)(inputs), sum(section["grpo_same_rewards_biased"], []))
+    assert_equal(baseline_of(inputs), section["token_weighted_scale_only(no mean subtraction)"])
+    assert_equal(grpo_of(inputs, "biased", 1e-8), sum(section["grpo_same_rewards_biased"], []))
 
 
 def check_reinforce_pp(section) -> None:
@@ -138,9 +162,16 @@ def check_reinforce_pp(section) -> None:
 
     logprobs, ref_logprobs = padded(section["logp"]), padded(section["ref_logp"])
     mask = torch.isfinite(logprobs).float()
-    arguments = (tensor(section["rewards"]), logprobs, ref_logprobs, mask, section["beta"])
-    assert_equal(reinforce_pp_returns(*arguments)[mask > 0], sum(section["return_to_go"], []))
-    assert_equal(reinforce_pp_advantages(*arguments)[mask > 0], section["whitened_token_biased"])
+    lengths, flat = torch.full((len(logprobs),), logprobs.shape[1]), mask.flatten()
+    divergence = token_divergence("k1", logprobs.flatten(), ref_logprobs.flatten(), flat)
+    rewards = outcome_rewards(tensor(section["rewards"]), flat, lengths)
+    shaped = kl_shaped_rewards(rewards, divergence, flat, section["beta"])
+    zeros = torch.zeros_like(shaped)
+    returns = monte_carlo_returns(ValueInputs(zeros, shaped, flat, lengths, zeros[: len(lengths)]), 1.0)
+    assert_equal(returns[flat > 0], sum(section["return_to_go"], []))
+    found = moments(returns, flat)
+    whitened = whiten(returns, flat, found.mean(), found.variance())
+    assert_equal(whitened[flat > 0], section["whitened_token_biased"])
 
 
 def check_soft_overlong(section) -> None:
@@ -177,8 +208,8 @@ def check_dynamic_sampling(section) -> None:
 
 def check_clip(section) -> None:
     losses = {
-        "sym_0.2_0.2": PpoClip(0.2),
-        "clip_higher_0.2_0.28": ClipHigher(0.2, 0.28),
+        "sym_0.2_0.2": clip(0.2, 0.2),
+        "clip_higher_0.2_0.28": clip(0.2, 0.28),
     }
     for name, loss in losses.items():
         for sign in ("+1", "-1"):
@@ -190,11 +221,11 @@ def check_clip(section) -> None:
             assert (gradient == 0).tolist() == case["grad_zero"]
     for bound in (3, 10):
         case = section[f"dual_clip_c{bound}_A-1"]
-        token_loss, gradient = loss_and_gradient(DualClip(ClipHigher(), bound), case["ratios"], -1.0)
+        token_loss, gradient = loss_and_gradient(clip(dual_clip=bound), case["ratios"], -1.0)
         assert_equal(token_loss, case["loss"])
         assert_equal(gradient, case["dloss_dlogp"])
     ratios = section["dual_clip_c3_A-1"]["ratios"]
-    token_loss, _ = loss_and_gradient(DualClip(ClipHigher(), 3), ratios, 1.0)
+    token_loss, _ = loss_and_gradient(clip(dual_clip=3), ratios, 1.0)
     assert_equal(token_loss, section["dual_clip_c3_A+1(no effect)"]["loss"])
     check_reachable_probability(section["clip_higher_bound_examples"])
 
@@ -202,13 +233,13 @@ def check_clip(section) -> None:
 def check_reachable_probability(section) -> None:
     """The probability at which the gradient of a good token dies: old probability x the largest rewarded ratio."""
 
-    def largest(old: float, loss: PolicyLoss) -> float:
+    def largest(old: float, loss: PolicyLossConfig) -> float:
         token_loss, _ = loss_and_gradient(loss, [1 / old], 1.0)
         return min(1.0, -float(token_loss) * old)
 
-    assert_equal(largest(0.01, PpoClip(0.2)), section["p_old .01 -> max p, eps .2"])
-    assert_equal(largest(0.01, ClipHigher(0.2, 0.28)), section["p_old .01, eps .28"])
-    assert_equal(largest(0.9, PpoClip(0.2)), section["p_old .9, eps .2 (capped by 1)"])
+    assert_equal(largest(0.01, clip(0.2, 0.2)), section["p_old .01 -> max p, eps .2"])
+    assert_equal(largest(0.01, clip(0.2, 0.28)), section["p_old .01, eps .28"])
+    assert_equal(largest(0.9, clip(0.2, 0.2)), section["p_old .9, eps .2 (capped by 1)"])
 
 
 def check_loss_aggregation(section) -> None:
@@ -299,8 +330,8 @@ def check_tis(section) -> None:
     old, rollout = tensor(section["p_train_old"]).log(), tensor(section["p_rollout"]).log()
     inputs = OffPolicyInputs(old, rollout, torch.ones(5), torch.zeros(5, dtype=torch.int64), 1)
 
-    def weights(*arguments) -> torch.Tensor:
-        return importance_weights(OffPolicyCorrection(*arguments), inputs)[0]
+    def weights(correction: str, level: str, high: float, low: float = 0.0) -> torch.Tensor:
+        return importance_weights(OffPolicyConfig(correction=correction, level=level, high=high, low=low), inputs)[0]
 
     assert_equal(weights("tis", "token", 1e6), section["w_raw"])
     assert_equal(weights("tis", "token", 2.0), section["tis_token_C2"])
@@ -309,7 +340,7 @@ def check_tis(section) -> None:
     assert_equal(weights("tis", "sequence", 1e6), [section["seq_product"]] * 5)
     assert_equal(weights("tis", "sequence", 2.0), [section["seq_tis_C2"]] * 5)
     assert_equal(weights("tis", "geometric", 1e6), [section["seq_geo_mean"]] * 5)
-    truncated, sums = importance_weights(OffPolicyCorrection(), inputs)
+    truncated, sums = importance_weights(OffPolicyConfig(correction="tis"), inputs)
     normalized = normalize_by_batch_mean(truncated, float(sums["is_weight_sum"]), float(sums["num_tokens"]))
     assert_equal(normalized, section["tis_token_C2_batch_normalised"])
     check_decoupled(section["decoupled_pg"], old, truncated)
@@ -317,14 +348,14 @@ def check_tis(section) -> None:
     new, advantages = section["decoupled_pg"]["p_new"], section["decoupled_pg"]["adv"]
     ratio = tensor(new) / rollout.exp()
     assert_equal(ratio, bypass["ratio"])
-    assert_equal(loss_and_gradient(ClipHigher(), ratio.tolist(), advantages)[0], bypass["pg_loss"])
+    assert_equal(loss_and_gradient(clip(), ratio.tolist(), advantages)[0], bypass["pg_loss"])
     check_mismatch(section["mismatch_metrics"], old, rollout)
 
 
 def check_decoupled(section, old, weights) -> None:
     ratio = tensor(section["p_new"]) / old.exp()
     assert_equal(ratio, section["ratio_new_over_old"])
-    token_loss, _ = loss_and_gradient(ClipHigher(), ratio.tolist(), section["adv"])
+    token_loss, _ = loss_and_gradient(clip(), ratio.tolist(), section["adv"])
     assert_equal(token_loss, section["pg_loss"])
     assert_equal(token_loss * weights, section["pg_loss_times_tis"])
     trained, group = torch.tensor([5]), torch.tensor([0])
@@ -343,7 +374,9 @@ def check_mismatch(section, old, rollout) -> None:
 def check_gspo(section) -> None:
     def loss(ratios, advantage, low=3e-4, high=4e-4) -> tuple[float, float]:
         """(the sequence's loss, clipped share above) under sample-mean weights."""
-        token_loss, metrics = Gspo(low, high)(one_sequence(ratios, advantage))
+        token_loss, metrics = policy_loss(
+            GspoLossConfig(clip_ratio_low=low, clip_ratio_high=high), one_sequence(ratios, advantage)
+        )
         return float(token_loss.detach().mean()), float(metrics["clip_high_sum"] / metrics["num_tokens"])
 
     ratios = section["token_ratios"]

@@ -1,13 +1,15 @@
 """The assembled loss against the formula written out token by token."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
-from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
-from megatron_dapo.algorithms.policy_loss import build_policy_loss
+from megatron_dapo.config import load_config
+from megatron_dapo.config.training_schema import AlgorithmConfig, OffPolicyConfig, PpoClipLossConfig
 from megatron_dapo.types import MicroBatch
 
 
@@ -36,11 +38,13 @@ def test_loss_is_the_weighted_sum_of_all_terms(micro_batch):
     generator = torch.Generator().manual_seed(1)
     old, new, ref, entropy = (-torch.rand(7, generator=generator) for _ in range(4))
     objective = PolicyObjective(
-        build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, 10.0),
-        correction=OffPolicyCorrection("tis", "token", 1.2, 0.0),
-        entropy_coefficient=0.01,
-        kl_coefficient=0.1,
-        kl_estimator="k3",
+        AlgorithmConfig(
+            loss=PpoClipLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, dual_clip=10.0),
+            off_policy=OffPolicyConfig(correction="tis", high=1.2),
+            entropy_coefficient=0.01,
+            kl_loss_coefficient=0.1,
+            kl_estimator="k3",
+        )
     )
     weights, _ = objective.importance(micro_batch, old)
     loss, metrics = objective(micro_batch, new, -entropy, BehaviorTerms(old, weights, ref))
@@ -59,7 +63,7 @@ def test_loss_is_the_weighted_sum_of_all_terms(micro_batch):
 
 
 def test_masked_positions_may_hold_anything(micro_batch):
-    objective = PolicyObjective(build_policy_loss("ppo_clip"))
+    objective = PolicyObjective(AlgorithmConfig())
     logprobs = torch.full((7,), -1.0, requires_grad=True)
     old = torch.where(micro_batch.loss_mask > 0, -1.0, float("nan"))
     loss, _ = objective(micro_batch, logprobs, torch.zeros(7), BehaviorTerms(old))
@@ -71,10 +75,21 @@ def test_masked_positions_may_hold_anything(micro_batch):
 
 
 def test_without_a_coefficient_entropy_stays_out_of_the_graph(micro_batch):
-    objective = PolicyObjective(build_policy_loss("ppo_clip"))
+    objective = PolicyObjective(AlgorithmConfig())
     entropy = torch.ones(7, requires_grad=True)
     logprobs = torch.full((7,), -1.0, requires_grad=True)
     loss, metrics = objective(micro_batch, logprobs, entropy, BehaviorTerms(logprobs.detach()))
     loss.backward()
     assert entropy.grad is None
     assert float(metrics["entropy_sum"]) == 4.0
+
+
+@pytest.mark.parametrize(("loss", "clipped"), [("gspo", 1.0), ("cispo", 0.0), ("ppo_clip", 0.0)])
+def test_a_recipes_loss_has_its_papers_bounds(micro_batch, loss, clipped):
+    """Ratios of 1.01 are inside PPO's bounds and outside GSPO's, which are about 700 times tighter."""
+    recipe = Path(__file__).resolve().parents[3] / "examples" / "recipes" / "dapo_qwen2.5_32b.toml"
+    objective = PolicyObjective(load_config(recipe, [f"algorithm.loss={loss}"]).config.algorithm)
+    old = torch.full((7,), -1.0)
+    batch = replace(micro_batch, advantages=torch.ones(7))
+    _, metrics = objective(batch, old + math.log(1.01), torch.zeros(7), BehaviorTerms(old))
+    assert float(metrics["clip_high_sum"] / metrics["num_tokens"]) == clipped

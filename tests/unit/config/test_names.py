@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from megatron_dapo.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from megatron_dapo.algorithms.advantages import ADVANTAGES, STD_CONVENTIONS
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.algorithms.kl import KL_ESTIMATORS, KL_LOSSES
 from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES
@@ -15,14 +15,14 @@ from megatron_dapo.algorithms.off_policy import LEVELS, OFF_POLICY_METHODS
 from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES
 from megatron_dapo.config import critic_schema, model_schema, training_schema
+from megatron_dapo.config.schema import union_names
 from megatron_dapo.config.validator import VERIFIER_PRESETS
 from megatron_dapo.ops.lm_head.select import AUTO, IMPLEMENTATIONS
 from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.trainer.actor_learner import OVER_ROLLOUT
 
 PAIRS = [
-    (training_schema.AdvantageName, ADVANTAGE_ESTIMATORS, ()),
-    (training_schema.PolicyLossName, POLICY_LOSSES, ()),
+    (training_schema.GrpoStd, STD_CONVENTIONS, ()),
     (training_schema.Aggregation, AGGREGATIONS, (OVER_ROLLOUT,)),
     (training_schema.KlEstimator, KL_LOSSES, ()),
     (training_schema.Correction, OFF_POLICY_METHODS, ("none",)),
@@ -33,6 +33,11 @@ PAIRS = [
 @pytest.mark.parametrize(("names", "table", "own"), PAIRS)
 def test_names_agree(names: Any, table: Mapping[str, Any], own: tuple[str, ...]) -> None:
     assert set(get_args(names)) == {*table, *own}
+
+
+@pytest.mark.parametrize(("section", "table"), [("algorithm.advantage", ADVANTAGES), ("algorithm.loss", POLICY_LOSSES)])
+def test_members_of_a_union_agree(section: str, table: Mapping[str, Any]) -> None:
+    assert union_names(section) == tuple(table)
 
 
 def test_names_of_the_value_path_agree() -> None:

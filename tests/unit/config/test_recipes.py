@@ -23,12 +23,12 @@ QWEN_32B = ArchitectureFacts(
 # From the paper (arXiv 2503.14476) and, where it is silent, from the published script of the reproduction.
 AIME_50: dict[str, Any] = {
     "algorithm.name": "dapo",
-    "algorithm.advantage": "grpo",
-    "algorithm.policy_loss": "clip_higher",
-    "algorithm.clip_ratio_low": 0.2,
-    "algorithm.clip_ratio_high": 0.28,
-    "algorithm.dual_clip": 10.0,
-    "algorithm.aggregation": "token_mean",
+    "algorithm.advantage.name": "grpo",
+    "algorithm.loss.name": "ppo_clip",
+    "algorithm.loss.clip_ratio_low": 0.2,
+    "algorithm.loss.clip_ratio_high": 0.28,
+    "algorithm.loss.dual_clip": 10.0,
+    "algorithm.loss.aggregation": "token_mean",
     "algorithm.entropy_coefficient": 0.0,
     "algorithm.kl_loss_coefficient": 0.0,
     "optimizer.clip_grad": 1.0,
@@ -69,9 +69,9 @@ AIME_50: dict[str, Any] = {
 # algorithms.md's values of the papers (arXiv 2504.05118, 2506.15050) and of T-PPO's public scripts.
 VAPO: dict[str, Any] = {
     "algorithm.name": "vapo",
-    "algorithm.clip_ratio_low": 0.2,
-    "algorithm.clip_ratio_high": 0.28,
-    "algorithm.aggregation": "token_mean",
+    "algorithm.loss.clip_ratio_low": 0.2,
+    "algorithm.loss.clip_ratio_high": 0.28,
+    "algorithm.loss.aggregation": "token_mean",
     "algorithm.positive_example_coefficient": 0.1,
     "advantage_estimation.gamma": 1.0,
     "advantage_estimation.lambda_rule": "length_adaptive",
@@ -87,10 +87,10 @@ VAPO: dict[str, Any] = {
 }
 TPPO: dict[str, Any] = {
     "algorithm.name": "tppo",
-    "algorithm.clip_ratio_low": 0.2,
-    "algorithm.clip_ratio_high": 0.28,
-    "algorithm.dual_clip": 10.0,
-    "algorithm.aggregation": "rollout_token_mean",
+    "algorithm.loss.clip_ratio_low": 0.2,
+    "algorithm.loss.clip_ratio_high": 0.28,
+    "algorithm.loss.dual_clip": 10.0,
+    "algorithm.loss.aggregation": "rollout_token_mean",
     "algorithm.positive_example_coefficient": 0.1,
     "advantage_estimation.lambda_rule": "window",
     "advantage_estimation.lambda_alpha": 0.05,

@@ -14,8 +14,10 @@ from megatron_dapo.config.schema import leaf_fields, section_types
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 
-SECTIONS = {path.rpartition(".")[2]: model.__name__ for path, model in section_types().items() if path}
-CLASSES = {model.__name__: path.rpartition(".")[2] for path, model in section_types().items() if path}
+SECTIONS = {path.rpartition(".")[2] for path in section_types() if path}
+CLASSES = {
+    model.__name__: path.rpartition(".")[2] for path, models in section_types().items() if path for model in models
+}
 
 
 def section_of(node: ast.expr | None, aliases: dict[str, str]) -> str | None:
@@ -70,7 +72,7 @@ def read() -> set[str]:
 THROUGH = {
     "checkpoint.output_dir": "checkpoint_dir",
     "evaluation.max_response_tokens": "evaluation_response_tokens",
-    "algorithm.aggregation_length": "aggregation_length",
+    "algorithm.loss.aggregation_length": "aggregation_length",
     "parallel.num_processes": "require_valid",  # the processes there are must be those it asks for
     "critic.parallel.num_processes": "num_critic_processes",
     "optimizer.warmup_unit": "schedule_steps",
@@ -112,7 +114,7 @@ def test_confirmation_is_read_by_the_validator(path: str) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    for section, model in section_types().items():
+    for section, model in [(path, model) for path, models in section_types().items() for model in models]:
         assert model.__doc__, f"section {section} has no docstring"
         for name, field in model.model_fields.items():
             assert field.description and len(field.description) > 10, f"{section}.{name} has no docstring"
@@ -134,6 +136,6 @@ def test_resolved_shortcuts() -> None:
         "evaluation": {"max_response_tokens": 5},
         "parallel": {"tp_size": 2, "cp_size": 2},
     }
-    config = config_from_dict({**own, "algorithm": {"aggregation_length": 9}})
+    config = config_from_dict({**own, "algorithm": {"loss": {"aggregation_length": 9}}})
     assert config.checkpoint_dir == Path("/ck")
     assert (config.evaluation_response_tokens, config.aggregation_length, config.num_processes) == (5, 9, 4)

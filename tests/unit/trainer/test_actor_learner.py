@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms.objective import PolicyObjective
-from megatron_dapo.algorithms.off_policy import OffPolicyCorrection
-from megatron_dapo.algorithms.policy_loss import build_policy_loss
+from megatron_dapo.config.training_schema import AlgorithmConfig, OffPolicyConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
@@ -58,7 +57,7 @@ class FakeActor:
         return Result(totals)
 
 
-def make_learner(actor: FakeActor, epochs: int, correction: OffPolicyCorrection | None = None) -> PolicyLearner:
+def make_learner(actor: FakeActor, epochs: int, correction: OffPolicyConfig | None = None) -> PolicyLearner:
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         yield
@@ -74,9 +73,9 @@ def make_learner(actor: FakeActor, epochs: int, correction: OffPolicyCorrection 
         schedule_counts_optimizer_steps=False,
         max_consecutive_skips=3,
     )
-    loss = build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, None)
+    objective = PolicyObjective(AlgorithmConfig(off_policy=correction or OffPolicyConfig()))
     schedule = LearningRateSchedule(1e-3, 0, 10)
-    return PolicyLearner(actor, PolicyObjective(loss, correction), ParallelLayout(1), 0, settings, schedule, phase)
+    return PolicyLearner(actor, objective, ParallelLayout(1), 0, settings, schedule, phase)
 
 
 def make_samples(num_groups: int) -> list[TrainSample]:
@@ -121,13 +120,13 @@ def test_a_gate_looks_at_everything_before_anything_is_trained() -> None:
     ("correction", "bounded", "masked", "weight"),
     [
         (None, 0.0, 0.0, 1.0),
-        (OffPolicyCorrection("tis", "token", 1.5), 1.0, 0.0, 1.5),
-        (OffPolicyCorrection("mis", "token", 1.5), 1.0, 1.0, 0.0),
-        (OffPolicyCorrection("mis", "token", 2.0), 0.0, 0.0, torch.tensor(0.5).exp().item()),
+        (OffPolicyConfig(correction="tis", high=1.5), 1.0, 0.0, 1.5),
+        (OffPolicyConfig(correction="mis", high=1.5), 1.0, 1.0, 0.0),
+        (OffPolicyConfig(correction="mis", high=2.0), 0.0, 0.0, torch.tensor(0.5).exp().item()),
     ],
 )
 def test_the_correction_says_what_it_did(
-    correction: OffPolicyCorrection | None, bounded: float, masked: float, weight: float
+    correction: OffPolicyConfig | None, bounded: float, masked: float, weight: float
 ) -> None:
     metrics = make_learner(FakeActor(), 1, correction).learn(make_samples(4), train_step=1).metrics
     assert metrics["mismatch/bounded_share"] == bounded and metrics["mismatch/masked_share"] == masked

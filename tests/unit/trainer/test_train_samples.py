@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.algorithms.advantages import build_advantage_estimator
+from megatron_dapo.config.training_schema import DrGrpoAdvantageConfig, GrpoAdvantageConfig
 from megatron_dapo.trainer.train_samples import build_critic_samples, build_train_samples, with_staleness
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
 
@@ -21,7 +21,7 @@ def test_every_token_carries_its_response_s_advantage():
     group = _group(
         "g", [_sample("g/0", 2, 1.0), _sample("g/1", 3, -1.0), _sample("g/2", 1, -1.0), _sample("g/3", 4, 1.0)]
     )
-    built = build_train_samples([group], build_advantage_estimator("grpo", {"std": "unbiased"}), filter_overlong=False)
+    built = build_train_samples([group], GrpoAdvantageConfig(std="unbiased"), filter_overlong=False)
     expected = 3**0.5 / 2
     for sample, sign in zip(built.samples, (1, -1, -1, 1), strict=True):
         assert sample.advantages.tolist() == pytest.approx([sign * expected] * sample.num_response_tokens, rel=1e-5)
@@ -32,15 +32,15 @@ def test_every_token_carries_its_response_s_advantage():
 
 def test_overlong_filter_masks_the_loss_but_not_the_statistics():
     samples = [_sample("g/0", 2, 1.0), _sample("g/1", 3, -1.0, "length")]
-    plain = build_train_samples([_group("g", samples)], build_advantage_estimator("grpo"), filter_overlong=False)
-    filtered = build_train_samples([_group("g", samples)], build_advantage_estimator("grpo"), filter_overlong=True)
+    plain = build_train_samples([_group("g", samples)], GrpoAdvantageConfig(), filter_overlong=False)
+    filtered = build_train_samples([_group("g", samples)], GrpoAdvantageConfig(), filter_overlong=True)
     assert filtered.samples[1].loss_mask.tolist() == [0.0, 0.0, 0.0]
     assert filtered.samples[0].advantages.tolist() == plain.samples[0].advantages.tolist()
 
 
 def test_groups_are_told_apart():
     groups = [_group(name, [_sample(f"{name}/0", 1, 1.0), _sample(f"{name}/1", 1, 0.0)]) for name in ("a", "b")]
-    built = build_train_samples(groups, build_advantage_estimator("dr_grpo"), filter_overlong=False)
+    built = build_train_samples(groups, DrGrpoAdvantageConfig(), filter_overlong=False)
     assert [sample.group_index for sample in built.samples] == [0, 0, 1, 1]
     assert [float(sample.advantages[0]) for sample in built.samples] == [0.5, -0.5, 0.5, -0.5]
 
@@ -50,7 +50,7 @@ def test_every_token_carries_its_age():
     versions = (VersionRange(0, 1, 3), VersionRange(1, 3, 4), VersionRange(3, 4, 5))
     mixed = replace(sample, completion=replace(sample.completion, versions=versions))
     groups = [_group("g", [mixed, _sample("g/1", 2, -1.0)])]
-    built = build_train_samples(groups, build_advantage_estimator("grpo"), filter_overlong=False)
+    built = build_train_samples(groups, GrpoAdvantageConfig(), filter_overlong=False)
     assert built.samples[0].staleness is None
     aged = with_staleness(built.samples, groups, version=5)
     assert [one.staleness.tolist() for one in aged] == [[2.0, 1.0, 1.0, 0.0], [5.0, 5.0]]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_dapo.algorithms.objective import PolicyObjective
-from megatron_dapo.algorithms.policy_loss import build_policy_loss
 from megatron_dapo.algorithms.value_loss import build_value_loss
+from megatron_dapo.config.training_schema import AlgorithmConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
 from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
@@ -110,7 +110,6 @@ def make_policy_learner(policy: FakePolicy, positive_coefficient: float = 0.0, *
         max_consecutive_skips=3,
         **changes,
     )
-    loss = build_policy_loss("clip_higher", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, None)
     layout = ParallelLayout(1)
-    objective = PolicyObjective(loss, positive_coefficient=positive_coefficient)
+    objective = PolicyObjective(AlgorithmConfig(positive_example_coefficient=positive_coefficient))
     return PolicyLearner(policy, objective, layout, 0, settings, schedule, lambda name: nullcontext())
