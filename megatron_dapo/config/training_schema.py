@@ -61,7 +61,7 @@ class GspoLossConfig(Section):
     """Clipped ratio of whole sequences (GSPO, arXiv 2507.18071); the loss is the mean over responses."""
 
     name: Literal["gspo"] = "gspo"
-    """The loss."""
+    """Which policy loss this is."""
 
     clip_ratio_low: Fraction = 3e-4
     """The sequence's ratio is clipped below at 1 - clip_ratio_low."""
@@ -77,14 +77,14 @@ class GspoTokenLossConfig(GspoLossConfig):
     """GSPO with an advantage for every token (GSPO-token, arXiv 2507.18071, eq. 13)."""
 
     name: Literal["gspo_token"] = "gspo_token"  # type: ignore[assignment]
-    """The loss."""
+    """Which policy loss this is."""
 
 
 class CispoLossConfig(TokenLossConfig):
     """Clipped ratio as a constant weight (CISPO, MiniMax-M1, arXiv 2506.13585)."""
 
     name: Literal["cispo"] = "cispo"
-    """The loss."""
+    """Which policy loss this is."""
 
     clip_ratio_low: Fraction = 1.0
     """The weight is at least 1 - clip_ratio_low. 1: no lower bound, as in the paper."""
@@ -115,21 +115,21 @@ class DrGrpoAdvantageConfig(Section):
     """Reward - group mean (Dr. GRPO, arXiv 2503.20783)."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
-    """The advantage."""
+    """Which advantage this is."""
 
 
 class RlooAdvantageConfig(Section):
     """Reward - mean of the group's other rewards (RLOO, arXiv 2402.14740)."""
 
     name: Literal["rloo"] = "rloo"
-    """The advantage."""
+    """Which advantage this is."""
 
 
 class ReinforceBaselineAdvantageConfig(Section):
     """Reward - group mean, scaled over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
 
     name: Literal["reinforce_baseline"] = "reinforce_baseline"
-    """The advantage."""
+    """Which advantage this is."""
 
     variant: Literal["scale_only", "paper"] = "scale_only"
     """paper: subtract the batch's mean before dividing by its standard deviation. scale_only: only divide; groups of
@@ -153,7 +153,7 @@ class ReinforcePpAdvantageConfig(ReinforceBaselineAdvantageConfig):
     term is kl_loss_coefficient's."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"  # type: ignore[assignment]
-    """The advantage."""
+    """Which advantage this is."""
 
     variant: Literal["scale_only", "paper"] = "paper"
     """paper: subtract the batch's mean before dividing by its standard deviation. scale_only: only divide."""
