@@ -143,9 +143,7 @@ class ModelArchitecture:
     head: str = LANGUAGE_MODEL  # one of HEADS
 
     @classmethod
-    def from_directory(
-        cls, directory: str | Path, *, neutral_fields: Collection[str] = (), heads: Collection[str] = (LANGUAGE_MODEL,)
-    ) -> ModelArchitecture:
+    def from_directory(cls, directory: str | Path, *, heads: Collection[str] = (LANGUAGE_MODEL,)) -> ModelArchitecture:
         """Read config.json of a model directory; see `from_config`."""
         path = Path(directory) / "config.json"
         try:
@@ -154,36 +152,27 @@ class ModelArchitecture:
             raise ValueError(f"{directory}: no config.json; give a Hugging Face model directory") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
-        return cls.from_config(config, neutral_fields=neutral_fields, heads=heads)
+        return cls.from_config(config, heads=heads)
 
     @classmethod
-    def from_config(
-        cls,
-        config: Mapping[str, Any],
-        *,
-        neutral_fields: Collection[str] = (),
-        heads: Collection[str] = (LANGUAGE_MODEL,),
-    ) -> ModelArchitecture:
+    def from_config(cls, config: Mapping[str, Any], *, heads: Collection[str] = (LANGUAGE_MODEL,)) -> ModelArchitecture:
         """Return the architecture of a parsed config.json (transformers 4 or 5) whose head is one of `heads`.
 
         Raises ValueError that names the field for an unknown model_type, another head, a value that changes the math
-        in an unsupported way, a missing field, a value of a wrong type or size, and an unknown field that is set,
-        unless `neutral_fields` names it.
+        in an unsupported way, a missing field, a value of a wrong type or size, and an unknown field that is set.
         """
         if not isinstance(config, Mapping):
             raise ValueError(f"config.json: holds a {type(config).__name__}, not an object of fields")
         try:
-            return cls._parse(config, neutral_fields, heads)
+            return cls._parse(config, heads)
         except (TypeError, AttributeError, OverflowError) as error:
             # A list where a number belongs and the like: the fields are too many to check each one's type.
             raise ValueError(f"config.json: a field has a value of the wrong type: {error}") from error
 
     @classmethod
-    def _parse(
-        cls, config: Mapping[str, Any], neutral_fields: Collection[str], supported_heads: Collection[str]
-    ) -> ModelArchitecture:
+    def _parse(cls, config: Mapping[str, Any], supported_heads: Collection[str]) -> ModelArchitecture:
         family, head = _family_and_head(config, supported_heads)
-        _check_fields(config, family, neutral_fields)
+        _check_fields(config, family)
         _check_full_attention(config)
         heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
         key_value_heads = (
@@ -385,8 +374,8 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int
     return hidden // heads
 
 
-def _check_fields(config: Mapping[str, Any], family: Family, neutral_fields: Collection[str]) -> None:
-    known = _USED | _NEUTRAL | frozenset(neutral_fields)
+def _check_fields(config: Mapping[str, Any], family: Family) -> None:
+    known = _USED | _NEUTRAL
     if family.experts:
         known |= _USED_BY_EXPERTS | _NEUTRAL_FOR_EXPERTS
     for field, value in config.items():
@@ -397,8 +386,8 @@ def _check_fields(config: Mapping[str, Any], family: Family, neutral_fields: Col
                 )
         elif field not in known and value not in (None, False):
             raise ValueError(
-                f"config.json: unknown field {field} = {value!r} may change the model; remove it, or name it "
-                "in neutral_fields if it does not change logits or gradients"
+                f"config.json: unknown field {field} = {value!r} may change the model; remove it "
+                "from config.json if it changes neither logits nor gradients"
             )
     _required(config, "hidden_act")
 

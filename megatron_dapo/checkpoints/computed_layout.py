@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,11 +72,37 @@ class ComputedLayout(ABC):
             self._contents_of[key] = self._compute(rank)
         return self._contents_of[key]
 
+    def _whole(self, local: str, name: str) -> Buffer:
+        """Return a buffer `local` that is tensor `name`."""
+        shape = self.tensors[name].shape
+        zeros = (0,) * len(shape)
+        return Buffer(local, shape, (Shard(name, zeros, shape, local, zeros),))
 
-def whole_tensor(name: str, shape: tuple[int, ...], local: str) -> Buffer:
-    """Return a buffer `local` that is one whole tensor."""
-    zeros = (0,) * len(shape)
-    return Buffer(local, shape, (Shard(name, zeros, shape, local, zeros),))
+    def _columns(self, local: str, name: str, index: int, width: int) -> Buffer:
+        """Return columns [index * width, +width) of matrix `name`; those beyond it are padding."""
+        rows, columns = self.tensors[name].shape
+        real = min(columns - index * width, width)
+        shards = (Shard(name, (0, index * width), (rows, real), local, (0, 0)),) if real > 0 else ()
+        return Buffer(local, (rows, width), shards)
+
+    def _rows(self, local: str, stacked: Sequence[tuple[str, int, int]]) -> Buffer:
+        """Return a buffer that stacks rows [index * rows, +rows) of each (tensor, index, rows); rows beyond a tensor are
+        padding. A bias is a matrix without columns."""
+        tail = self.tensors[stacked[0][0]].shape[1:]
+        zeros = (0,) * len(tail)
+        shards, position = [], 0
+        for name, index, rows in stacked:
+            real = min(self.tensors[name].shape[0] - index * rows, rows)
+            if real > 0:
+                shards.append(Shard(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
+            position += rows
+        return Buffer(local, (position, *tail), tuple(shards))
+
+
+def check_divides(axis: str, parallel_size: int, field: str, size: int) -> None:
+    """Raise ValueError unless the size of a parallel axis divides a size of the model."""
+    if size % parallel_size:
+        raise ValueError(f"{axis} parallel size {parallel_size} does not divide {field} {size}; choose a divisor")
 
 
 def collect_buffers(buffers: Iterable[tuple[Buffer, torch.dtype]]) -> RankContents:

@@ -19,7 +19,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +31,8 @@ from megatron_dapo.checkpoints.architecture import (
     VALUE_WEIGHT,
     ModelArchitecture,
 )
-from megatron_dapo.checkpoints.export import DEFAULT_BATCH_BYTES, ExportReport, export_model
+from megatron_dapo.checkpoints.export import ExportReport, export_model
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
-from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES
 from megatron_dapo.checkpoints.load import RandomReader, WeightLoadReport, fill, random_normal
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.checkpoints.safetensors_file import StoredModel
@@ -45,6 +43,7 @@ from megatron_dapo.reshard.slices import Slice
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
+_LABELS = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
 # Fields in which a policy and a critic of the same layers may differ.
 _FREE_FIELDS = frozenset({"head", "tie_word_embeddings", "dtype", "max_position_embeddings"})
 
@@ -120,8 +119,6 @@ def export_critic(
     group: dist.ProcessGroup | None,
     *,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    batch_bytes: int = DEFAULT_BATCH_BYTES,
 ) -> ExportReport:
     """Write the critic of all ranks' `parameters` to directory `target`, a *ForTokenClassification of one label.
 
@@ -138,9 +135,7 @@ def export_critic(
             parameters,
             group,
             dtype=dtype,
-            shard_bytes=shard_bytes,
-            batch_bytes=batch_bytes,
-            config_fields=_config_fields(layout.architecture),
+            config_fields={**_LABELS, "architectures": [layout.architecture.class_name]},
         )
 
 
@@ -212,10 +207,6 @@ def _log_head(directory: str | Path, fresh: tuple[str, ...], init: ValueHeadInit
         logger.info("critic from %s: its value head has no bias, which starts at 0", directory)
     else:
         logger.info("critic from %s, head included", directory)
-
-
-def _config_fields(critic: ModelArchitecture) -> dict[str, Any]:
-    return {"architectures": [critic.class_name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
 def _check_labels(stored: HFCheckpoint, source: ModelArchitecture) -> None:

@@ -35,19 +35,6 @@ _FUSED_EXPERTS_HINT = (
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def huggingface_layout(
-    architecture: ModelArchitecture,
-    dtype: torch.dtype | Mapping[str, torch.dtype],
-    *,
-    num_ranks: int = 1,
-    holder: int = 0,
-) -> SingleHolderLayout:
-    """Return the layout in which rank `holder` has every tensor whole under its Hugging Face name."""
-    dtypes = dict.fromkeys(architecture.shapes(), dtype) if isinstance(dtype, torch.dtype) else dtype
-    specs = {name: TensorSpec(shape, dtypes[name]) for name, shape in architecture.shapes().items()}
-    return SingleHolderLayout(specs, num_ranks, holder)
-
-
 class HFCheckpoint(StoredModel):
     """The safetensors files of a Hugging Face model directory.
 

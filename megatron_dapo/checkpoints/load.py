@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint, huggingface_layout
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.reshard.execution import Buffers, ShardReader, execute_from_reader
-from megatron_dapo.reshard.layout import Layout, Shard, local_holes
+from megatron_dapo.reshard.layout import Layout, Shard, SingleHolderLayout, TensorSpec, local_holes
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
 
@@ -51,8 +51,8 @@ def load_from_huggingface(
 
 def initialize_randomly(seed: int, layout: MegatronLayout, rank: int, parameters: Buffers) -> WeightLoadReport:
     """Fill `parameters` of `rank` with random weights; padding becomes zero."""
-    source = huggingface_layout(layout.architecture, torch.float32, num_ranks=layout.num_ranks)
-    return fill(source, RandomReader(seed), layout, rank, parameters)
+    specs = {name: TensorSpec(shape, torch.float32) for name, shape in layout.architecture.shapes().items()}
+    return fill(SingleHolderLayout(specs, layout.num_ranks), RandomReader(seed), layout, rank, parameters)
 
 
 def fill(

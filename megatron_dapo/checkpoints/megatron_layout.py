@@ -24,8 +24,8 @@ from megatron_dapo.checkpoints.computed_layout import (
     Buffer,
     ComputedLayout,
     RankContents,
+    check_divides,
     collect_buffers,
-    whole_tensor,
 )
 from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec
@@ -129,7 +129,7 @@ class MegatronLayout(ComputedLayout):
         if self.architecture.qk_norm:
             yield self._whole(attention + "q_layernorm.weight", name + "self_attn.q_norm.weight")
             yield self._whole(attention + "k_layernorm.weight", name + "self_attn.k_norm.weight")
-        yield self._columns(
+        yield self._row_parallel(
             attention + "linear_proj.weight", name + "self_attn.o_proj.weight", tensor, self.parallel.tensor
         )
 
@@ -137,7 +137,7 @@ class MegatronLayout(ComputedLayout):
         size = self.parallel.tensor
         yield self._whole(local + "mlp.linear_fc1.layer_norm_weight", name + "post_attention_layernorm.weight")
         yield self._gate_up(local + "mlp.linear_fc1.weight", name + "mlp.", tensor, size)
-        yield self._columns(local + "mlp.linear_fc2.weight", name + "mlp.down_proj.weight", tensor, size)
+        yield self._row_parallel(local + "mlp.linear_fc2.weight", name + "mlp.down_proj.weight", tensor, size)
 
     def _experts(self, local: str, name: str, coordinates: ExpertCoordinates) -> Iterator[Buffer]:
         assert self.architecture.experts is not None
@@ -149,32 +149,18 @@ class MegatronLayout(ComputedLayout):
             here = f"{local}mlp.experts.local_experts.{index}."
             there = f"{name}mlp.experts.{coordinates.expert * num_local + index}."
             yield self._gate_up(here + "linear_fc1.weight", there, coordinates.tensor, size)
-            yield self._columns(here + "linear_fc2.weight", there + "down_proj.weight", coordinates.tensor, size)
+            yield self._row_parallel(here + "linear_fc2.weight", there + "down_proj.weight", coordinates.tensor, size)
 
-    def _whole(self, local: str, name: str) -> Buffer:
-        return whole_tensor(name, self.tensors[name].shape, local)
-
-    def _columns(self, local: str, name: str, index: int, count: int) -> Buffer:
-        rows, columns = self.tensors[name].shape
-        width = columns // count
-        return Buffer(local, (rows, width), (Shard(name, (0, index * width), (rows, width), local, (0, 0)),))
+    def _row_parallel(self, local: str, name: str, index: int, count: int) -> Buffer:
+        return self._columns(local, name, index, self.tensors[name].shape[1] // count)
 
     def _vocabulary(self, local: str, name: str, tensor: int) -> Buffer:
-        vocab_size, hidden = self.tensors[name].shape
-        rows = padded_vocabulary(vocab_size, self.parallel.tensor) // self.parallel.tensor
-        start = tensor * rows
-        real = min(vocab_size - start, rows)
-        shards = (Shard(name, (start, 0), (real, hidden), local, (0, 0)),) if real > 0 else ()
-        return Buffer(local, (rows, hidden), shards)
+        size = self.parallel.tensor
+        return self._rows(local, [(name, tensor, padded_vocabulary(self.tensors[name].shape[0], size) // size)])
 
     def _gate_up(self, local: str, prefix: str, index: int, count: int) -> Buffer:
-        rows, hidden = self.tensors[prefix + "gate_proj.weight"].shape
-        rows //= count
-        shards = tuple(
-            Shard(prefix + name + ".weight", (index * rows, 0), (rows, hidden), local, (position * rows, 0))
-            for position, name in enumerate(("gate_proj", "up_proj"))
-        )
-        return Buffer(local, (2 * rows, hidden), shards)
+        names = prefix + "gate_proj.weight", prefix + "up_proj.weight"
+        return self._rows(local, [(name, index, self.tensors[name].shape[0] // count) for name in names])
 
     def _qkv(self, local: str, pattern: str, tensor: int) -> Buffer:
         """Return the rows of rank `tensor` of the interleaved matrix of all heads; a bias is a matrix without columns."""
@@ -208,44 +194,25 @@ def _interleaved_rows(architecture: ModelArchitecture) -> Iterator[tuple[str, in
 
 def _check_divisible(architecture: ModelArchitecture, parallel: ParallelLayout) -> None:
     tensor, groups = parallel.tensor, architecture.num_key_value_heads
-    for field in ("num_attention_heads", *(("intermediate_size",) if architecture.has_dense_layers else ())):
-        if getattr(architecture, field) % tensor:
-            raise ValueError(
-                f"tensor parallel size {tensor} does not divide {field} "
-                f"{getattr(architecture, field)}; choose a divisor"
-            )
+    check_divides("tensor", tensor, "num_attention_heads", architecture.num_attention_heads)
+    if architecture.has_dense_layers:
+        check_divides("tensor", tensor, "intermediate_size", architecture.intermediate_size)
     if groups % tensor and tensor % groups:
         raise ValueError(
             f"tensor parallel size {tensor} is neither a multiple nor a divisor of num_key_value_heads {groups}, "
             "which Megatron-core needs"
         )
-    if (architecture.num_attention_heads + 2 * groups) * architecture.head_dim % tensor:
-        raise ValueError(
-            f"tensor parallel size {tensor} does not divide the rows of the fused QKV; choose a smaller one"
-        )
-    _check_experts(architecture, parallel)
-    parallel.layers_of(0, 0, architecture.num_layers)  # raises where the layers do not split
-
-
-def _check_experts(architecture: ModelArchitecture, parallel: ParallelLayout) -> None:
+    rows = (architecture.num_attention_heads + 2 * groups) * architecture.head_dim
+    check_divides("tensor", tensor, "the rows of the fused QKV", rows)
     experts = architecture.experts
-    if experts is None:
-        if parallel.expert > 1:
-            raise ValueError(
-                f"expert parallel size {parallel.expert} needs a mixture-of-experts model; "
-                f"{architecture.model_type} is dense"
-            )
-        return
-    if experts.num_experts % parallel.expert:
+    if experts is not None:
+        check_divides("expert", parallel.expert, "num_experts", experts.num_experts)
+        check_divides("expert tensor", parallel.expert_tensor_size, "moe_intermediate_size", experts.intermediate_size)
+    elif parallel.expert > 1:
         raise ValueError(
-            f"expert parallel size {parallel.expert} does not divide num_experts {experts.num_experts}; "
-            "choose a divisor"
+            f"expert parallel size {parallel.expert} needs a mixture-of-experts model; {architecture.model_type} is dense"
         )
-    if experts.intermediate_size % parallel.expert_tensor_size:
-        raise ValueError(
-            f"expert tensor parallel size {parallel.expert_tensor_size} does not divide moe_intermediate_size "
-            f"{experts.intermediate_size}; choose a divisor"
-        )
+    parallel.layers_of(0, 0, architecture.num_layers)  # raises if the layers do not split
 
 
 def megatron_layout(

@@ -7,7 +7,7 @@ native one do). See the table in `SglangLayout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,8 +18,8 @@ from megatron_dapo.checkpoints.computed_layout import (
     Buffer,
     ComputedLayout,
     RankContents,
+    check_divides,
     collect_buffers,
-    whole_tensor,
 )
 from megatron_dapo.reshard.layout import Shard, TensorSpec, local_holes
 from megatron_dapo.reshard.slices import Slice
@@ -43,14 +43,6 @@ def _multiple(size: int, of: int) -> int:
     return -(-size // of) * of
 
 
-def _divided(field: str, size: int, tensor_parallel: int) -> int:
-    if size % tensor_parallel:
-        raise ValueError(
-            f"engine tensor parallel size {tensor_parallel} does not divide {field} {size}; choose a divisor"
-        )
-    return size
-
-
 def _mlp_sizes(architecture: ModelArchitecture) -> tuple[int, int]:
     """Return the intermediate sizes of a dense layer and of an expert, 0 if the model has none."""
     experts = architecture.experts
@@ -66,13 +58,11 @@ def _cuda_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_pa
             f"engine tensor parallel size {tensor_parallel} is neither a multiple nor a divisor of "
             f"num_key_value_heads {heads}, which SGLang needs"
         )
-    return EngineSizes(
-        query_heads=_divided("num_attention_heads", architecture.num_attention_heads, tensor_parallel),
-        key_value_heads=heads,
-        intermediate=_divided("intermediate_size", dense, tensor_parallel),
-        expert_intermediate=_divided("moe_intermediate_size", expert, tensor_parallel // expert_parallel),
-        vocabulary=_divided("the padded vocabulary", vocabulary, tensor_parallel),
-    )
+    check_divides("engine tensor", tensor_parallel, "num_attention_heads", architecture.num_attention_heads)
+    check_divides("engine tensor", tensor_parallel, "intermediate_size", dense)
+    check_divides("engine tensor", tensor_parallel // expert_parallel, "moe_intermediate_size", expert)
+    check_divides("engine tensor", tensor_parallel, "the padded vocabulary", vocabulary)
+    return EngineSizes(architecture.num_attention_heads, heads, dense, expert, vocabulary)
 
 
 def _cpu_sizes(architecture: ModelArchitecture, tensor_parallel: int, expert_parallel: int) -> EngineSizes:
@@ -152,11 +142,11 @@ class SglangLayout(ComputedLayout):
             prefix = f"model.layers.{layer}."
             yield from self._attention(prefix, tensor)
             if self.architecture.experts is not None:
-                yield self._whole(prefix + ROUTER)
+                yield self._whole(prefix + ROUTER, prefix + ROUTER)
                 yield from self._experts(prefix + "mlp.experts.", tensor)
             else:
                 yield from self._mlp(prefix + "mlp.", tensor)
-        yield self._whole(FINAL_NORM)
+        yield self._whole(FINAL_NORM, FINAL_NORM)
         if not self.architecture.tie_word_embeddings:
             yield self._rows(LM_HEAD, [(LM_HEAD, tensor, vocabulary)])
         elif self.architecture.experts is not None:
@@ -166,14 +156,14 @@ class SglangLayout(ComputedLayout):
     def _attention(self, prefix: str, tensor: int) -> Iterator[Buffer]:
         attention, head = prefix + "self_attn.", self.architecture.head_dim
         num_query = self._share(self.sizes.query_heads) * head
-        yield self._whole(prefix + "input_layernorm.weight")
+        yield self._whole(prefix + "input_layernorm.weight", prefix + "input_layernorm.weight")
         for kind in ("weight", "bias") if self.architecture.qkv_bias else ("weight",):
             yield self._rows(attention + "qkv_proj." + kind, self._qkv(attention, kind, tensor))
         if self.architecture.qk_norm:
-            yield self._whole(attention + "q_norm.weight")
-            yield self._whole(attention + "k_norm.weight")
-        yield self._columns(attention + "o_proj.weight", tensor, num_query)
-        yield self._whole(prefix + "post_attention_layernorm.weight")
+            yield self._whole(attention + "q_norm.weight", attention + "q_norm.weight")
+            yield self._whole(attention + "k_norm.weight", attention + "k_norm.weight")
+        yield self._columns(attention + "o_proj.weight", attention + "o_proj.weight", tensor, num_query)
+        yield self._whole(prefix + "post_attention_layernorm.weight", prefix + "post_attention_layernorm.weight")
 
     def _qkv(self, attention: str, kind: str, tensor: int) -> list[tuple[str, int, int]]:
         heads, size, head = self.sizes.key_value_heads, self.tensor_parallel, self.architecture.head_dim
@@ -186,7 +176,7 @@ class SglangLayout(ComputedLayout):
         size = self._share(self.sizes.intermediate)
         parts = [(f"{prefix}{name}_proj.weight", tensor, size) for name in ("gate", "up")]
         yield self._rows(prefix + "gate_up_proj.weight", parts)
-        yield self._columns(prefix + "down_proj.weight", tensor, size)
+        yield self._columns(prefix + "down_proj.weight", prefix + "down_proj.weight", tensor, size)
 
     def _experts(self, prefix: str, tensor: int) -> Iterator[Buffer]:
         experts, cut = self.architecture.experts, self.tensor_parallel // self.expert_parallel
@@ -222,30 +212,6 @@ class SglangLayout(ComputedLayout):
 
     def _share(self, size: int) -> int:
         return size // self.tensor_parallel
-
-    def _whole(self, name: str) -> Buffer:
-        return whole_tensor(name, self.tensors[name].shape, name)
-
-    def _columns(self, name: str, index: int, width: int) -> Buffer:
-        """Return columns [index * width, +width) of the padded matrix."""
-        rows, columns = self.tensors[name].shape
-        real = min(columns - index * width, width)
-        shards = (Shard(name, (0, index * width), (rows, real), name, (0, 0)),) if real > 0 else ()
-        return Buffer(name, (rows, width), shards)
-
-    def _rows(self, local: str, parts: Sequence[tuple[str, int, int]]) -> Buffer:
-        """Return a buffer that stacks rows of several tensors: for each (tensor, index, rows) of `parts`, the rows
-        [index * rows, +rows) of the padded tensor. A bias is a matrix without columns."""
-        tail = self.tensors[parts[0][0]].shape[1:]
-        zeros = (0,) * len(tail)
-        shards, position = [], 0
-        for name, index, rows in parts:
-            # Rows beyond the tensor are padding and get no shard.
-            real = min(self.tensors[name].shape[0] - index * rows, rows)
-            if real > 0:
-                shards.append(Shard(name, (index * rows, *zeros), (real, *tail), local, (position, *zeros)))
-            position += rows
-        return Buffer(local, (position, *tail), tuple(shards))
 
 
 def sglang_layout(
@@ -286,5 +252,4 @@ def _check_experts(architecture: ModelArchitecture, tensor_parallel: int, expert
     num_experts = architecture.experts.num_experts if architecture.experts else 0
     if expert_parallel > 1 and not num_experts:
         raise ValueError(f"engine expert parallel size {expert_parallel} needs a mixture-of-experts model")
-    if num_experts % expert_parallel:
-        raise ValueError(f"engine expert parallel size {expert_parallel} does not divide num_experts {num_experts}")
+    check_divides("engine expert", expert_parallel, "num_experts", num_experts)

@@ -20,7 +20,6 @@ from actor_checks import (
 )
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.huggingface import huggingface_layout
 from megatron_dapo.checkpoints.load import random_normal
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
@@ -64,8 +63,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {"dense": {}, "experts": EXPERTS}
 def wide_model(**changes: Any) -> Reference:
     """Random weights; no transformers, so no expected values."""
     architecture = ModelArchitecture.from_config({**WIDE, **changes})
-    layout = huggingface_layout(architecture, torch.float32, num_ranks=1)
-    weights = {name: 0.08 * random_normal(7, name, spec.shape) for name, spec in layout.tensors.items()}
+    weights = {name: 0.08 * random_normal(7, name, shape) for name, shape in architecture.shapes().items()}
     weights |= {name: 1 + tensor for name, tensor in weights.items() if "norm" in name}
     return Reference(architecture, weights, 0.0, {}, ())
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.huggingface import HFCheckpoint, huggingface_layout, untouched_names
+from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.huggingface_writer import copy_untouched, hf_checkpoint_writer, written_names
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
 
@@ -193,6 +193,8 @@ def test_both_a_single_file_and_an_index(make_folder):
 
 
 def test_layout_has_every_tensor_on_its_holder(make_folder):
-    architecture = ModelArchitecture.from_directory(make_folder("qwen2"))
-    layout = huggingface_layout(architecture, torch.bfloat16, num_ranks=3, holder=2)
-    assert [len(layout.shards(rank)) for rank in range(3)] == [0, 0, len(architecture.shapes())]
+    folder = make_folder("qwen2")
+    architecture = ModelArchitecture.from_directory(folder)
+    with HFCheckpoint(folder) as stored:
+        layout = stored.layout(architecture, num_ranks=3)
+    assert [len(layout.shards(rank)) for rank in range(3)] == [len(architecture.shapes()), 0, 0]

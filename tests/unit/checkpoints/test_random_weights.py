@@ -3,11 +3,11 @@
 import torch
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.huggingface import huggingface_layout
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.execution import execute_in_memory
+from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 
 CONFIG = {
@@ -46,7 +46,8 @@ def _whole_model(parallel: ParallelLayout, seed: int, config: dict = CONFIG) -> 
         initialize_randomly(seed, layout, rank, parameters)
         assert all(bool(torch.isfinite(tensor).all()) for tensor in parameters.values())
         ranks.append(parameters)
-    destination = huggingface_layout(architecture, torch.float32, num_ranks=parallel.world_size)
+    specs = {name: TensorSpec(shape, torch.float32) for name, shape in architecture.shapes().items()}
+    destination = SingleHolderLayout(specs, parallel.world_size)
     whole = {name: torch.zeros(shape) for name, shape in architecture.shapes().items()}
     execute_in_memory(plan(layout, destination), ranks, [whole, *({} for _ in ranks[1:])])
     return whole
