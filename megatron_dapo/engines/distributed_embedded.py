@@ -1,16 +1,12 @@
 """Embedded engines of all ranks of a group, driven in lockstep by its first rank.
 
     rank 0                    others
-    collector                 serve()
-      submit: kept, assigned to ranks
-      poll: broadcast new requests ->  submit to the local engine
+    submit: kept, assigned to ranks
+    poll: command "advance" ->  submit to the local engine
             every rank advances K ticks
-            completions gathered  <-
-      finish: broadcast         ->  serve() returns
+            completions gathered <-
 
-What runs where depends on counts only, never on time: equal submissions give equal completions in equal order. The
-deadline of every wait is the timeout the group was created with; choose it longer than the longest pause between two
-polls (scoring).
+Each rank's work depends on counts only, never on time: equal submissions give equal completions in equal order.
 """
 
 from __future__ import annotations
@@ -20,27 +16,33 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from megatron_dapo.engines.base import PrefixReuse, check_request_ids
 from megatron_dapo.engines.embedded import EmbeddedEngine
-from megatron_dapo.parallel.collectives import all_gather_json, broadcast_json
+from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
 Result = TypeVar("Result")
 
 
 class DistributedEmbeddedEngine:
-    """`RolloutEngine` on rank 0 of `group`; the other ranks `serve`. Weights are set on every rank's own engine."""
+    """`CollectiveEngine` over the embedded engines of all ranks. Weights are set on every rank's own engine.
 
-    def __init__(self, local_engine: EmbeddedEngine, group: dist.ProcessGroup | None = None):
+    Args:
+        local_engine: this rank's engine.
+        coordination: the ranks that have engines; rank 0 among them is rank 0 of the run.
+        commands: by which rank 0 of the run makes them take part.
+    """
+
+    def __init__(self, local_engine: EmbeddedEngine, coordination: Coordination, commands: Rank0Commands):
         self.local_engine = local_engine
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._num_ranks = dist.get_world_size(group)
+        self._coordination = coordination
+        self._commands = commands
+        commands.handlers["advance"] = commands.handlers["abort"] = self._take_part
         self._new: list[GenerationRequest] = []  # rank 0: submitted since the last poll
         self._rank_of: dict[str, int] = {}  # rank 0: where each unfinished request runs
-        self._load = [0] * self._num_ranks  # rank 0: unfinished requests a rank
+        self._load = [0] * coordination.size  # rank 0: unfinished requests a rank
+        self._finished: list[Completion] = []  # by the last command, on all ranks
         self._prefix_reuse = PrefixReuse()  # of all ranks
 
     # Every rank
@@ -58,31 +60,8 @@ class DistributedEmbeddedEngine:
         self.local_engine.set_policy_version(version)
 
     def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
-        """Run `body` on rank 0 while all other ranks serve; its result on rank 0, None elsewhere. A failure reaches
-        every rank.
-        """
-        if self._rank != 0:
-            self.serve()
-            return None
-        try:
-            result = body()
-        except _RanksFailed:
-            raise  # the others know already
-        except BaseException as error:
-            self._announce({"op": "finish", "error": f"{type(error).__name__}: {error}"})
-            raise
-        self.finish()
-        return result
-
-    def serve(self) -> None:
-        """Every rank but 0: take part in rank 0's polls until it calls `finish`. RuntimeError where another rank
-        failed.
-        """
-        assert self._rank != 0, "rank 0 of the group drives; the others serve"
-        while (command := self._announce(None))["op"] != "finish":
-            self._take_part(command)
-        if command["error"]:
-            raise RuntimeError(f"rollout rank 0 stopped: {command['error']}")
+        """See `CollectiveEngine`. Unfinished requests stay where they are for the next round."""
+        return self._commands.run_on_rank0(body)
 
     # Rank 0
 
@@ -108,17 +87,12 @@ class DistributedEmbeddedEngine:
     def abort(self) -> list[Completion]:
         return self._all_ranks("abort") if self.num_unfinished else []
 
-    def finish(self) -> None:
-        """Let the other ranks return from `serve`. Unfinished requests stay where they are for the next round."""
-        self._announce({"op": "finish", "error": ""})
-
     def _all_ranks(self, operation: str) -> list[Completion]:
-        assert self._rank == 0, "rank 0 of the group drives; the others serve"
         shares = self._assign()
-        completions = self._take_part(self._announce({"op": operation, **_encode_requests(shares)}))
-        for completion in completions:
+        self._commands.command(operation, **_encode_requests(shares))
+        for completion in self._finished:
             self._load[self._rank_of.pop(completion.request_id)] -= 1
-        return completions
+        return self._finished
 
     def _assign(self) -> list[list[GenerationRequest]]:
         """The new requests of each rank."""
@@ -129,48 +103,31 @@ class DistributedEmbeddedEngine:
         self._new = []
         return shares
 
-    # The exchange
+    # Every rank
 
-    def _announce(self, command: dict[str, Any] | None) -> dict[str, Any]:
-        """Rank 0's command, on every rank."""
+    def _take_part(self, command: dict[str, Any]) -> None:
+        """Do this rank's part of a command and collect the completions of all ranks."""
+        rank = self._coordination.rank
         try:
-            return broadcast_json(command, 0, self._group)
-        except RuntimeError as error:
-            raise TimeoutError(
-                f"rollout rank {self._rank} of {self._num_ranks} waited for rank 0's next command: {error}"
-            ) from error
-
-    def _take_part(self, command: dict[str, Any]) -> list[Completion]:
-        """Do this rank's part of a command; the completions of all ranks."""
-        try:
-            self.local_engine.submit(_decode_requests(command, self._rank))
+            self.local_engine.submit(_decode_requests(command, rank))
+            advance = self.local_engine.poll if command["op"] == "advance" else self.local_engine.abort
             report: dict[str, Any] = {
-                "completions": [asdict(done) for done in _OPERATIONS[command["op"]](self.local_engine)],
+                "completions": [asdict(done) for done in advance()],
                 "prefix_reuse": asdict(self.local_engine.prefix_reuse),
             }
         except Exception as error:  # reported to every rank instead of leaving them to wait
             report = {"error": f"{type(error).__name__}: {error}"}
         try:
-            reports = all_gather_json(report, self._group)
+            reports = self._coordination.gather(report)
         except RuntimeError as error:
             raise TimeoutError(
-                f"rollout rank {self._rank} of {self._num_ranks} waited for the completions of all ranks: {error}"
+                f"rollout rank {rank} of {self._coordination.size} waited for the completions of all ranks: {error}"
             ) from error
         failures = [f"rank {rank}: {entry['error']}" for rank, entry in enumerate(reports) if "error" in entry]
         if failures:
-            raise _RanksFailed("generation failed on " + "; ".join(failures))
+            raise RuntimeError("generation failed on " + "; ".join(failures))
         self._prefix_reuse = sum((PrefixReuse(**entry["prefix_reuse"]) for entry in reports), PrefixReuse())
-        return [_decode_completion(done) for entry in reports for done in entry["completions"]]
-
-
-class _RanksFailed(RuntimeError):
-    """A local engine failed; raised on every rank at the same exchange."""
-
-
-_OPERATIONS: dict[str, Callable[[EmbeddedEngine], list[Completion]]] = {
-    "advance": lambda engine: engine.poll(),
-    "abort": lambda engine: engine.abort(),
-}
+        self._finished = [_decode_completion(done) for entry in reports for done in entry["completions"]]
 
 
 def assign(requests: Iterable[GenerationRequest], load: Sequence[int]) -> list[list[GenerationRequest]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 from zlib import crc32
 
@@ -152,21 +151,6 @@ def _check_equal_names(check: list[float], operation: Any, num_ranks: int, names
     value, square, negative = check
     equal = num_ranks * square == value * value if operation == dist.ReduceOp.SUM else value == -negative
     assert equal, f"the ranks reduce values of different names or shapes; this one has {names}"
-
-
-def barrier(group: dist.ProcessGroup | None = None, *, waiting_for: str, timeout_s: float) -> None:
-    """Wait until every rank of the group is here. TimeoutError that says for what, and on gloo which ranks are
-    missing."""
-    try:
-        if dist.get_backend(group) == "gloo":
-            dist.monitored_barrier(group, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
-        else:
-            handle = dist.barrier(group, async_op=True)
-            assert handle is not None, "this process is no member of the group"
-            handle.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        raise TimeoutError(f"rank {rank} of {size} waited {timeout_s} s for {waiting_for}: {error}") from error
 
 
 def _encode(value: Any) -> torch.Tensor:

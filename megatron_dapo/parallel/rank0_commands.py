@@ -1,43 +1,44 @@
-"""Rank 0 of a group runs something that only it can see through; the others take part where it asks them to.
+"""Work that rank 0 does while the other ranks carry out the commands it sends.
 
-    rank 0                       others
-    run_on_rank0(body)                  run_on_rank0(body): wait
-      body calls command("x") -> handlers["x"] on every rank
-    finish                    -> drive returns
+    rank 0                          others
+    run_on_rank0(body)              run_on_rank0(body): wait
+      body calls command("x")   ->  handlers["x"] on every rank
+      report_progress()         ->  the wait goes on with a new deadline
+    finish                      ->  run_on_rank0 returns
 
-A failure on rank 0 reaches every rank as an error. The deadline of every wait is the timeout the group was created with.
+A failure on rank 0 reaches every rank as an error. A rank without a handler for a command ignores it: ranks that hold
+only the critic wait like the others and have no engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.parallel.coordination import Coordination
 
 Result = TypeVar("Result")
 Handler = Callable[[dict[str, Any]], None]
 
-FINISH = "finish"
+_FINISH, _PROGRESS = "finish", "progress"
+_REPORT_INTERVAL_S = 5.0
 
 
 class Rank0Commands:
-    """Every rank of `group` (None: the default one) has one with the same handlers."""
+    """One for a run, on every rank of `coordination`. `handlers` are equal on all ranks that have any."""
 
-    def __init__(self, handlers: Mapping[str, Handler], group: dist.ProcessGroup | None = None) -> None:
-        assert FINISH not in handlers, f"{FINISH!r} ends the drive; choose another name"
-        self._handlers = dict(handlers)
-        self._group = group
-        self._rank = dist.get_rank(group)
+    def __init__(self, coordination: Coordination) -> None:
+        self.handlers: dict[str, Handler] = {}
+        self._coordination = coordination
+        self._sent_at = time.monotonic()
 
     def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
-        """`body()` on rank 0 while the others wait for its commands; its result there, None elsewhere.
+        """Run `body` on rank 0 while the others wait for its commands; return its result there, None on the others.
 
-        RuntimeError on the others where it fails. A handler that fails must do so on every rank alike.
+        RuntimeError on the others if it fails. A handler that fails must do so on every rank alike.
         """
-        if self._rank != 0:
+        if self._coordination.rank != 0:
             self._serve()
             return None
         try:
@@ -46,32 +47,42 @@ class Rank0Commands:
             # The others know already: they failed in the same command. The error keeps its own cause.
             raise failure.error  # noqa: B904
         except BaseException as error:
-            self._announce({"op": FINISH, "error": f"{type(error).__name__}: {error}"})
+            self._send({"op": _FINISH, "error": f"{type(error).__name__}: {error}"})
             raise
-        self._announce({"op": FINISH, "error": ""})
+        self._send({"op": _FINISH, "error": ""})
         return result
 
     def command(self, op: str, **facts: Any) -> None:
-        """Run handler `op` on every rank; rank 0 calls it inside `run_on_rank0`."""
-        assert self._rank == 0, "rank 0 of the group leads; the others serve"
+        """Run handler `op` on every rank. Rank 0 calls it inside `run_on_rank0`, in the main thread."""
+        assert self._coordination.rank == 0, "rank 0 sends commands; the others serve"
         command = {"op": op, **facts}
-        self._announce(command)
+        self._send(command)
         try:
-            self._handlers[op](command)
+            self.handlers[op](command)
         except Exception as error:
             raise CommandFailed(error) from error
 
+    def report_progress(self) -> None:
+        """Postpone the deadlines of all ranks. Rank 0 calls it inside `run_on_rank0` whenever a response has finished."""
+        self._coordination.progress.mark()
+        if time.monotonic() - self._sent_at >= _REPORT_INTERVAL_S:
+            self._send({"op": _PROGRESS})
+
     def _serve(self) -> None:
-        while (command := self._announce(None))["op"] != FINISH:
-            self._handlers[command["op"]](command)
+        while (command := self._send(None))["op"] != _FINISH:
+            if handler := self.handlers.get(command["op"]):
+                handler(command)
         if command["error"]:
             raise RuntimeError(f"rollout rank 0 stopped: {command['error']}")
 
-    def _announce(self, command: dict[str, Any] | None) -> dict[str, Any]:
+    def _send(self, command: dict[str, Any] | None) -> dict[str, Any]:
+        """Return rank 0's command on every rank."""
+        self._sent_at = time.monotonic()
         try:
-            return broadcast_json(command, 0, self._group)
+            return self._coordination.broadcast(command)
         except RuntimeError as error:
-            raise TimeoutError(f"rank {self._rank} waited for rank 0's next command: {error}") from error
+            rank, size = self._coordination.rank, self._coordination.size
+            raise TimeoutError(f"rank {rank} of {size} waited for rank 0's next command: {error}") from error
 
 
 class CommandFailed(RuntimeError):

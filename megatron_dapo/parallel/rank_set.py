@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_dapo.parallel.coordination import Coordination, Progress, coordinate
+
 
 @dataclass(frozen=True)
 class RankSet:
@@ -19,6 +21,7 @@ class RankSet:
     num_ranks: int
     world_rank: int
     group: dist.ProcessGroup | None  # of these ranks; None in a process that is none of them
+    coordination: Coordination | None = None  # of these ranks, through host memory
 
     @property
     def ranks(self) -> range:
@@ -47,10 +50,11 @@ def all_ranks() -> RankSet:
     return RankSet(0, dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
 
-def partition_ranks(num_last: int, timeout_s: float) -> tuple[RankSet, RankSet]:
-    """The world without its last `num_last` ranks, and those. Collective: every process makes both groups.
+def partition_ranks(num_last: int, timeout_s: float, progress: Progress | None = None) -> tuple[RankSet, RankSet]:
+    """Return the world without its last `num_last` ranks, and those. Collective: every process makes both groups.
 
-    Waits within a part end after `timeout_s` seconds. ValueError where one of the two would be empty.
+    Waits within a set end after `timeout_s` seconds. `progress` is marked by its exchanges. ValueError if one of the two
+    would be empty.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if not 0 < num_last < world_size:
@@ -58,5 +62,6 @@ def partition_ranks(num_last: int, timeout_s: float) -> tuple[RankSet, RankSet]:
     parts = []
     for first, count in ((0, world_size - num_last), (world_size - num_last, num_last)):
         group = dist.new_group(list(range(first, first + count)), timeout=timedelta(seconds=timeout_s))
-        parts.append(RankSet(first, count, rank, group if rank in range(first, first + count) else None))
+        coordination = coordinate(range(first, first + count), timeout_s, progress)
+        parts.append(RankSet(first, count, rank, group if coordination is not None else None, coordination))
     return parts[0], parts[1]

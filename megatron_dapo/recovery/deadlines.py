@@ -6,34 +6,18 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_dapo.parallel.coordination import Progress
 from megatron_dapo.recovery.failure import Failure, record_failure
 
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
 _REPORT_S = 20.0  # stacks and records may take this long before the process ends without them
-
-
-class Progress:
-    """The last moment at which this process saw progress. Any thread may call it."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-
-    def mark(self) -> None:
-        """Note progress: a finished response, a command of rank 0, the begin of a phase."""
-        self._at = time.monotonic()
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the last progress."""
-        return time.monotonic() - self._at
 
 
 @contextmanager
@@ -72,14 +56,6 @@ def watch(
     finally:
         done.set()
         thread.join()
-
-
-def collective_timeout(wait_timeout_s: float) -> float:
-    """Return the timeout of process groups, in seconds.
-
-    The watchdog acts first, because it names the phase and writes stacks; the groups' own timeout only backs it up.
-    """
-    return 2 * wait_timeout_s + 60.0
 
 
 def exit_after(seconds: float, code: int) -> None:

@@ -54,9 +54,9 @@ class AsyncCollector:
             (see `paused`). With max_ahead > 0 it should have partial = "continue": otherwise every weight update
             throws the unfinished responses away.
         max_ahead: the staleness bound of the collector's buffer.
-        timeout_s: the longest any call waits: for a batch, for the thread to stand still, for its end.
+        timeout_s: the longest any call waits for the thread to stand still or to end, and for a batch without progress.
         while_waiting: called in the main thread about once a second while it waits for a batch, the thread standing
-            still between two polls: it may do to the engine what no other thread may see half done.
+            still between two polls: it may do to the engine what no other thread may see half done. True: a response has finished since.
 
     An error of the thread is raised, as it was, by the next call of `next_batch`, `before_update` or `paused` and by
     every later one. The collector has lost nothing then, and `state_dict` still gives its state.
@@ -67,7 +67,7 @@ class AsyncCollector:
         collector: BatchCollector,
         max_ahead: int,
         timeout_s: float,
-        while_waiting: Callable[[], None] | None = None,
+        while_waiting: Callable[[], bool | None] | None = None,
     ) -> None:
         if max_ahead < 0:
             raise ValueError(f"overlapped rollout: max_ahead = {max_ahead}, must be at least 0")
@@ -128,8 +128,8 @@ class AsyncCollector:
         return collected
 
     def _wait_for_batch(self) -> None:
-        """Until a batch is ready. The owner is asked to look after its engines meanwhile, which may need the main
-        thread.
+        """Wait until a batch is ready. The owner looks after its engines meanwhile, which may need the main thread, and
+        says whether a response has finished: the deadline counts from the last one.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -142,7 +142,8 @@ class AsyncCollector:
             if self._while_waiting is not None:
                 self._stand_still()
                 try:
-                    self._while_waiting()
+                    if self._while_waiting():
+                        deadline = time.monotonic() + self._timeout_s
                 finally:
                     self._go_on()
 

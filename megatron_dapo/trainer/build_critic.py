@@ -17,6 +17,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import critic_schedule_steps
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.trained_model import TrainedModel
+from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.trainer.actor_critic import ActorCriticSettings
 from megatron_dapo.trainer.build_model import model_settings
 from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
@@ -57,7 +58,7 @@ def _critic_settings(config: Config) -> CriticSettings:
         optimizer=optimizer_settings(config.critic.optimizer, config.parallel.use_distributed_optimizer),
         seed=config.run.seed,
         offload=config.critic.offload,
-        collective_timeout_s=config.run.wait_timeout_seconds,
+        collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),
         head=ValueHeadInit(seed=config.run.seed, scale=config.critic.head_scale),
     )
 

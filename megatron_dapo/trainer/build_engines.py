@@ -14,6 +14,7 @@ from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.trainer.build_sglang import start_sglang
 from megatron_dapo.trainer.driven_engine import Engines
@@ -23,27 +24,28 @@ from megatron_dapo.trainer.publisher import EmbeddedPublisher
 Connect = Callable[[MegatronActor | None], Engines]
 
 
-def start_engines(config: Config, part: RankSet, stack: ExitStack) -> Connect:
+def start_engines(config: Config, part: RankSet, commands: Rank0Commands, stack: ExitStack) -> Connect:
     """Begin to start this rank's engines and return what connects them to the actor; `stack` ends them. Collective.
 
     The ranks of `part`, which hold the policy, have engines; others have none and no actor. Servers come up while the
     actor is built. Engines have no weights before the first `publish`.
     """
-    return _STARTERS[config.rollout.engine](config, part, stack)
+    return _STARTERS[config.rollout.engine](config, part, commands, stack)
 
 
-def _start_embedded(config: Config, part: RankSet, stack: ExitStack) -> Connect:
+def _start_embedded(config: Config, part: RankSet, commands: Rank0Commands, stack: ExitStack) -> Connect:
     def connect(actor: MegatronActor | None) -> Engines:
         if actor is None:
-            return without_engines()
-        engine = DistributedEmbeddedEngine(build_local_engine(config, config.model.path), part.group)
+            return without_engines(commands)
+        assert part.coordination is not None, "ranks with an actor hold the policy"
+        engine = DistributedEmbeddedEngine(build_local_engine(config, config.model.path), part.coordination, commands)
         sync = replica_sync(actor.tensors, DTYPES[config.model.dtype], part.group)
         return Engines(engine, EmbeddedPublisher(sync, actor.named_local_parameters, engine))
 
     return connect
 
 
-_STARTERS: dict[str, Callable[[Config, RankSet, ExitStack], Connect]] = {
+_STARTERS: dict[str, Callable[[Config, RankSet, Rank0Commands, ExitStack], Connect]] = {
     "embedded": _start_embedded,
     "sglang": start_sglang,
 }

@@ -17,6 +17,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
+from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
 from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
 from megatron_dapo.trainer.build_critic import (
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 def build_actor(config: Config, world: RunTopology) -> MegatronActor | None:
     """This rank's part of the policy with the weights of model.path; None on ranks of the critic alone. Collective."""
     if not world.policy.is_member:
-        join_as_nonmember(world.policy_layout, world.policy, config.run.wait_timeout_seconds)
+        join_as_nonmember(world.policy_layout, world.policy, collective_timeout(config.run.wait_timeout_seconds))
         return None
     return _load_policy(config, world)
 
@@ -64,7 +65,7 @@ def _load_policy(config: Config, world: RunTopology) -> MegatronActor:
         head_implementation=config.model.logprob_implementation,
         seed=config.run.seed,
         offload=config.model.offload,
-        collective_timeout_s=config.run.wait_timeout_seconds,
+        collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),
     )
     return MegatronActor(architecture, world.policy_layout, settings, load, part=world.policy)
 
@@ -146,7 +147,7 @@ def _with_critic(
 def _critic_side(config: Config, world: RunTopology, beside: Sequence[MegatronActor]) -> CriticLearner | RemoteCritic:
     if world.critic.is_member:
         return build_critic_learner(config, build_critic(config, world, beside))
-    join_as_nonmember(world.critic_layout, world.critic, config.run.wait_timeout_seconds)
+    join_as_nonmember(world.critic_layout, world.critic, collective_timeout(config.run.wait_timeout_seconds))
     return RemoteCritic()
 
 

@@ -42,8 +42,9 @@ from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, S
 from megatron_dapo.launch.environment import rendezvous_host
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
-from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.parallel.coordination import Coordination, collective_timeout
 from megatron_dapo.parallel.nodes import NodeTopology, host_names, node_topology
+from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, ShiftedLayout, TensorSpec
@@ -65,7 +66,7 @@ class _Site:
     part: RankSet
     nodes: NodeTopology
     processes_here: int  # on this machine, those of the critic included
-    everyone: dist.ProcessGroup  # gloo: its waits have deadlines
+    coordination: Coordination
     node: dist.ProcessGroup
     key_file: Path
 
@@ -82,18 +83,20 @@ class _Site:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def start_sglang(config: Config, part: RankSet, stack: ExitStack) -> Callable[[MegatronActor | None], Engines]:
+def start_sglang(
+    config: Config, part: RankSet, commands: Rank0Commands, stack: ExitStack
+) -> Callable[[MegatronActor | None], Engines]:
     """Spawn this machine's servers, or find those given by URL; see `build_engines.start_engines`. Collective."""
     site = _site(config, part)
     if site is None:
-        return lambda actor: without_engines()
+        return lambda actor: without_engines(commands)
     architecture = ModelArchitecture.from_directory(config.model.path)
     # ValueError before anything starts where servers cannot hold the model cut like this.
     _expected(site, architecture).shards(0)
     servers = _servers(site)
     stack.callback(servers.close)
     device = _shared_gpu(site, architecture)
-    engines = SglangEngines(servers, site.rank, partial(_client, site, servers), part.group, device)
+    engines = SglangEngines(servers, site.rank, partial(_client, site, servers), site.coordination, commands, device)
     stack.callback(engines.close)
     if device is not None:
         # SGLang sizes its KV cache by the memory that is free at its start: the actor is built after that.
@@ -120,8 +123,7 @@ def _site(config: Config, part: RankSet) -> _Site | None:
     """None on ranks that are not of `part`. Every process of the world makes all groups."""
     names = host_names()
     nodes = node_topology(names[: part.num_ranks])
-    timeout = timedelta(seconds=config.run.wait_timeout_seconds)
-    everyone = dist.new_group(list(part.ranks), backend="gloo", timeout=timeout)
+    timeout = timedelta(seconds=collective_timeout(config.run.wait_timeout_seconds))
     groups = [
         dist.new_group(list(nodes.ranks_of(node)), backend="gloo", timeout=timeout) for node in range(nodes.num_nodes)
     ]
@@ -131,12 +133,13 @@ def _site(config: Config, part: RankSet) -> _Site | None:
     dist.barrier()
     if not part.is_member:
         return None
+    assert part.coordination is not None, "members have one"
     processes_here = names.count(names[part.rank])
-    return _Site(config, part, nodes, processes_here, everyone, groups[nodes.node_of(part.rank)], key_file)
+    return _Site(config, part, nodes, processes_here, part.coordination, groups[nodes.node_of(part.rank)], key_file)
 
 
 def _largest(site: _Site, magnitudes: torch.Tensor) -> None:
-    dist.all_reduce(magnitudes, dist.ReduceOp.MAX, group=site.everyone)
+    dist.all_reduce(magnitudes, dist.ReduceOp.MAX, group=site.coordination.group)
 
 
 def _expected(site: _Site, architecture: ModelArchitecture) -> EngineLayout:
@@ -165,9 +168,11 @@ def _servers(site: _Site) -> Servers:
     if sglang.urls:
         expectation = Expectation.of(_settings(site, place=0))
         attach = partial(_attach, site, expectation)
-        return ExternalServers(attach, len(sglang.urls), site.rank, site.part.group)
-    budget, group = sglang.max_restarts, site.part.group
-    return StartedServers(partial(_spawn, site), site.nodes, site.rank, sglang.servers_per_node, budget, group)
+        return ExternalServers(attach, len(sglang.urls), site.rank, site.coordination)
+    budget = sglang.max_restarts
+    return StartedServers(
+        partial(_spawn, site), site.nodes, site.rank, sglang.servers_per_node, budget, site.coordination
+    )
 
 
 def _attach(site: _Site, expectation: Expectation, index: int) -> EngineServer:
@@ -302,7 +307,7 @@ def _update(
     timeouts = SyncTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
     release_cache = device.release_cache if device else None
     return WeightSync(
-        delivery, handles, transport, GroupCoordinator(site.everyone), timeouts, release_cache=release_cache
+        delivery, handles, transport, GroupCoordinator(site.coordination.group), timeouts, release_cache=release_cache
     )
 
 
@@ -318,7 +323,7 @@ def _describe(site: _Site, controls: Mapping[int, SglangClient]) -> list[dict[st
             told = {"ranks": [specs_to_json(specs) for specs in found]}
         except (ValueError, EngineError) as error:  # told to every rank instead of leaving them to wait
             told = {"problem": str(error)}
-    told = broadcast_json(told if site.rank == 0 else None, group=site.part.group)
+    told = site.coordination.broadcast(told if site.rank == 0 else None)
     if "problem" in told:
         raise ValueError(told["problem"])
     return [specs_from_json(specs) for specs in told["ranks"]]
@@ -363,7 +368,7 @@ def _all_ranks(site: _Site) -> PeerGroup:
     """All trainer ranks, for parts whose machine is another than the engine's."""
     place = RendezvousStore(_own_address(site)) if site.rank == 0 else None
     facts = [place.address.host, place.address.port, place.new_name()] if place else None
-    host, port, name = broadcast_json(facts, group=site.part.group)
+    host, port, name = site.coordination.broadcast(facts)
     timeout = site.config.sglang.start_timeout_seconds
     return join(Address(host, port), name, site.rank, site.num_ranks, timeout_s=timeout)
 
@@ -380,7 +385,7 @@ def _by_peers(site: _Site, handles: EngineHandles, source: Layout, engines: Engi
     reshard = plan(source, ShiftedLayout(engines, offset), ranks_per_node=site.nodes.ranks_per_node)
     delivery = SyncPlan(reshard, engines, _bucket_bytes(site), rank_offset=offset)
     settings = P2PSettings(host=_own_address(site), backend="nccl" if site.device == "cuda" else "gloo")
-    return delivery, P2PTransport(delivery, handles, GroupCoordinator(site.everyone), settings)
+    return delivery, P2PTransport(delivery, handles, GroupCoordinator(site.coordination.group), settings)
 
 
 def _by_disk(site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
@@ -392,7 +397,7 @@ def _by_disk(site: _Site, handles: EngineHandles, source: Layout, engines: Engin
 
     assert isinstance(source, MegatronLayout), "a folder holds the trained weights, config refuses others"
     folder = config.run.output_dir / "weights"
-    return delivery, DiskTransport(delivery, handles, folder, export, GroupCoordinator(site.everyone))
+    return delivery, DiskTransport(delivery, handles, folder, export, GroupCoordinator(site.coordination.group))
 
 
 _TRANSPORTS: dict[str, Callable[..., tuple[SyncPlan, Transport]]] = {

@@ -34,7 +34,7 @@ class Engines:
     engine: CollectiveEngine
     publisher: Publisher
     served: ServedModels | None = None
-    recover: Callable[[], None] | None = None  # rank 0, while it waits for a collecting thread
+    recover: Callable[[], bool] | None = None  # rank 0, while it waits for a collecting thread
     sleep: Callable[[], None] | None = None  # collective: give memory back until the next version is published
     # Collective: inside it the trainer holds the values servers multiply by, where those are others than its own.
     as_served: Callable[[], AbstractContextManager[None]] | None = None

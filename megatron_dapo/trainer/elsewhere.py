@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.trainer.actor_learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.critic_learner import CriticCounters
 from megatron_dapo.trainer.driven_engine import Engines
@@ -66,9 +67,12 @@ class NoEngine:
     policy_version = -1
     num_unfinished = 0
 
+    def __init__(self, commands: Rank0Commands) -> None:
+        self._commands = commands
+
     def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
-        """Rank 0 drives the ranks that have engines; what it collected is told afterwards."""
-        return None
+        """Wait for rank 0 like the ranks with engines; its commands need nothing of this one."""
+        return self._commands.run_on_rank0(body)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         raise AssertionError("rank 0 submits")
@@ -83,7 +87,7 @@ class NoEngine:
         """Weights go from the policy's ranks to theirs."""
 
 
-def without_engines() -> Engines:
+def without_engines(commands: Rank0Commands) -> Engines:
     """The engines of a rank that has none."""
-    nothing = NoEngine()
+    nothing = NoEngine(commands)
     return Engines(nothing, nothing)

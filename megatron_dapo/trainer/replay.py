@@ -16,6 +16,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.parallel_state import initialize_process_group
+from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.recovery.checkpoint_store import CheckpointStore
 from megatron_dapo.telemetry.batch_dump import load_batch
 from megatron_dapo.trainer.actor_critic import ActorCriticLearner
@@ -36,7 +37,7 @@ def run_replay(loaded: LoadedConfig, folder: Path, rank: int, world_size: int) -
     """
     config = loaded.config
     require_valid(config, world_size, read_architecture(config.model.path))
-    initialize_process_group(config.run.wait_timeout_seconds)
+    initialize_process_group(collective_timeout(config.run.wait_timeout_seconds))
     metrics = replay(config, folder)
     if rank == 0:
         (folder / "replay.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")

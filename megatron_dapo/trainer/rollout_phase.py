@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.engines.base import CollectiveEngine, PrefixReuse
-from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors
+from megatron_dapo.parallel.collectives import broadcast_tensors
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.trainer.train_samples import TrainSamples, with_staleness
@@ -37,12 +38,14 @@ class RolloutPhase:
         engine: CollectiveEngine,
         rollout: AsyncCollector | None,
         build: BuildSamples,
+        coordination: Coordination,
         rest: Callable[[], None] | None = None,
     ) -> None:
         """`rest`: gives the engines' memory to the trainer."""
         self._engine = engine
         self._rollout = rollout
         self._build = build
+        self._coordination = coordination
         self._rest = rest
         self._prefix_reuse = PrefixReuse()  # rank 0: up to the last batch
 
@@ -58,7 +61,7 @@ class RolloutPhase:
         description, tensors = to_tensors(samples)
         assert self._rollout is not None, "rank 0 drives and has the collector"
         facts = {"should_stop": rollout.should_stop, "generation_step": self._rollout.generation_step}
-        broadcast_json({"description": description, **facts})
+        self._coordination.broadcast({"description": description, **facts})
         broadcast_tensors(tensors)
         reuse, self._prefix_reuse = self._engine.prefix_reuse - self._prefix_reuse, self._engine.prefix_reuse
         return CollectedBatch(
@@ -75,7 +78,7 @@ class RolloutPhase:
         return self._rollout.next_batch(num_groups)
 
     def _receive(self) -> CollectedBatch:
-        header = broadcast_json(None)
+        header = self._coordination.broadcast(None)
         samples = from_tensors(
             header["description"], {name: part.cpu() for name, part in broadcast_tensors(None).items()}
         )

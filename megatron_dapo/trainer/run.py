@@ -25,8 +25,9 @@ from megatron_dapo.megatron.critic import MegatronCritic
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.megatron.trained_model import TrainedModel
-from megatron_dapo.parallel.collectives import max_over
+from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.precision import RECIPES, recipe_name
 from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointStore, find_resume
 from megatron_dapo.recovery.deadlines import exit_with_stacks, watch
@@ -102,7 +103,7 @@ def prepared_run(loaded: LoadedConfig, rank: int, world_size: int, build: BuildL
     require_valid(config, world_size, read_architecture(config.model.path))
     if config.run.deterministic:
         use_deterministic_kernels()
-    initialize_process_group(config.run.wait_timeout_seconds)
+    initialize_process_group(collective_timeout(config.run.wait_timeout_seconds))
     if rank == 0:
         write_resolved(loaded, config.run.output_dir / "config.json")
     with ExitStack() as stack:
@@ -114,8 +115,8 @@ def prepared_run(loaded: LoadedConfig, rank: int, world_size: int, build: BuildL
 
 def _build(config: Config, world: RunTopology, build: BuildLearner, stop: StopRequest, stack: ExitStack) -> Run:
     rank = world.rank
-    phases = Phases(PhaseTimer(list(PHASES)), _watch(config, rank))
-    connect = start_engines(config, world.policy, stack)
+    phases = Phases(PhaseTimer(list(PHASES)), _watch(config, world))
+    connect = start_engines(config, world.policy, Rank0Commands(world.coordination), stack)
     actor = build_actor(config, world)
     engines = connect(actor)
     engine = engines.engine
@@ -124,19 +125,19 @@ def _build(config: Config, world: RunTopology, build: BuildLearner, stop: StopRe
         phases.show("generate", progress.num_accepted, progress.num_groups)
 
     driver = build_rollout_context(config, engine, show, stack) if rank == 0 else None
-    dist.barrier()  # reading the data takes rank 0 as long as it takes
+    world.coordination.barrier("rank 0 to read the data")
     learner = build(config, actor, world, phases.phase)
     phases.moves = _moves(config, actor, learner)
     progress = RunProgress()
     rollout = _rollout(config, driver, engines, stack) if driver else None
     state = run_state(world, actor, learner, progress, rollout)
     store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep)
-    checkpoints = Checkpoints(store, state, _agree)
+    checkpoints = Checkpoints(store, state, world.coordination.all_true)
     found = _restore(config, store, checkpoints, world)
     recorder = _recorder(config, rank, progress, stack)
     phases.view = recorder.phase if recorder else None
     parts = Parts(
-        rollout=RolloutPhase(engine, rollout, sample_builder(config), engines.sleep),
+        rollout=RolloutPhase(engine, rollout, sample_builder(config), world.coordination, engines.sleep),
         learner=learner,
         publisher=PausingPublisher(engines.publisher, rollout),
         parity=_parity(config, engines, driver, learner, world),
@@ -214,7 +215,8 @@ def _parity(
         return None
     prompts = [prompt.token_ids for prompt in driver.prompts] if driver else None
     # Every data-parallel rank needs one.
-    group = world.policy.group
+    assert world.policy.coordination is not None, "ranks with servers hold the policy"
+    group = world.policy.coordination.group
     sequences = sequences_to_probe(prompts, max(NUM_PARITY_PROMPTS, world.policy_layout.data), group)
     compare = partial(learner.compare, temperature=1.0)
     if engines.as_served is None:
@@ -230,7 +232,9 @@ def _parity(
 
 def _restore(config: Config, store: CheckpointStore, checkpoints: Checkpoints, world: RunTopology) -> Checkpoint | None:
     """Continue from the checkpoint that checkpoint.resume asks for, if any."""
-    found = find_resume(config.checkpoint.resume, store, rank=world.rank, num_ranks=world.size, agree=_agree)
+    found = find_resume(
+        config.checkpoint.resume, store, rank=world.rank, num_ranks=world.size, agree=world.coordination.all_true
+    )
     if found is not None:
         checkpoints.restore(found)
         logger.info("continuing from %s", found.folder)
@@ -245,14 +249,11 @@ def _recorder(config: Config, rank: int, progress: RunProgress, stack: ExitStack
     return recorder
 
 
-def _agree(ok: bool) -> bool:
-    """True on every rank if every rank passed True; also a barrier."""
-    return float(max_over({"failed": float(not ok)})["failed"]) == 0.0
-
-
-def _watch(config: Config, rank: int) -> Callable[[str], AbstractContextManager[None]]:
-    on_expired = partial(exit_with_stacks, config.run.output_dir, rank)
-    return lambda name: watch(f"rank {rank}, phase {name}", config.run.wait_timeout_seconds, on_expired)
+def _watch(config: Config, world: RunTopology) -> Callable[[str], AbstractContextManager[None]]:
+    on_expired = partial(exit_with_stacks, config.run.output_dir, world.rank)
+    return lambda name: watch(
+        f"rank {world.rank}, phase {name}", config.run.wait_timeout_seconds, on_expired, world.coordination.progress
+    )
 
 
 def _evaluator(

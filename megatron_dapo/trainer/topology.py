@@ -8,7 +8,7 @@ Rank 0 drives the rollout and writes the records. It always belongs to the polic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_dapo.config.model_schema import ParallelConfig
@@ -17,6 +17,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import token_multiple
 
 if TYPE_CHECKING:
+    from megatron_dapo.parallel.coordination import Coordination
     from megatron_dapo.parallel.rank_set import RankSet
 
 
@@ -30,6 +31,7 @@ class RunTopology:
     critic: RankSet
     policy_layout: ParallelLayout
     critic_layout: ParallelLayout
+    coordination: Coordination  # of all ranks, through host memory
 
     @property
     def is_shared(self) -> bool:
@@ -40,14 +42,19 @@ class RunTopology:
 def run_topology(config: Config) -> RunTopology:
     """Return the topology of a run whose default process group exists. Collective."""
     # Commands that only print a layout import this module: they do without torch.
+    from megatron_dapo.parallel.coordination import collective_timeout, coordinate
     from megatron_dapo.parallel.rank_set import all_ranks, partition_ranks
 
+    timeout_s = collective_timeout(config.run.wait_timeout_seconds)
     world = all_ranks()
-    policy, critic = world, world
-    if config.num_critic_processes:
-        policy, critic = partition_ranks(config.num_critic_processes, config.run.wait_timeout_seconds)
     size = world.num_ranks
-    return RunTopology(size, world.rank, policy, critic, parallel_layout(config, size), critic_layout(config, size))
+    coordination = coordinate(world.ranks, timeout_s)
+    assert coordination is not None, "every process is one of the world"
+    policy = critic = replace(world, coordination=coordination)
+    if config.num_critic_processes:
+        policy, critic = partition_ranks(config.num_critic_processes, timeout_s, coordination.progress)
+    layouts = parallel_layout(config, size), critic_layout(config, size)
+    return RunTopology(size, world.rank, policy, critic, *layouts, coordination)
 
 
 def parallel_layout(config: Config, world_size: int) -> ParallelLayout:

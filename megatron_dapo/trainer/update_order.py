@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.trainer.actor_learner import LearnerCounters, LearnResult
 from megatron_dapo.trainer.critic_learner import CriticCounters
 from megatron_dapo.trainer.topology import RunTopology
@@ -72,8 +71,8 @@ class ConcurrentUpdate:
         self, policy: dict[str, Any] | None, critic: dict[str, Any] | None
     ) -> tuple[LearnResult, dict[str, float]]:
         """Both reports on every rank; a rank has one of its own or none."""
-        policy = broadcast_json(policy, source=self._world.policy.first_rank)
-        critic = broadcast_json(critic, source=self._world.critic.first_rank)
+        policy = self._world.coordination.broadcast(policy, source=self._world.policy.first_rank)
+        critic = self._world.coordination.broadcast(critic, source=self._world.critic.first_rank)
         assert policy is not None and critic is not None, "both sides report"
         _set(self._policy_counters, policy["counters"])
         _set(self._critic_counters, critic["counters"])

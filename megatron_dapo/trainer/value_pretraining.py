@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
@@ -48,7 +47,7 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> N
             critic, exports["critic"] = local_critic(learner), RunPaths(loaded.config.run.output_dir).critic
             if critic is not None:
                 export_critic_folder(loaded.config, critic, exports["critic"])
-            dist.barrier()  # ranks without the critic wait until it is whole
+            run.world.coordination.barrier("the export of the critic")
         run.summarize(reason, exports, time.perf_counter() - start, {EXPLAINED: explained})
         logger.info(
             "value pretraining: %s after %d steps; explained variance %.3f (mean of the last %d steps, each on responses "

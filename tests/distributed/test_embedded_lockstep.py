@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
+from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.types import GenerationRequest, SamplingParams
 
 CONFIG = {
@@ -41,6 +43,11 @@ def make_engine() -> EmbeddedEngine:
         tensor.copy_(5 * dict(model.named_parameters())[name].detach() if tensor.dim() > 1 else 1.0)
     engine.set_policy_version(3)
     return engine
+
+
+def distributed_engine() -> DistributedEmbeddedEngine:
+    coordination = Coordination(dist.group.WORLD)
+    return DistributedEmbeddedEngine(make_engine(), coordination, Rank0Commands(coordination))
 
 
 def make_requests() -> list[GenerationRequest]:
@@ -68,7 +75,7 @@ def collect(engine: DistributedEmbeddedEngine, requests: list[GenerationRequest]
 
 
 def two_rounds(rank: int, folder: Path) -> None:
-    engine = DistributedEmbeddedEngine(make_engine())
+    engine = distributed_engine()
     rounds = [engine.run_on_rank0(lambda: collect(engine, make_requests())) for _ in range(2)]
     assert engine.policy_version == 3
     if rank == 0:
@@ -76,7 +83,7 @@ def two_rounds(rank: int, folder: Path) -> None:
 
 
 def failing_rank(rank: int, folder: Path) -> None:
-    engine = DistributedEmbeddedEngine(make_engine())
+    engine = distributed_engine()
     if rank == 1:
         engine.parameters_by_name()["model.norm.weight"].fill_(float("nan"))
     with pytest.raises(RuntimeError, match="rank 1: RuntimeError: policy version 3 gave logits that are not finite"):
@@ -85,7 +92,7 @@ def failing_rank(rank: int, folder: Path) -> None:
 
 
 def failing_driver(rank: int, folder: Path) -> None:
-    engine = DistributedEmbeddedEngine(make_engine())
+    engine = distributed_engine()
 
     def body() -> None:
         engine.submit(make_requests())

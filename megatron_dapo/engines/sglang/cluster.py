@@ -13,16 +13,16 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import ColocatedClient, SglangClient, wait_for_memory
 from megatron_dapo.engines.sglang.engine import AllEnginesGone, SglangEngine
 from megatron_dapo.engines.sglang.frontend import Frontend
 from megatron_dapo.engines.sglang.servers import ReadyServer, Servers
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.types import Completion, GenerationRequest
@@ -58,7 +58,8 @@ class SglangEngines:
 
     Args:
         connect: a client of a ready server, for this rank.
-        group: the ranks that hold the policy (None: all ranks).
+        coordination: the ranks that hold the policy.
+        commands: by which rank 0 makes all ranks restart servers; None: those of `coordination`.
         device: this rank's GPU if servers share it with the trainer.
     """
 
@@ -67,18 +68,21 @@ class SglangEngines:
         servers: Servers,
         rank: int,
         connect: Callable[[ReadyServer], SglangClient],
-        group: dist.ProcessGroup | None = None,
+        coordination: Coordination,
+        commands: Rank0Commands | None = None,
         device: SharedDevice | None = None,
     ) -> None:
         self._servers = servers
         self._rank = rank
         self._connect = connect
-        self._group = group
+        self._coordination = coordination
         self._device = device
         self._build_update: Callable[[dict[int, SglangClient]], WeightSync] | None = None
         self._build_frontend: Callable[[Mapping[int, SglangClient]], Frontend] | None = None
         self._weights: Callable[[], Buffers] | None = None
-        self._commands = Rank0Commands({_RESTART: lambda command: self._restart_all()}, group)
+        self._commands = commands or Rank0Commands(coordination)
+        self._commands.handlers[_RESTART] = self._restart_all
+        self._has_progressed = False  # since the main thread last told the other ranks
         self._controls: dict[int, SglangClient] = {}  # of the servers this rank leads
         self._clients: dict[int, SglangClient] = {}  # rank 0: of all servers
         self._update: WeightSync | None = None
@@ -128,7 +132,10 @@ class SglangEngines:
     def poll(self) -> list[Completion]:
         """See `RolloutEngine`. Where no server is left, nothing finishes until they are back."""
         try:
-            return self._rollout.poll()
+            finished = self._rollout.poll()
+            self._has_progressed |= bool(finished)
+            self._report_progress()
+            return finished
         except AllEnginesGone as error:
             logger.warning("%s", error)
             self._wait_for_servers()
@@ -147,11 +154,22 @@ class SglangEngines:
         self._all_gone.set()
         self._back.wait(_LOOK_AGAIN_S)
 
-    def recover(self) -> None:
-        """Rank 0, inside `run_on_rank0`, in the main thread while it waits for a collecting one: bring the servers back where all
-        are gone."""
+    def recover(self) -> bool:
+        """Restart the servers if all are gone, and return whether a response has finished since the last call.
+
+        Rank 0 calls it inside `run_on_rank0`, in the main thread while it waits for a collecting one.
+        """
         if self._all_gone.is_set():
             self._commands.command(_RESTART)
+        return self._report_progress()
+
+    def _report_progress(self) -> bool:
+        """Postpone all ranks' deadlines if a response has finished. A collecting thread leaves that to the main thread."""
+        has_progressed = self._has_progressed
+        if has_progressed and threading.current_thread() is threading.main_thread():
+            self._has_progressed = False
+            self._commands.report_progress()
+        return has_progressed
 
     # Publisher
 
@@ -178,7 +196,7 @@ class SglangEngines:
         if self._device is not None:
             self._device.release_cache()
             # A server spans the devices of several ranks, and its leader wakes it on all of them at once.
-            dist.barrier(self._group)
+            self._coordination.barrier("all ranks to empty their caches")
 
     def wait_until_healthy(self) -> None:
         """Wait for the servers and connect to them, once. Collective. ServersFailed if one does not come up."""
@@ -195,11 +213,12 @@ class SglangEngines:
         assert self._device is not None, "only servers on the trainer's devices release their memory"
         before = self._device.free_bytes()
         # A late rank must not read its free memory after another rank's server has already released some of it.
-        dist.barrier(self._group)
+        self._coordination.barrier("all ranks to read their free memory")
         for control in self._controls.values():
             assert isinstance(control, ColocatedClient), "servers that sleep need a ColocatedClient"
             control.sleep()
-        dist.barrier(self._group)  # the server on this device may be another rank's to speak to
+        # The server on this device may be another rank's to speak to.
+        self._coordination.barrier("all servers to release their memory")
         if self._device.expected_bytes:
             wait_for_memory(self._device.free_bytes, before, self._device.expected_bytes, self._device.timeout_s)
 
@@ -246,7 +265,7 @@ class SglangEngines:
             if server.index in lost:
                 self._join(server)
 
-    def _restart_all(self) -> None:
+    def _restart_all(self, command: dict[str, Any]) -> None:
         """All servers are gone: start them again with the version they served. Collective."""
         logger.warning("no SGLang server is left: bringing them back at version %d", self._version)
         self.publish(self._version)

@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from megatron_dapo.engines.sglang.server import EngineServer
 from megatron_dapo.engines.sglang.versions import ApiVersion
-from megatron_dapo.parallel.collectives import all_gather_json
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
 
 logger = logging.getLogger(__name__)
@@ -57,9 +55,9 @@ class Servers(Protocol):
 class _ServerRegistry:
     """This rank's servers, and how all ranks learn of everybody's."""
 
-    def __init__(self, leaders: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, leaders: Sequence[int], coordination: Coordination) -> None:
         self.leaders = leaders
-        self._group = group
+        self._coordination = coordination
         self._own: dict[int, EngineServer] = {}
         self._api_versions: dict[int, ApiVersion] = {}
 
@@ -72,12 +70,12 @@ class _ServerRegistry:
                 entries.append({"index": index, "url": server.url})
             except Exception as error:  # told to every rank instead of leaving them to wait
                 problems.append(f"server {index}: {error}")
-        gathered = _together(entries, problems, self._group)
+        gathered = _together(entries, problems, self._coordination)
         return [ReadyServer(leader=self.leaders[entry["index"]], **entry) for entry in gathered]
 
     def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
         own = [[index, server.exit_reason()] for index, server in self._own.items() if not server.is_alive()]
-        return _merge(own, suspected, self._group)
+        return _merge(own, suspected, self._coordination)
 
     def api_version(self, index: int) -> ApiVersion | None:
         return self._api_versions.get(index)
@@ -93,11 +91,13 @@ class StartedServers(_ServerRegistry):
         rank: int,
         per_node: int,
         restart_budget: int,
-        group: dist.ProcessGroup | None = None,
+        coordination: Coordination,
     ) -> None:
         """`start(index, place)` spawns server `index`, the `place`-th of its machine, and does not wait for it. `group`:
         of the ranks that have servers (None: all there are)."""
-        super().__init__([nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)], group)
+        super().__init__(
+            [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)], coordination
+        )
         self._start = start
         self._per_node = per_node
         self._budget = restart_budget
@@ -134,9 +134,9 @@ class ExternalServers(_ServerRegistry):
         attach: Callable[[int], EngineServer],
         num_servers: int,
         rank: int,
-        group: dist.ProcessGroup | None = None,
+        coordination: Coordination,
     ) -> None:
-        super().__init__([0] * num_servers, group)
+        super().__init__([0] * num_servers, coordination)
         if rank == 0:
             self._own = {index: attach(index) for index in range(num_servers)}
 
@@ -148,20 +148,18 @@ class ExternalServers(_ServerRegistry):
         """They belong to somebody else."""
 
 
-def _together(
-    entries: list[dict[str, Any]], problems: list[str], group: dist.ProcessGroup | None
-) -> list[dict[str, Any]]:
+def _together(entries: list[dict[str, Any]], problems: list[str], coordination: Coordination) -> list[dict[str, Any]]:
     """All ranks' entries by index; ServersFailed on every rank where one has a problem."""
-    everyone = all_gather_json({"entries": entries, "problems": problems}, group)
+    everyone = coordination.gather({"entries": entries, "problems": problems})
     failures = [problem for rank in everyone for problem in rank["problems"]]
     if failures:
         raise ServersFailed("; ".join(failures[1:] + failures[:1]))  # the first one is read last
     return sorted((entry for rank in everyone for entry in rank["entries"]), key=lambda entry: entry["index"])
 
 
-def _merge(own: list[list[Any]], suspected: Mapping[int, str], group: dist.ProcessGroup | None) -> dict[int, str]:
+def _merge(own: list[list[Any]], suspected: Mapping[int, str], coordination: Coordination) -> dict[int, str]:
     """What every rank knows to be lost; what a server said itself counts more than a suspicion."""
-    everyone = all_gather_json({"own": own, "suspected": [list(entry) for entry in suspected.items()]}, group)
+    everyone = coordination.gather({"own": own, "suspected": [list(entry) for entry in suspected.items()]})
     lost = {index: reason for rank in everyone for index, reason in rank["suspected"]}
     lost.update({index: reason for rank in everyone for index, reason in rank["own"]})
     return dict(sorted(lost.items()))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.recovery.deadlines import EXIT_CODE, Progress, collective_timeout, watch
+from megatron_dapo.parallel.coordination import Progress, collective_timeout
+from megatron_dapo.recovery.deadlines import EXIT_CODE, watch
 
 ROOT = str(Path(__file__).resolve().parents[3])
 

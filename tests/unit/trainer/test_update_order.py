@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.trainer.actor_learner import LearnerCounters, LearnResult
@@ -37,7 +38,7 @@ def test_in_turn_the_policy_comes_first_and_the_critic_has_the_phase() -> None:
 
 def test_models_in_the_same_processes_cannot_update_at_once() -> None:
     part, layout = RankSet(0, 2, 0, None), ParallelLayout(2)
-    world = RunTopology(2, 0, part, part, layout, layout)
+    world = RunTopology(2, 0, part, part, layout, layout, Coordination())
     assert world.is_shared
     with pytest.raises(AssertionError, match="in turn"):
         ConcurrentUpdate(world, LearnerCounters(), CriticCounters(), lambda name: None)

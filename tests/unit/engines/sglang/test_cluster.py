@@ -18,6 +18,7 @@ from megatron_dapo.engines.sglang.client import ColocatedClient
 from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
 from megatron_dapo.engines.sglang.engine import AllEnginesGone
 from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, ServersFailed, StartedServers
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.trainer import build_sglang
@@ -148,8 +149,8 @@ def make_world(num_servers: int = 2, budget: int = 3) -> World:
         frontends.append(Frontend(clients))
         return frontends[-1]
 
-    servers = StartedServers(machine.start, NodeTopology(1, 1), 0, num_servers, budget)
-    engines = SglangEngines(servers, 0, connect)
+    servers = StartedServers(machine.start, NodeTopology(1, 1), 0, num_servers, budget, Coordination())
+    engines = SglangEngines(servers, 0, connect, Coordination())
     engines.attach(build_update, build_frontend, dict)
     return World(machine, engines, updates, frontends)
 
@@ -241,7 +242,7 @@ def test_collecting_thread_waits_for_the_main_thread_to_bring_them_back() -> Non
 
 def test_given_servers_are_never_replaced_nor_ended() -> None:
     server = Server(0, 0)
-    servers = ExternalServers(lambda index: server, 1, rank=0)
+    servers = ExternalServers(lambda index: server, 1, 0, Coordination())
     assert servers.ready() == [ReadyServer(0, server.url, leader=0)]
     server.alive = False
     lost = servers.dead({})
@@ -268,7 +269,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("empty cache"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (seen.append("read free memory"), (0, 0))[1])
-    monkeypatch.setattr(dist, "barrier", lambda group=None: seen.append("barrier"))
+    monkeypatch.setattr(Coordination, "barrier", lambda self, waiting_for: seen.append("barrier"))
     return seen
 
 
@@ -278,8 +279,10 @@ def engines_on_the_trainers_device(events: list[str], expected_bytes: int = 0) -
             events.append("wake weights")
             return super().redeliver(*args)
 
-    servers = StartedServers(Machine().start, NodeTopology(1, 1), 0, 1, 3)
-    engines = SglangEngines(servers, 0, lambda server: SleepingClient(events), None, SharedDevice(expected_bytes, 0.0))
+    servers = StartedServers(Machine().start, NodeTopology(1, 1), 0, 1, 3, Coordination())
+    engines = SglangEngines(
+        servers, 0, lambda server: SleepingClient(events), Coordination(), device=SharedDevice(expected_bytes, 0.0)
+    )
     engines.attach(NotedUpdate, Frontend, dict)
     return engines
 
@@ -312,9 +315,9 @@ def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
     config = SimpleNamespace(model=SimpleNamespace(path="model"), sglang=SimpleNamespace(quantization="none"))
     server = Server(0, 0)
     server.wait_until_healthy = lambda: (events.append("healthy"), SimpleNamespace(api_version=None))[1]
-    servers = StartedServers(lambda index, place: server, NodeTopology(1, 1), 0, 1, 3)
+    servers = StartedServers(lambda index, place: server, NodeTopology(1, 1), 0, 1, 3, Coordination())
     stand_ins = {
-        "_site": lambda config, part: SimpleNamespace(config=config, rank=0),
+        "_site": lambda config, part: SimpleNamespace(config=config, rank=0, coordination=Coordination()),
         "_servers": lambda site: servers,
         "_expected": lambda site, architecture: SimpleNamespace(shards=lambda index: None),
         "_shared_gpu": lambda site, architecture: SharedDevice(0, 0.0),
@@ -324,7 +327,7 @@ def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(build_sglang, name, stand_in)
     with ExitStack() as stack:
-        build_sglang.start_sglang(config, SimpleNamespace(group=None), stack)
+        build_sglang.start_sglang(config, SimpleNamespace(), Rank0Commands(Coordination()), stack)
         assert events == ["healthy", "read free memory", "barrier", "release memory", "barrier"]
 
 
@@ -335,7 +338,30 @@ def test_failing_command_is_raised_once_and_the_drive_ends() -> None:
         calls.append(command["facts"])
         raise ValueError("no")
 
-    lead = Rank0Commands({"x": fail})
+    lead = Rank0Commands(Coordination())
+    lead.handlers["x"] = fail
     with pytest.raises(ValueError, match="no"):
         lead.run_on_rank0(lambda: lead.command("x", facts=3))
     assert calls == [3] and lead.run_on_rank0(lambda: 7) == 7
+
+
+def test_a_finished_response_postpones_the_deadlines() -> None:
+    world = make_world()
+    world.engines.publish(0)
+    progress = world.engines._coordination.progress
+    progress._at -= 100.0
+    assert world.engines.poll() == ["a response"] and progress.idle_s < 50
+    assert not world.engines.recover()  # nothing since
+
+
+def test_the_main_thread_tells_what_a_collecting_thread_finished() -> None:
+    """A collecting thread must not speak to other ranks."""
+    world = make_world()
+    world.engines.publish(0)
+    progress = world.engines._coordination.progress
+    progress._at -= 100.0
+    thread = threading.Thread(target=world.engines.poll)
+    thread.start()
+    thread.join()
+    assert progress.idle_s > 50
+    assert world.engines.recover() and progress.idle_s < 50 and not world.engines.recover()
