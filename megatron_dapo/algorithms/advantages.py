@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dapo.algorithms.segments import group_positions, segment_sum
-from megatron_dapo.config.training_schema import (
+from megatron_dapo.config.algorithm_schema import (
     AdvantageConfig,
     DrGrpoAdvantageConfig,
     GrpoAdvantageConfig,

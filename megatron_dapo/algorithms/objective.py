@@ -19,7 +19,7 @@ from megatron_dapo.algorithms.off_policy import OffPolicyInputs, importance_weig
 from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_dapo.algorithms.segments import identity
 from megatron_dapo.algorithms.vapo import positive_example_loss
-from megatron_dapo.config.training_schema import AlgorithmConfig
+from megatron_dapo.config.algorithm_schema import AlgorithmConfig
 from megatron_dapo.types import MicroBatch
 
 Metrics = dict[str, torch.Tensor]

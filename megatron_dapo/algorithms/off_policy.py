@@ -27,7 +27,7 @@ import torch
 
 from megatron_dapo.algorithms.kl import LOG_RATIO_LIMIT, k3
 from megatron_dapo.algorithms.segments import identity, segment_sum
-from megatron_dapo.config.training_schema import OffPolicyConfig
+from megatron_dapo.config.algorithm_schema import OffPolicyConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 
 from megatron_dapo.algorithms.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
 from megatron_dapo.algorithms.segments import identity, segment_sum
-from megatron_dapo.config.training_schema import (
+from megatron_dapo.config.algorithm_schema import (
     CispoLossConfig,
     GspoLossConfig,
     GspoTokenLossConfig,

@@ -21,7 +21,7 @@ from megatron_dapo import __version__
 from megatron_dapo.cli import doctor
 from megatron_dapo.cli.plan import Plan, describe, describe_pretraining, make_plan
 from megatron_dapo.config import Config, pretraining_config
-from megatron_dapo.config.critic_schema import CriticConfig
+from megatron_dapo.config.algorithm_schema import CriticConfig
 
 app = typer.Typer(
     name="megatron-dapo",

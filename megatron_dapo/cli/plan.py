@@ -21,7 +21,7 @@ from megatron_dapo.config import (
     validate,
 )
 from megatron_dapo.config.inputs import critics_of_other_models
-from megatron_dapo.config.optimizer_schema import OptimizerConfig
+from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.topology import critic_layout, parallel_layout
 

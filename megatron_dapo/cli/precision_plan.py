@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dapo.config.architecture import ArchitectureFacts
+from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, recipe_name

@@ -1,14 +1,18 @@
 """The typed configuration tree, its loader and its validator. Imports neither torch nor anything of the package above
 layer 0."""
 
-from megatron_dapo.config.architecture import ArchitectureFacts, read_architecture
 from megatron_dapo.config.errors import ConfigError, Violation
-from megatron_dapo.config.inputs import missing_inputs
-from megatron_dapo.config.layout_flag import layout_overrides
-from megatron_dapo.config.loader import LoadedConfig, config_from_dict, load_config, read_resolved, write_resolved
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.inputs import ArchitectureFacts, missing_inputs, read_architecture
+from megatron_dapo.config.loader import (
+    LoadedConfig,
+    config_from_dict,
+    layout_overrides,
+    load_config,
+    read_resolved,
+    write_resolved,
+)
+from megatron_dapo.config.schema import Config, pretraining_config
 from megatron_dapo.config.validator import require_valid, schedule_steps, validate
-from megatron_dapo.config.value_pretraining import pretraining_config
 
 __all__ = [
     "ArchitectureFacts",

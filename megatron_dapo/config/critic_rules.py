@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_dapo.config.architecture import ArchitectureFacts
-from megatron_dapo.config.errors import Violation
-from megatron_dapo.config.layout_rules import ARCHITECTURE_RULES, world_rules
-from megatron_dapo.config.precision_rules import PRECISION_ARCHITECTURE_RULES
-from megatron_dapo.config.rule import nearest_divisor, violation
+from megatron_dapo.config.errors import Violation, nearest_divisor, violation
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.layout_rules import ARCHITECTURE_RULES, PRECISION_ARCHITECTURE_RULES, world_rules
 from megatron_dapo.config.schema import Config
 from megatron_dapo.precision import micro_batch_multiple, token_multiple
 

@@ -1,10 +1,19 @@
-"""What a run is told of the model and of how it is cut over processes."""
+"""Sections of the models and of their optimizers: types, precision, parallelism, AdamW."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron_dapo.config.section import InputPath, NonNegativeInt, Offload, PositiveInt, Section
+from megatron_dapo.config.section import (
+    Bounds,
+    InputPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Offload,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "te_fp8"]
@@ -78,3 +87,68 @@ class ParallelConfig(Section):
     num_processes: NonNegativeInt = 0
     """Processes of the policy to start on this machine, or expected of an outside launcher; critic.parallel.num_processes
     come on top. 0: tp_size * pp_size * cp_size, or what the launcher gives."""
+
+
+RecipeName = Literal["", "fp32", "bf16", "fp8_blockwise", "fp8_current", "fp8_delayed"]
+
+
+class PrecisionConfig(Section):
+    """How linear layers multiply. What is not computed in FP8 has model.dtype; main params and moments are float32."""
+
+    recipe: RecipeName = ""
+    """"": as model.dtype says. fp32, bf16: the same by name; must agree with model.dtype. fp8_blockwise: e4m3 with a
+    scale for 128 values and 128 x 128 of a weight, which SGLang serves (compute capability 9.0 and CUDA 12.9; emulated
+    on a CPU). fp8_current, fp8_delayed: one scale a tensor, of the tensor or of earlier steps."""
+
+    num_layers_at_start_in_bf16: NonNegativeInt = 0
+    """First layers of the model that stay in model.dtype under an FP8 recipe. Raise it when FP8 costs learning."""
+
+    num_layers_at_end_in_bf16: NonNegativeInt = 0
+    """Last layers of the model that stay in model.dtype under an FP8 recipe."""
+
+    fp8_param: bool = False
+    """Hold the weights of FP8 layers as FP8 alone, beside their float32 main params. Saves memory; Transformer Engine only,
+    needs parallel.use_distributed_optimizer."""
+
+
+Schedule = Literal["constant", "cosine", "linear"]
+WarmupUnit = Literal["train_step", "optimizer_step"]
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Linear warm-up from 0 over this many steps, counted in warmup_unit."""
+
+    warmup_unit: WarmupUnit = "train_step"
+    """What warmup_steps and the decay count: train_step (rollout batches trained) or optimizer_step (mini-batches).
+    Generation steps are never counted."""
+
+    schedule: Schedule = "constant"
+    """After warm-up: constant, or cosine / linear down to min_learning_rate at run.total_steps."""
+
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where cosine and linear end."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay; not applied to biases and norms."""
+
+    betas: Annotated[tuple[float, float], Bounds(ge=0, lt=1)] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+
+    epsilon: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global norm of the gradient. 0: off."""
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW of the critic and its learning-rate schedule."""
+
+    learning_rate: NonNegativeFloat = 2e-6
+    """Peak learning rate of the critic."""

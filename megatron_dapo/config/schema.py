@@ -12,25 +12,33 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.critic_schema import (
+from megatron_dapo.config.algorithm_schema import (
     AdvantageEstimationConfig,
+    AlgorithmConfig,
     CriticConfig,
+    TrainingConfig,
     ValuePretrainingConfig,
     WindowConfig,
 )
-from megatron_dapo.config.model_schema import ModelConfig, ParallelConfig
-from megatron_dapo.config.optimizer_schema import OptimizerConfig
-from megatron_dapo.config.precision_schema import PrecisionConfig
-from megatron_dapo.config.record_schema import CheckpointConfig, EvaluationConfig, MismatchConfig, TelemetryConfig
-from megatron_dapo.config.rollout_schema import DataConfig, RewardConfig, RolloutConfig
-from megatron_dapo.config.section import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
-from megatron_dapo.config.sglang_schema import SglangConfig
-from megatron_dapo.config.training_schema import AlgorithmConfig, TrainingConfig
+from megatron_dapo.config.model_schema import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_dapo.config.rollout_schema import DataConfig, RewardConfig, RolloutConfig, SglangConfig
+from megatron_dapo.config.section import (
+    Bounds,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ProbabilityMass,
+    Section,
+    Seed,
+)
+
+Resume = Literal["auto", "never", "must"]
 
 
 class RunConfig(Section):
@@ -60,6 +68,90 @@ class RunConfig(Section):
     wait_timeout_seconds: PositiveFloat = 1800.0
     """Seconds any wait (collective, engine, verifier pool, checkpoint) may take before stacks are dumped and the run
     ends with an error. Raise it when one generation step of the largest responses takes longer."""
+
+
+class CheckpointConfig(Section):
+    """Exact resume, and the exported model."""
+
+    output_dir: str = ""
+    """Where checkpoints are kept; relative to the current directory. "": <run.output_dir>/checkpoints."""
+
+    interval: NonNegativeInt = 20
+    """Train steps between checkpoints. 0: only at the end and on a signal."""
+
+    keep: PositiveInt = 2
+    """Newest valid checkpoints kept; an older one is deleted only after a newer one is valid."""
+
+    resume: Resume = "auto"
+    """auto: continue from the newest valid checkpoint if there is one. never: fail if the folder holds one. must: fail
+    if it holds none."""
+
+    export_huggingface: bool = True
+    """Write the trained policy as a Hugging Face folder, <run.output_dir>/huggingface, when the run ends, and the critic, where
+    there is one, as <run.output_dir>/critic."""
+
+
+class EvaluationConfig(Section):
+    """Evaluation on data.eval_paths: avg@k, pass@k, cons@k."""
+
+    interval: NonNegativeInt = 0
+    """Train steps between evaluations. 0: none in between."""
+
+    num_samples: PositiveInt = 32
+    """Responses per problem (k)."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 is greedy."""
+
+    top_p: ProbabilityMass = 0.7
+    """Nucleus mass."""
+
+    top_k: NonNegativeInt = 0
+    """Only the k likeliest tokens; 0: off."""
+
+    max_response_tokens: NonNegativeInt = 0
+    """Longest response in tokens. 0: rollout.max_response_tokens."""
+
+    at_start: bool = True
+    """Evaluate the initial policy."""
+
+    at_end: bool = True
+    """Evaluate the trained policy."""
+
+
+class TelemetryConfig(Section):
+    """What is recorded of a run."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events to <run.output_dir>/tensorboard, x axis the train step. metrics.jsonl is written either
+    way."""
+
+    samples_per_step: NonNegativeInt = 64
+    """Responses written to samples.jsonl per train step. 0: none."""
+
+    progress: bool = True
+    """Live progress display on a terminal (plain log lines elsewhere)."""
+
+    dump_batches: NonNegativeInt = 0
+    """Train steps between dumps of a whole rollout batch, for replay through the trainer alone. 0: none."""
+
+
+class MismatchConfig(Section):
+    """Gate on the gap between engine and trainer log-probs: mean |old_logprobs - rollout_logprobs| over trained tokens,
+    in nats."""
+
+    step0_max_mean_abs: PositiveFloat = 0.02
+    """The run ends with an error if the gap of the first batch is larger: engine and trainer do not hold the same
+    model."""
+
+    alarm: PositiveFloat = 0.05
+    """A warning names the step when the gap of a later batch is larger."""
+
+    trend_factor: Annotated[float, Bounds(gt=1)] = 2.0
+    """A warning also comes when the gap, smoothed over some steps, has grown by this factor within the last hundred."""
+
+    trend_floor: NonNegativeFloat = 1e-3
+    """Smoothed gaps up to this many nats are never a trend."""
 
 
 class Config(Section):
@@ -226,3 +318,39 @@ def union_names(path: str) -> tuple[str, ...]:
     """The names that the section at `path` may have, the default first; empty where it is no union."""
     members = section_types().get(path, ())
     return tuple(member.model_fields["name"].default for member in members) if len(members) > 1 else ()
+
+
+SUBFOLDER = "value_pretraining"  # of the run's folder, and of its checkpoints' where those have one of their own
+
+
+def pretraining_config(config: Config, folder: Path | None = None) -> Config:
+    """Every group is learned from, whole, none is evaluated, and the policy makes no step. `folder`: where it writes.
+
+    It never writes where the run itself will: a run that found these checkpoints would go on from them. A critic.path that
+    names what pretraining is to write is where the run starts from; pretraining itself then starts from the policy.
+    """
+    folder = folder or config.run.output_dir / SUBFOLDER
+    start = config.critic.path
+    if start and Path(start).resolve() == (folder / "critic").resolve():
+        start = ""
+    checkpoints = str(Path(config.checkpoint.output_dir) / SUBFOLDER) if config.checkpoint.output_dir else ""
+    changes = {
+        "run": {
+            "output_dir": folder,
+            "total_steps": config.value_pretraining.max_steps,
+            "max_generation_steps": 0,
+        },
+        "rollout": {"filter_groups": False},
+        "data": {"train_paths": config.value_pretraining.train_paths or config.data.train_paths},
+        # Returns are those of whole responses, and there are no advantages.
+        "algorithm": {"name": "vapo"},
+        "advantage_estimation": {"lambda_rule": "fixed"},
+        # The policy's, which makes no step: how its rate would move over so few says nothing.
+        "optimizer": {"schedule": "constant"},
+        "critic": {"path": start, "warmup_train_steps": 0},
+        "checkpoint": {"output_dir": checkpoints},
+        "evaluation": {"interval": 0, "at_start": False, "at_end": False},
+    }
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    )

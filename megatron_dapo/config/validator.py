@@ -11,13 +11,17 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from megatron_dapo.config.architecture import ArchitectureFacts
 from megatron_dapo.config.critic_rules import CRITIC_RULES, critic_layout_rules
-from megatron_dapo.config.errors import ConfigError, Violation
-from megatron_dapo.config.layout_rules import ARCHITECTURE_RULES, LAYOUT_RULES, world_rules
-from megatron_dapo.config.precision_rules import PRECISION_ARCHITECTURE_RULES, PRECISION_RULES
-from megatron_dapo.config.quantization_rules import QUANTIZATION_RULES
-from megatron_dapo.config.rule import nearest_divisor, value_of, violation
+from megatron_dapo.config.engine_rules import ENGINE_RULES
+from megatron_dapo.config.errors import ConfigError, Violation, nearest_divisor, value_of, violation
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.layout_rules import (
+    ARCHITECTURE_RULES,
+    LAYOUT_RULES,
+    PRECISION_ARCHITECTURE_RULES,
+    PRECISION_RULES,
+    world_rules,
+)
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Bounds
 from megatron_dapo.precision import micro_batch_multiple, token_multiple
@@ -164,64 +168,6 @@ def _sampling(config: Config) -> Iterator[Violation]:
             "rollout.max_staleness == 0 without an off-policy correction",
             'set algorithm.off_policy.correction = "tis", or rollout.max_staleness = 0',
             "algorithm.off_policy.correction",
-        )
-
-
-def _engines(config: Config) -> Iterator[Violation]:
-    rollout, sglang = config.rollout, config.sglang
-    if rollout.engine != "sglang":
-        return
-    if sglang.placement == "disaggregated" and rollout.max_staleness > 0 and not rollout.partial_rollout:
-        yield violation(
-            config,
-            "rollout.partial_rollout",
-            "rollout.partial_rollout == true where generation runs beside training (every update would throw all "
-            "unfinished responses away)",
-            "set rollout.partial_rollout = true, or rollout.max_staleness = 0",
-            "rollout.max_staleness",
-            "sglang.placement",
-        )
-    if sglang.urls and not sglang.api_key_file:
-        yield violation(
-            config,
-            "sglang.api_key_file",
-            "sglang.api_key_file names a file where sglang.urls are given",
-            "set sglang.api_key_file to the file with the servers' API key",
-            "sglang.urls",
-        )
-    if sglang.urls and sglang.weight_sync_transport == "shared_memory":
-        yield violation(
-            config,
-            "sglang.weight_sync_transport",
-            "sglang.weight_sync_transport is p2p or disk for servers given by URL (shared_memory is for servers this run starts)",
-            'set sglang.weight_sync_transport = "p2p"',
-            "sglang.urls",
-        )
-    if sglang.urls and sglang.placement == "colocated":
-        yield violation(
-            config,
-            "sglang.placement",
-            'sglang.placement == "disaggregated" for servers given by URL',
-            'set sglang.placement = "disaggregated"',
-            "sglang.urls",
-        )
-    if min(sglang.tp_size, sglang.ep_size) >= 1 and sglang.tp_size % sglang.ep_size:
-        yield violation(
-            config,
-            "sglang.ep_size",
-            "sglang.tp_size % sglang.ep_size == 0",
-            f"set sglang.ep_size = {nearest_divisor(sglang.tp_size, sglang.ep_size)}",
-            "sglang.tp_size",
-        )
-    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    if 0 < sglang.max_total_tokens < longest:
-        yield violation(
-            config,
-            "sglang.max_total_tokens",
-            "sglang.max_total_tokens >= data.max_prompt_tokens + rollout.max_response_tokens",
-            f"set sglang.max_total_tokens = {longest} or more, or 0",
-            "data.max_prompt_tokens",
-            "rollout.max_response_tokens",
         )
 
 
@@ -395,7 +341,6 @@ _RULES = (
     _batch,
     _groups,
     _sampling,
-    _engines,
     _correction,
     _overlong,
     _verifiers,
@@ -404,5 +349,5 @@ _RULES = (
     *LAYOUT_RULES,
     *PRECISION_RULES,
     *CRITIC_RULES,
-    *QUANTIZATION_RULES,
+    *ENGINE_RULES,
 )

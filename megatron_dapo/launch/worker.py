@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     _configure_logging(process)
     # Heavy imports come after the arguments are known to be right.
     from megatron_dapo.config.loader import load_config
-    from megatron_dapo.config.value_pretraining import pretraining_config
+    from megatron_dapo.config.schema import pretraining_config
     from megatron_dapo.recovery.deadlines import exit_after
     from megatron_dapo.recovery.failure import begin_attempt, failure_of, record_failure
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dapo.config.optimizer_schema import OptimizerConfig
+from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
 

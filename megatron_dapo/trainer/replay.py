@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_dapo.config.architecture import read_architecture
+from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid

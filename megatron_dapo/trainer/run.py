@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_dapo.checkpoints.atomic_directory import replace_directory
 from megatron_dapo.checkpoints.export import export_to_huggingface
-from megatron_dapo.config.architecture import read_architecture
+from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid

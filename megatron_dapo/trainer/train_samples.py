@@ -9,7 +9,7 @@ import torch
 
 from megatron_dapo.algorithms.advantages import AdvantageInputs, compute_advantages
 from megatron_dapo.algorithms.length_reward import overlong_keep_mask
-from megatron_dapo.config.training_schema import AdvantageConfig
+from megatron_dapo.config.algorithm_schema import AdvantageConfig
 from megatron_dapo.types import Completion, CriticContext, Group, ScoredSample, TrainSample
 
 

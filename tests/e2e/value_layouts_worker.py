@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dapo.config.architecture import read_architecture
+from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.validator import require_valid
 from megatron_dapo.trainer.replay import replay

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
-from megatron_dapo.config.training_schema import (
+from megatron_dapo.config.algorithm_schema import (
     AdvantageConfig,
     DrGrpoAdvantageConfig,
     GrpoAdvantageConfig,

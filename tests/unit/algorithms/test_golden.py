@@ -36,7 +36,7 @@ from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_re
 from megatron_dapo.algorithms.value_loss import SquaredError, ValueLossInputs
 from megatron_dapo.algorithms.vapo import positive_example_loss, positive_token_weights, positive_tokens
 from megatron_dapo.algorithms.whitening import moments, whiten
-from megatron_dapo.config.training_schema import (
+from megatron_dapo.config.algorithm_schema import (
     DrGrpoAdvantageConfig,
     GrpoAdvantageConfig,
     GspoLossConfig,

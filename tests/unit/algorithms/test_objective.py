@@ -9,7 +9,7 @@ import torch
 
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.config import load_config
-from megatron_dapo.config.training_schema import AlgorithmConfig, OffPolicyConfig, PpoClipLossConfig
+from megatron_dapo.config.algorithm_schema import AlgorithmConfig, OffPolicyConfig, PpoClipLossConfig
 from megatron_dapo.types import MicroBatch
 
 

@@ -17,7 +17,7 @@ from megatron_dapo.algorithms.off_policy import (
     mismatch_sums,
     normalize_by_batch_mean,
 )
-from megatron_dapo.config.training_schema import OffPolicyConfig
+from megatron_dapo.config.algorithm_schema import OffPolicyConfig
 
 
 def batch(log_weights: list[list[float]], masked_tail: int = 0) -> OffPolicyInputs:

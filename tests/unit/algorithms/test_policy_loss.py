@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES, PolicyLossInputs, policy_loss
-from megatron_dapo.config.training_schema import (
+from megatron_dapo.config.algorithm_schema import (
     CispoLossConfig,
     GspoLossConfig,
     GspoTokenLossConfig,

@@ -14,7 +14,7 @@ from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES
 from megatron_dapo.algorithms.off_policy import LEVELS, OFF_POLICY_METHODS
 from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES
-from megatron_dapo.config import critic_schema, model_schema, training_schema
+from megatron_dapo.config import algorithm_schema, model_schema
 from megatron_dapo.config.schema import union_names
 from megatron_dapo.config.validator import VERIFIER_PRESETS
 from megatron_dapo.ops.lm_head.select import AUTO, IMPLEMENTATIONS
@@ -22,11 +22,11 @@ from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.trainer.actor_learner import OVER_ROLLOUT
 
 PAIRS = [
-    (training_schema.GrpoStd, STD_CONVENTIONS, ()),
-    (training_schema.Aggregation, AGGREGATIONS, (OVER_ROLLOUT,)),
-    (training_schema.KlEstimator, KL_LOSSES, ()),
-    (training_schema.Correction, OFF_POLICY_METHODS, ("none",)),
-    (training_schema.CorrectionLevel, LEVELS, ()),
+    (algorithm_schema.GrpoStd, STD_CONVENTIONS, ()),
+    (algorithm_schema.Aggregation, AGGREGATIONS, (OVER_ROLLOUT,)),
+    (algorithm_schema.KlEstimator, KL_LOSSES, ()),
+    (algorithm_schema.Correction, OFF_POLICY_METHODS, ("none",)),
+    (algorithm_schema.CorrectionLevel, LEVELS, ()),
 ]
 
 
@@ -41,10 +41,10 @@ def test_members_of_a_union_agree(section: str, table: Mapping[str, Any]) -> Non
 
 
 def test_names_of_the_value_path_agree() -> None:
-    assert set(get_args(critic_schema.LambdaRuleName)) == set(LAMBDA_RULES)
-    assert set(get_args(critic_schema.ValueLossName)) == set(VALUE_LOSSES)
-    assert set(get_args(critic_schema.ValueAggregation)) < set(AGGREGATIONS)
-    assert set(get_args(training_schema.RewardKlEstimator)) == set(KL_ESTIMATORS)
+    assert set(get_args(algorithm_schema.LambdaRuleName)) == set(LAMBDA_RULES)
+    assert set(get_args(algorithm_schema.ValueLossName)) == set(VALUE_LOSSES)
+    assert set(get_args(algorithm_schema.ValueAggregation)) < set(AGGREGATIONS)
+    assert set(get_args(algorithm_schema.RewardKlEstimator)) == set(KL_ESTIMATORS)
 
 
 def test_names_of_the_log_prob_head_agree() -> None:

@@ -20,7 +20,7 @@ from megatron_dapo.config import (
     schedule_steps,
     validate,
 )
-from megatron_dapo.config.rule import nearest_divisor
+from megatron_dapo.config.errors import nearest_divisor
 from megatron_dapo.config.schema import leaf_fields, section_types, union_names
 from megatron_dapo.config.validator import field_bounds
 from megatron_dapo.parallel.layout import ParallelLayout

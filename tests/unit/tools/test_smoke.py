@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.config import load_config, validate
-from megatron_dapo.config.architecture import read_architecture
+from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.precision import LinearSizes, has_served_blocks, misfits
 from tools import check_smoke, make_smoke_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms.objective import PolicyObjective
-from megatron_dapo.config.training_schema import AlgorithmConfig, OffPolicyConfig
+from megatron_dapo.config.algorithm_schema import AlgorithmConfig, OffPolicyConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.config.training_schema import DrGrpoAdvantageConfig, GrpoAdvantageConfig
+from megatron_dapo.config.algorithm_schema import DrGrpoAdvantageConfig, GrpoAdvantageConfig
 from megatron_dapo.trainer.train_samples import build_critic_samples, build_train_samples, with_staleness
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
 

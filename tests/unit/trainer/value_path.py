@@ -9,7 +9,7 @@ import torch
 
 from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.value_loss import build_value_loss
-from megatron_dapo.config.training_schema import AlgorithmConfig
+from megatron_dapo.config.algorithm_schema import AlgorithmConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
 from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
