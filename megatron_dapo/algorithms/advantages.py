@@ -39,7 +39,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What `compute_advantages` gives back."""
+    """Advantages of a batch and their diagnostics."""
 
     values: torch.Tensor  # [S] float32, one scalar per response
     metrics: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""From token losses to the loss of an optimizer step: one weight per token, from global denominators.
+"""Weights that turn token losses into the loss of an optimizer step: one per token, from global denominators.
 
     loss = sum over all trained tokens of  weight(sample of the token) * token loss
 
@@ -59,7 +59,7 @@ def global_denominators(trained_tokens: torch.Tensor, group_index: torch.Tensor)
 
 @dataclass(frozen=True)
 class WeightInputs:
-    """What a mode may divide by."""
+    """Counts that a mode may divide by."""
 
     trained_tokens: torch.Tensor  # [S] float64
     group_tokens: torch.Tensor  # [S] float64, trained tokens of the sample's group within the mini-batch

@@ -1,6 +1,6 @@
 """Extended GAE: advantages of responses that are cut at the end of a window (T-PPO, arXiv 2506.15050).
 
-A window holds the tokens s_0..s_{l-1} that one step has generated of a response. Where the response goes on, nothing
+A window holds the tokens s_0..s_{l-1} that one step has generated of a response. Where the response continues, nothing
 is known of s_l, and its value is taken to be the last one known:
 
     V(s_l) := V(s_{l-1}),   so   delta_{l-1} = r_{l-1} + (gamma - 1) V(s_{l-1}),   0 at gamma = 1 without reward
@@ -41,7 +41,7 @@ def extended_estimates(
 def window_bootstrap(
     values: torch.Tensor, loss_mask: torch.Tensor, lengths: torch.Tensor, is_finished: torch.Tensor
 ) -> torch.Tensor:
-    """[S] the value behind each window: V of its last trained token where the response goes on, else 0."""
+    """[S] the value behind each window: V of its last trained token where the response continues, else 0."""
     tokens = trained_tokens(loss_mask, lengths)
     goes_on = tokens.present & ~is_finished.to(torch.bool)
     bootstrap = values.new_zeros(lengths.numel())
@@ -52,7 +52,7 @@ def window_bootstrap(
 def without_tail(
     loss_mask: torch.Tensor, lengths: torch.Tensor, is_finished: torch.Tensor, num_tail_tokens: int
 ) -> torch.Tensor:
-    """`loss_mask` [P] without the last `num_tail_tokens` TRAINED tokens of every window whose response goes on.
+    """`loss_mask` [P] without the last `num_tail_tokens` TRAINED tokens of every window whose response continues.
 
     Their advantages rest on the stand-in for V(s_l) alone. They leave the policy loss and its denominator; finished
     responses keep all of theirs. Advantages are computed with the whole mask, before this.

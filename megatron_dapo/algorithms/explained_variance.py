@@ -1,4 +1,4 @@
-"""How much of the returns a critic explains, from sums that add up over micro-batches and ranks.
+"""Share of the returns' variance that a critic explains, from sums that add up over micro-batches and ranks.
 
     EV = 1 - Var(G - V) / Var(G)     over trained tokens
 

@@ -68,7 +68,7 @@ class TrainedTokens:
 
 
 def trained_tokens(loss_mask: torch.Tensor, lengths: torch.Tensor) -> TrainedTokens:
-    """Where the trained tokens of `loss_mask` [P] lie, for sequences of `lengths` [S]."""
+    """Return the positions of the trained tokens of `loss_mask` [P], for sequences of `lengths` [S]."""
     total = int(lengths.sum())
     assert loss_mask.shape == (total,), f"mask of shape {tuple(loss_mask.shape)}, the lengths add up to {total}"
     ends = lengths.cumsum(0)
@@ -152,7 +152,7 @@ class _Stream:
         def fill(start: int, stop: int, inputs: torch.Tensor, decay: torch.Tensor) -> None:
             first, behind = torch.searchsorted(self.last, torch.tensor([start, stop], device=self.last.device)).tolist()
             ends = self.last[first:behind] - start
-            # The sequence that goes on over the tile's end is in it as well, up to there.
+            # The sequence that continues over the tile's end is in it as well, up to there.
             num_open = int(behind < self.last.numel())
             counts = torch.cat([ends + 1, ends.new_full((num_open,), stop - start)]).diff(prepend=ends.new_zeros(1))
             # A view a sequence: an index a token would be the largest thing in memory.

@@ -1,4 +1,4 @@
-"""Which lambda each response gets: one for all, or one that grows with its length.
+"""Lambda of each response: one for all, or one that grows with its length.
 
 VAPO (arXiv 2504.05118, Eq 5) asks that the sum of the weights lambda^k be a fraction alpha of the length l:
 
@@ -6,7 +6,7 @@ VAPO (arXiv 2504.05118, Eq 5) asks that the sum of the weights lambda^k be a fra
 
 which is 0 at l = 1 / alpha and negative below, so a floor is needed. The paper names none; ours is 0. T-PPO's authors'
 code takes 0.95, which at alpha 0.05 acts up to l = 400. T-PPO counts the tokens of all windows of the response, and
-half a window more where it goes on, for the length it may yet reach.
+half a window more where it continues, for the length it may yet reach.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def floored_lambda(lengths: torch.Tensor, alpha: float, floor: float) -> torch.T
 
 
 def prospective_lengths(lengths: torch.Tensor, is_finished: torch.Tensor, window: int) -> torch.Tensor:
-    """T-PPO's length [S]: tokens of all windows so far, and window // 2 more where the response goes on."""
+    """T-PPO's length [S]: tokens of all windows so far, and window // 2 more where the response continues."""
     return lengths + torch.where(is_finished.to(torch.bool), 0, window // 2)
 
 

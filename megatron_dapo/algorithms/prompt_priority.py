@@ -1,4 +1,4 @@
-"""Which prompts come next by what is known of them: an upper confidence bound (the prompt pool of T-PPO's code)."""
+"""Priority of prompts by their scores so far: an upper confidence bound (the prompt pool of T-PPO's code)."""
 
 from __future__ import annotations
 

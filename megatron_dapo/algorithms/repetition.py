@@ -1,4 +1,4 @@
-"""How repetitive a response is: n-grams, a loop at its end, compressibility. Metrics, not rewards."""
+"""Repetition in a response: n-grams, a loop at its end, compressibility. Metrics, not rewards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TailLoop:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Of one response."""
+    """Repetition metrics of one response."""
 
     ngram: float  # 0: no n-gram twice, towards 1: nearly all are copies
     tail_loop: TailLoop
@@ -50,7 +50,7 @@ def ngram_repetition(token_ids: Sequence[int], n: int = 20) -> float:
 
 
 def _matching_tail(token_ids: Sequence[int], period: int) -> int:
-    """How many tokens at the end equal the token `period` before them."""
+    """Count the tokens at the end that equal the token `period` before them."""
     matched = 0
     for position in range(len(token_ids) - 1, period - 1, -1):
         if token_ids[position] != token_ids[position - period]:

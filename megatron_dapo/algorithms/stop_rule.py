@@ -29,7 +29,7 @@ class StopRule:
 
 
 def rise(series: Sequence[float]) -> float:
-    """Of the least-squares line through `series`, from its first point to its last."""
+    """Return the rise of the least-squares line through `series`, from its first point to its last."""
     count = len(series)
     center, mean = (count - 1) / 2, sum(series) / count
     spread = sum((place - center) ** 2 for place in range(count))

@@ -1,4 +1,4 @@
-"""From a critic's values to what the policy and the critic learn: advantages, returns, masks. Pure, over a whole batch.
+"""Advantages, returns and masks of a whole batch from a critic's values.
 
     tokens of the window --GAE / EGAE, lambda by rule--> advantages --without tail--> whitened, limited: the policy's
     tokens of all windows of finished responses --GAE, the critic's lambda--> returns: the critic's targets
@@ -25,14 +25,14 @@ from megatron_dapo.types import CriticContext, TrainSample
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """How values become advantages and targets."""
+    """Lambdas, whitening and clipping of advantages."""
 
     lambda_rule: LambdaRule  # of the policy's advantages
     gamma: float = 1.0
     critic_lambda: float = 1.0
     whiten: bool = True
     limit: float = 0.0  # largest magnitude; 0: none
-    ignored_tail_tokens: int = 0  # of windows whose responses go on
+    ignored_tail_tokens: int = 0  # of windows whose responses continue
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,7 @@ def _token_rewards(
 def _explained(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[dict[str, float], bool]:
-    """Of the critic as it was before this batch, and whether the returns differ; 0 where they do not, of which nothing can
-    be explained."""
+    """Return the explained variance of the critic before this update, 0 if all returns are equal, and whether they differ."""
     found = explained_variance(explained_variance_sums(values, returns, mask, lengths)) if len(lengths) else {}
     num_tokens = max(1.0, float(mask.sum()))
     metrics = {

@@ -12,7 +12,7 @@ from megatron_dapo.algorithms.tables import lookup
 
 @dataclass(frozen=True)
 class Moments:
-    """What adds up over micro-batches and ranks: float64 scalars. `stacked` and `of_stacked` serve an all-reduce."""
+    """Sums that add up over micro-batches and ranks: float64 scalars. `stacked` and `of_stacked` serve an all-reduce."""
 
     num_tokens: torch.Tensor
     total: torch.Tensor

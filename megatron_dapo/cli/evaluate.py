@@ -1,4 +1,4 @@
-"""Evaluation of a Hugging Face folder without training: one process, the embedded engine, the recipe's protocol."""
+"""Evaluation of a Hugging Face directory without training: one process, the embedded engine, the recipe's protocol."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def evaluate_folder(
 
 
 def loaded_engine(config: Config, model_folder: Path) -> EmbeddedEngine:
-    """An embedded engine that holds the folder's weights."""
+    """An embedded engine that holds the directory's weights."""
     engine = build_local_engine(config, model_folder)
     with HFCheckpoint(model_folder) as source, torch.no_grad():
         for name, parameter in engine.parameters_by_name().items():

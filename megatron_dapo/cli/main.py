@@ -58,7 +58,7 @@ def train(
     output_dir: OutputDirOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face folder and summary.json."""
+    """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
     plan = _plan(recipe, overrides, layout, output_dir, num_devices=None if dry_run else _num_devices())
     for line in describe(plan):
         typer.echo(line)
@@ -76,7 +76,7 @@ def pretrain_value(
     ] = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Train the critic alone, of the policy as it is; critic.path = OUTPUT_DIR/critic then starts a run from it."""
+    """Train the critic alone, on responses of the policy as it is; critic.path = OUTPUT_DIR/critic then starts a run from it."""
 
     def adapt(config: Config) -> Config:
         if not config.has_critic:
@@ -119,29 +119,29 @@ def _run(recipe: Path, plan: Plan, arguments: tuple[str, ...] = ()) -> int:
     from megatron_dapo.launch.lifetime import require_unused
     from megatron_dapo.telemetry.summary import read_summary, summary_table
 
-    folder = plan.loaded.config.run.output_dir
+    directory = plan.loaded.config.run.output_dir
     try:
-        require_unused(folder)
+        require_unused(directory)
     except RuntimeError as error:
         typer.echo(f"error: {error}", err=True)
         return REFUSED
-    summary = folder / "summary.json"
+    summary = directory / "summary.json"
     summary.unlink(missing_ok=True)
-    code = _start_workers(recipe, plan, folder, arguments)
+    code = _start_workers(recipe, plan, directory, arguments)
     if code == 0 and summary.is_file():
         Console().print(summary_table(read_summary(summary)))
     return code
 
 
-def _start_workers(recipe: Path, plan: Plan, folder: Path, arguments: tuple[str, ...]) -> int:
-    """Start the workers, whose records go to `folder`, and wait; the first root cause of a failure is the last line."""
+def _start_workers(recipe: Path, plan: Plan, directory: Path, arguments: tuple[str, ...]) -> int:
+    """Start the workers, whose records go to `directory`, and wait; the first root cause of a failure is the last line."""
     from megatron_dapo.launch.local import launch_workers
     from megatron_dapo.recovery.failure import clear_failures, last_line, read_failure
 
-    clear_failures(folder)
+    clear_failures(directory)
     overrides = [part for override in plan.overrides for part in ("--set", override)]
-    code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.num_processes, folder)
-    failure = read_failure(folder)
+    code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.num_processes, directory)
+    failure = read_failure(directory)
     if failure is not None:
         typer.echo(last_line(failure), err=True)
         return code or 1
@@ -151,7 +151,7 @@ def _start_workers(recipe: Path, plan: Plan, folder: Path, arguments: tuple[str,
 @app.command()
 def replay(
     recipe: RecipeArgument,
-    batch: Annotated[Path, typer.Argument(help="folder of a dumped rollout batch, e.g. runs/x/batches/step_000001")],
+    batch: Annotated[Path, typer.Argument(help="directory of a dumped rollout batch, e.g. runs/x/batches/step_000001")],
     overrides: SetOption = None,
     layout: LayoutOption = None,
     output_dir: OutputDirOption = None,
@@ -167,11 +167,13 @@ def replay(
 @app.command("eval")
 def evaluate(
     recipe: RecipeArgument,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face folder; default: model.path of the recipe")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory; default: model.path of the recipe")
+    ] = None,
     overrides: SetOption = None,
     output: Annotated[Path | None, typer.Option(help="write the whole result, protocol included, as JSON")] = None,
 ) -> None:
-    """Evaluate a Hugging Face folder on the recipe's held-out data, in this process."""
+    """Evaluate a Hugging Face directory on the recipe's held-out data, in this process."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
     plan = _plan(recipe, chosen, "tp1", None, num_devices=None, adapt=_without_critic)
@@ -206,7 +208,7 @@ def _without_critic(config: Config) -> Config:
 def check_loss(
     processes: Annotated[int, typer.Option(min=1, help="processes to start; layouts that fit them are compared")] = 4,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face folder; default: a small random model")] = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; default: a small random model")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
     """Prove that the gradient does not depend on layout, packing, micro-batches or accumulation."""
@@ -232,7 +234,7 @@ def plan_sync(
     between_nodes: Annotated[float, typer.Option(help="GB/s of a rank to other nodes, each direction")] = 50.0,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """What an update of the engines' weights moves, and how long it takes: bytes of every rank, messages, memory."""
+    """Print what a weight sync moves and how long it takes: bytes of every rank, messages, memory."""
     from megatron_dapo.cli.plan_sync import GB, describe_sync, plan_sync_of_recipe, to_json
     from megatron_dapo.reshard.traffic import Links
 

@@ -1,5 +1,4 @@
-"""What a configuration comes to, in lines a person checks before the run starts, and everything that is wrong with
-it."""
+"""Lines that sum up a configuration before the run starts, and the list of everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def _architecture(config: Config) -> tuple[ArchitectureFacts | None, list[Violat
         policy = read_architecture(config.model.path)
         return policy, [*problems, *critics_of_other_models(config, policy)]
     except ValueError as error:
-        return None, [*problems, Violation("model.path", "a model folder this package knows", str(error))]
+        return None, [*problems, Violation("model.path", "a model directory this package knows", str(error))]
 
 
 def _devices(needed: int, num_devices: int) -> list[Violation]:

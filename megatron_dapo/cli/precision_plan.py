@@ -1,5 +1,5 @@
-"""What a recipe of precision comes to for a model on a layout, in lines a person reads before the run: which layers
-multiply in which format, to which multiples tokens are padded, and what weights, main params and moments take on a rank.
+"""Lines that sum up a precision recipe for a model on a layout, before the run: the format of every layer, the multiples
+that tokens are padded to, and the memory of weights, main params and moments on a rank.
 
 Arithmetic from the few facts of a model's shape: norms and biases, a thousandth of the weights, are left out.
 """
@@ -33,8 +33,8 @@ class RankMatrices:
 
 
 def fullest_rank(architecture: ArchitectureFacts, layout: ParallelLayout) -> RankMatrices:
-    """Of a rank of the first or last pipeline stage: these hold the embedding and the output matrix. A model in which
-    some layers have experts is taken as one in which all have."""
+    """Return the matrices of a rank of the first or last pipeline stage, which holds the embedding or the output matrix. A
+    model in which some layers have experts is taken as one in which all have."""
     hidden, head = architecture.hidden_size, architecture.head_size
     query, groups = architecture.num_attention_heads * head, architecture.num_key_value_heads * head
     layers = -(-architecture.num_layers // layout.pipeline)
@@ -52,7 +52,7 @@ def fullest_rank(architecture: ArchitectureFacts, layout: ParallelLayout) -> Ran
 
 
 def precision_lines(config: Config, architecture: ArchitectureFacts, layout: ParallelLayout) -> list[str]:
-    """Of the policy; reference and critic multiply by the same recipe."""
+    """Return the lines of the policy; reference and critic multiply by the same recipe."""
     name = recipe_name(config.precision.recipe, config.model.dtype)
     lines = [f"precision: {name}{_layers(config, architecture)}"]
     if RECIPES[name].is_fp8:
@@ -77,7 +77,7 @@ def _layers(config: Config, architecture: ArchitectureFacts) -> str:
 
 
 def _numbers(start: int, stop: int) -> str:
-    """Of layers, counted from 1."""
+    """Return the numbers of layers, counted from 1."""
     return f"layer {stop}" if stop == start + 1 else f"layers {start + 1} to {stop}"
 
 

@@ -30,7 +30,7 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
 class TokenLossConfig(Section):
-    """What losses of single tokens share: how token losses become one number."""
+    """Keys of every loss of single tokens: how token losses become one number."""
 
     aggregation: Aggregation = "token_mean"
     """How token losses become one number over the whole optimizer step (exact under any layout and packing).
@@ -234,7 +234,7 @@ class AlgorithmConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How a rollout batch becomes optimizer steps."""
+    """Mini-batches, epochs and micro-batches of the policy's optimizer steps."""
 
     mini_batch_prompts: PositiveInt = 32
     """Groups of one optimizer step; must divide rollout.prompts_per_step."""
@@ -260,8 +260,7 @@ LambdaRuleName = Literal["fixed", "length_adaptive", "window"]
 
 
 class CriticParallelConfig(Section):
-    """Which processes hold the critic and how it is cut over them; its data-parallel size follows. It need not be cut as
-    the policy is."""
+    """Processes and parallel sizes of the critic; its data-parallel size follows. They may differ from the policy's."""
 
     num_processes: NonNegativeInt = 0
     """Processes that hold the critic alone, started besides the policy's; the last ranks of the run. Critic and policy
@@ -287,7 +286,7 @@ class CriticConfig(Section):
     """The critic of ppo, vapo and tppo: the policy's layers and a head that gives one value a token."""
 
     path: str = ""
-    """Hugging Face folder it starts from: a policy (the head is fresh), a reward model, or a critic, of the policy's
+    """Hugging Face directory it starts from: a policy (the head is fresh), a reward model, or a critic, of the policy's
     architecture and tokenizer. Relative: from the current directory, where pretraining wrote it. "": model.path."""
 
     head_scale: NonNegativeFloat = 0.01
@@ -343,7 +342,7 @@ class AdvantageEstimationConfig(Section):
     lambda_rule: LambdaRuleName = "fixed"
     """Which lambda the policy's advantages take. fixed: policy_lambda. length_adaptive: 1 - 1 / (lambda_alpha * length),
     at least lambda_floor (VAPO, eq. 5). window: the same of the length so far and half a window more where the response
-    goes on (T-PPO)."""
+    continues (T-PPO)."""
 
     policy_lambda: Fraction = 0.95
     """For lambda_rule = fixed."""
@@ -367,14 +366,14 @@ class AdvantageEstimationConfig(Section):
 
 
 class WindowConfig(Section):
-    """Windows of tppo (arXiv 2506.15050): a generation step makes at most so many tokens of a response; it goes on in the
+    """Windows of tppo (arXiv 2506.15050): a generation step makes at most so many tokens of a response; it continues in the
     next."""
 
     tokens: PositiveInt = 8192
     """Tokens of a window."""
 
     ignored_tail_tokens: NonNegativeInt = 8
-    """Last tokens of a window that are left out of the policy's loss where the response goes on: their advantages rest
+    """Last tokens of a window that are left out of the policy's loss where the response continues: their advantages rest
     on one value alone."""
 
     windows_per_step: NonNegativeInt = 0
@@ -385,7 +384,7 @@ class ValuePretrainingConfig(Section):
     """On what `megatron-dapo pretrain-value` trains and when it ends: the critic learns Monte-Carlo returns of the policy as it is (VC-PPO)."""
 
     train_paths: tuple[InputPath, ...] = ()
-    """Prompts it samples from, e.g. a set of wide difficulty. Relative: from the recipe's folder. Empty:
+    """Prompts it samples from, e.g. a set of wide difficulty. Relative: from the recipe's directory. Empty:
     data.train_paths."""
 
     min_steps: Annotated[int, Bounds(ge=2)] = 20

@@ -147,7 +147,7 @@ def _windows_and_rollout(config: Config) -> Iterator[Violation]:
         yield violation(
             config,
             "reward.overlong_filter",
-            "reward.overlong_filter == false for tppo (its windows keep truncated responses out of the loss only where they go on)",
+            "reward.overlong_filter == false for tppo (its windows keep truncated responses out of the loss only where they continue)",
             "set reward.overlong_filter = false",
             "algorithm.name",
         )
@@ -189,10 +189,10 @@ def critic_layout_rules(config: Config, world_size: int, architecture: Architect
     if not config.has_critic or (config.critic_parallel == config.parallel and not own):
         return
     # As if it were a policy, on its processes.
-    nobody_else = config.critic.model_copy(
+    without_own = config.critic.model_copy(
         update={"parallel": config.critic.parallel.model_copy(update={"num_processes": 0})}
     )
-    as_policy = config.model_copy(update={"parallel": config.critic_parallel, "critic": nobody_else})
+    as_policy = config.model_copy(update={"parallel": config.critic_parallel, "critic": without_own})
     found = [*world_rules(as_policy, own or world_size)]
     if architecture is not None:
         rules = (*ARCHITECTURE_RULES, *PRECISION_ARCHITECTURE_RULES)

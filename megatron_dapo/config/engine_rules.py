@@ -97,7 +97,7 @@ def _transport(config: Config) -> Iterator[Violation]:
         yield violation(
             config,
             "sglang.weight_sync_transport",
-            'sglang.weight_sync_transport is shared_memory or p2p where sglang.quantization == "fp8" (a folder holds the trained weights)',
+            'sglang.weight_sync_transport is shared_memory or p2p where sglang.quantization == "fp8" (a directory holds the trained weights)',
             'set sglang.weight_sync_transport = "p2p", or "shared_memory" for servers on the trainer\'s machines',
             "sglang.quantization",
         )

@@ -43,15 +43,15 @@ _KEYS = {
 }
 
 
-def read_architecture(folder: str | Path) -> ArchitectureFacts:
-    """Facts of the Hugging Face model in `folder`. Raises ValueError naming what the folder lacks."""
-    path = Path(folder) / "config.json"
+def read_architecture(directory: str | Path) -> ArchitectureFacts:
+    """Facts of the Hugging Face model in `directory`. Raises ValueError naming what the directory lacks."""
+    path = Path(directory) / "config.json"
     if not path.is_file():
-        raise ValueError(f"model.path {folder}: no config.json there; name a Hugging Face model folder")
+        raise ValueError(f"model.path {directory}: no config.json there; name a Hugging Face model directory")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); copy the model folder again") from None
+        raise ValueError(f"{path}: not valid JSON ({error}); copy the model directory again") from None
     document = document if isinstance(document, dict) else {}
     missing = [key for key in _KEYS.values() if not isinstance(document.get(key), int)]
     if missing:
@@ -73,18 +73,18 @@ def read_architecture(folder: str | Path) -> ArchitectureFacts:
 
 
 def missing_inputs(config: Config) -> list[Violation]:
-    """One violation for each model folder or data file that is not there."""
+    """One violation for each model directory or data file that is not there."""
     return list(_missing(config))
 
 
 def _missing(config: Config) -> Iterator[Violation]:
     model = config.model.path
     if not model.is_dir():
-        yield _absent("model.path", model, "a Hugging Face folder that exists")
+        yield _absent("model.path", model, "a Hugging Face directory that exists")
     critic = Path(config.critic.path)
     if config.has_critic and config.critic.path and not (critic / "config.json").is_file():
         yield _absent(
-            "critic.path", critic, "a Hugging Face folder that exists (`megatron-dapo pretrain-value` writes one)"
+            "critic.path", critic, "a Hugging Face directory that exists (`megatron-dapo pretrain-value` writes one)"
         )
     yield from _absent_files("data.train_paths", config.data.train_paths)
     yield from _absent_files("data.eval_paths", config.data.eval_paths)
@@ -95,13 +95,13 @@ def _missing(config: Config) -> Iterator[Violation]:
 def critics_of_other_models(config: Config, policy: ArchitectureFacts) -> list[Violation]:
     """A violation where critic.path is there and of another shape than the policy. Weights and tokenizers are compared when the
     critic is built."""
-    folder = Path(config.critic.path)
-    if not (config.has_critic and config.critic.path and (folder / "config.json").is_file()):
+    directory = Path(config.critic.path)
+    if not (config.has_critic and config.critic.path and (directory / "config.json").is_file()):
         return []
     try:
-        critic = read_architecture(folder)
+        critic = read_architecture(directory)
     except ValueError as error:
-        return [Violation("critic.path", "a model folder this package knows", str(error))]
+        return [Violation("critic.path", "a model directory this package knows", str(error))]
     values = {
         f"{name} of critic and policy": (own, getattr(policy, name))
         for name, own in vars(critic).items()

@@ -1,4 +1,4 @@
-"""From recipe files and --set overrides to one Config in which the origin of every value is known.
+"""Load recipe files and --set overrides into one Config in which the origin of every value is known.
 
 A recipe is a TOML file; `base = "other.toml"` (relative to the file) takes everything from another recipe and the file
 then holds only what differs. Order: schema defaults < base < recipe < --set. Lists are replaced, never merged.
@@ -45,11 +45,11 @@ class LoadedConfig:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value before type checks, with its origin and the folder relative paths are taken from."""
+    """A value before type checks, with its origin and the directory that relative paths are taken from."""
 
     value: Any
     origin: str
-    folder: Path
+    directory: Path
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -61,10 +61,10 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> LoadedConf
     return _build(values, source=str(recipe))
 
 
-def config_from_dict(tree: Mapping[str, Any], folder: str | Path = ".") -> Config:
+def config_from_dict(tree: Mapping[str, Any], directory: str | Path = ".") -> Config:
     """A Config from nested plain values (lists for tuples, strings for paths), e.g. in tests. Relative inputs are from
-    `folder`."""
-    return _build(_flatten(tree, origin="dict", folder=Path(folder)), source="configuration").config
+    `directory`."""
+    return _build(_flatten(tree, origin="dict", directory=Path(directory)), source="configuration").config
 
 
 def write_resolved(loaded: LoadedConfig, path: str | Path) -> None:
@@ -78,9 +78,9 @@ def write_resolved(loaded: LoadedConfig, path: str | Path) -> None:
 
 
 def read_resolved(path: str | Path) -> LoadedConfig:
-    """The configuration a run folder holds. Raises ConfigError if it does not fit this version's schema."""
+    """Return the configuration that a run directory holds. Raises ConfigError if it does not fit this version's schema."""
     document = json.loads(Path(path).read_text(encoding="utf-8"))
-    values = _flatten(document["config"], origin=str(path), folder=Path.cwd())
+    values = _flatten(document["config"], origin=str(path), directory=Path.cwd())
     built = _build(values, source=str(path))
     return LoadedConfig(config=built.config, origins=MappingProxyType(dict(document["origins"])))
 
@@ -94,7 +94,7 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
         )
     tree = _read_toml(recipe)
     base = tree.pop("base", None)
-    own = _flatten(tree, origin=str(recipe), folder=recipe.parent)
+    own = _flatten(tree, origin=str(recipe), directory=recipe.parent)
     if base is None:
         return own
     if not isinstance(base, str):
@@ -131,16 +131,16 @@ def _read_toml(recipe: Path) -> dict[str, Any]:
         raise ConfigError([_violation("recipe", "valid TOML", f"correct it: {error}")], str(recipe)) from None
 
 
-def _flatten(tree: Mapping[str, Any], origin: str, folder: Path, prefix: str = "") -> dict[str, _Value]:
+def _flatten(tree: Mapping[str, Any], origin: str, directory: Path, prefix: str = "") -> dict[str, _Value]:
     flat: dict[str, _Value] = {}
     for name, value in tree.items():
         path = prefix + name
         if isinstance(value, Mapping) and path in section_types():
-            flat.update(_flatten(value, origin, folder, f"{path}."))
+            flat.update(_flatten(value, origin, directory, f"{path}."))
         elif isinstance(value, str) and union_names(path):
-            flat[f"{path}.name"] = _Value(value, origin, folder)  # loss = "gspo" is loss.name = "gspo"
+            flat[f"{path}.name"] = _Value(value, origin, directory)  # loss = "gspo" is loss.name = "gspo"
         else:
-            flat[path] = _Value(value, origin, folder)
+            flat[path] = _Value(value, origin, directory)
     return flat
 
 
@@ -279,21 +279,21 @@ def _name_unions(tree: dict[str, Any]) -> None:
 def _absolute_inputs(path: str, value: _Value) -> Any:
     field = leaf_fields()[path]
     if any(isinstance(mark, RelativeToRecipe) for mark in field.metadata):
-        return _absolute(value.value, value.folder)
+        return _absolute(value.value, value.directory)
     inner = typing.get_args(field.annotation)
     if inner and any(isinstance(mark, RelativeToRecipe) for mark in getattr(inner[0], "__metadata__", ())):
         return (
-            [_absolute(item, value.folder) for item in value.value]
+            [_absolute(item, value.directory) for item in value.value]
             if isinstance(value.value, (list, tuple))
             else value.value
         )
     return value.value
 
 
-def _absolute(value: Any, folder: Path) -> Any:
+def _absolute(value: Any, directory: Path) -> Any:
     if not isinstance(value, str | os.PathLike):
         return value
-    return os.path.abspath(folder / Path(value).expanduser())
+    return os.path.abspath(directory / Path(value).expanduser())
 
 
 def _unknown(path: str, value: _Value) -> Violation:

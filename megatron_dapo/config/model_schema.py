@@ -24,8 +24,8 @@ class ModelConfig(Section):
     """The policy and how its numbers are held."""
 
     path: InputPath
-    """Hugging Face folder of the initial policy (config.json, tokenizer, *.safetensors). Relative: from the recipe's
-    folder."""
+    """Hugging Face directory of the initial policy (config.json, tokenizer, *.safetensors). Relative: from the recipe's
+    directory."""
 
     dtype: Dtype = "float32"
     """Type of parameters and activations; main params and moments are float32 either way. bfloat16 on accelerators. How
@@ -40,10 +40,10 @@ class ModelConfig(Section):
     gradients, or those and the weights. A reference policy likewise."""
 
     trust_remote_code: bool = False
-    """Run Python code that ships in the model folder. Only for folders whose author you trust."""
+    """Run Python code that ships in the model directory. Only for directories whose author you trust."""
 
     allow_random_init: bool = False
-    """Start from random parameters where the folder holds no weights. Otherwise missing weights are an error."""
+    """Start from random parameters where the directory holds no weights. Otherwise missing weights are an error."""
 
     logprob_implementation: LogprobImplementation = "auto"
     """What computes log-probs and entropy. auto: triton for a 16-bit model on compute capability 8.0 or more, else
@@ -56,7 +56,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model and the batch are cut over processes. data-parallel size = processes / (tp_size * pp_size *
+    """Parallel sizes of the policy. data-parallel size = processes / (tp_size * pp_size *
     cp_size)."""
 
     tp_size: PositiveInt = 1
@@ -93,7 +93,7 @@ RecipeName = Literal["", "fp32", "bf16", "fp8_blockwise", "fp8_current", "fp8_de
 
 
 class PrecisionConfig(Section):
-    """How linear layers multiply. What is not computed in FP8 has model.dtype; main params and moments are float32."""
+    """Precision of the linear layers. Whatever is not computed in FP8 has model.dtype; main params and moments are float32."""
 
     recipe: RecipeName = ""
     """"": as model.dtype says. fp32, bf16: the same by name; must agree with model.dtype. fp8_blockwise: e4m3 with a

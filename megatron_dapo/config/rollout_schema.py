@@ -26,7 +26,7 @@ class DataConfig(Section):
     """Prompts to train and evaluate on."""
 
     train_paths: Annotated[tuple[InputPath, ...], Bounds(min_length=1)]
-    """Parquet or JSONL files in the DAPO-Math-17k schema. Relative: from the recipe's folder."""
+    """Parquet or JSONL files in the DAPO-Math-17k schema. Relative: from the recipe's directory."""
 
     eval_paths: tuple[InputPath, ...] = ()
     """Held-out files in the same schema. Empty: no evaluation."""
@@ -49,7 +49,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How responses are sampled and which groups are trained on."""
+    """Sampling of responses, and the filter that groups pass before they are trained."""
 
     engine: Engine = "embedded"
     """embedded: transformers generation inside the trainer's processes, fed by the weight bridge. sglang: SGLang
@@ -195,7 +195,7 @@ class SglangConfig(Section):
 
     api_key_file: str = ""
     """File with the API key of the servers in urls, readable by its owner alone. "": servers started here get a fresh
-    key in the run's folder."""
+    key in the run's directory."""
 
     host: str = "auto"
     """Address the started servers listen on. auto: loopback in a run on one node; on several, each node's own address
@@ -208,7 +208,7 @@ class SglangConfig(Section):
 
     weight_sync_transport: WeightTransport = "shared_memory"
     """How weights reach the servers. shared_memory: every engine rank's own shard through shared memory of the node. p2p: from
-    all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face folder."""
+    all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face directory."""
 
     shared_memory: SharedMemory = "host"
     """Where the memory of weight_sync_transport = "shared_memory" lies. host: in the machine's, on a GPU as well. device: on the GPU that an

@@ -97,7 +97,7 @@ def _batch(config: Config) -> Iterator[Violation]:
 
 
 def _sequence_alignment(config: Config) -> int:
-    """What a micro-batch's tokens are a multiple of."""
+    """Return the number that a micro-batch's tokens must be a multiple of."""
     p = config.parallel
     own_tokens = token_multiple(config.precision.recipe)
     return micro_batch_multiple(max(p.tp_size, 1), max(p.cp_size, 1), p.sequence_parallel, own_tokens)
@@ -317,14 +317,14 @@ def critic_schedule_steps(config: Config) -> int:
 
 def _evaluation(config: Config) -> Iterator[Violation]:
     evaluation = config.evaluation
-    wanted = [name for name in ("interval", "at_start", "at_end") if getattr(evaluation, name)]
-    if wanted and not config.data.eval_paths:
+    # at_start and at_end are on by default: without a file they have no effect, and a recipe of model and data is valid.
+    if evaluation.interval > 0 and not config.data.eval_paths:
         yield violation(
             config,
             "data.eval_paths",
-            "data.eval_paths names a file where evaluation is on",
-            f"set data.eval_paths, or switch off {', '.join(f'evaluation.{name}' for name in wanted)}",
-            *(f"evaluation.{name}" for name in wanted),
+            "data.eval_paths names a file where evaluation.interval > 0",
+            "set data.eval_paths, or evaluation.interval = 0",
+            "evaluation.interval",
         )
     if evaluation.temperature == 0 and evaluation.num_samples > 1:
         yield violation(

@@ -46,6 +46,6 @@ def test_missing_inputs_are_all_named(tmp_path: Path) -> None:
         "model": {"path": "model"},
         "data": {"train_paths": ["train.jsonl", "trian.jsonl"], "eval_paths": ["held.jsonl"]},
     }
-    found = missing_inputs(config_from_dict(tree, folder=tmp_path))
+    found = missing_inputs(config_from_dict(tree, directory=tmp_path))
     assert [violation.path for violation in found] == ["model.path", "data.train_paths", "data.eval_paths"]
     assert str(tmp_path / "train.jsonl") in found[1].suggestion

@@ -135,7 +135,7 @@ BROKEN = [
     ("rollout.max_num_gen_batches", {"rollout__max_num_gen_batches": 0}),
     ("optimizer.warmup_steps", {"optimizer__warmup_steps": 100, "optimizer__schedule": "cosine"}),
     ("optimizer.min_learning_rate", {"optimizer__min_learning_rate": 1.0, "optimizer__schedule": "linear"}),
-    ("data.eval_paths", {"data__eval_paths": []}),
+    ("data.eval_paths", {"data__eval_paths": [], "evaluation__interval": 1}),
     ("data.train_paths", {"data__train_paths": []}),
     ("evaluation.num_samples", {"evaluation__temperature": 0.0}),
     ("parallel.vpp_size", {"parallel__vpp_size": 2}),
@@ -175,7 +175,7 @@ def test_each_rule_is_found_alone(path: str, values: dict[str, Any]) -> None:
         },
         {"algorithm__loss__dual_clip": "off"},
         {"evaluation__temperature": 0.0, "evaluation__num_samples": 1},
-        {"data__eval_paths": [], "evaluation__at_start": False, "evaluation__at_end": False},
+        {"data__eval_paths": []},
     ],
 )
 def test_the_declared_ways_out_are_accepted(values: dict[str, Any]) -> None:

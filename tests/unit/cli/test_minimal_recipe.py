@@ -1,0 +1,36 @@
+"""A recipe of a model and data alone is valid: every other key has a default that fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from megatron_dapo.cli.main import app
+
+SHAPE = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_a_recipe_of_model_and_data_is_valid(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "train.jsonl").write_text("")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["train.jsonl"]\n')
+    result = CliRunner().invoke(app, ["train", str(recipe), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "512 prompts x 16 responses" in result.output
+
+
+def test_an_evaluation_that_is_asked_for_needs_its_data(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["t"]\n[evaluation]\ninterval = 5\n')
+    result = CliRunner().invoke(app, ["train", str(recipe), "--dry-run"])
+    assert result.exit_code == 2 and "data.eval_paths names a file where evaluation.interval > 0" in result.output
