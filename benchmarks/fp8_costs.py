@@ -156,13 +156,13 @@ def load_random(local: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> N
 
 def gradient(num_layers: int, recipe: str, dtype: str) -> torch.Tensor:
     """Of all parameters, one behind the other."""
+    from megatron_dapo.config.model_schema import PrecisionConfig
     from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
     from megatron_dapo.megatron.model_config import ModelSettings
-    from megatron_dapo.megatron.precision import Precision
 
     architecture = ModelArchitecture.from_config({**TRAINED, "num_hidden_layers": num_layers})
     layout = ParallelLayout(1, token_multiple=token_multiple(FP8_BLOCKWISE))
-    settings = ActorSettings(model=ModelSettings(dtype=dtype, precision=Precision(recipe)))
+    settings = ActorSettings(model=ModelSettings(dtype=dtype, precision=PrecisionConfig(recipe=recipe)))
     actor = MegatronActor(architecture, layout, settings, load_random)
 
     def loss(micro_batch: Any, outputs: Any, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

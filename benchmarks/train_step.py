@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
-from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack
 from megatron_dapo.types import MicroBatch, TrainSample
@@ -60,7 +60,7 @@ def megatron_step(folder: Path, sequences: Sequence[torch.Tensor]) -> Callable[[
     """A function that makes one optimizer step of the actor and returns the loss."""
     layout = ParallelLayout(1)
     actor = MegatronActor.build(
-        folder, layout, ActorSettings(optimizer=OptimizerSettings(weight_decay=0.01, clip_grad=1.0))
+        folder, layout, ActorSettings(optimizer=OptimizerConfig(weight_decay=0.01, clip_grad=1.0))
     )
     num_trained = sum(len(tokens) - 1 for tokens in sequences)
     samples = [

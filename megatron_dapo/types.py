@@ -1,4 +1,4 @@
-"""What flows between the hops of a step: one frozen dataclass a hop.
+"""Data of a step: one frozen dataclass a hop.
 
     Prompt -> GenerationRequest -> Completion -> ScoredSample -> Group -> TrainSample -> MicroBatch
 
@@ -33,7 +33,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine draws tokens. Training rollouts use top_p = 1 and top_k = 0."""
+    """Parameters of sampling. Training rollouts use top_p = 1 and top_k = 0."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
@@ -53,7 +53,7 @@ class VersionRange:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine gives back: ids and log-probs at the sampled temperature, one per response token."""
+    """An engine's response: ids and log-probs at the sampled temperature, one per response token."""
 
     request_id: str
     token_ids: tuple[int, ...]  # R, the stop token included
@@ -70,8 +70,8 @@ class Completion:
 class GenerationRequest:
     """One response to be sampled. `seed` and the position alone (not the batch it runs in) determine its random numbers.
 
-    With `prefix` (an aborted completion of the same request) the engine goes on behind its tokens, whose keys and values
-    it computes anew, and returns the whole response: the prefix with its log-probs and versions, then the new tokens.
+    With `prefix` (an aborted completion of the same request) the engine continues after its tokens, whose keys and values
+    it computes again, and returns the whole response: the prefix with its log-probs and versions, then the new tokens.
     `sampling.max_new_tokens` bounds the whole response.
     """
 
@@ -98,14 +98,14 @@ class Window:
     """The part of a response that one generation step made (T-PPO, arXiv 2506.15050): its tokens from `start` on."""
 
     start: int = 0
-    is_finished: bool = True  # the response ended in it, or may not go on
+    is_finished: bool = True  # the response ended in it, or must not continue
 
 
 @dataclass(frozen=True)
 class ScoredSample:
     """A response with its score and the parts its total reward is the sum of.
 
-    With a window, the completion holds all tokens up to the window's end. Where the response goes on behind it, the
+    With a window, the completion holds all tokens up to the window's end. Where the response continues after it, the
     score is 0 with outcome "unfinished" and there are no reward parts.
     """
 
@@ -136,7 +136,7 @@ class Group:
 class CriticContext:
     """Facts of a response that value-based advantages need beside its tokens."""
 
-    reward: float  # total; 0 where the response goes on
+    reward: float  # total; 0 where the response continues
     is_correct: bool
     window: Window
 

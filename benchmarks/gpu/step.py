@@ -37,9 +37,9 @@ from program import Benchmark, Missing, Row, Rows, bf16_peak, machine_name, medi
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
+from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron.precision import Precision
 from megatron_dapo.parallel.collectives import computing_device
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
@@ -94,15 +94,15 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 class Side:
     """A precision of the linear layers, and the log-prob head."""
 
-    precision: Precision
+    precision: PrecisionConfig
     head: str = "auto"
 
 
 SIDES: Mapping[str, Side] = {
-    "bf16": Side(Precision("bf16")),
-    "fp8_blockwise": Side(Precision("fp8_blockwise")),
-    "fp8_param": Side(Precision("fp8_blockwise", fp8_param=True)),
-    "fp8_blockwise_head": Side(Precision("fp8_blockwise"), "te_fp8"),
+    "bf16": Side(PrecisionConfig(recipe="bf16")),
+    "fp8_blockwise": Side(PrecisionConfig(recipe="fp8_blockwise")),
+    "fp8_param": Side(PrecisionConfig(recipe="fp8_blockwise", fp8_param=True)),
+    "fp8_blockwise_head": Side(PrecisionConfig(recipe="fp8_blockwise"), "te_fp8"),
 }
 
 

@@ -61,8 +61,8 @@ def train_samples(responses: Responses) -> list[TrainSample]:
 
 def learn_values_with_megatron(num_steps: int, num_prompts: int = 4) -> dict[str, Any]:
     """`MegatronCritic` on the responses of the fixed policy to the first prompts."""
+    from megatron_dapo.config.model_schema import OptimizerConfig
     from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
-    from megatron_dapo.megatron.optimizer import OptimizerSettings
 
     locks, layout = Locks(0), ParallelLayout(world_size=1)
     policy, generator = fixed_policy(locks), torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ def learn_values_with_megatron(num_steps: int, num_prompts: int = 4) -> dict[str
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-            settings = CriticSettings(optimizer=OptimizerSettings(weight_decay=0.0))
+            settings = CriticSettings(optimizer=OptimizerConfig(weight_decay=0.0))
             critic = MegatronCritic.build_random(folder, layout, settings, seed=0)
         before = judge(critic)
         for step in range(num_steps):

@@ -38,7 +38,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was read and what became of it. JSON-serializable through `record`."""
+    """Counts of rows, problems and prompts of a load. JSON-serializable through `record`."""
 
     files: tuple[tuple[str, str], ...]  # (path, sha256)
     template: str
@@ -85,7 +85,7 @@ class PromptDataset:
 
     @property
     def prompt_ids(self) -> tuple[str, ...]:
-        """What the prompt stream is made of."""
+        """Ids in file order, for the prompt stream."""
         return tuple(prompt.prompt_id for prompt in self.prompts)
 
 
@@ -98,7 +98,7 @@ def load_prompts(
     deduplicate: bool = True,
     validate_answers: ValidateAnswers | None = None,
 ) -> PromptDataset:
-    """Training prompts: those longer than `max_prompt_tokens` are left out and counted.
+    """Load training prompts; those longer than `max_prompt_tokens` are left out and counted.
 
     Raises ValueError on a missing, empty, damaged or wrongly structured file, on gold answers the verifier cannot
     use, and when no prompt is short enough.
@@ -127,12 +127,12 @@ def load_eval_prompts(
     template_options: Mapping[str, Any] | None = None,
     validate_answers: ValidateAnswers | None = None,
 ) -> PromptDataset:
-    """Evaluation problems: rows are always grouped by problem, and none is ever left out.
+    """Load evaluation problems: rows are grouped by problem, and none is left out.
 
-    avg@k, pass@k and maj@k are then statistics over samples of one problem, however often the file repeats it;
-    `multiplicity` tells how often. A prompt that is too long is a ValueError: a benchmark without some of its problems
-    is another benchmark.
+    avg@k, pass@k and maj@k are then statistics over samples of one problem; `multiplicity` counts its rows in the files.
+    ValueError for a prompt that is too long.
     """
+    # A benchmark without some of its problems is another benchmark.
     dataset = load_prompts(paths, tokenizer, max_prompt_tokens, template, template_options, True, validate_answers)
     if dataset.report.num_too_long:
         raise ValueError(
@@ -143,7 +143,8 @@ def load_eval_prompts(
 
 
 def prompt_id_of(messages: Messages, answer: str) -> str:
-    """Equal (messages, answer) have equal ids, on every machine: 16 hex digits of a SHA-256."""
+    """Return 16 hex digits of a SHA-256; equal (messages, answer) have equal ids on every machine."""
+    # Keys of a message may be in any order in the file: role and content are taken out by name.
     canonical = json.dumps([[[m["role"], m["content"]] for m in messages], answer], ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
@@ -184,7 +185,7 @@ def _check_answers(rows: Sequence[tuple[str, Row]], validate_answers: ValidateAn
     bad = [row for _, row in rows if row.answer in problems]
     if bad:
         listed = "\n  ".join(f"{row.place}: {row.answer!r}: {problems[row.answer]}" for row in bad[:MAX_LISTED])
-        raise ValueError(f"{len(bad)} gold answers are useless to the verifier, the first of them:\n  {listed}")
+        raise ValueError(f"{len(bad)} gold answers cannot be used by the verifier, the first of them:\n  {listed}")
 
 
 def _render(collected: _Collected, template: PromptTemplate) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""Rows of parquet and JSON-lines files in the DAPO-Math-17k schema, streamed: a file is never in memory as a whole.
+"""Rows of parquet and JSON-lines files in the DAPO-Math-17k schema, streamed: no file is in memory as a whole.
 
 data_source                   where the problem is from                     optional
 prompt                        chat messages [{"role", "content"}], the same
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ _CHAT_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*["'](?:role|content)["']\s*:""")
 
 @dataclass(frozen=True)
 class Row:
-    """One checked row. `place` says where it stands, for messages."""
+    """One checked row. `place`: file and row, for errors."""
 
     messages: tuple[Mapping[str, str], ...]
     answer: str
@@ -38,7 +38,7 @@ class Row:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Every row of a file, in order. ValueError names the file, the row and what was expected."""
+    """Yield every row of a file, in order. ValueError with the file, the row and what was expected."""
     if not path.is_file():
         raise ValueError(f"data file {path} does not exist")
     reader = _READERS.get(path.suffix.lower())
@@ -55,6 +55,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def file_sha256(path: Path) -> str:
+    """Hash a file without reading it as a whole."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -104,7 +105,7 @@ def _parse_line(line: bytes, place: str) -> Mapping[str, Any]:
     return values
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
+_READERS = {
     ".parquet": _read_parquet,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
@@ -118,8 +119,8 @@ def _check_columns(found: Sequence[str], place: str) -> None:
     missing = [name for name in REQUIRED_COLUMNS if name not in found]
     if missing:
         raise ValueError(
-            f"{place}: missing column(s) {', '.join(missing)}. Wanted: {', '.join(REQUIRED_COLUMNS)} "
-            f"(and, if there, {', '.join(OPTIONAL_COLUMNS)}); found: {', '.join(found)}"
+            f"{place}: missing column(s) {', '.join(missing)}. Required: {', '.join(REQUIRED_COLUMNS)} "
+            f"(optional: {', '.join(OPTIONAL_COLUMNS)}); found: {', '.join(found)}"
         )
 
 

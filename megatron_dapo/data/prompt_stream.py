@@ -1,7 +1,7 @@
-"""Which prompt comes next: shuffled epochs without end, and an exact state.
+"""The order of prompts: endless shuffled epochs with an exact state.
 
-Every epoch is a permutation that depends on the seed, the epoch and nothing else, so the state is a position. What
-was handed out and not trained (an abort, a crash) is handed in again with `requeue` and goes ahead of fresh prompts.
+Every epoch is a permutation that depends on the seed and the epoch alone, so the state is a position. A prompt that was
+drawn and not trained (an abort, a crash) is returned with `requeue` and precedes fresh prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PromptStream:
     Args:
         prompt_ids: of the data set, unique, in its order.
         seed: of the shuffles.
-        max_epochs: how often to go through the data; None: for ever.
+        max_epochs: number of epochs; None: endless.
     """
 
     def __init__(self, prompt_ids: Sequence[str], seed: int, max_epochs: int | None = None) -> None:
@@ -41,21 +41,21 @@ class PromptStream:
         self._fingerprint = fingerprint(self._prompt_ids)
         self._requeued: deque[str] = deque()
         self._epoch = 0
-        self._position = 0  # how many of this epoch were handed out
+        self._position = 0  # prompts of this epoch drawn so far
         self._order = self._shuffled(0)
 
     @property
     def epoch(self) -> int:
-        """Epochs begun before the current one."""
+        """Number of epochs before the current one."""
         return self._epoch
 
     @property
     def num_drawn(self) -> int:
-        """Fresh prompts handed out since the beginning, requeued ones not counted again."""
+        """Fresh prompts drawn since the beginning; requeued ones are not counted again."""
         return self._epoch * len(self._prompt_ids) + self._position
 
     def next(self) -> str | None:
-        """The next prompt id: requeued ones first, first in first out. None once `max_epochs` are through."""
+        """Return the next prompt id, requeued ones first and in their order; None after `max_epochs`."""
         if self._requeued:
             return self._requeued.popleft()
         if self._position == len(self._order):
@@ -68,13 +68,13 @@ class PromptStream:
         return self._prompt_ids[self._order[self._position - 1]]
 
     def requeue(self, prompt_id: str) -> None:
-        """Hand a prompt in again that was handed out and not trained."""
+        """Return a prompt that was drawn and not trained."""
         if prompt_id not in self._known:
             raise ValueError(f"prompt {prompt_id!r} is not of this data set ({len(self._prompt_ids)} prompts)")
         self._requeued.append(prompt_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serializable; its size does not depend on the data set."""
+        """Return the JSON-serializable state; its size does not depend on the data set."""
         return {
             "version": STATE_VERSION,
             "fingerprint": self._fingerprint,
@@ -115,11 +115,12 @@ class PromptStream:
             )
 
     def _shuffled(self, epoch: int) -> list[int]:
+        # A string seed is hashed by SHA-512: unlike hash(), the same in every process and Python version.
         order = list(range(len(self._prompt_ids)))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
 
 def fingerprint(prompt_ids: Sequence[str]) -> str:
-    """Identifies a data set by its prompts and their order."""
+    """Return a hash of a data set's prompts and their order."""
     return hashlib.sha256("\n".join(prompt_ids).encode()).hexdigest()[:16]

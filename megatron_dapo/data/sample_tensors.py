@@ -1,4 +1,4 @@
-"""Train samples as a few flat tensors and back: what is broadcast to the ranks and what a batch dump holds."""
+"""Conversion of train samples to a few flat tensors and back, for the broadcast to the ranks and for batch dumps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Description = dict[str, Any]  # JSON-serializable
 
 
 def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, torch.Tensor]]:
-    """(description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs`, `staleness` float32
-    [sum R]. What a critic makes of them is not in it.
+    """Return (description, tensors): `tokens` int32 [sum T]; `loss_mask`, `advantages`, `rollout_logprobs`, `staleness` float32
+    [sum R]. Values and returns of a critic are not included: ranks compute them.
     """
     description = {
         "sample_ids": [sample.sample_id for sample in samples],
@@ -32,8 +32,8 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
 
 
 def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> list[TrainSample]:
-    """The samples `to_tensors` was given; older dumps lack `staleness` (0 is taken) and call `critic_context` judgement. Raises ValueError where
-    lengths and tensors do not belong together.
+    """Invert `to_tensors`. Older dumps lack `staleness` (0 everywhere) and name `critic_context` judgement. ValueError where
+    lengths and tensors do not fit.
     """
     num_tokens, prompt_length = description["num_tokens"], description["prompt_length"]
     num_response = [total - prompt for total, prompt in zip(num_tokens, prompt_length, strict=True)]

@@ -1,6 +1,6 @@
-"""From chat messages to token ids, once; and when generation stops.
+"""Chat templates and stop tokens.
 
-The ids made here are the ids the engine is given and the trainer sees: no text is tokenized a second time.
+Messages become token ids here once; engine and trainer use these ids, and no text is tokenized a second time.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
+    """The methods of a Hugging Face tokenizer that are used here."""
 
     chat_template: Any
     eos_token_id: int | None
@@ -44,11 +44,11 @@ def _render_chat(tokenizer: Tokenizer, messages: Messages, options: Mapping[str,
 
 
 def _render_plain(tokenizer: Tokenizer, messages: Messages, options: Mapping[str, Any]) -> list[int]:
-    """The contents of the turns, one below the other, as a base model continues them."""
+    """Join the contents of the turns by newlines, for a base model to continue."""
     return tokenizer.encode("\n".join(message["content"] for message in messages) + "\n", **options)
 
 
-_TEMPLATES: Mapping[str, Callable[[Tokenizer, Messages, Mapping[str, Any]], list[int]]] = {
+_TEMPLATES = {
     "chat": _render_chat,
     "plain": _render_plain,
 }
@@ -56,7 +56,7 @@ _TEMPLATES: Mapping[str, Callable[[Tokenizer, Messages, Mapping[str, Any]], list
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """How messages become token ids.
+    """Rendering of messages to token ids.
 
     `name` is "chat" (the tokenizer's own chat template) or "plain" (the bare text, for base models without one);
     `options` go to the chat template as they are, e.g. {"enable_thinking": False}.
@@ -72,11 +72,11 @@ class PromptTemplate:
         if self.name == "chat" and not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 "the tokenizer has no chat template: choose the template 'plain', which gives the model the bare text, "
-                "or use a tokenizer folder whose tokenizer_config.json or chat_template.jinja has one"
+                "or use a tokenizer directory whose tokenizer_config.json or chat_template.jinja has one"
             )
 
     def render(self, messages: Messages) -> tuple[int, ...]:
-        """Token ids of a prompt, ready to be continued by the model."""
+        """Return the token ids of a prompt for the model to continue."""
         ids = tuple(int(token) for token in _TEMPLATES[self.name](self.tokenizer, messages, self.options or {}))
         if not ids:
             raise ValueError(f"template {self.name!r} renders these messages to no token at all: {list(messages)!r}")
@@ -84,13 +84,13 @@ class PromptTemplate:
 
     @property
     def hash(self) -> str:
-        """Names the template in results: equal hashes render equal messages to equal text."""
+        """Hash of the template, for results: equal hashes render equal messages to equal text."""
         source = self.tokenizer.chat_template if self.name == "chat" else None
         description = json.dumps([self.name, source, dict(self.options or {})], sort_keys=True)
         return hashlib.sha256(description.encode()).hexdigest()[:16]
 
     def describe(self, messages: Messages) -> dict[str, Any]:
-        """What the step-0 report shows of one prompt: template, its hash, token ids, and the text they decode to."""
+        """Return one prompt's template, its hash, token ids and decoded text, for the step-0 report."""
         ids = self.render(messages)
         return {
             "template": self.name,
@@ -105,7 +105,7 @@ class PromptTemplate:
 
 @dataclass(frozen=True)
 class StopTokens:
-    """Every token that ends a response, and which file says so."""
+    """Every token that ends a response, with the files that name it."""
 
     token_ids: tuple[int, ...]  # ascending
     sources: Mapping[str, tuple[int, ...]]
@@ -120,11 +120,11 @@ def resolve_stop_token_ids(
     generation_config_eos: int | Sequence[int] | None,
     tokenizer_eos: int | Sequence[int] | None,
 ) -> StopTokens:
-    """The union of the end-of-sequence ids of config.json, generation_config.json and the tokenizer.
+    """Return the union of the end-of-sequence ids of config.json, generation_config.json and the tokenizer.
 
-    Base and chat models differ in which file is right, and a missed stop token means responses that never end: so all
-    count, and disagreement is a warning that names them. Raises ValueError when no file names any.
+    Disagreement is logged as a warning. ValueError when no file names any.
     """
+    # Base and chat models differ in which file is right, and with a missed stop token no response ends: so all count.
     sources = {
         "config.json": _as_ids(config_eos),
         "generation_config.json": _as_ids(generation_config_eos),

@@ -1,2 +1,2 @@
-"""What can be known about a machine before a run: facts are gathered apart (`gather`, `probes`), judged by small pure
-functions (`machine`, `packages`, `recipe`) and put together (`report`)."""
+"""Checks of a machine before a run: `gather` and `probes` collect facts, `machine` and `recipe` turn them into findings by pure
+functions, `report` puts the findings in order."""

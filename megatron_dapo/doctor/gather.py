@@ -1,15 +1,19 @@
-"""Collects the facts that the checks judge. Nothing is judged here."""
+"""Facts about this machine, for the checks. Nothing is judged here."""
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
+import json
 import math
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,12 +22,22 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_dapo.config.schema import Config
-from megatron_dapo.doctor.ask import ProbeFailure, ask, run
-from megatron_dapo.doctor.machine import ApexFacts, Device, ProcessLimits, Support, TorchFacts, TransformerEngineFacts
-from megatron_dapo.doctor.packages import Lock, parse_lock
+from megatron_dapo.doctor.machine import (
+    ApexFacts,
+    Device,
+    Lock,
+    ProcessLimits,
+    Support,
+    TorchFacts,
+    TransformerEngineFacts,
+    parse_lock,
+)
+from megatron_dapo.doctor.probes import MARK
 from megatron_dapo.doctor.recipe import AttentionResult, CheckpointSize, SglangFacts
 
 ROOT = Path(__file__).resolve().parents[2]
+_PROBES = "megatron_dapo.doctor.probes"
+TIMEOUT_S = 300.0
 DISTRIBUTION = "megatron-dapo"
 TRANSFORMER_ENGINE = "transformer-engine"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -42,27 +56,76 @@ print(json.dumps([version, importlib.util.find_spec("sglang_router") is not None
 """
 
 
+# ---- other processes
+
+
+class ProbeFailure(RuntimeError):
+    """A probe that crashed, timed out or raised; the text is the cause in one line."""
+
+
+def ask(name: str, environment: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
+    """Run probe `name` in a process with `environment` added and return its answer. ProbeFailure where there is none."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    return _answer(
+        run(
+            [sys.executable, "-m", _PROBES, name, json.dumps(arguments)],
+            {"PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
+            timeout_s,
+        )
+    )
+
+
+def run(command: list[str], environment: Mapping[str, str], timeout_s: float) -> str:
+    """Return the standard output of a command. ProbeFailure for any exit code but 0, a timeout, a missing command."""
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ProbeFailure(f"no answer within {timeout_s:g} s") from None
+    except OSError as error:
+        raise ProbeFailure(f"{command[0]}: {error.strerror}") from None
+    if done.returncode != 0:
+        raise ProbeFailure(_cause(done.returncode, done.stderr))
+    return done.stdout
+
+
+def _answer(output: str) -> Any:
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]
+    if not lines:
+        raise ProbeFailure("it ended without an answer")
+    return json.loads(lines[-1].removeprefix(MARK))
+
+
+def _cause(code: int, errors: str) -> str:
+    if code < 0:
+        return f"the process crashed ({signal.Signals(-code).name})"
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"exit code {code}"
+
+
 # ---- packages
 
 
-def locks(folder: Path = ROOT / "requirements") -> list[Lock]:
-    """The trainer's locks that lie beside this installation."""
-    found = (parse_lock(file.name, file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.txt")))
+def locks(directory: Path = ROOT / "requirements") -> list[Lock]:
+    """Return the trainer's locks of the repository this package is installed from."""
+    found = (parse_lock(file.name, file.read_text(encoding="utf-8")) for file in sorted(directory.glob("*.txt")))
     return [lock for lock in found if lock is not None]
 
 
 def installed_versions() -> dict[str, str]:
-    """Canonical name -> version of every package of this environment; the first on the path counts, as for imports."""
+    """Return canonical name -> version of every package of this environment."""
     versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
+            # The first on the path counts, as for imports.
             versions.setdefault(canonicalize_name(name), distribution.version)
     return versions
 
 
 def required_packages() -> dict[str, Requirement]:
-    """What this package needs in every environment, by its metadata, or by setup.py where it is not installed."""
+    """Return the base requirements of this package, by its metadata, or by setup.py where it is not installed."""
     try:
         texts = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -72,8 +135,6 @@ def required_packages() -> dict[str, Requirement]:
 
 
 def _setup_requirements(file: Path) -> list[str]:
-    import ast
-
     if not file.is_file():
         return []
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -86,7 +147,7 @@ def _setup_requirements(file: Path) -> list[str]:
 
 
 def torch_facts() -> TorchFacts:
-    """torch and the devices it sees, asked for in another process."""
+    """Ask torch in another process for its build and devices."""
     driver = _driver()
     try:
         answer = ask("torch")
@@ -99,7 +160,7 @@ def torch_facts() -> TorchFacts:
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's driver, "" where it does not tell it, None where there is none."""
+    """Return the version of NVIDIA's driver, "" if it cannot be read, None if there is no driver."""
     if _DRIVER_FILE.is_file():
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _DRIVER_FILE.read_text(encoding="utf-8"))
         if match:
@@ -115,7 +176,8 @@ def _driver() -> str | None:
 
 
 def transformer_engine_facts(installed: dict[str, str]) -> TransformerEngineFacts:
-    """Transformer Engine and its word on FP8. Installed is what can be found by the trainer's own rule (its module)."""
+    """Ask Transformer Engine in another process whether FP8 is available."""
+    # The trainer looks for the module, not for the distribution: so does this.
     if importlib.util.find_spec("transformer_engine") is None:
         return TransformerEngineFacts()
     version = installed.get(TRANSFORMER_ENGINE, "of unknown version")
@@ -127,12 +189,12 @@ def transformer_engine_facts(installed: dict[str, str]) -> TransformerEngineFact
 
 
 def apex_facts(installed: dict[str, str]) -> ApexFacts:
-    """Which apex is here. Nothing of it is imported: NVIDIA's has optimizers, the web toolkit has none."""
+    """Tell NVIDIA's apex, which has optimizers, from the web toolkit of the same name, without importing either."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return ApexFacts()
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    is_nvidia = any((folder / "optimizers").is_dir() for folder in folders)
+    paths = [Path(path) for path in spec.submodule_search_locations or ()]
+    is_nvidia = any((path / "optimizers").is_dir() for path in paths)
     fused = is_nvidia and importlib.util.find_spec("amp_C") is not None
     return ApexFacts(True, is_nvidia, fused, installed.get("apex"))
 
@@ -162,11 +224,9 @@ def _cgroup_files(root: Path) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         top = root / "sys/fs/cgroup" / controllers
         # Inside a container the path may be the host's, which is not mounted: the mount itself is then the group.
-        for folder in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
-            yield from (
-                folder / name for name in ("memory.max", "memory.limit_in_bytes", "cpu.max", "cpu.cfs_quota_us")
-            )
-            if folder == top:
+        for group in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
+            yield from (group / name for name in ("memory.max", "memory.limit_in_bytes", "cpu.max", "cpu.cfs_quota_us"))
+            if group == top:
                 break
 
 
@@ -188,8 +248,8 @@ def _limit(file: Path) -> tuple[str, float] | None:
 
 
 def implementation_rows(config: Config | None) -> list[dict[str, str]]:
-    """Which implementation each operation uses, as the trainer chooses it; without a model's shape, those of a small
-    decoder. ProbeFailure where the actor cannot be put together."""
+    """Return the implementation of each operation by the trainer's rules, for a small decoder if no model is given.
+    ProbeFailure where the actor cannot be built."""
     if config is None:
         return ask("implementations", model=None, dtype="float32", precision={})
     rows = ask(
@@ -204,7 +264,7 @@ def implementation_rows(config: Config | None) -> list[dict[str, str]]:
 
 
 def precision_answer(config: Config) -> dict[str, str]:
-    """What would multiply in linear layers here, or the "problem" of it, by the trainer's own rule."""
+    """Return what computes linear layers here by the trainer's rule, or the "problem"."""
     try:
         return ask("precision", dtype=config.model.dtype, precision=config.precision.model_dump())
     except ProbeFailure as failure:
@@ -223,7 +283,7 @@ _ROLLOUT = {"embedded": lambda config: "transformers inside the trainer's proces
 
 
 def attention_shape(config: Config) -> tuple[int, int, int]:
-    """(head_dim, query heads, key-value heads) of a tensor-parallel rank."""
+    """Return (head_dim, query heads, key-value heads) of a tensor-parallel rank."""
     from megatron_dapo.checkpoints.architecture import ModelArchitecture
 
     architecture = ModelArchitecture.from_directory(config.model.path)
@@ -234,7 +294,8 @@ def attention_shape(config: Config) -> tuple[int, int, int]:
 
 
 def attention_results(shape: tuple[int, int, int], dtype: str, by_transformer_engine: bool) -> list[AttentionResult]:
-    """Every back-end tried on this machine's device. Transformer Engine's are switched by its environment."""
+    """Try every attention back-end on this machine's device."""
+    # Transformer Engine reads its switches when it is imported: one process a back-end.
     head_dim, num_heads, num_groups = shape
     arguments = {"head_dim": head_dim, "num_heads": num_heads, "num_groups": num_groups, "dtype": dtype}
     results = _try_attention("default", {}, arguments)
@@ -252,19 +313,19 @@ def _try_attention(name: str, environment: dict[str, str], arguments: dict[str, 
 
 
 def model_problem(config: Config) -> tuple[str, str]:
-    """(why the model folder cannot be read or "", what it holds). Headers of weights are read, tensors are not."""
+    """Return (problem or "", summary) of the model directory. Headers of weights are read, tensors are not."""
     from megatron_dapo.checkpoints.architecture import ModelArchitecture
     from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 
-    folder = config.model.path
+    path = config.model.path
     try:
-        architecture = ModelArchitecture.from_directory(folder)
-        if not any((folder / name).is_file() for name in _TOKENIZERS):
-            return f"{folder}: no tokenizer files there", ""
+        architecture = ModelArchitecture.from_directory(path)
+        if not any((path / name).is_file() for name in _TOKENIZERS):
+            return f"{path}: no tokenizer files there", ""
         detail = f"{architecture.model_type}, {architecture.num_parameters:.4g} parameters"
-        if config.model.allow_random_init and not any(folder.glob("*.safetensors")):
+        if config.model.allow_random_init and not any(path.glob("*.safetensors")):
             return "", f"{detail}, no weights (model.allow_random_init)"
-        with HFCheckpoint(folder) as weights:
+        with HFCheckpoint(path) as weights:
             weights.check(architecture)
             return "", f"{detail}, {len(weights.specs)} tensors"
     except (ValueError, OSError) as error:
@@ -272,14 +333,12 @@ def model_problem(config: Config) -> tuple[str, str]:
 
 
 def sglang_facts(config: Config) -> SglangFacts:
-    """The engines' environment, asked by its own interpreter."""
-    import json
-
+    """Ask the engines' interpreter for SGLang's version and the router."""
     python = Path(config.sglang.python or sys.executable).absolute()
     if not python.is_file():
         return SglangFacts(python, error="no such file")
     try:
-        # Its own environment: what PYTHONPATH adds to the trainer's must not stand for it.
+        # The trainer's PYTHONPATH would show the trainer's packages in place of the engines'.
         version, has_router = json.loads(run([str(python), "-c", _SGLANG_CODE], {"PYTHONPATH": ""}, 120))
     except ProbeFailure as failure:
         return SglangFacts(python, error=str(failure))
@@ -287,14 +346,14 @@ def sglang_facts(config: Config) -> SglangFacts:
 
 
 def model_bytes(config: Config) -> int:
-    """Of the served weights."""
+    """Return the bytes of the served weights."""
     from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
 
     return ModelArchitecture.from_directory(config.model.path).num_parameters * DTYPES[config.model.dtype].itemsize
 
 
 def key_problem(path: str) -> str:
-    """Why the key file cannot be used, "" where it can."""
+    """Return the problem of the key file, "" for none."""
     from megatron_dapo.engines.sglang.keys import read_key
 
     try:
@@ -305,8 +364,7 @@ def key_problem(path: str) -> str:
 
 
 def checkpoint_sizes(config: Config) -> list[CheckpointSize]:
-    """Of the policy on the run's layout, and of the critic where there is one. ValueError where a model does not fit its
-    layout."""
+    """Return the sizes of policy and critic on the run's layout. ValueError where a model does not fit its layout."""
     from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
     from megatron_dapo.trainer.topology import critic_layout, parallel_layout
 
@@ -328,13 +386,13 @@ def _checkpoint_size(name: str, architecture: Any, parallel: Any, dtype: Any, is
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+    """Return the path, or the nearest directory above it that exists."""
     path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def free_bytes(path: Path) -> int:
-    """Free on the file system that `path` is on, or will be."""
+    """Return the free bytes of the file system that `path` is on, or will be."""
     status = os.statvfs(existing_parent(path))
     return status.f_bavail * status.f_frsize
 
@@ -343,43 +401,43 @@ def same_disk(first: Path, second: Path) -> bool:
     return existing_parent(first).stat().st_dev == existing_parent(second).stat().st_dev
 
 
-def used_bytes(folder: Path) -> int:
-    """Of all files in a folder; 0 where there is none."""
-    return sum(_file_bytes(file) for file in folder.rglob("*"))
+def used_bytes(directory: Path) -> int:
+    """Return the bytes of all files in a directory; 0 if it does not exist."""
+    return sum(_file_bytes(file) for file in directory.rglob("*"))
 
 
 def _file_bytes(file: Path) -> int:
     try:
         return file.lstat().st_size if file.is_file() else 0
-    except FileNotFoundError:  # a run that works there deletes old checkpoints
+    except FileNotFoundError:  # a run that writes there deletes old checkpoints meanwhile
         return 0
 
 
-def shared_memory_folder() -> Path:
-    """Where weights for servers on this machine pass through."""
+def shared_memory_dir() -> Path:
+    """Return the directory through which weights reach servers on this node."""
     from megatron_dapo.bridge.transports.shared_memory import default_folder
 
     return default_folder()
 
 
-def run_folder_problem(folder: Path) -> str:
-    """Why a run cannot write into `folder`, "" where it can. Nothing is created."""
+def output_dir_problem(output_dir: Path) -> str:
+    """Return the reason why a run cannot write into `output_dir`, "" for none. Nothing is created."""
     from megatron_dapo.launch.lifetime import require_unused
 
-    parent = existing_parent(folder)
+    parent = existing_parent(output_dir)
     if not parent.is_dir():
-        return f"{parent} is a file, not a folder"
+        return f"{parent} is a file, not a directory"
     if not os.access(parent, os.W_OK | os.X_OK):
         return f"{parent} cannot be written by user {os.geteuid()}"
     try:
-        require_unused(folder)
+        require_unused(output_dir)
     except (RuntimeError, OSError) as error:
         return str(error)
     return ""
 
 
 def ports_problem(host: str, count: int) -> str:
-    """Why `count` ports cannot be had on `host` at once, "" where they can. They are given back."""
+    """Return the reason why `count` ports cannot be reserved on `host` at once, "" for none. They are released."""
     from megatron_dapo.bridge.protocol.peer_group import LOOPBACK
     from megatron_dapo.engines.sglang.ports import listen_address, reserve_port
 

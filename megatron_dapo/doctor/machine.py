@@ -1,14 +1,54 @@
-"""Judgements of the machine and of the libraries that use its devices, from facts alone."""
+"""Findings, and the checks of the machine, its packages and the libraries that use its devices, from facts alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from megatron_dapo.doctor.finding import Finding, conflict, ok, warning
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+Verdict = Literal["ok", "warning", "conflict"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check. A conflict stops a run or makes it wrong; a warning may. Both have a fix."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.verdict == "ok" or self.fix, f"{self.name}: a {self.verdict} without a fix"
+
+
+def ok(name: str, detail: str) -> Finding:
+    return Finding(name, "ok", detail)
+
+
+def warning(name: str, detail: str, fix: str) -> Finding:
+    return Finding(name, "warning", detail, fix)
+
+
+def conflict(name: str, detail: str, fix: str) -> Finding:
+    return Finding(name, "conflict", detail, fix)
+
+
+def first_conflict(findings: Iterable[Finding]) -> Finding | None:
+    """Return the first conflict in the order of the checks."""
+    # Later ones may be its consequences.
+    return next((finding for finding in findings if finding.verdict == "conflict"), None)
+
+
+# ---- the machine
 
 GIB = 1 << 30
-# A device that another process fills is noticed; what the driver itself takes is not.
+# Below this share of free memory another process uses the device; the driver takes less.
 FREE_SHARE = 0.9
 BFLOAT16_CAPABILITY = (8, 0)
 # A site's default of one core a task makes a rank, its server's tokenizer and the verifiers take turns.
@@ -29,19 +69,19 @@ class Device:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """torch and what it sees. `error`: why it cannot be imported, or cannot use the devices; "" where it can."""
+    """torch's build and the devices it sees."""
 
-    error: str = ""
+    error: str = ""  # why it cannot be imported, or cannot use the devices
     version: str = ""
     cuda: str | None = None  # toolkit torch was built with; None: a CPU build
     devices: tuple[Device, ...] = ()
     nccl: str | None = None
-    driver: str | None = None  # version of NVIDIA's kernel driver; "" where there is one that does not tell it
+    driver: str | None = None  # version of NVIDIA's kernel driver; "": unknown
 
 
 @dataclass(frozen=True)
 class Support:
-    """Transformer Engine's own word on whether it can do something here."""
+    """Transformer Engine's answer on whether a feature is available here."""
 
     available: bool
     reason: str
@@ -49,21 +89,21 @@ class Support:
 
 @dataclass(frozen=True)
 class TransformerEngineFacts:
-    """`version` None: not installed. `error`: why it cannot be imported. The rest is known with a GPU only."""
+    """Transformer Engine of this environment. Support is known with a GPU only."""
 
-    version: str | None = None
-    error: str = ""
+    version: str | None = None  # None: not installed
+    error: str = ""  # why it cannot be imported
     fp8: Support | None = None
     fp8_block_scaling: Support | None = None
 
 
 @dataclass(frozen=True)
 class ApexFacts:
-    """What the name apex stands for here. `fused`: NVIDIA's CUDA extensions (amp_C) are there."""
+    """The package named apex: NVIDIA's, or the web toolkit of the same name."""
 
     found: bool = False
     is_nvidia: bool = False
-    fused: bool = False
+    fused: bool = False  # has the CUDA extensions (amp_C)
     version: str | None = None
 
 
@@ -105,7 +145,7 @@ def _of_job(limits: ProcessLimits) -> str:
 
 
 def torch_finding(facts: TorchFacts) -> Finding:
-    """Whether torch can be imported, and its build."""
+    """Check that torch can be imported."""
     if facts.error and not facts.version:
         fix = "install torch again: pip install torch with the build for this machine (README, Install by hand)"
         return conflict("torch", f"it cannot be imported: {facts.error}", fix)
@@ -113,7 +153,7 @@ def torch_finding(facts: TorchFacts) -> Finding:
 
 
 def gpu_finding(facts: TorchFacts) -> Finding:
-    """Which GPUs there are, and whether torch can use those that the driver has."""
+    """Check that torch sees the driver's GPUs, and that they are equal and free."""
     if facts.devices:
         return _devices_finding(facts)
     if facts.driver is None:
@@ -146,16 +186,18 @@ def _devices_finding(facts: TorchFacts) -> Finding:
 
 
 def nccl_finding(facts: TorchFacts) -> Finding:
-    """NCCL is what ranks on GPUs talk over."""
+    """Check for NCCL, over which ranks on GPUs communicate."""
     if facts.nccl is not None:
         return ok("nccl", facts.nccl)
     if not facts.devices:
         return ok("nccl", "not needed without a GPU")
-    return conflict("nccl", "this torch has none, so ranks on GPUs cannot talk", "install the CUDA build of torch")
+    return conflict(
+        "nccl", "this torch has none, so ranks on GPUs cannot communicate", "install the CUDA build of torch"
+    )
 
 
 def bfloat16_finding(devices: Sequence[Device], dtype: str) -> Finding:
-    """Whether every device computes in the run's precision."""
+    """Check that every device has the units for the model's type."""
     old = [device for device in devices if device.capability < BFLOAT16_CAPABILITY]
     if dtype == "bfloat16" and old:
         major, minor = old[0].capability
@@ -165,10 +207,10 @@ def bfloat16_finding(devices: Sequence[Device], dtype: str) -> Finding:
 
 
 def linear_products_finding(answer: Mapping[str, str], num_bf16_layers: int) -> Finding:
-    """What multiplies in linear layers by the run's recipe of precision, or why it cannot."""
+    """Check that the recipe of precision can be computed here, and by what."""
     name = "linear products"
     if answer.get("problem"):
-        fix = 'set precision.recipe = "" (products in model.dtype), or do what the reason asks for'
+        fix = 'set precision.recipe = "" (products in model.dtype), or remove the obstacle that is named'
         return conflict(name, answer["problem"], fix)
     kept = f", {num_bf16_layers} layers in model.dtype" if num_bf16_layers else ""
     detail = f"{answer['recipe']}{kept}, by {answer['name']} ({answer['reason']})"
@@ -179,11 +221,11 @@ def linear_products_finding(answer: Mapping[str, str], num_bf16_layers: int) -> 
 
 
 def transformer_engine_findings(facts: TransformerEngineFacts, has_gpu: bool, locked: str | None) -> list[Finding]:
-    """Whether Transformer Engine is there and works, and its word on FP8. `locked`: version the lock names."""
+    """Check that Transformer Engine works, and its answer on FP8. `locked`: the lock's version."""
     name, install = "transformer engine", f"pip install --no-build-isolation '{TE_PACKAGE}{_pin(locked)}'"
     if facts.version is None:
         if has_gpu:
-            return [warning(name, "not installed: layers are the own ones, without FP8", install)]
+            return [warning(name, "not installed: the package's own layers run, without FP8", install)]
         return [ok(name, "not installed; of no use without a GPU")]
     if facts.error:
         fix = f"{install}, built for this torch, or pip uninstall transformer-engine"
@@ -200,12 +242,12 @@ def transformer_engine_findings(facts: TransformerEngineFacts, has_gpu: bool, lo
 def _support_finding(title: str, support: Support) -> Finding:
     if support.available:
         return ok(title, "available")
-    fix = "train in bfloat16 here, or use what the reason asks for"
+    fix = "train in bfloat16 here, or use a device and CUDA that the reason names"
     return warning(title, f"not available; Transformer Engine's reason: {support.reason or 'none given'}", fix)
 
 
 def apex_finding(facts: ApexFacts, has_gpu: bool) -> Finding:
-    """NVIDIA's apex, the web toolkit that has the same name on the package index, or neither."""
+    """Check that a package named apex is NVIDIA's, not the web toolkit of that name on the package index."""
     version = f" {facts.version}" if facts.version else ""
     if not facts.found:
         return ok("apex", "not installed (never needed)")
@@ -219,16 +261,16 @@ def apex_finding(facts: ApexFacts, has_gpu: bool) -> Finding:
 
 
 def triton_finding(version: str | None, has_gpu: bool) -> Finding:
-    """triton compiles kernels for GPUs; CUDA builds of torch bring it."""
+    """Check for triton, which compiles kernels for GPUs and comes with CUDA builds of torch."""
     if version is not None:
         return ok("triton", version)
     if not has_gpu:
         return ok("triton", "not installed; of no use without a GPU")
-    return warning("triton", "not installed: no kernels of ours or of torch.compile", "pip install triton")
+    return warning("triton", "not installed: neither our kernels nor those of torch.compile run", "pip install triton")
 
 
 def psutil_finding(version: str | None) -> Finding:
-    """megatron-core's checkpoint save asks psutil for memory in a worker; without it the save waits for ever."""
+    """Check for psutil: without it a worker of megatron-core's checkpoint save fails and the save never returns."""
     if version is None:
         return conflict("psutil", "not installed: saving a megatron-core checkpoint hangs", "pip install psutil")
     return ok("psutil", version)
@@ -236,3 +278,88 @@ def psutil_finding(version: str | None) -> Finding:
 
 def _pin(version: str | None) -> str:
     return f"=={version}" if version else ""
+
+
+# ---- packages
+
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
+_FILE = re.compile(r"(cpu|cuda)-py(\d)(\d+)\.txt")
+
+
+@dataclass(frozen=True)
+class Lock:
+    """Versions that were tested together."""
+
+    name: str  # of the file
+    device: str  # cpu or cuda
+    python: tuple[int, int]
+    pins: Mapping[str, str]  # canonical package name -> version
+
+
+def parse_lock(name: str, text: str) -> Lock | None:
+    """Parse a requirements file; None if its name is not that of a lock of the trainer."""
+    match = _FILE.fullmatch(name)
+    if match is None:
+        return None
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    requirements = [Requirement(line) for line in lines if line]
+    pins = {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in requirements}
+    return Lock(name, match[1], (int(match[2]), int(match[3])), pins)
+
+
+def choose_lock(locks: Sequence[Lock], device: str, python: tuple[int, int]) -> Lock | None:
+    """Choose the lock for this kind of device: the one for this Python, else the newest."""
+    fitting = [lock for lock in locks if lock.device == device]
+    return max(fitting, key=lambda lock: (lock.python == python, lock.python), default=None)
+
+
+def python_finding(version: tuple[int, int, int], lock: Lock | None) -> Finding:
+    """Check that the interpreter is supported, and the lock's."""
+    text = ".".join(map(str, version))
+    supported = f"{_text(OLDEST_PYTHON)} to {_text(NEWEST_PYTHON)}"
+    if not OLDEST_PYTHON <= version[:2] <= NEWEST_PYTHON:
+        fix = f"make the environment with Python {_text(lock.python if lock else NEWEST_PYTHON)}"
+        return conflict("python", f"{text}; supported are {supported}", fix)
+    if lock is not None and version[:2] != lock.python:
+        return warning("python", f"{text}; {lock.name} was tested with {_text(lock.python)}", "use that Python")
+    return ok("python", f"{text}; supported are {supported}")
+
+
+def package_findings(
+    lock: Lock | None, installed: Mapping[str, str], required: Mapping[str, Requirement]
+) -> list[Finding]:
+    """Check each package against lock and requirements, required ones first. Keys are canonical names."""
+    if lock is None:
+        findings = [warning("lock", "no tested lock lies beside this installation", "install from the repository")]
+    else:
+        findings = [ok("lock", f"{lock.name}: {len(lock.pins)} packages")]
+    pins = lock.pins if lock else {}
+    names = [*required, *(name for name in pins if name not in required)]
+    return findings + [_package(name, installed.get(name), pins.get(name), required.get(name)) for name in names]
+
+
+def _package(name: str, installed: str | None, locked: str | None, required: Requirement | None) -> Finding:
+    label = f"package {name}"
+    words = f"installed {installed or 'not'}, locked {locked or 'not'}"
+    install = f"pip install '{name}=={locked}'" if locked else f"pip install '{required}'"
+    if required is not None and not _satisfies(installed, required):
+        return conflict(label, f"{words}, needed {required}", install)
+    if locked is not None and _public(installed) != _public(locked):
+        return warning(label, words, install)
+    return ok(label, words)
+
+
+def _satisfies(installed: str | None, required: Requirement) -> bool:
+    return installed is not None and required.specifier.contains(installed, prereleases=True)
+
+
+def _public(version: str | None) -> str | None:
+    """Strip the local part that names a build, as in 2.13.0+cpu."""
+    try:
+        return Version(version).public if version else None
+    except InvalidVersion:
+        return version
+
+
+def _text(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))

@@ -1,9 +1,9 @@
-"""Facts that need heavy or fragile libraries, each asked for in a process of its own: a library that crashes, or that
-changes global state when it is imported, harms nobody else.
+"""Facts that need heavy or fragile libraries, each probed in a process of its own: a library that crashes on import, or
+changes global state, then does not affect the report.
 
     python -m megatron_dapo.doctor.probes NAME '{"argument": value}'
 
-writes one line to the standard output, MARK and the answer as JSON.
+writes one line to standard output, MARK and the answer as JSON.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 MARK = "doctor-answer:"
-# Tokens of each sequence of a micro-batch. The padding slots of the last arrangement must stay out of the result.
+# Tokens of each sequence of a micro-batch. The last one has padding slots, which must not affect the result.
 PACKINGS = {"one sequence": (96,), "equal sequences": (48, 48), "ragged sequences": (37, 5, 64, 1)}
 
 
 def torch_facts() -> dict[str, Any]:
-    """torch's build and the devices it sees (fields of `machine.TorchFacts`)."""
+    """Return the fields of `machine.TorchFacts`."""
     import torch
 
     facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda}
@@ -53,7 +53,7 @@ def _device(index: int) -> dict[str, Any]:
 
 
 def transformer_engine_facts() -> dict[str, Any]:
-    """Whether it can be imported, and, with a GPU, its word on FP8."""
+    """Import Transformer Engine and, with a GPU, return its answers on FP8."""
     import torch
     import transformer_engine.pytorch as te
 
@@ -76,16 +76,16 @@ def _support(te: Any, name: str) -> list[Any]:
 def implementation_table(
     model: str | None, dtype: str, precision: dict[str, Any], head: str = "auto"
 ) -> list[dict[str, str]]:
-    """The actor's table for the model in a folder; without one, for a small dense decoder. `precision`: fields of
-    `megatron.precision.Precision`; `head`: the log-prob head that is asked for."""
+    """Return the actor's table for a model directory, or for a small dense decoder if None. `precision`: fields of
+    `PrecisionConfig`; `head`: the requested log-prob head."""
     from megatron_dapo.checkpoints.architecture import ModelArchitecture
+    from megatron_dapo.config.model_schema import PrecisionConfig
     from megatron_dapo.megatron.implementations import implementations
     from megatron_dapo.megatron.model_config import ModelSettings, transformer_config
-    from megatron_dapo.megatron.precision import Precision
     from megatron_dapo.parallel.layout import ParallelLayout
     from megatron_dapo.precision import token_multiple
 
-    asked = Precision(**precision)
+    asked = PrecisionConfig(**precision)
     architecture = ModelArchitecture.from_directory(model) if model else ModelArchitecture.from_config(_SMALL)
     layout = ParallelLayout(1, token_multiple=token_multiple(asked.recipe))
     config = transformer_config(architecture, layout, ModelSettings(dtype, precision=asked))
@@ -93,11 +93,12 @@ def implementation_table(
 
 
 def precision_answer(dtype: str, precision: dict[str, Any]) -> dict[str, str]:
-    """What would multiply in linear layers ("recipe", "name", "reason"), or the "problem" of what is asked for."""
-    from megatron_dapo.megatron.precision import Precision, linear_backend
+    """Return what computes linear layers ("recipe", "name", "reason"), or the "problem" of the request."""
+    from megatron_dapo.config.model_schema import PrecisionConfig
+    from megatron_dapo.megatron.precision import linear_backend
 
     try:
-        return asdict(linear_backend(Precision(**precision), dtype))
+        return asdict(linear_backend(PrecisionConfig(**precision), dtype))
     except ValueError as error:
         return {"problem": str(error)}
 
@@ -122,10 +123,10 @@ _SMALL = {
 def attention_results(
     head_dim: int, num_heads: int, num_groups: int, dtype: str, back_end: str | None = None
 ) -> list[dict[str, Any]]:
-    """Forward and backward of the actor's core attention, its error relative to fp32 attention by the formula.
+    """Run the actor's core attention forward and backward; return its errors relative to fp32 attention by the formula.
 
-    The own attention is tried with every back-end of torch; Transformer Engine's with the one that the environment of
-    this process leaves, which `back_end` names.
+    Our own attention runs with every back-end of torch; Transformer Engine's with the one that this process's environment
+    allows, named `back_end`.
     """
     import torch
 
@@ -144,10 +145,8 @@ def attention_results(
     return results
 
 
-Attend = Callable[..., Any]  # (query, key, value, cumulative lengths int32) -> [P, heads * head_dim]
-
-
-def _own_cases() -> Iterator[tuple[str, Attend, Callable[[], Any]]]:
+# A case: name, function of (query, key, value, cumulative lengths int32) -> [P, heads * head_dim], context to run it in.
+def _own_cases() -> Iterator[tuple[str, Any, Any]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from megatron_dapo.megatron.attention import PackedAttention, PackedSequences
@@ -167,7 +166,7 @@ def _own_cases() -> Iterator[tuple[str, Attend, Callable[[], Any]]]:
 
 def _engine_cases(
     back_end: str | None, head_dim: int, num_heads: int, num_groups: int
-) -> Iterator[tuple[str, Attend, Callable[[], Any]]]:
+) -> Iterator[tuple[str, Any, Any]]:
     import transformer_engine.pytorch as te
 
     module = te.DotProductAttention(
@@ -195,9 +194,9 @@ def _engine_cases(
 
 
 def _try_attention(
-    attend: Attend, lengths: Sequence[int], shape: tuple[int, int, int], dtype: Any, device: Any
+    attend: Any, lengths: Sequence[int], shape: tuple[int, int, int], dtype: Any, device: Any
 ) -> dict[str, Any]:
-    """{"error": largest relative error of output and gradients} or {"failure": why it cannot run}."""
+    """Return {"error": largest relative error of output and gradients} or {"failure": why it does not run}."""
     import torch
 
     head_dim, num_heads, num_groups = shape
@@ -212,7 +211,7 @@ def _try_attention(
             warnings.simplefilter("ignore")  # torch warns of each reason why a back-end is out
             output = attend(*inputs, bounds).reshape(num_tokens, -1)
             gradients = torch.autograd.grad((output.float() * weights).sum(), inputs)
-    # Whatever a back-end raises is the answer: that it does not run here.
+    # Any exception is the answer: the back-end does not run here.
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
     exact = [part.detach().float().requires_grad_() for part in inputs]
@@ -228,7 +227,7 @@ def _relative_error(got: Any, want: Any) -> float:
 
 
 def written_out_attention(query: Any, key: Any, value: Any, lengths: Sequence[int]) -> Any:
-    """Causal softmax attention by the formula in the inputs' precision, a sequence at a time: [P, heads * head_dim]."""
+    """Compute causal softmax attention by the formula, one sequence at a time: [P, heads * head_dim]."""
     import torch
 
     repeats = query.size(1) // key.size(1)
@@ -241,7 +240,7 @@ def written_out_attention(query: Any, key: Any, value: Any, lengths: Sequence[in
     return torch.cat(outputs)
 
 
-PROBES: dict[str, Callable[..., Any]] = {
+PROBES = {
     "torch": torch_facts,
     "transformer_engine": transformer_engine_facts,
     "implementations": implementation_table,

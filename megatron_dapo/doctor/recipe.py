@@ -1,4 +1,4 @@
-"""Judgements of what a recipe needs of this machine, from facts alone."""
+"""Checks of the machine against a recipe, from facts alone."""
 
 from __future__ import annotations
 
@@ -7,55 +7,50 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config.errors import Violation
-from megatron_dapo.doctor.finding import Finding, conflict, ok, warning
+from megatron_dapo.doctor.machine import Finding, conflict, ok, warning
 from megatron_dapo.engines.sglang.versions import NEWEST, OLDEST, api_version_of
 
-# Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads
-# is off by about 1.
+# Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads is off
+# by about 1.
 ATTENTION_TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2}
 MEBIBYTE = 1 << 20
-_MASTER, _MOMENTS = 4, 8  # bytes a parameter, float32
+_MAIN_PARAM, _MOMENTS = 4, 8  # bytes a parameter, float32
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A file system: where it was looked at, what is free, and what the run keeps there. Bytes."""
+    """Space of a file system, in bytes."""
 
     name: str
     path: Path
     free: int
-    needed: int
-    formula: str  # how `needed` came about, numbers included
+    needed: int  # by the run
+    formula: str  # of `needed`, with its numbers
     fix: str
 
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """What a checkpoint holds of one model.
+    """One model's size in a checkpoint."""
 
-    weight_bytes: parameters as all ranks hold them, replicas included. num_parameters: of the model.
-    optimizer_copies: 1 where the optimizer's state is cut over the data-parallel ranks, else their number. model: what
-    it is called.
-    """
-
-    weight_bytes: int
+    weight_bytes: int  # on all ranks, replicas included
     num_parameters: int
-    optimizer_copies: int
+    optimizer_copies: int  # 1 if the optimizer's state is sharded over the data-parallel ranks, else their number
     has_main_params: bool
     model: str = "policy"
 
     @property
     def state_bytes(self) -> int:
-        """Bytes a parameter of the optimizer's state."""
-        return _MOMENTS + (_MASTER if self.has_main_params else 0)
+        """Bytes of the optimizer's state for each parameter."""
+        return _MOMENTS + (_MAIN_PARAM if self.has_main_params else 0)
 
     @property
     def num_bytes(self) -> int:
         return self.weight_bytes + self.num_parameters * self.state_bytes * self.optimizer_copies
 
     def formula(self) -> str:
-        """The sum in words."""
-        parts = f"{_MASTER if self.has_main_params else 0} master + {_MOMENTS} two moments"
+        """Write out the sum."""
+        parts = f"{_MAIN_PARAM if self.has_main_params else 0} main param + {_MOMENTS} two moments"
         return (
             f"{self.model}: {size(self.weight_bytes)} weights of all ranks + {self.num_parameters:.4g} parameters x ({parts}) bytes "
             f"x {self.optimizer_copies}"
@@ -64,26 +59,26 @@ class CheckpointSize:
 
 @dataclass(frozen=True)
 class SglangFacts:
-    """The engines' environment. `error`: why its interpreter does not run. `version` None: SGLang is not in it."""
+    """The engines' environment."""
 
     python: Path
-    error: str = ""
-    version: str | None = None
+    error: str = ""  # why its interpreter does not run
+    version: str | None = None  # None: SGLang is not installed
     has_router: bool = False
 
 
 @dataclass(frozen=True)
 class AttentionResult:
-    """One try: `error` relative to fp32, or `failure`, why it does not run."""
+    """Result of one attention back-end."""
 
     back_end: str
     packing: str
-    error: float | None = None
-    failure: str = ""
+    error: float | None = None  # relative to fp32
+    failure: str = ""  # why it does not run
 
 
 def violation_findings(violations: Iterable[Violation]) -> list[Finding]:
-    """One conflict for each broken rule of the configuration."""
+    """Report each broken rule of the configuration as a conflict."""
     found = []
     for violation in violations:
         values = ", ".join(f"{name} = {value!r}" for name, value in violation.values.items())
@@ -93,22 +88,22 @@ def violation_findings(violations: Iterable[Violation]) -> list[Finding]:
 
 
 def processes_finding(needed: int, num_devices: int) -> Finding:
-    """Whether the run's processes have a device each on this machine."""
+    """Check that each of the run's processes has a device on this machine."""
     if num_devices == 0 or needed <= num_devices:
         return ok("processes", f"{needed} of the trainer, {num_devices or 'no'} GPUs here")
-    fix = f"use a layout for {num_devices} processes, or start it on several machines (examples/launch)"
+    fix = f"use a layout for {num_devices} processes, or start it on several nodes (examples/launch)"
     return warning("processes", f"{needed} of the trainer, {num_devices} GPUs here", fix)
 
 
-def model_finding(folder: Path, problem: str, detail: str) -> Finding:
-    """`problem`: why the model folder cannot be read, "" where it can."""
+def model_finding(path: Path, problem: str, detail: str) -> Finding:
+    """Report the model directory; `problem`: why it cannot be read, "" for none."""
     if problem:
-        return conflict("model folder", problem, f"set model.path, or copy the folder again ({folder})")
-    return ok("model folder", detail)
+        return conflict("model directory", problem, f"set model.path, or copy the directory again ({path})")
+    return ok("model directory", detail)
 
 
 def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
-    """Whether the servers' environment can start the servers asked for."""
+    """Check that the engines' environment can start the recipe's servers."""
     name, newest = "sglang", ".".join(map(str, NEWEST))
     if facts.error:
         fix = "set sglang.python to the interpreter of the environment SGLang is in (make .venv-sglang makes one)"
@@ -131,7 +126,7 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
 
 
 def engine_key_finding(path: str, problem: str) -> Finding:
-    """The key of servers that run elsewhere. `problem`: why it cannot be used, "" where it can."""
+    """Report the key file of external servers; `problem`: why it cannot be used, "" for none."""
     if problem:
         return conflict(
             "engine key", problem, "set sglang.api_key_file to the servers' key, readable by its owner alone"
@@ -140,8 +135,7 @@ def engine_key_finding(path: str, problem: str) -> Finding:
 
 
 def checkpoint_storage(path: Path, free: int, kept: int, models: Sequence[CheckpointSize], keep: int) -> Storage:
-    """Space of the checkpoint folder: `keep` checkpoints of all `models` and the one being written; `kept` bytes are
-    there already."""
+    """Compute the space for `keep` checkpoints of all `models` and the one being written, less `kept` bytes on disk."""
     num_bytes = sum(model.num_bytes for model in models)
     needed = max(0, (keep + 1) * num_bytes - kept)
     formula = (
@@ -154,8 +148,8 @@ def checkpoint_storage(path: Path, free: int, kept: int, models: Sequence[Checkp
 
 
 def export_storage(path: Path, free: int, num_parameters: int, weight_bytes: int, beside: int) -> Storage:
-    """Space of the run folder: the exported model, twice while it replaces an earlier one, and what checkpoints on the
-    same disk (`beside`) take."""
+    """Compute the space for exports beside `beside` bytes of checkpoints on the same disk."""
+    # Two exports: the new one is written completely before it replaces the old one.
     needed = 2 * num_parameters * weight_bytes + beside
     formula = f"2 exports of {num_parameters:.4g} parameters x {weight_bytes} bytes" + (
         f" + {size(beside)} of checkpoints" if beside else ""
@@ -167,10 +161,9 @@ def export_storage(path: Path, free: int, num_parameters: int, weight_bytes: int
 def shared_memory_storage(
     path: Path, free: int, num_engine_ranks: int, bucket_mb: int, model_bytes: int | None
 ) -> Storage:
-    """Space of the file system in memory through which servers on a CPU get their weights.
-
-    A bucket never holds more than the model (`model_bytes`; None where that is not known).
-    """
+    """Compute the space of shared memory through which servers on a CPU receive their weights. `model_bytes` None: the
+    model cannot be read."""
+    # A bucket never holds more than the model.
     bucket, words = bucket_mb * MEBIBYTE, f"{bucket_mb} MiB (sglang.weight_sync_bucket_mb)"
     if model_bytes is not None and model_bytes < bucket:
         bucket, words = model_bytes, f"{size(model_bytes)} (the whole model)"
@@ -181,30 +174,32 @@ def shared_memory_storage(
 
 
 def storage_finding(storage: Storage) -> Finding:
-    """Whether a file system holds what the run puts there."""
+    """Check that a file system has the space."""
     detail = f"{storage.path}: {size(storage.free)} free, needed {size(storage.needed)} = {storage.formula}"
     if storage.free < storage.needed:
         return conflict(storage.name, detail, storage.fix)
     return ok(storage.name, detail)
 
 
-def folder_finding(folder: Path, problem: str) -> Finding:
-    """`problem`: why the run folder cannot be written, "" where it can."""
+def output_dir_finding(output_dir: Path, problem: str) -> Finding:
+    """Report run.output_dir; `problem`: why it cannot be written, "" for none."""
     if problem:
-        fix = "set run.output_dir to a folder of your own, or wait for the run that has it"
-        return conflict("run folder", problem, fix)
-    return ok("run folder", f"{folder} can be written")
+        fix = "set run.output_dir to a directory of your own, or wait for the run that uses it"
+        return conflict("output directory", problem, fix)
+    return ok("output directory", f"{output_dir} can be written")
 
 
 def ports_finding(host: str, wanted: int, problem: str) -> Finding:
-    """`problem`: why `wanted` ports cannot be had at once, "" where they can."""
+    """Report `wanted` free ports; `problem`: why they cannot be reserved, "" for none."""
     if problem:
-        return conflict("ports", problem, "set sglang.host to an address of this machine, or end what holds the ports")
+        return conflict(
+            "ports", problem, "set sglang.host to an address of this node, or end the processes that use the ports"
+        )
     return ok("ports", f"{wanted} free on {host}")
 
 
 def attention_findings(results: Sequence[AttentionResult], dtype: str, shape: str) -> list[Finding]:
-    """One finding a back-end. The default is what the run uses: where that is wrong, the run is; others are told."""
+    """Check each back-end against fp32. A wrong default is a conflict, since the run uses it; others are warnings."""
     by_back_end: dict[str, list[AttentionResult]] = {}
     for result in results:
         by_back_end.setdefault(result.back_end, []).append(result)
@@ -228,7 +223,7 @@ def _attention(back_end: str, tries: Sequence[AttentionResult], dtype: str, shap
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in words."""
+    """Format bytes with a unit."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.3g} {unit}"

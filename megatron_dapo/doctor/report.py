@@ -1,4 +1,4 @@
-"""The whole examination, in the order in which a person would look: interpreter, packages, devices, then the recipe."""
+"""The report of all checks, in the order in which a person would look: interpreter, packages, devices, then the recipe."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_dapo.config import (
     read_architecture,
     validate,
 )
-from megatron_dapo.doctor import gather, machine, packages, recipe
-from megatron_dapo.doctor.ask import ProbeFailure
-from megatron_dapo.doctor.finding import Finding, conflict, first_conflict
+from megatron_dapo.doctor import gather, machine, recipe
+from megatron_dapo.doctor.gather import ProbeFailure
+from megatron_dapo.doctor.machine import Finding, conflict, first_conflict
 
 PACKAGE = "package "
 
 
 @dataclass
 class DoctorReport:
-    """Everything that was found."""
+    """Findings, the table of implementations, and the facts behind them."""
 
     findings: list[Finding] = field(default_factory=list)
     implementations: list[dict[str, str]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class DoctorReport:
 
 
 def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layout: str | None = None) -> DoctorReport:
-    """Gather, judge, and put together; with a recipe also what that needs. Nothing is written or left running."""
+    """Run all checks, with a recipe also those of its needs. Nothing is written or left running."""
     report = DoctorReport()
     torch = gather.torch_facts()
     config = None
@@ -49,7 +49,7 @@ def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layo
         config, findings = _read_recipe(recipe_file, [*overrides, *(layout_overrides(layout) if layout else [])])
         report.findings += findings
     if torch.error and not torch.version:
-        return report  # nothing further can be asked
+        return report  # every further probe imports torch
     if config is not None:
         report.findings.append(_linear_products(config, report))
     report.findings += _implementations(config, report)
@@ -61,7 +61,7 @@ def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layo
 def _machine(torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Finding]:
     installed, version = gather.installed_versions(), sys.version_info[:3]
     device = "cuda" if torch.cuda is not None or (torch.driver is not None and not torch.version) else "cpu"
-    lock = packages.choose_lock(gather.locks(), device, version[:2])
+    lock = machine.choose_lock(gather.locks(), device, version[:2])
     locked = lock.pins.get(gather.TRANSFORMER_ENGINE) if lock else None
     engine, apex = gather.transformer_engine_facts(installed), gather.apex_facts(installed)
     report.facts.update(
@@ -69,9 +69,9 @@ def _machine(torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Findin
     )
     has_gpu, limits = bool(torch.devices), gather.process_limits()
     report.facts["limits"] = asdict(limits)
-    yield packages.python_finding(version, lock)
+    yield machine.python_finding(version, lock)
     yield machine.torch_finding(torch)
-    yield from packages.package_findings(lock, installed, gather.required_packages())
+    yield from machine.package_findings(lock, installed, gather.required_packages())
     yield machine.psutil_finding(installed.get("psutil"))
     yield machine.cores_finding(limits)
     yield machine.memory_finding(limits)
@@ -83,7 +83,7 @@ def _machine(torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Findin
 
 
 def _read_recipe(file: Path, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
-    """The recipe and what is wrong with it; None where it cannot even be read."""
+    """Read the recipe and report its violations; None if it cannot be read."""
     try:
         config = load_config(file, overrides).config
     except ConfigError as error:
@@ -93,7 +93,7 @@ def _read_recipe(file: Path, overrides: Sequence[str]) -> tuple[Config | None, l
         try:
             architecture = read_architecture(config.model.path)
         except ValueError as error:
-            problems.append(Violation("model.path", "a model folder this package knows", str(error)))
+            problems.append(Violation("model.path", "a model directory with a supported architecture", str(error)))
     problems += validate(config, config.num_processes, architecture)
     return config, recipe.violation_findings(problems)
 
@@ -108,8 +108,8 @@ def _implementations(config: Config | None, report: DoctorReport) -> Iterator[Fi
     try:
         report.implementations = gather.implementation_rows(config)
     except ProbeFailure as failure:
-        fix = "correct what the recipe or the packages above say, then ask again"
-        yield conflict("implementations", f"the actor cannot be put together: {failure}", fix)
+        fix = "resolve the conflicts above, then run doctor again"
+        yield conflict("implementations", f"the actor cannot be built: {failure}", fix)
 
 
 def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Finding]:
@@ -117,7 +117,7 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> 
     yield machine.bfloat16_finding(torch.devices, config.model.dtype)
     problem, detail = gather.model_problem(config)
     yield recipe.model_finding(config.model.path, problem, detail)
-    yield recipe.folder_finding(config.run.output_dir, gather.run_folder_problem(config.run.output_dir))
+    yield recipe.output_dir_finding(config.run.output_dir, gather.output_dir_problem(config.run.output_dir))
     if config.rollout.engine == "sglang":
         num_bytes = None if problem else gather.model_bytes(config)
         yield from _servers(config, bool(torch.devices), num_bytes)
@@ -134,14 +134,14 @@ def _servers(config: Config, has_gpu: bool, model_bytes: int | None) -> Iterator
         yield recipe.engine_key_finding(sglang.api_key_file, gather.key_problem(sglang.api_key_file))
         return
     yield from recipe.sglang_findings(gather.sglang_facts(config), sglang.router)
-    # A server listens on one port and its ranks meet on another; so does the router, with its figures on the other.
+    # Each server needs a port for requests and one for its ranks' rendezvous; the router one for requests and one for metrics.
     wanted = 2 * (sglang.servers_per_node + sglang.router)
     yield recipe.ports_finding(sglang.host, wanted, gather.ports_problem(sglang.host, wanted))
     if sglang.weight_sync_transport == "shared_memory" and not has_gpu:
-        folder, ranks = gather.shared_memory_folder(), sglang.servers_per_node * sglang.tp_size
-        free = gather.free_bytes(folder)
+        directory, ranks = gather.shared_memory_dir(), sglang.servers_per_node * sglang.tp_size
+        free = gather.free_bytes(directory)
         yield recipe.storage_finding(
-            recipe.shared_memory_storage(folder, free, ranks, sglang.weight_sync_bucket_mb, model_bytes)
+            recipe.shared_memory_storage(directory, free, ranks, sglang.weight_sync_bucket_mb, model_bytes)
         )
 
 
@@ -150,12 +150,12 @@ def _storage(config: Config) -> Iterator[Finding]:
         models = gather.checkpoint_sizes(config)
     except ValueError:
         return  # the model does not fit the layout: the recipe's findings say so
-    folder, run = config.checkpoint_dir, config.run.output_dir
-    kept = gather.used_bytes(folder)
-    storage = recipe.checkpoint_storage(folder, gather.free_bytes(folder), kept, models, config.checkpoint.keep)
+    directory, run = config.checkpoint_dir, config.run.output_dir
+    kept = gather.used_bytes(directory)
+    storage = recipe.checkpoint_storage(directory, gather.free_bytes(directory), kept, models, config.checkpoint.keep)
     yield recipe.storage_finding(storage)
     if config.checkpoint.export_huggingface:
-        beside = storage.needed if gather.same_disk(folder, run) else 0
+        beside = storage.needed if gather.same_disk(directory, run) else 0
         width = 2 if models[0].has_main_params else 4
         num_parameters = sum(model.num_parameters for model in models)
         export = recipe.export_storage(run, gather.free_bytes(run), num_parameters, width, beside)
@@ -174,7 +174,7 @@ def _attention(config: Config, report: DoctorReport) -> Iterator[Finding]:
 
 
 def to_json(report: DoctorReport) -> dict[str, Any]:
-    """One object with everything."""
+    """Return the report as one JSON object."""
     first = first_conflict(report.findings)
     return {
         "ok": report.is_ok,
@@ -186,13 +186,13 @@ def to_json(report: DoctorReport) -> dict[str, Any]:
 
 
 def describe(report: DoctorReport) -> list[str]:
-    """Lines for a person; packages as they should be are counted, not listed. The last line is the verdict."""
+    """Return the report as lines, packages without a finding counted only; the last line is the first conflict."""
     shown = [f for f in report.findings if not f.name.startswith(PACKAGE) or f.verdict != "ok"]
     num_fine = len(report.findings) - len(shown)
     lines = [line for finding in shown for line in _lines(finding)]
     lines.append(f"{'ok':<9} packages: {num_fine} more as they should be")
     if report.implementations:
-        lines += ["", "what each operation uses here:"]
+        lines += ["", "implementation of each operation:"]
         lines += [f"  {row['op']:<15} {row['name']}  ({row['reason']})" for row in report.implementations]
     return [*lines, "", verdict_line(report.findings)]
 
@@ -203,7 +203,7 @@ def _lines(finding: Finding) -> list[str]:
 
 
 def verdict_line(findings: Sequence[Finding]) -> str:
-    """The first conflict with its fix, or that there is none."""
+    """Return the first conflict with its fix, or the number of warnings."""
     first = first_conflict(findings)
     if first is not None:
         return f"first conflict: {first.name}: {first.detail}. Fix: {first.fix}"

@@ -1,6 +1,6 @@
-"""The policy that is trained.
+"""The trained policy.
 
-    forward_logprobs(micro_batches)          old and reference log-probs: no gradients
+    forward_logprobs(micro_batches)          old and reference log-probs, no gradients
     train_step(micro_batches, loss_fn)       forward, backward, sum over ranks, guarded AdamW step
 
 Both run the same chunks by the same schedule with the same head, so log-probs of the same weights are the same numbers.
@@ -15,15 +15,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
-from megatron_dapo.megatron.head import HeadSettings, TokenOutputs, implementation, token_outputs
 from megatron_dapo.megatron.implementations import describe, implementations
-from megatron_dapo.megatron.model import unwrap
+from megatron_dapo.megatron.model import output_weight, unwrap
 from megatron_dapo.megatron.schedule import Loss, ReadOutput
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
+from megatron_dapo.ops.lm_head.select import AUTO, Choice, HeadSpec, choose
+from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch
@@ -32,21 +34,63 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["ActorSettings", "LossFunction", "MegatronActor", "StepResult", "TokenOutputs"]
 
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """fp32 log-prob of each target and entropy at its position, aligned with the (context-sliced) micro-batch."""
+
+    logprobs: torch.Tensor  # [P_local]
+    entropy: torch.Tensor  # [P_local]
+
+
 # (context-sliced micro-batch, its outputs, its index) -> (scalar loss, scalar sums by name)
 LossFunction = Loss[TokenOutputs]
 
 
 @dataclass(frozen=True)
+class HeadSettings:
+    """Arguments of the log-prob head."""
+
+    vocab_size: int  # without padding
+    temperature: float = 1.0
+    chunk_tokens: int | None = None  # tokens whose logits are in memory at a time; None: chosen by size
+    implementation: str = AUTO  # a name of `ops.lm_head.select.IMPLEMENTATIONS`, or "auto" for its rule
+
+
+def token_outputs(
+    chunk: GPTModel, hidden: torch.Tensor, micro_batch: MicroBatch, settings: HeadSettings
+) -> TokenOutputs:
+    """Compute the policy's outputs from the last chunk's hidden states [1, P_local, h] at `settings.temperature`."""
+    group = chunk.pg_collection.tp
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden[0],
+        output_weight(chunk),
+        micro_batch.targets,
+        temperature=settings.temperature,
+        vocab_size=settings.vocab_size,
+        group=group if group.size() > 1 else None,
+        implementation=settings.implementation,
+        chunk_tokens=settings.chunk_tokens,
+    )
+    return TokenOutputs(logprobs, entropy)
+
+
+def implementation(chunk: GPTModel, settings: HeadSettings) -> Choice:
+    """Return the implementation that `token_outputs` uses for this last chunk. ValueError where it cannot run here."""
+    weight = output_weight(chunk)
+    return choose(settings.implementation, HeadSpec(weight.device, weight.dtype, weight.size(1), weight.size(0)))
+
+
+@dataclass(frozen=True)
 class ActorSettings(TrainingSettings):
-    """`chunk_tokens`: tokens whose logits live at a time (None: chosen by size). `head_implementation`: of the log-prob
-    head, see `ops.lm_head.select`."""
+    """Settings of the policy; for the last two fields see `HeadSettings`."""
 
     chunk_tokens: int | None = None
-    head_implementation: str = "auto"
+    head_implementation: str = AUTO
 
 
 class MegatronActor(TrainedModel):
-    """One rank's part of the policy. Methods are collective: all ranks call them, with equally many micro-batches."""
+    """One rank's shard of the policy. Methods are collective: all ranks call them, with equally many micro-batches."""
 
     settings: ActorSettings
 
@@ -64,51 +108,49 @@ class MegatronActor(TrainedModel):
         super().__init__(architecture, layout, settings, load, beside, part)
         if self.rank == 0:
             table = describe(implementations(self.config, settings.head_implementation))
-            logger.info("what each operation of the policy uses:\n%s", table)
+            logger.info("implementations of the policy's operations:\n%s", table)
         if layout.coordinates(self.rank).pipeline == layout.pipeline - 1:
-            chosen = implementation(
-                unwrap(self.chunks[-1]), self._head(temperature=1.0)
-            )  # refuses what cannot run here
+            # A head that cannot run here is refused now, not after the first rollout.
+            chosen = implementation(unwrap(self.chunks[-1]), self._head(temperature=1.0))
             logger.info("log-prob head: %s (%s)", chosen.name, chosen.reason)
 
     @classmethod
     def build(
         cls,
-        model_folder: str | Path,
+        model_dir: str | Path,
         layout: ParallelLayout,
         settings: ActorSettings,
         beside: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
     ) -> MegatronActor:
-        """The actor with the architecture and weights of a Hugging Face folder."""
-
+        """Build the actor with the architecture and weights of a Hugging Face directory."""
         ranks = part or all_ranks()
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-            load_from_huggingface(model_folder, tensors, ranks.rank, parameters)
+            load_from_huggingface(model_dir, tensors, ranks.rank, parameters)
 
-        return cls(ModelArchitecture.from_directory(model_folder), layout, settings, load, beside, part)
+        return cls(ModelArchitecture.from_directory(model_dir), layout, settings, load, beside, part)
 
     def forward_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[TokenOutputs | None]:
-        """Log-probs and entropies of the targets of each micro-batch, [P_local] in this context rank's order of tokens
+        """Compute log-probs and entropies of each micro-batch's targets, [P_local] in this context rank's order of tokens
         (`slice_for_context`); None on ranks off the last pipeline stage."""
         return self._forward(micro_batches, self._outputs(temperature))
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float, learning_rate: float
     ) -> StepResult:
-        """One optimizer step on the sum of the micro-batches' losses over all data and context ranks."""
+        """Make one optimizer step on the sum of the micro-batches' losses over all data and context ranks."""
         return self._step(micro_batches, self._outputs(temperature), loss_fn, learning_rate)
 
     def accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float
     ) -> dict[str, float]:
-        """The gradients of a train_step without the step; `gradients` then gives them. Returns the summed metrics."""
+        """Compute a train_step's gradients without the step and return its summed metrics; see `gradients`."""
         return self._accumulate(micro_batches, self._outputs(temperature), loss_fn, reduce_fully=True)
 
     def _outputs(self, temperature: float) -> ReadOutput[TokenOutputs]:
         return partial(token_outputs, settings=self._head(temperature))
 
     def _head(self, temperature: float) -> HeadSettings:
-        chunk_tokens, asked = self.settings.chunk_tokens, self.settings.head_implementation
-        return HeadSettings(self.architecture.vocab_size, temperature, chunk_tokens, asked)
+        chunk_tokens, requested = self.settings.chunk_tokens, self.settings.head_implementation
+        return HeadSettings(self.architecture.vocab_size, temperature, chunk_tokens, requested)

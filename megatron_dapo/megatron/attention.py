@@ -4,9 +4,9 @@ Tokens arrive packed, [P, heads, head_dim]. One kernel call a sequence is slow w
 sequences of similar length are gathered into right-padded batches [n, longest, heads, head_dim] and scattered back.
 Causality alone keeps real queries from the padding on the right, so no mask is needed.
 
-Under context parallelism each sequence is cut into 2 x C equal pieces and rank r holds pieces r and 2C - 1 - r
-(Transformer Engine's convention: every rank has the same causal work). Queries stay where they are; keys and values are
-gathered from all ranks, and a mask says which keys are not in a query's future.
+Under context parallelism each sequence is cut into 2C equal chunks and rank r holds chunks r and 2C - 1 - r (Transformer
+Engine's convention: every rank has the same causal work). Queries stay on their rank; keys and values are gathered from all
+ranks, and a mask hides the keys in a query's future.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 
-# A batch may mix lengths L with longest - L up to max(SLACK_TOKENS, SLACK_FRACTION * longest): a kernel call costs
-# about as much as this much padding.
+# A batch may mix lengths L with longest - L up to max(SLACK_TOKENS, SLACK_FRACTION * longest): a kernel call costs about as
+# much as this amount of padding.
 SLACK_TOKENS = 32
 SLACK_FRACTION = 0.25
 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """One padded batch: its sizes and, under context parallelism, which keys [n, 1, queries, keys] a query may see."""
+    """One padded batch: its sizes and, under context parallelism, the mask [n, 1, queries, keys] of visible keys."""
 
     num_sequences: int
     num_queries: int
@@ -39,7 +39,7 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class GatherIndex:
-    """Where each padded slot's token is, and where each token's slot is. Slots of padding point at token 0."""
+    """Maps between packed tokens and padded slots. Slots of padding point at token 0."""
 
     tokens: torch.Tensor  # [slots] int64: token in a slot
     slots: torch.Tensor  # [tokens] int64: slot of a token
@@ -48,7 +48,7 @@ class GatherIndex:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How packed tokens are arranged into padded batches. An index is None where it would change nothing."""
+    """Arrangement of packed tokens in padded batches. An index is None where it would change nothing."""
 
     batches: tuple[PaddedBatch, ...]
     queries: GatherIndex | None
@@ -56,7 +56,7 @@ class AttentionPlan:
 
 
 def batch_sequences(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the sequences of each padded batch: longest first, waste bounded by the slack."""
+    """Return the indices of the sequences of each padded batch, longest first, with the waste bounded by the slack."""
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index])
     batches: list[list[int]] = []
     for index in order:
@@ -68,7 +68,7 @@ def batch_sequences(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def plan_attention(cu_seqlens: torch.Tensor, context_rank: int, context_size: int) -> AttentionPlan:
-    """Arrange the sequences that `cu_seqlens` [N + 1] (not sliced) delimits, as rank `context_rank` sees them."""
+    """Arrange the sequences that `cu_seqlens` [N + 1] (not sliced) delimits, for rank `context_rank`."""
     bounds = cu_seqlens.to("cpu", torch.int64)
     lengths = (bounds[1:] - bounds[:-1]).tolist()
     batches, query_rows, key_rows = [], [], []
@@ -92,29 +92,29 @@ def plan_attention(cu_seqlens: torch.Tensor, context_rank: int, context_size: in
 def _local_slots(
     starts: torch.Tensor, sizes: torch.Tensor, rank: int, context_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's token in each query slot (padding: -1) and its position in its sequence, both [n, longest]."""
+    """Return this rank's token in each query slot (padding: -1) and its position in its sequence, both [n, longest]."""
     if context_size == 1:
         offset = torch.arange(int(sizes.max()))
         real = offset < sizes[:, None]
         return torch.where(real, starts[:, None] + offset, -1), torch.where(real, offset, 0)
-    piece = (sizes // (2 * context_size))[:, None]
-    offset = torch.arange(2 * int(piece.max()))
-    real = offset < 2 * piece
-    position = torch.where(offset < piece, rank * piece + offset, (2 * context_size - 2 - rank) * piece + offset)
+    chunk = (sizes // (2 * context_size))[:, None]
+    offset = torch.arange(2 * int(chunk.max()))
+    real = offset < 2 * chunk
+    position = torch.where(offset < chunk, rank * chunk + offset, (2 * context_size - 2 - rank) * chunk + offset)
     return torch.where(real, starts[:, None] // context_size + offset, -1), torch.where(real, position, 0)
 
 
 def _global_slots(starts: torch.Tensor, sizes: torch.Tensor, context_size: int, num_local: int) -> torch.Tensor:
-    """Token in each key slot [n, longest] (padding: -1); tokens are the ranks' pieces, one rank after the other."""
+    """Return the token in each key slot [n, longest] (padding: -1); tokens are the ranks' chunks in rank order."""
     position = torch.arange(int(sizes.max()))
     real = position < sizes[:, None]
     if context_size == 1:
         return torch.where(real, starts[:, None] + position, -1)
-    piece = (sizes // (2 * context_size))[:, None]
-    index = position // piece
+    chunk = (sizes // (2 * context_size))[:, None]
+    index = position // chunk
     second = index >= context_size
     owner = torch.where(second, 2 * context_size - 1 - index, index)
-    local = starts[:, None] // context_size + position % piece + second * piece
+    local = starts[:, None] // context_size + position % chunk + second * chunk
     return torch.where(real, owner * num_local + local, -1)
 
 
@@ -129,7 +129,9 @@ def _gather_index(tokens: torch.Tensor, num_tokens: int, device: torch.device) -
 
 
 class _Pad(torch.autograd.Function):
-    """[tokens, ...] -> [slots, ...]. What padding slots hold does not matter: nothing real looks at them."""
+    """Map [tokens, ...] to [slots, ...]."""
+
+    # Padding slots repeat token 0. No real query sees them: they are on the right of a causal mask.
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, index: GatherIndex) -> torch.Tensor:
@@ -142,7 +144,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """[slots, ...] -> [tokens, ...]; padding slots get no gradient."""
+    """Map [slots, ...] to [tokens, ...]; padding slots get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, index: GatherIndex) -> torch.Tensor:
@@ -155,7 +157,7 @@ class _Unpad(torch.autograd.Function):
 
 
 class _GatherRanks(torch.autograd.Function):
-    """[P, ...] -> [ranks * P, ...] in rank order; the gradients of all ranks are summed."""
+    """Map [P, ...] to [ranks * P, ...] in rank order; the gradients of all ranks are summed."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -172,7 +174,7 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """x * cos + rotate_half(x) * sin over the last dim (arXiv:2104.09864, eq. 34), its two halves being the pairs."""
+    """Rotation x * cos + rotate_half(x) * sin over the last dim (arXiv:2104.09864, eq. 34); its two halves are the pairs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -186,7 +188,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """The rotation by (cos, sin), or for sign = 1 by its transpose."""
+    """Rotate by (cos, sin), or for sign = 1 by the transpose."""
     half = x.size(-1) // 2
     out = x * cos
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=sign)
@@ -229,7 +231,7 @@ class PackedSequences(PackedSeqParams):
 
 
 class PackedAttention(torch.nn.Module):
-    """The core attention of the own layers: packed sequences only, grouped queries, no dropout."""
+    """Core attention of our own layers: packed sequences only, grouped queries, no dropout."""
 
     def __init__(
         self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
@@ -247,10 +249,11 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences | None = None,
         **unused: Any,
     ) -> torch.Tensor:
-        """query [P, heads, head_dim], key and value [P, groups, head_dim] -> [P, heads * head_dim]."""
+        """Map query [P, heads, head_dim], key and value [P, groups, head_dim] to [P, heads * head_dim]."""
         assert isinstance(packed_seq_params, PackedSequences), "attention needs packed sequences"
         plan = packed_seq_params.attention_plan()
         if self.context_group is not None:
+            # One collective for both.
             key, value = _GatherRanks.apply(torch.cat((key, value), dim=1), self.context_group).chunk(2, dim=1)
         padded_query = query if plan.queries is None else _Pad.apply(query, plan.queries)
         padded_key, padded_value = (part if plan.keys is None else _Pad.apply(part, plan.keys) for part in (key, value))
@@ -281,7 +284,7 @@ class PackedAttention(torch.nn.Module):
 
 
 class PackedSelfAttention(SelfAttention):
-    """megatron-core's self-attention for packed sequences, its rotary tables made once and not twice a layer."""
+    """megatron-core's self-attention for packed sequences, with rotary tables shared by all layers."""
 
     def forward(
         self,
@@ -291,7 +294,7 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSequences | None = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [P or its sequence-parallel part, 1, h] -> the same shape, and a bias (None)."""
+        """Map hidden_states [P or its sequence-parallel slice, 1, h] to the same shape, and a bias (None)."""
         assert packed_seq_params is not None and rotary_pos_emb is not None, (
             "packed self-attention needs packed sequences and rotary angles"
         )

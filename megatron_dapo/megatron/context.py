@@ -1,4 +1,4 @@
-"""The part of a packed micro-batch that one context-parallel rank computes."""
+"""The slice of a packed micro-batch that one context-parallel rank computes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ PER_TOKEN_FIELDS = (
 
 
 def context_token_index(cu_seqlens: torch.Tensor, context_rank: int, context_size: int) -> torch.Tensor:
-    """[P / C] int64: positions in the packed micro-batch that rank `context_rank` of C = `context_size` holds.
+    """Return the positions [P / C] int64 in the packed micro-batch that rank `context_rank` of C = `context_size` holds.
 
-    Every sequence is cut into 2C equal pieces; the rank holds piece `context_rank` and piece 2C - 1 - `context_rank` of
-    each. Raises ValueError where a sequence's padded length is not a multiple of 2C.
+    Raises ValueError where a sequence's padded length is not a multiple of 2C.
     """
+    # Every sequence is cut into 2C equal chunks; the rank holds chunks r and 2C - 1 - r, an early and a late one, so that
+    # all ranks have the same causal work. Transformer Engine's context parallelism assumes this order.
     bounds = cu_seqlens.to("cpu", torch.int64)
     lengths = bounds[1:] - bounds[:-1]
     if torch.any(lengths % (2 * context_size)):
@@ -39,24 +40,24 @@ def context_token_index(cu_seqlens: torch.Tensor, context_rank: int, context_siz
             f"not a multiple of {2 * context_size}; "
             "pack with the layout's sequence_alignment"
         )
-    piece = lengths // (2 * context_size)
-    first = bounds[:-1] + context_rank * piece
-    second = bounds[:-1] + (2 * context_size - 1 - context_rank) * piece
+    chunk = lengths // (2 * context_size)
+    first = bounds[:-1] + context_rank * chunk
+    second = bounds[:-1] + (2 * context_size - 1 - context_rank) * chunk
     starts = torch.stack((first, second), dim=1).flatten()
-    sizes = piece.repeat_interleave(2)
+    sizes = chunk.repeat_interleave(2)
     shift = starts - (sizes.cumsum(0) - sizes)
     return torch.arange(int(sizes.sum())) + shift.repeat_interleave(sizes)
 
 
 def slice_for_context(micro_batch: MicroBatch, context_rank: int, context_size: int) -> MicroBatch:
-    """The micro-batch with every per-token field cut to what this context rank holds.
+    """Return the micro-batch with every per-token field cut to this context rank's slice.
 
-    `cu_seqlens` and `sequence_lengths` still describe whole sequences: a loss that needs to know which token belongs to
-    which sequence reads `sequence_ids`.
+    `cu_seqlens` and `sequence_lengths` still describe whole sequences; `sequence_ids` has the sequence of each token.
     """
     if context_size == 1:
         return micro_batch
     index = context_token_index(micro_batch.cu_seqlens, context_rank, context_size).to(micro_batch.token_ids.device)
     fields = {name: getattr(micro_batch, name) for name in PER_TOKEN_FIELDS}
+    # `sample_ids` and the lengths stay: attention across ranks needs whole sequences.
     parts = {name: values.index_select(0, index) for name, values in fields.items() if values is not None}
     return dataclasses.replace(micro_batch, **parts)

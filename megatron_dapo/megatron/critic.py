@@ -3,8 +3,8 @@
     forward_values(micro_batches)            values without gradients, for advantages
     train_step(micro_batches, loss_fn)       forward, backward, sum over ranks, guarded AdamW step
 
-The value at position t is of the state after token t, which the token at t + 1 leaves: it stands where the micro-batch
-has the log-prob, advantage and mask of that token.
+The value at position t belongs to the state after token t, in which token t + 1 is drawn: it stands where the micro-batch
+has the log-prob, advantage and mask of token t + 1.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CriticSettings(TrainingSettings):
 
 
 class MegatronCritic(TrainedModel):
-    """One rank's part of the critic. Methods are collective: all ranks call them, with equally many micro-batches."""
+    """One rank's shard of the critic. Methods are collective: all ranks call them, with equally many micro-batches."""
 
     settings: CriticSettings
 
@@ -59,37 +59,36 @@ class MegatronCritic(TrainedModel):
         beside: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
     ) -> None:
-        """See `TrainedModel`; an actor on another layout that goes on training has to be in `beside`."""
+        """See `TrainedModel`. `beside` must hold an actor on another layout that continues to train."""
         assert architecture.head == TOKEN_VALUE, f"a critic has a value head, not {architecture.head}"
         super().__init__(architecture, layout, settings, load, beside, part)
 
     @classmethod
     def build(
         cls,
-        folder: str | Path,
+        directory: str | Path,
         layout: ParallelLayout,
         settings: CriticSettings,
         *,
-        policy_folder: str | Path | None = None,
+        policy_dir: str | Path | None = None,
         beside: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
     ) -> MegatronCritic:
-        """The critic that starts from a policy, a reward model or a critic (see `bridge.critic`).
+        """Build the critic from a policy, a reward model or a critic (see `checkpoints.critic`).
 
-        ValueError where `folder` is none of these, or not of the architecture and tokenizer of `policy_folder`.
+        ValueError where `directory` holds none of these, or not the architecture and tokenizer of `policy_dir`.
         """
-
         ranks = part or all_ranks()
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-            load_critic(folder, tensors, ranks.rank, parameters, settings.head)
+            load_critic(directory, tensors, ranks.rank, parameters, settings.head)
 
-        return cls(critic_architecture(folder, policy_folder), layout, settings, load, beside, part)
+        return cls(critic_architecture(directory, policy_dir), layout, settings, load, beside, part)
 
     @classmethod
     def build_random(
         cls,
-        policy_folder: str | Path,
+        policy_dir: str | Path,
         layout: ParallelLayout,
         settings: CriticSettings,
         *,
@@ -97,38 +96,35 @@ class MegatronCritic(TrainedModel):
         beside: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
     ) -> MegatronCritic:
-        """The critic of a policy that has no weights and starts from the random ones of `seed`: the same layers."""
-
+        """Build the critic of a policy that starts from the random weights of `seed`: its layers are the same."""
         ranks = part or all_ranks()
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
             initialize_critic_randomly(seed, tensors, ranks.rank, parameters, settings.head)
 
-        return cls(
-            ModelArchitecture.from_directory(policy_folder).with_value_head(), layout, settings, load, beside, part
-        )
+        return cls(ModelArchitecture.from_directory(policy_dir).with_value_head(), layout, settings, load, beside, part)
 
     def forward_values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
-        """Values of each micro-batch, fp32 [P_local] in this context rank's order of tokens (`slice_for_context`); None
-        on ranks off the last pipeline stage. Those of padding mean nothing."""
+        """Compute the values of each micro-batch, fp32 [P_local] in this context rank's order of tokens
+        (`slice_for_context`); None on ranks off the last pipeline stage. Values of padding are undefined."""
         return self._forward(micro_batches, _read_values)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_fn: ValueLossFunction, learning_rate: float
     ) -> StepResult:
-        """One optimizer step on the sum of the micro-batches' losses over all data and context ranks."""
+        """Make one optimizer step on the sum of the micro-batches' losses over all data and context ranks."""
         return self._step(micro_batches, _read_values, loss_fn, learning_rate)
 
     def accumulate_gradients(self, micro_batches: Sequence[MicroBatch], loss_fn: ValueLossFunction) -> dict[str, float]:
-        """The gradients of a train_step without the step; `gradients` then gives them. Returns the summed metrics."""
+        """Compute a train_step's gradients without the step and return its summed metrics; see `gradients`."""
         return self._accumulate(micro_batches, _read_values, loss_fn, reduce_fully=True)
 
-    def export(self, target: str | Path, source_folder: str | Path, dtype: torch.dtype | None = None) -> ExportReport:
-        """Write a Hugging Face folder, a *ForTokenClassification of one label; `source_folder` is where it started."""
+    def export(self, target: str | Path, source_dir: str | Path, dtype: torch.dtype | None = None) -> ExportReport:
+        """Write a Hugging Face directory, a *ForTokenClassification of one label. `source_dir`: where it started."""
         parameters = {name: parameter.detach() for name, parameter in self.named_local_parameters().items()}
-        return export_critic(target, source_folder, self.tensors, parameters, self.part.collective_group, dtype=dtype)
+        return export_critic(target, source_dir, self.tensors, parameters, self.part.collective_group, dtype=dtype)
 
 
 def _read_values(chunk: GPTModel, output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """[P_local] from the last chunk's output [1, P_local, 1]."""
+    """Read [P_local] from the last chunk's output [1, P_local, 1]."""
     return output[0, :, 0]

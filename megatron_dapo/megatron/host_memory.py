@@ -1,18 +1,17 @@
-"""Tensors that leave the device for host memory and come back to where they were.
+"""Offloading of tensors to host memory and onloading them to the same storage.
 
-What moves is a whole storage: its bytes are copied to the host and the storage itself is emptied, so that every view of
-it (a parameter in a data-parallel buffer, a shard of the distributed optimizer in a parameter) stays the view it is and
-is whole again when the storage is filled. In between a view has no memory: whoever touches one reads nothing sensible.
-Where there is no accelerator "the device" is host memory as well, and everything happens just the same; memory that
-numpy looks into cannot be given back there, and stays.
+A whole storage moves: its bytes are copied to the host and the storage is resized to 0, so that every view of it (a
+parameter in a data-parallel buffer, a shard of the distributed optimizer in a parameter) stays valid and has its values
+again once the storage is filled. In between the views must not be read. Without an accelerator "the device" is host memory
+as well, and the same happens there.
 
-Host memory is pinned where the device is CUDA, and kept for the next time: a model's host copy is allocated once.
+Host memory is pinned where the device is CUDA, and kept: a model's host copy is allocated once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,97 +19,101 @@ import torch
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that left for the host, bytes that came back, and the seconds of both."""
+    """Bytes offloaded and onloaded, and the seconds of both."""
 
-    left: int = 0
-    came_back: int = 0
+    offloaded: int = 0
+    onloaded: int = 0
     seconds: float = 0.0
 
     def __add__(self, other: Moved) -> Moved:
-        return Moved(self.left + other.left, self.came_back + other.came_back, self.seconds + other.seconds)
+        return Moved(self.offloaded + other.offloaded, self.onloaded + other.onloaded, self.seconds + other.seconds)
 
 
 @dataclass
-class _Away:
-    """An emptied storage (as a flat tensor of bytes, which keeps it alive) and where its bytes are."""
+class _Offloaded:
+    """An emptied storage (as a flat tensor of bytes, which keeps it alive) and its host copy."""
 
     storage: torch.Tensor  # uint8 [0]
     num_bytes: int
-    host: torch.Tensor | None  # uint8 [num_bytes]; None: forgotten, it comes back as zeros
+    host: torch.Tensor | None  # uint8 [num_bytes]; None: discarded, it is zeros once onloaded
 
 
 class HostMemory:
-    """What of one process's tensors is in host memory. Tensors are named by themselves or by any view of them."""
+    """The offloaded tensors of one process. Any view of a tensor identifies its storage."""
 
     def __init__(self) -> None:
         self.moved = Moved()
-        self._away: dict[int, _Away] = {}
-        self._kept: dict[int, torch.Tensor] = {}  # host copies, also of what is back
+        self._offloaded: dict[int, _Offloaded] = {}
+        self._kept: dict[int, torch.Tensor] = {}  # host copies, also of onloaded storages
 
-    def send(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Empty the tensors' storages; their bytes are kept here. What is away already stays as it is."""
-        self._leave(tensors, self._copy)
+    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy the tensors' storages to the host and empty them, unless they are offloaded already."""
+        self._empty(tensors, is_copied=True)
 
-    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Empty the tensors' storages; they come back as zeros."""
-        self._leave(tensors, lambda key, storage: None)
+    def discard(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Empty the tensors' storages without a copy; onloading gives zeros."""
+        self._empty(tensors, is_copied=False)
 
-    def bring_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Fill the tensors' storages again. What is not away stays as it is."""
+    def onload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Fill the tensors' storages again, where they are offloaded."""
         start, num_bytes = time.perf_counter(), 0
         for key in dict.fromkeys(map(storage_key, tensors)):
-            away = self._away.pop(key, None)
-            if away is None:
+            found = self._offloaded.pop(key, None)
+            if found is None:
                 continue
-            away.storage.untyped_storage().resize_(away.num_bytes)
-            whole = away.storage.set_(away.storage.untyped_storage(), 0, (away.num_bytes,), (1,))
-            if away.host is None:
+            # The storage object stays the same one, so that all views of it are valid again.
+            found.storage.untyped_storage().resize_(found.num_bytes)
+            whole = found.storage.set_(found.storage.untyped_storage(), 0, (found.num_bytes,), (1,))
+            if found.host is None:
                 whole.zero_()
             else:
-                whole.copy_(away.host, non_blocking=True)
-                num_bytes += away.num_bytes
+                whole.copy_(found.host, non_blocking=True)
+                num_bytes += found.num_bytes
         if num_bytes:
-            _wait()
-            self.moved += Moved(came_back=num_bytes, seconds=time.perf_counter() - start)
+            _synchronize()
+            self.moved += Moved(onloaded=num_bytes, seconds=time.perf_counter() - start)
 
     @property
     def is_empty(self) -> bool:
-        """Whether every tensor is on its device."""
-        return not self._away
+        """True if every tensor is on its device."""
+        return not self._offloaded
 
-    def is_away(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is empty."""
-        return storage_key(tensor) in self._away
+    def is_offloaded(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor's storage is empty."""
+        return storage_key(tensor) in self._offloaded
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a view of its host copy that has the same shape and numbers."""
-        away = self._away.get(storage_key(tensor))
-        if away is None:
+        """Return the tensor, or a view of its host copy with the same shape and values."""
+        found = self._offloaded.get(storage_key(tensor))
+        if found is None:
             return tensor
-        assert away.host is not None, "this tensor was forgotten, there is nothing to read"
-        typed = away.host.view(tensor.dtype)
+        assert found.host is not None, "this tensor was discarded, there is nothing to read"
+        typed = found.host.view(tensor.dtype)
         return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _leave(self, tensors: Iterable[torch.Tensor], keep: Callable[[int, torch.Tensor], torch.Tensor | None]) -> None:
-        start, leaving = time.perf_counter(), []
+    def _empty(self, tensors: Iterable[torch.Tensor], is_copied: bool) -> None:
+        start, emptied = time.perf_counter(), []
         for tensor in tensors:
             key = storage_key(tensor)
             num_bytes = tensor.untyped_storage().nbytes()
-            if key in self._away or not num_bytes or not tensor.untyped_storage().resizable():
+            # Memory that numpy has seen is not resizable: it stays where it is.
+            if key in self._offloaded or not num_bytes or not tensor.untyped_storage().resizable():
                 continue
             storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             storage.set_(tensor.untyped_storage(), 0, (num_bytes,), (1,))
-            self._away[key] = _Away(storage, num_bytes, keep(key, storage))
-            leaving.append(self._away[key])
-        if not leaving:
+            self._offloaded[key] = _Offloaded(storage, num_bytes, self._copy(key, storage) if is_copied else None)
+            emptied.append(self._offloaded[key])
+        if not emptied:
             return
-        _wait()  # the copies are made before their sources go
-        for away in leaving:
-            away.storage.untyped_storage().resize_(0)
+        # Copies are asynchronous: they must be complete before their sources are freed.
+        _synchronize()
+        for one in emptied:
+            one.storage.untyped_storage().resize_(0)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # for other processes on the device
-        copied = sum(away.num_bytes for away in leaving if away.host is not None)
-        self.moved += Moved(left=copied, seconds=time.perf_counter() - start)
+            # Freed blocks stay in PyTorch's cache, out of reach of an engine on the same device.
+            torch.cuda.empty_cache()
+        copied = sum(one.num_bytes for one in emptied if one.host is not None)
+        self.moved += Moved(offloaded=copied, seconds=time.perf_counter() - start)
 
     def _copy(self, key: int, storage: torch.Tensor) -> torch.Tensor:
         host = self._kept.get(key)
@@ -121,17 +124,18 @@ class HostMemory:
 
 
 def own_memory(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Give parameters whose memory numpy has looked into (a file was read into it) memory that can be given back."""
+    """Copy parameters whose memory numpy has seen (a file was read into it), so that they can be offloaded."""
     for parameter in parameters:
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Of the tensor's storage, whatever memory that has now."""
+    """Identify the tensor's storage."""
+    # Its data pointer changes with every resize, the storage object does not.
     return tensor.untyped_storage()._cdata
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""Which implementation each operation of the actor uses here, and why: read off what the actor is built from."""
+"""The implementation that each operation of the actor uses here, with the reason, read from its layer specification."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import Any
@@ -15,16 +15,15 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_dapo.megatron.described import class_of, submodules_of
-from megatron_dapo.megatron.layer_spec import block_spec, uses_transformer_engine
+from megatron_dapo.megatron.layer_spec import block_spec, class_of, submodules_of, uses_transformer_engine
 from megatron_dapo.megatron.model_config import GPTConfig
-from megatron_dapo.megatron.precision import linear_backend
+from megatron_dapo.megatron.precision import is_fp8, linear_backend
 from megatron_dapo.ops.lm_head.select import AUTO, HeadSpec, choose
 from megatron_dapo.precision import RECIPES
 
-VOCABULARY_MULTIPLE = 128  # rows of a rank's part of the vocabulary are a multiple of it
+VOCABULARY_MULTIPLE = 128  # rows of a rank's shard of the vocabulary are a multiple of it
 
-# First part of a module's name -> whose it is.
+# First part of a module's name -> the library in the table.
 _OWNERS = {
     "transformer_engine": "Transformer Engine",
     "transformer_engine_torch": "Transformer Engine",
@@ -39,7 +38,7 @@ _TRANSFORMER_ENGINE_IN_MEGATRON = "megatron.core.extensions.transformer_engine"
 
 @dataclass(frozen=True)
 class Implementation:
-    """`name` does `op`, because of `reason`."""
+    """`name` computes `op`, because of `reason`."""
 
     op: str
     name: str
@@ -47,14 +46,14 @@ class Implementation:
 
 
 def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation, ...]:
-    """The table for a model of this configuration, its log-prob head being the one asked for by name or by rule. Needs
-    no process group; builds no module. ValueError for what is asked for and cannot run here."""
+    """Return the table for a model of this configuration with the log-prob head `head` (a name or "auto"). Needs no process
+    group and builds no module. ValueError for a requested implementation that cannot run here."""
     spec = block_spec(config, range(config.num_layers))
     is_block = isinstance(spec, TransformerBlockSubmodules)
     layer = spec.layer_specs[-1] if is_block else spec
     final_norm = spec.layer_norm if is_block else transformer_block.LayerNormImpl
     attention = layer.submodules.self_attention.submodules
-    why = _why_layers()
+    why = _reason_of_layers()
     fused = "megatron-core takes Transformer Engine's, else apex's, else torch's: the first that can be imported"
     return (
         Implementation("layers", _names(layer.module, attention.linear_qkv, attention.linear_proj), why),
@@ -69,23 +68,24 @@ def implementations(config: GPTConfig, head: str = AUTO) -> tuple[Implementation
 
 
 def _precision(config: GPTConfig) -> Iterator[Implementation]:
-    """By which recipe linear layers multiply, what multiplies, and which layers keep out of it."""
-    chosen, precision, count = linear_backend(config.precision, config.dtype_name), config.precision, config.num_layers
+    """Yield the rows of the linear layers' recipe, of what computes it, and of their weights."""
+    precision, count = config.precision, config.num_layers
+    chosen = linear_backend(precision, config.dtype_name)
     yield Implementation("precision", chosen.recipe, chosen.reason)
     left = count - config.num_fp8_layers
-    kept = f"; {left} of {count} layers in {config.dtype_name}" if precision.is_fp8 and left else ""
+    kept = f"; {left} of {count} layers in {config.dtype_name}" if is_fp8(precision) and left else ""
     yield Implementation("linear products", chosen.name, RECIPES[chosen.recipe].products + kept)
-    if precision.is_fp8:
+    if is_fp8(precision):
         held = (
             "FP8, beside fp32 main params"
             if precision.fp8_param
-            else f"{config.dtype_name}, rounded to FP8 for each product"
+            else f"{config.dtype_name}, quantized for each product"
         )
         yield Implementation("fp8 weights", held, "fp8_param" if precision.fp8_param else "no fp8_param")
 
 
 def describe(rows: Iterable[Implementation]) -> str:
-    """The table as lines for a log."""
+    """Format the table as lines for a log."""
     return "\n".join(f"  {row.op:<15} {row.name}  ({row.reason})" for row in rows)
 
 
@@ -95,7 +95,7 @@ def _log_prob_head(config: GPTConfig, head: str) -> Implementation:
     return Implementation("log-prob head", f"own {chosen.name}", chosen.reason)
 
 
-def _why_layers() -> str:
+def _reason_of_layers() -> str:
     if uses_transformer_engine():
         return "Transformer Engine is installed and there is a CUDA device"
     return "Transformer Engine is not installed" if torch.cuda.is_available() else "there is no CUDA device"
@@ -111,19 +111,19 @@ def _mlp_modules(layer: ModuleSpec) -> tuple[Any, ...]:
 
 
 def _names(*parts: Any) -> str:
-    """Whose and which classes or functions; what does nothing is left out."""
+    """Name library and class or function of each part; identities are left out."""
     kinds = [class_of(part) for part in parts]
     unique = dict.fromkeys(kind for kind in kinds if kind is not None and kind is not IdentityOp)
     return ", ".join(f"{_owner(kind)} {_short(kind)}" for kind in unique)
 
 
-def _short(kind: Callable[..., Any]) -> str:
-    # A compiled function's qualified name is of the binding's making.
+def _short(kind: Any) -> str:
+    # The qualified name of a compiled function is made up by its binding.
     names = ("__name__",) if isinstance(kind, BuiltinFunctionType) else ("__qualname__", "__name__")
     return next((found for name in names if (found := getattr(kind, name, None))), None) or repr(kind)
 
 
-def _owner(kind: Callable[..., Any]) -> str:
+def _owner(kind: Any) -> str:
     module = getattr(kind, "__module__", None) or ""
     if module == _TRANSFORMER_ENGINE_IN_MEGATRON:
         return _OWNERS["transformer_engine"]

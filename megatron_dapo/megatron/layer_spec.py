@@ -1,15 +1,16 @@
-"""What a transformer layer is made of, under Transformer Engine's parameter names with or without it.
+"""Specification of a transformer layer, under Transformer Engine's parameter names with or without it.
 
 The names (`self_attention.linear_qkv.layer_norm_weight`, `mlp.linear_fc1.layer_norm_weight`) keep checkpoints readable
-by other Megatron tools. With Transformer Engine and CUDA its own layers are used; else the ones below.
+by other Megatron tools. With Transformer Engine and CUDA its layers are used; else our own (`layers`).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -23,21 +24,23 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_dapo.megatron.attention import PackedAttention, PackedSelfAttention
-from megatron_dapo.megatron.experts import experts_spec, route_softmax_first
-from megatron_dapo.megatron.fp8_layers import (
+from megatron_dapo.megatron.experts import SoftmaxFirstRouter, experts_spec
+from megatron_dapo.megatron.layers import (
     Fp8ExpertColumnParallelLinear,
     Fp8ExpertRowParallelLinear,
     Fp8NormColumnParallelLinear,
     Fp8RowParallelLinear,
+    NormColumnParallelLinear,
+    RMSNorm,
 )
 from megatron_dapo.megatron.model_config import GPTConfig
-from megatron_dapo.megatron.norms import NormColumnParallelLinear, RMSNorm
+from megatron_dapo.megatron.precision import has_fp8
 
 logger = logging.getLogger(__name__)
 
 
 class LinearKinds(NamedTuple):
-    """The classes of a layer's linear layers: those with a norm, cut by rows, those cut by columns, and an expert's."""
+    """Classes of a layer's linear layers: with a norm and cut by rows, cut by columns, and an expert's two."""
 
     column: type[NormColumnParallelLinear]
     row: type[RowParallelLinear]
@@ -52,12 +55,12 @@ IN_FP8 = LinearKinds(
 
 
 def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine: it is installed and there is a CUDA device."""
+    """Return True if Transformer Engine is installed and there is a CUDA device."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
-    """The given layers of the model, of Transformer Engine's modules where it can be used, else of the own ones."""
+    """Specify the given layers of the model, of Transformer Engine's modules where it can be used, else of our own."""
     if uses_transformer_engine():
         return _transformer_engine_block_spec(config, layers)
     logger.info("layers: own specification (Transformer Engine with CUDA is not available)")
@@ -66,13 +69,13 @@ def block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubm
 
 
 def has_experts(config: GPTConfig, layer: int) -> bool:
-    """Whether a layer of the model holds a mixture of experts."""
+    """Return True if a layer of the model is a mixture of experts."""
     return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
 
 
 def linear_kinds(config: GPTConfig, layer: int) -> LinearKinds:
-    """Of one own layer, by the precision that is asked for."""
-    return IN_FP8 if config.precision.has_fp8(layer, config.num_layers) else IN_MODEL_TYPE
+    """Return the classes for one of our own layers, by the requested precision."""
+    return IN_FP8 if has_fp8(config.precision, layer, config.num_layers) else IN_MODEL_TYPE
 
 
 def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
@@ -83,8 +86,8 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
     dense = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     if config.num_moe_experts is None:
         return dense
-    # One linear layer an expert, not one grouped layer for all: its parameters have the names of SequentialMLP, which
-    # under FP8 puts zeros behind an expert's tokens up to a multiple of 16, and Transformer Engine takes none at all.
+    # One linear layer an expert, not one grouped layer for all: parameters then have the names of SequentialMLP. It appends
+    # zeros to an expert's tokens under FP8, up to a multiple of 16, and its layers accept an expert without tokens.
     sparse = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
     )
@@ -94,7 +97,7 @@ def _transformer_engine_block_spec(config: GPTConfig, layers: Sequence[int]) -> 
 
 
 def own_layer_spec(config: GPTConfig, experts: bool, linear: LinearKinds = IN_MODEL_TYPE) -> ModuleSpec:
-    """One layer: norm + QKV, packed attention, output projection, and norm + gated MLP, or a norm and experts."""
+    """Specify one layer: norm + QKV, packed attention, output projection, and norm + gated MLP, or a norm and experts."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=linear.column,
@@ -114,3 +117,31 @@ def own_layer_spec(config: GPTConfig, experts: bool, linear: LinearKinds = IN_MO
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def route_softmax_first(layer: ModuleSpec) -> ModuleSpec:
+    """Put `SoftmaxFirstRouter` into a layer with experts that megatron-core has specified."""
+    submodules = layer.submodules
+    assert isinstance(submodules, TransformerLayerSubmodules), f"not a transformer layer: {submodules}"
+    submodules_of(submodules.mlp).router = SoftmaxFirstRouter
+    return layer
+
+
+# megatron-core describes a module by a `ModuleSpec`, and after 0.16 some (MLP, experts) by a `functools.partial` of what builds
+# them, with the same submodules as a keyword. The two functions below read either form.
+
+
+def class_of(description: Any) -> Any:
+    """Return the class that is built: of a ModuleSpec, a partial of a class or of its builder method, or the class."""
+    if isinstance(description, ModuleSpec):
+        return description.module
+    if isinstance(description, functools.partial):
+        return getattr(description.func, "__self__", description.func)
+    return description
+
+
+def submodules_of(description: Any) -> Any:
+    """Return the module's submodules, to read or change; None if it is not described further."""
+    if isinstance(description, functools.partial):
+        return description.keywords.get("submodules")
+    return getattr(description, "submodules", None)

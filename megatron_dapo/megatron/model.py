@@ -1,13 +1,14 @@
-"""The chunks of megatron-core's GPTModel that this rank holds, with an output layer that does not form logits.
+"""This rank's chunks of megatron-core's GPTModel, with an output layer that computes no logits.
 
-The last chunk of a policy returns hidden states; log-probs and entropy are computed from them and the output weight by
-`megatron_dapo.ops.logprob`, which never holds the logits of all tokens. That of a critic returns values.
+The last chunk of a policy returns hidden states: `megatron_dapo.ops.logprob` computes log-probs and entropy from them and
+the output weight without the logits of all tokens in memory. The last chunk of a critic returns values.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,27 +28,22 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, TOKEN_VALUE, ModelArchitecture
+from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture, RopeScaling
 from megatron_dapo.checkpoints.megatron_layout import padded_vocabulary
 from megatron_dapo.megatron.experts import normalize_probabilities
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import GPTConfig, describe_precision
-from megatron_dapo.megatron.rotary import inverse_frequencies
-from megatron_dapo.megatron.value_head import ValueHead
+from megatron_dapo.ops.value import token_values
 from megatron_dapo.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
-# Which dim of a parallel layer's weight is sharded over tensor ranks.
+# The dim of a parallel layer's weight that is sharded over tensor ranks.
 SHARDED_DIM = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
 
 
 class DeferredOutputLayer(torch.nn.Module):
-    """Stands in GPTModel's place of the output layer: hands the hidden states on and keeps the weight for the head.
-
-    The hidden states leave the tensor-parallel region here, so that the partial gradients which the head returns on
-    every tensor rank are summed (and scattered again under sequence parallelism).
-    """
+    """Replaces GPTModel's output layer: returns the hidden states and keeps the weight for the log-prob head."""
 
     def __init__(self, weight: torch.nn.Parameter | None, sequence_parallel: bool, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -58,7 +54,9 @@ class DeferredOutputLayer(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any
     ) -> tuple[torch.Tensor, None]:
-        """[P or its sequence-parallel part, 1, h] -> [P, 1, h]."""
+        """Map [P or its sequence-parallel slice, 1, h] to [P, 1, h]."""
+        # The hidden states leave the tensor-parallel region here: the head returns partial gradients on every tensor rank, and
+        # the backward pass of these two sums them (and scatters them again under sequence parallelism).
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.group
@@ -66,24 +64,39 @@ class DeferredOutputLayer(torch.nn.Module):
         return copy_to_tensor_model_parallel_region(hidden, group=self.group), None
 
 
-def _deferred_output(chunk: GPTModel, config: TransformerConfig) -> torch.nn.Module:
-    return DeferredOutputLayer(chunk.output_layer.weight, config.sequence_parallel, chunk.pg_collection.tp)
+class ValueHead(torch.nn.Module):
+    """Replaces GPTModel's output layer in a critic: weight [1, h] and bias [1], whole on every tensor rank.
 
+    Without sequence parallelism every tensor rank computes the same values and gradients from all hidden states. With it
+    a rank computes the values of its own tokens, and these are gathered: [P] numbers, not hidden states.
+    """
 
-def _value_output(chunk: GPTModel, config: TransformerConfig) -> torch.nn.Module:
-    return ValueHead(config, chunk.pg_collection.tp)
+    def __init__(self, config: TransformerConfig, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        settings = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, **settings))
+        self.bias = torch.nn.Parameter(torch.empty(1, **settings))
+        for parameter in (self.weight, self.bias):
+            # Under sequence parallelism a rank's gradients are those of its own tokens: the mark makes megatron-core sum them.
+            parameter.sequence_parallel = config.sequence_parallel
+        self.sequence_parallel = config.sequence_parallel
+        self.group = group
 
-
-# Head of an architecture -> what takes the place of GPTModel's output layer.
-OUTPUT_LAYERS: Mapping[str, Callable[[GPTModel, TransformerConfig], torch.nn.Module]] = MappingProxyType(
-    {LANGUAGE_MODEL: _deferred_output, TOKEN_VALUE: _value_output}
-)
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Map [P or its sequence-parallel slice, 1, h] to fp32 [P, 1, 1]."""
+        values = token_values(hidden[:, 0], self.weight, self.bias)[:, None, None]
+        if self.sequence_parallel:
+            # Every tensor rank computes the same loss, so the gradient of the gather is a slice, not a sum.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.group)
+        return values, None
 
 
 def build_chunks(
     architecture: ModelArchitecture, layout: ParallelLayout, config: GPTConfig, rank: int
 ) -> list[GPTModel]:
-    """This rank's model chunks, one a virtual pipeline stage, in training mode; weights are NaN until loaded."""
+    """Build this rank's model chunks, one a virtual pipeline stage, in training mode; weights are NaN until loaded."""
     logger.info("precision: %s", describe_precision(config))
     stages = range(layout.virtual_pipeline)
     pipeline_rank = layout.coordinates(rank).pipeline
@@ -119,20 +132,23 @@ def _build_chunk(
     if architecture.experts is not None:
         normalize_probabilities(chunk, architecture.experts.normalize)
     if chunk.post_process:
-        chunk.output_layer = OUTPUT_LAYERS[architecture.head](chunk, config)
+        group = chunk.pg_collection.tp
+        if architecture.head == TOKEN_VALUE:
+            chunk.output_layer = ValueHead(config, group)
+        else:
+            chunk.output_layer = DeferredOutputLayer(chunk.output_layer.weight, config.sequence_parallel, group)
     with torch.no_grad():
         for parameter in chunk.parameters():
+            # NaN has no place in FP8 storage with its scale; loading checks its fp32 buffers instead.
             if not is_float8tensor(parameter):
                 parameter.fill_(torch.nan)
     return chunk.train()
 
 
 def mark_sharded_parameters(chunk: torch.nn.Module) -> None:
-    """Mark the weights that tensor ranks hold different parts of.
-
-    megatron-core does so while it initializes weights, which is skipped here; without the marks the gradient norm would
-    count only the first tensor rank's parts.
-    """
+    """Mark the weights that are sharded over tensor ranks."""
+    # megatron-core marks them while it initializes weights, which is skipped here. Without the marks the gradient norm would
+    # count the first tensor rank's shards alone.
     for module in chunk.modules():
         for kind, dim in SHARDED_DIM.items():
             if (
@@ -144,7 +160,7 @@ def mark_sharded_parameters(chunk: torch.nn.Module) -> None:
 
 
 def output_weight(chunk: GPTModel) -> torch.Tensor:
-    """[V_padded / tensor, h]: this rank's rows of the output matrix, which is the embedding where the two are tied."""
+    """Return this rank's rows [V_padded / tensor, h] of the output matrix, the embedding where the two are tied."""
     weight = (
         chunk.shared_embedding_or_output_weight()
         if chunk.share_embeddings_and_output_weights
@@ -155,7 +171,7 @@ def output_weight(chunk: GPTModel) -> torch.Tensor:
 
 
 def named_local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by "{virtual pipeline stage}.{path inside that chunk}", wrapped or not."""
+    """Return this rank's parameters by "{virtual pipeline stage}.{path inside that chunk}", wrapped or not."""
     return {
         f"{stage}.{name}": parameter
         for stage, chunk in enumerate(chunks)
@@ -164,7 +180,42 @@ def named_local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside megatron-core's wrappers."""
+    """Return the GPTModel inside megatron-core's wrappers."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk
+
+
+# ---- inverse frequencies of the rotary embedding
+# megatron-core builds the unscaled ones and has one set of Llama 3 constants; these are set on its rotary module instead, so
+# that every supported `rope_scaling` has the numbers of the Hugging Face configuration.
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
+    """Return theta^(-2i / head_dim), [head_dim / 2] fp32, scaled by the rule of `scaling`."""
+    base = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim)
+    return base if scaling is None else SCALINGS[scaling.kind](base, scaling)
+
+
+def _linear(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Interpolate positions (arXiv:2306.15595): divide them by the factor."""
+    return frequencies / scaling.factor
+
+
+def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Scale as Llama 3.1: divide long wavelengths by the factor, keep short ones, blend in between."""
+    factor, low, high, context = (
+        scaling.factor,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_position_embeddings,
+    )
+    assert low is not None and high is not None and context is not None, f"incomplete {scaling}"
+    wavelengths = 2 * math.pi / frequencies
+    blend = (context / wavelengths - low) / (high - low)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    scaled = torch.where(wavelengths > context / low, frequencies / factor, blended)
+    return torch.where(wavelengths < context / high, frequencies, scaled)
+
+
+SCALINGS = MappingProxyType({"linear": _linear, "llama3": _llama3})

@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron.experts import layer_pattern
-from megatron_dapo.megatron.precision import Precision, linear_backend, precision_fields
+from megatron_dapo.megatron.precision import has_fp8, is_fp8, linear_backend, precision_fields
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, LinearSizes, misfits, recipe_name
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 
-# What is computed a second time in the backward pass instead of being kept.
+# Activations that the backward pass computes again instead of keeping them, as megatron-core's fields.
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "none": {},
@@ -31,12 +32,11 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """`dtype` of weights and activations; `recompute` of activations: "none", "selective" or "full"; `precision` of the
-    products in linear layers."""
+    """Number formats and recomputation of a model."""
 
-    dtype: str = "float32"
-    recompute: str = "none"
-    precision: Precision = field(default_factory=Precision)
+    dtype: str = "float32"  # of weights and activations, a name of DTYPES
+    recompute: str = "none"  # of activations, a name of RECOMPUTE
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
     def __post_init__(self) -> None:
         for name, value, table in (("dtype", self.dtype, DTYPES), ("recompute", self.recompute, RECOMPUTE)):
@@ -47,33 +47,33 @@ class ModelSettings:
 
 @dataclass
 class GPTConfig(TransformerConfig):
-    """megatron-core's configuration, and the precision that was asked for: on a CPU the layers follow it, with CUDA
-    megatron-core's own fields do."""
+    """megatron-core's configuration with the requested precision, which our own layers read: megatron-core's fields for
+    it are set with CUDA alone."""
 
-    precision: Precision = field(default_factory=Precision)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
     @property
     def dtype_name(self) -> str:
-        """The model's type by its name in `DTYPES`."""
+        """Name of the model's type in `DTYPES`."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.params_dtype)
 
     @property
     def num_fp8_layers(self) -> int:
-        """Of the whole model."""
-        return sum(self.precision.has_fp8(layer, self.num_layers) for layer in range(self.num_layers))
+        """Number of layers of the whole model that compute in FP8."""
+        return sum(has_fp8(self.precision, layer, self.num_layers) for layer in range(self.num_layers))
 
 
 def describe_precision(config: GPTConfig) -> str:
-    """One line for the log."""
+    """Describe the precision in one line for the log."""
     chosen = linear_backend(config.precision, config.dtype_name)
-    layers = f", {config.num_fp8_layers} of {config.num_layers} layers" if config.precision.is_fp8 else ""
+    layers = f", {config.num_fp8_layers} of {config.num_layers} layers" if is_fp8(config.precision) else ""
     return f"{chosen.recipe}{layers}, linear products by {chosen.name} ({chosen.reason})"
 
 
 def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, settings: ModelSettings) -> GPTConfig:
-    """The configuration of the model on this layout, which must fit the architecture (`megatron_layout` checks).
+    """Build the configuration of the model on this layout, which must fit the architecture (`megatron_layout` checks).
 
-    ValueError where the precision cannot be computed here, or not on these shapes.
+    ValueError where the precision cannot be computed here, or not with these shapes.
     """
     dtype = DTYPES[settings.dtype]
     cuda = torch.cuda.is_available()
@@ -94,8 +94,8 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
         use_cpu_initialization=not cuda,
         # The loss function divides by global counts itself: gradients are summed over ranks, never averaged.
         calculate_per_token_loss=True,
-        # Packed micro-batches differ in length, and between expert ranks too: the other dispatcher wants equal ones.
-        # megatron-core asks for this one even for a dense model.
+        # Packed micro-batches differ in length, also between expert ranks: the allgather dispatcher needs equal ones.
+        # megatron-core checks the dispatcher's type even for a dense model.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         **_communication_fields(layout),
@@ -110,9 +110,9 @@ def transformer_config(architecture: ModelArchitecture, layout: ParallelLayout, 
     )
 
 
-def _check_shapes(architecture: ModelArchitecture, layout: ParallelLayout, precision: Precision) -> None:
-    """ValueError where weights or tokens of a rank are not of the multiples that FP8 products need."""
-    if not precision.is_fp8:
+def _check_shapes(architecture: ModelArchitecture, layout: ParallelLayout, precision: PrecisionConfig) -> None:
+    """Raise ValueError where weights or tokens of a rank are not of the multiples that FP8 products need."""
+    if not is_fp8(precision):
         return
     recipe, experts = RECIPES[precision.recipe], architecture.experts
     sizes = LinearSizes(
@@ -125,10 +125,10 @@ def _check_shapes(architecture: ModelArchitecture, layout: ParallelLayout, preci
     )
     found = misfits(precision.recipe, sizes, layout.tensor, layout.expert_tensor_size)
     if found:
-        raise ValueError(f"precision: {precision.recipe} cannot multiply: {'; '.join(map(str, found))}")
+        raise ValueError(f"precision: {precision.recipe} cannot compute: {'; '.join(map(str, found))}")
     if layout.token_multiple % recipe.token_multiple:
         raise ValueError(
-            f"precision: {precision.recipe} wants {recipe.token_multiple} to divide a rank's tokens, but the layout pads "
+            f"precision: {precision.recipe} needs {recipe.token_multiple} to divide a rank's tokens, but the layout pads "
             f"them to a multiple of {layout.token_multiple}; set token_multiple = {recipe.token_multiple}"
         )
 
@@ -177,9 +177,8 @@ def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> d
 
 
 def _communication_fields(layout: ParallelLayout) -> dict[str, Any]:
-    """How pipeline neighbors talk. The interleaved schedule must not send forward and backward in one call: with
-    pipeline = 2 both go to the same rank, and megatron-core's exchange of lengths
-    (p2p_communication.py:_communicate_shapes) would swap them."""
+    # The interleaved schedule must not send forward and backward in one call: with pipeline = 2 both go to the same rank, and
+    # megatron-core's exchange of lengths (p2p_communication.py:_communicate_shapes) would swap them.
     interleaved = layout.virtual_pipeline > 1
     return {"overlap_p2p_comm": interleaved, "batch_p2p_comm": torch.cuda.is_available() and not interleaved}
 

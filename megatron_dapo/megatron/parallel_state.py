@@ -1,12 +1,12 @@
 """megatron-core's process groups for a parallel layout, and several layouts side by side.
 
-megatron-core 0.16 takes a model's groups as an argument in many places, but its schedules, its optimizers and
-finalize_model_grads still ask its module `parallel_state` for sizes, ranks and groups. So a model keeps the variables
-of that module which belong to its layout, and puts them back before it runs. One model runs at a time in a process.
+megatron-core takes a model's groups as an argument in many places, but its schedules, its optimizers and
+finalize_model_grads still read sizes, ranks and groups from its module `parallel_state`. So a model keeps the variables of
+that module that belong to its layout, and restores them before it runs. One model runs at a time in a process.
 
-A model may also live on a part of the world's processes. megatron-core numbers ranks from 0 and takes all of them, so
-while it makes such groups it is shown a world of that size, and its ranks are shifted; every process of the world has to
-name every group, also those it is no member of (`join_as_nonmember`).
+A model may also live on a subset of the world's processes. megatron-core numbers ranks from 0 and takes all of them, so
+while it creates such groups it sees a world of that size, and its ranks are shifted. Every process of the world takes part
+in the creation of every group, also of those it is no member of (`join_as_nonmember`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """The process groups of one layout on a part of the world, and megatron-core's variables that name them."""
+    """The process groups of one layout on a subset of the world, and megatron-core's variables that hold them."""
 
     layout: ParallelLayout
     part: RankSet
@@ -50,11 +50,11 @@ class ParallelState:
     variables: Mapping[str, Any]
 
     def activate(self) -> None:
-        """Make this the layout that megatron-core sees. ValueError where its groups exist no longer."""
+        """Make this the layout that megatron-core sees. ValueError where its groups were destroyed."""
         if not self.is_alive:
             raise ValueError(
                 f"the process groups of {self.layout.describe()} were destroyed when a model on another layout was "
-                "built; name the models that go on running in that model's `beside`"
+                "built; pass the models that continue to run as that model's `beside`"
             )
         vars(mpu).update(self.variables)
 
@@ -63,12 +63,12 @@ class ParallelState:
         return self.groups.tensor in _living_groups()
 
     def is_current(self) -> bool:
-        """Whether megatron-core sees this layout now."""
+        """Return True if megatron-core sees this layout now."""
         return mpu.get_tensor_model_parallel_group(check_initialized=False) is self.groups.tensor
 
 
 def initialize_process_group(timeout_s: float) -> None:
-    """Join the default group (NCCL with CUDA, else gloo) that torchrun describes, if this process has not yet.
+    """Join the default group (NCCL with CUDA, else gloo) described by torchrun's environment, unless it exists.
 
     A collective that waits longer than `timeout_s` seconds for a peer raises instead of hanging.
     """
@@ -83,12 +83,12 @@ def initialize_parallel_state(
     keep: Sequence[ParallelState] = (),
     part: RankSet | None = None,
 ) -> ParallelState:
-    """Make the process groups of `layout` on `part` (None: the whole world) and seed the random-number tracker.
+    """Create the process groups of `layout` on `part` (None: the whole world) and seed the random-number tracker.
 
-    Collective among the part's ranks, with equal `keep`; the other processes of the world `join_as_nonmember` where groups
-    are made. The default process group must exist. Groups of the same layout are used again, so that several models can
-    share them. Those of another layout stay if they are in `keep`; else they are destroyed, and models built on them
-    can no longer run. Raises ValueError where the layout is for another number of processes.
+    Collective among the ranks of `part`, with equal `keep`; the other processes of the world call `join_as_nonmember`. The
+    default process group must exist. Groups of the same layout are used again, so that several models can share them.
+    Groups of another layout stay if they are in `keep`; else they are destroyed, and models built on them can no longer
+    run. Raises ValueError where the layout is for another number of processes.
     """
     install_cpu_platform()
     part = part or all_ranks()
@@ -97,7 +97,9 @@ def initialize_parallel_state(
             f"parallel layout {layout.describe()} is for {layout.world_size} processes, "
             f"but {part.num_ranks} were started"
         )
-    same = [state for state in keep if state.is_alive and _places(state.layout, state.part) == _places(layout, part)]
+    same = [
+        state for state in keep if state.is_alive and _membership(state.layout, state.part) == _membership(layout, part)
+    ]
     if same:
         same[0].activate()
     elif not _is_current(layout, part):
@@ -110,11 +112,12 @@ def initialize_parallel_state(
 
 
 def join_as_nonmember(layout: ParallelLayout, part: RankSet, timeout_s: float = 1800.0) -> None:
-    """Name the groups of a model that others hold: what a process that is not of `part` does while they make them."""
+    """Take part in creating the groups of a model on `part`, from a process outside of it."""
     assert not part.is_member, f"rank {part.world_rank} is one of {part.ranks} and has to build the model"
     install_cpu_platform()
     own = _variables()
-    mpu.destroy_model_parallel()  # which only forgets the own model's
+    # megatron-core refuses to create groups while it has some. This forgets the own model's; it destroys nothing.
+    mpu.destroy_model_parallel()
     _create_groups(layout, part, timeout_s)
     mpu.destroy_model_parallel()
     vars(mpu).update(own)
@@ -122,7 +125,7 @@ def join_as_nonmember(layout: ParallelLayout, part: RankSet, timeout_s: float = 
 
 @contextmanager
 def world_is(part: RankSet, module: ModuleType) -> Iterator[None]:
-    """Inside, `module` of megatron-core takes the part's ranks for the whole world wherever it names no group."""
+    """Make `module` of megatron-core see the ranks of `part` as the whole world wherever it passes no group."""
     original = vars(module)["torch"]
 
     def get_world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -141,7 +144,7 @@ def world_is(part: RankSet, module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _shifted_ranks(first_rank: int) -> Iterator[None]:
-    """Inside, megatron-core's rank 0 is that rank of the world."""
+    """Make `first_rank` of the world megatron-core's rank 0."""
     original = mpu.RankGenerator
 
     def generator(**sizes: Any) -> Any:
@@ -155,26 +158,26 @@ def _shifted_ranks(first_rank: int) -> Iterator[None]:
 
 
 def _variables() -> dict[str, Any]:
-    """megatron-core's variables of the layout that it sees now: all of parallel_state that are not code or constants of
-    other modules."""
+    """Return megatron-core's variables of the layout that it sees now."""
+    # By its naming convention all state of the module is in upper case, but for this list.
     return {name: value for name, value in vars(mpu).items() if name.isupper() or name == "_global_process_group_list"}
 
 
 def _leave_groups(keep: Sequence[ParallelState], part: RankSet) -> None:
-    """Make megatron-core forget the layout it sees; its groups are destroyed unless they are to be kept."""
+    """Make megatron-core forget the layout it sees, and destroy its groups unless they are in `keep`."""
     if any(state.is_current() for state in keep):
-        mpu.destroy_model_parallel()  # which only forgets them
+        mpu.destroy_model_parallel()  # forgets them, destroys nothing
     else:
         _destroy_groups(part)
 
 
-def _places(layout: ParallelLayout, part: RankSet) -> tuple[Any, ...]:
-    """What decides which ranks are in which group."""
+def _membership(layout: ParallelLayout, part: RankSet) -> tuple[Any, ...]:
+    """Return the key of a layout's groups: equal keys have equal groups."""
     return (_axes(layout), part.ranks)
 
 
 def _axes(layout: ParallelLayout) -> tuple[int | None, ...]:
-    """The sizes that decide the groups: sequence parallelism has none of its own."""
+    """Return the sizes that define the groups; sequence parallelism has no group of its own."""
     return (
         layout.tensor,
         layout.pipeline,
@@ -186,7 +189,7 @@ def _axes(layout: ParallelLayout) -> tuple[int | None, ...]:
 
 
 def _create_groups(layout: ParallelLayout, part: RankSet, timeout_s: float) -> None:
-    """Every process of the world calls it."""
+    """Create the groups of a layout. Collective over the whole world, which `torch.distributed.new_group` requires."""
     with world_is(part, mpu), _shifted_ranks(part.first_rank):
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -205,7 +208,7 @@ def _virtual(layout: ParallelLayout) -> int | None:
 
 
 def _is_current(layout: ParallelLayout, part: RankSet) -> bool:
-    """Whether the groups that exist are those of `layout` on `part`, in the default group that exists now."""
+    """Return True if the existing groups are those of `layout` on `part`, under the current default group."""
     if not mpu.model_parallel_is_initialized() or mpu.get_tensor_model_parallel_group() not in _living_groups():
         return False
     current = (
@@ -216,7 +219,7 @@ def _is_current(layout: ParallelLayout, part: RankSet) -> bool:
         mpu.get_expert_model_parallel_world_size(),
         mpu.get_expert_tensor_parallel_world_size(),
     )
-    # This group is of all ranks that hold a part of the model or a replica.
+    # The only group of all ranks of the model, replicas included.
     everyone = dist.get_process_group_ranks(mpu._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP)
     return current == _axes(layout) and everyone == list(part.ranks)
 
@@ -226,17 +229,18 @@ def _living_groups() -> Collection[dist.ProcessGroup]:
 
 
 def _destroy_groups(part: RankSet) -> None:
-    """Destroy megatron-core's groups: each holds threads and sockets, and megatron-core itself only forgets them."""
+    """Destroy megatron-core's groups."""
+    # Each holds threads and sockets, and megatron-core itself only forgets them.
     groups = [group for group in mpu._global_process_group_list or () if group in _living_groups()]
     if groups:
-        dist.barrier(part.group)  # nobody may still be talking in them
+        dist.barrier(part.group)  # no rank may still be inside a collective of theirs
     for group in groups:
         dist.destroy_process_group(group)
     mpu.destroy_model_parallel()
 
 
 def current_groups() -> Groups:
-    """The groups made by the last `initialize_parallel_state`."""
+    """Return the groups of the layout that megatron-core sees."""
     return Groups(
         tensor=mpu.get_tensor_model_parallel_group(),
         pipeline=mpu.get_pipeline_model_parallel_group(),
@@ -247,7 +251,7 @@ def current_groups() -> Groups:
 
 
 def _check_order(layout: ParallelLayout, groups: Groups, rank: int) -> None:
-    """The layout's arithmetic and megatron-core's numbering of ranks must be the same."""
+    """Assert that the layout's arithmetic and megatron-core number the ranks alike."""
     here = layout.coordinates(rank)
     theirs = (groups.tensor.rank(), groups.context.rank(), groups.data.rank(), groups.pipeline.rank())
     assert (here.tensor, here.context, here.data, here.pipeline) == theirs, (

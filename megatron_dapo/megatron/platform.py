@@ -1,7 +1,7 @@
-"""Lets stock megatron-core run where there is no CUDA device: a table of small replacements, installed once a process.
+"""The CPU platform of stock megatron-core, a table of small replacements installed once a process; and deterministic kernels.
 
-Each function of the table says which lines of megatron-core 0.16.1 need it and what it puts in their place. None does
-mathematics. With CUDA present nothing is replaced.
+The docstring of each replacement names the lines of megatron-core 0.16.1 that need it. None changes mathematics. With CUDA
+present nothing is replaced.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +35,7 @@ class Replacement:
 
 
 class Overlay:
-    """Stands for a module or namespace: the given attributes are replaced, all others are the original's."""
+    """A module or namespace with some attributes replaced; all others are the original's."""
 
     def __init__(self, original: Any, replaced: Mapping[str, Any]) -> None:
         self._original = original
@@ -46,7 +46,7 @@ class Overlay:
 
 
 def current_device() -> tuple[Replacement, ...]:
-    """`torch.cuda.current_device()` answers the CPU device.
+    """`torch.cuda.current_device()` returns the CPU device.
 
     models/common/embeddings/rotary_pos_embedding.py:162, tensor_parallel/mappings.py:91, :141, :181,
     tensor_parallel/layers.py:552, pipeline_parallel/p2p_communication.py:190, :313 and many more pass it as `device=`.
@@ -68,12 +68,14 @@ def literal_devices() -> tuple[Replacement, ...]:
     pipeline_parallel/schedules.py:596, :983, :2138; optimizer/clip_grads.py:103, :115, :174;
     optimizer/optimizer.py:481, :485, :907; utils.py:1207 (the norm of gradients without Transformer Engine and apex).
     """
-    overlay = Overlay(torch, {name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    overlay = Overlay(torch, {name: _on_cpu(name) for name in FACTORIES})
     names = ("pipeline_parallel.schedules", "optimizer.clip_grads", "optimizer.optimizer", "utils")
     return tuple(Replacement(importlib.import_module(f"megatron.core.{name}"), "torch", overlay) for name in names)
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_cpu(name: str) -> Any:
+    factory = getattr(torch, name)
+
     @functools.wraps(factory)
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
@@ -116,7 +118,7 @@ def moves_to_cuda() -> tuple[Replacement, ...]:
 
 
 def _called_from(package: str) -> bool:
-    """Whether the caller of the function that asks is in `package`: what other libraries see stays as it was."""
+    """Return True if the caller's caller is in `package`: other libraries must see the original behavior."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith(package)
 
 
@@ -143,7 +145,7 @@ def _set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def quiet_fork() -> tuple[Replacement, ...]:
-    """Forking the tracker does not warn that the CPU generator moved: here that is the generator it manages.
+    """Forking the tracker does not warn that the CPU generator moved: here that generator is the one it manages.
 
     tensor_parallel/random.py:262 logs the warning at every dropout and recompute.
     """
@@ -157,16 +159,16 @@ class _Silent:
 
 
 class _Stream:
-    """A CUDA stream or event where there are none: what is put on it has been done already."""
+    """A CUDA stream or event on a CPU, whose work is complete when it is enqueued."""
 
     def wait_stream(self, other: _Stream) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def record_event(self) -> _Stream:
         return self
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 def dispatcher_streams() -> tuple[Replacement, ...]:
@@ -229,7 +231,7 @@ def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.cat((tensor, tensor.new_zeros(num_rows - tensor.size(0), *tensor.shape[1:])))
 
 
-PATCHES: Mapping[str, Callable[[], tuple[Replacement, ...]]] = MappingProxyType(
+PATCHES = MappingProxyType(
     {
         "current_device": current_device,
         "synchronize": synchronize,
@@ -246,7 +248,7 @@ PATCHES: Mapping[str, Callable[[], tuple[Replacement, ...]]] = MappingProxyType(
 
 
 def install_cpu_platform() -> bool:
-    """Install every patch where CUDA is absent; safe to call again. Returns whether the CPU platform is in use."""
+    """Install every patch where CUDA is absent, once. Returns True if the CPU platform is in use."""
     if torch.cuda.is_available():
         return False
     if not _is_installed():

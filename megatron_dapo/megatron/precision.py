@@ -1,26 +1,29 @@
-"""From a recipe of precision to what computes it: Transformer Engine through megatron-core, or the emulation of FP8.
+"""Precision of the linear layers: what computes a recipe here, megatron-core's fields for it, and the state of scaling.
 
-With CUDA, megatron-core enters Transformer Engine's FP8 context around each layer. Without, `fp8_blockwise` is computed
-by the own layers (`fp8_layers`) in fp32 from the values that FP8 would multiply; the other recipes have no emulation.
-What is asked for and cannot run is an error that says what is in its way; nothing is ever taken in its place.
+With CUDA, megatron-core enters Transformer Engine's FP8 context around each layer. Without, `fp8_blockwise` is emulated by
+our own layers (`layers`) in fp32 from the values that FP8 would multiply; the other FP8 recipes have no emulation. A
+requested recipe that cannot run is an error with the reason; no other one takes its place.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from megatron_dapo.precision import BY_DTYPE, FP8_BLOCKWISE, FP8_CURRENT, FP8_DELAYED, RECIPES, recipe_name
+from megatron_dapo.config.model_schema import PrecisionConfig
+from megatron_dapo.precision import FP8_BLOCKWISE, FP8_CURRENT, FP8_DELAYED, RECIPES, recipe_name
 
 TRANSFORMER_ENGINE, EMULATED, TORCH = "Transformer Engine", "emulation in fp32", "torch"
 
-# megatron-core's fields of each FP8 recipe. Blocks need no wider range for gradients; one scale a tensor does.
+# megatron-core's fields for each FP8 recipe. A gradient under one scale a tensor needs the range of e5m2 ("hybrid"); under
+# scales of blocks e4m3 is wide enough.
 _FIELDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         FP8_BLOCKWISE: {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -35,43 +38,20 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Precision:
-    """`recipe`: a name of `megatron_dapo.precision.RECIPES`, or "" for the one of the model's type. `bf16_*_layers`:
-    layers that stay in the model's type under FP8. `fp8_param`: weights are kept as FP8 beside fp32 main params."""
-
-    recipe: str = BY_DTYPE
-    num_layers_at_start_in_bf16: int = 0
-    num_layers_at_end_in_bf16: int = 0
-    fp8_param: bool = False
-
-    def __post_init__(self) -> None:
-        kept = max(self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16)
-        if min(self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16) < 0:
-            raise ValueError(
-                f"precision: num_layers_at_start_in_bf16 {self.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16 {self.num_layers_at_end_in_bf16} "
-                "must be at least 0"
-            )
-        if not self.is_fp8 and (kept or self.fp8_param):
-            raise ValueError(
-                f"precision: layers in bf16 ({kept}) and fp8_param ({self.fp8_param}) are of FP8 recipes, but "
-                f"the recipe is {self.recipe!r}"
-            )
-        if self.recipe == FP8_DELAYED and kept:
-            raise ValueError(f"precision: {FP8_DELAYED} knows no layers in bf16 ({kept}); use {FP8_BLOCKWISE}")
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.recipe in RECIPES and RECIPES[self.recipe].is_fp8
-
-    def has_fp8(self, layer: int, num_layers: int) -> bool:
-        """Whether that layer of the model computes in FP8."""
-        return self.is_fp8 and self.num_layers_at_start_in_bf16 <= layer < num_layers - self.num_layers_at_end_in_bf16
+def is_fp8(precision: PrecisionConfig) -> bool:
+    """Return True if linear layers compute in FP8."""
+    return bool(precision.recipe) and RECIPES[precision.recipe].is_fp8
 
 
-def precision_fields(precision: Precision) -> dict[str, Any]:
-    """Fields of TransformerConfig with which megatron-core has Transformer Engine compute the recipe."""
-    if not precision.is_fp8:
+def has_fp8(precision: PrecisionConfig, layer: int, num_layers: int) -> bool:
+    """Return True if `layer` of the model computes in FP8."""
+    first, last = precision.num_layers_at_start_in_bf16, num_layers - precision.num_layers_at_end_in_bf16
+    return is_fp8(precision) and first <= layer < last
+
+
+def precision_fields(precision: PrecisionConfig) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that make megatron-core compute the recipe with Transformer Engine."""
+    if not is_fp8(precision):
         return {}
     first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     kept = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
@@ -84,25 +64,25 @@ def precision_fields(precision: Precision) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LinearBackend:
-    """`name` multiplies in the linear layers, by `recipe`, because of `reason`."""
+    """`name` computes the products of linear layers by `recipe`, because of `reason`."""
 
     recipe: str
     name: str
     reason: str
 
 
-def linear_backend(precision: Precision, dtype: str) -> LinearBackend:
-    """What multiplies here. ValueError with what is in the way of what is asked for."""
+def linear_backend(precision: PrecisionConfig, dtype: str) -> LinearBackend:
+    """Return what computes linear layers here, for a model in `dtype`. ValueError with the reason where nothing can."""
     recipe = recipe_name(precision.recipe, dtype)
     if not RECIPES[recipe].is_fp8:
         library = TRANSFORMER_ENGINE if _has_cuda() and _has_transformer_engine() else TORCH
-        return LinearBackend(recipe, library, "asked for" if precision.recipe else f"the model is in {dtype}")
+        return LinearBackend(recipe, library, "requested" if precision.recipe else f"the model is in {dtype}")
     obstacle = _obstacle_on_a_device(recipe) if _has_cuda() else _obstacle_on_a_cpu(precision)
     if obstacle is not None:
         raise ValueError(f"precision: {recipe} cannot run here: {obstacle}")
     if _has_cuda():
-        return LinearBackend(recipe, TRANSFORMER_ENGINE, "asked for, and Transformer Engine says that it is available")
-    return LinearBackend(recipe, EMULATED, "asked for; there is no CUDA device")
+        return LinearBackend(recipe, TRANSFORMER_ENGINE, "requested, and Transformer Engine says that it is available")
+    return LinearBackend(recipe, EMULATED, "requested; there is no CUDA device")
 
 
 def _has_cuda() -> bool:
@@ -113,7 +93,7 @@ def _has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def _obstacle_on_a_cpu(precision: Precision) -> str | None:
+def _obstacle_on_a_cpu(precision: PrecisionConfig) -> str | None:
     if precision.recipe != FP8_BLOCKWISE:
         return f"there is no CUDA device, and only {FP8_BLOCKWISE} is emulated"
     if precision.fp8_param:
@@ -126,34 +106,85 @@ def _obstacle_on_a_device(recipe: str) -> str | None:
         return "Transformer Engine is not installed (pip install --no-build-isolation 'transformer-engine[pytorch]')"
     try:
         engine = importlib.import_module("transformer_engine.pytorch")
-        available, reason = getattr(engine, _ASKED[recipe])(return_reason=True)
-        rounding = _OTHER_ROUNDING[recipe]()
+        supports = "is_fp8_block_scaling_available" if recipe == FP8_BLOCKWISE else "is_fp8_available"
+        available, reason = getattr(engine, supports)(return_reason=True)
+        rounding = _other_block_rounding() if recipe == FP8_BLOCKWISE else None
     except Exception as error:  # noqa: BLE001
         return f"Transformer Engine is installed and does not work: {type(error).__name__}: {error}"
     return rounding if available else f"Transformer Engine says: {reason}"
 
 
-def _other_rounding_of_blocks() -> str | None:
-    """Transformer Engine reads its rule for scales from the environment when it is imported; `ops.fp8` knows one."""
+def _other_block_rounding() -> str | None:
+    """Return the reason why Transformer Engine's blocks are not those of `ops.fp8`, None if they are."""
+    # It reads its rule for scales from the environment when it is imported.
     recipe = importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
     rules = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
     if not all(rule.power_2_scale for rule in rules):
         return (
-            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is set, so that scales are no powers of two, which the bridge and the "
-            "log-prob head take; unset it"
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is set, so that scales are no powers of two, which the weight sync and the "
+            "log-prob head need; unset it"
         )
     if getattr(recipe, "backward_override", None) is not None:
         return "NVTE_BACKWARD_OVERRIDE is set, so that the backward pass is another recipe's; unset it"
     return None
 
 
-_ASKED = {
-    FP8_BLOCKWISE: "is_fp8_block_scaling_available",
-    FP8_CURRENT: "is_fp8_available",
-    FP8_DELAYED: "is_fp8_available",
-}
-_OTHER_ROUNDING: dict[str, Callable[[], str | None]] = {
-    FP8_BLOCKWISE: _other_rounding_of_blocks,
-    FP8_CURRENT: lambda: None,
-    FP8_DELAYED: lambda: None,
-}
+# ---- state of Transformer Engine's delayed scaling: scales and the maxima they come from, of every FP8 module
+# Other recipes have none. A pass that trains nothing must leave it unchanged, or log-probs would change what the next training
+# pass computes; a checkpoint must hold it, or a resumed run would begin with scales of 1.
+
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+SCALES_PER_PRODUCT = 3  # forward: of input, weight and output
+NEW = {"scale": 1.0, "amax_history": 0.0}  # of a module that has not computed yet
+
+
+def scales(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return live tensors by "{chunk}.{path of the module}.{direction}.{scale or amax_history}"; none for other recipes."""
+    return {
+        f"{path}.{direction}.{name}": getattr(state, name)
+        for path, module in _modules(chunks)
+        for direction in DIRECTIONS
+        if (state := module.fp8_meta.get(direction)) is not None
+        for name in NEW
+        if hasattr(state, name)
+    }
+
+
+@contextmanager
+def keeping_scales(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restore every scale and history at the end; those created inside are reset."""
+    before = {name: tensor.clone() for name, tensor in scales(chunks).items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in scales(chunks).items():
+                if name in before:
+                    tensor.copy_(before[name])
+                else:
+                    tensor.fill_(NEW[name.rpartition(".")[2]])
+
+
+def load_scales(chunks: Sequence[torch.nn.Module], tensors: Mapping[str, torch.Tensor], recipe: Any) -> None:
+    """Restore the tensors of `scales`. `recipe`: Transformer Engine's, for modules that have not computed yet. ValueError
+    where the modules differ."""
+    for path, module in _modules(chunks):
+        forward = tensors.get(f"{path}.{DIRECTIONS[0]}.scale")
+        if forward is not None and not any(direction in module.fp8_meta for direction in DIRECTIONS):
+            # A module learns its number of products in its first pass, and has no state before.
+            module.fp8_meta["num_gemms"] = forward.numel() // SCALES_PER_PRODUCT
+            module.init_fp8_meta_tensors(recipe)
+    here = scales(chunks)
+    if set(here) != set(tensors):
+        difference = sorted(set(here) ^ set(tensors))
+        raise ValueError(f"state: scales of FP8 modules differ from the saved ones, first at {difference[0]!r}")
+    with torch.no_grad():
+        for name, tensor in here.items():
+            tensor.copy_(tensors[name])
+
+
+def _modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    for index, chunk in enumerate(chunks):
+        for path, module in chunk.named_modules():
+            if isinstance(getattr(module, "fp8_meta", None), dict):
+                yield f"{index}.{path}", module

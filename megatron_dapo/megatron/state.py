@@ -1,4 +1,4 @@
-"""Everything a rank must keep to go on exactly where it stopped, as flat named tensors and a JSON-able description.
+"""The exact state of a rank, as flat named tensors and a JSON-able description.
 
 Tensor names are "<kind>/<local parameter name>" with these kinds:
 
@@ -9,11 +9,11 @@ Tensor names are "<kind>/<local parameter name>" with these kinds:
 | exp_avg, exp_avg_sq | Adam's moments, fp32 |
 | step | Adam's step count of this parameter, a scalar |
 | random | state of a random-number generator; the name is the generator's |
-| fp8 | scale or history of maxima of an FP8 module under delayed scaling (`megatron.scales`); other recipes have none |
+| fp8 | scale or history of maxima of an FP8 module under delayed scaling (`megatron.precision`); other recipes have none |
 
 With the distributed optimizer `master` and the moments are flat and cover elements [start, end) of the flattened local
-parameter, the part that this data-parallel rank owns; a parameter of which it owns nothing has none of them. The
-description names each range.
+parameter, the shard that this data-parallel rank owns; a parameter of which it owns nothing has none of them. The
+description has each range.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 FORMAT = 1
+Buffers = Mapping[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 GENERATOR = "torch"
 
 
 @dataclass(frozen=True)
-class OwnedPart:
-    """What this rank's optimizer updates of a parameter: elements [start, end) of it flattened, through `main`."""
+class OwnedShard:
+    """Elements [start, end) of a flattened parameter, which this rank's optimizer updates through `main`."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -45,54 +46,55 @@ class OwnedPart:
     group: dict[str, Any]
 
 
-def owned_parts(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> Iterator[OwnedPart]:
-    """The parts this rank's optimizer holds, in the order of `parameters` (local name -> parameter)."""
+def owned_shards(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> Iterator[OwnedShard]:
+    """Yield the shards that this rank's optimizer owns, in the order of `parameters` (local name -> parameter)."""
     for part in optimizer.chained_optimizers:
-        find = _distributed_part if isinstance(part, DistributedOptimizer) else _whole_part
+        find = _distributed_shard if isinstance(part, DistributedOptimizer) else _whole_shard
         for name, parameter in parameters.items():
             found = find(name, parameter, part)
             if found is not None:
                 yield found
 
 
-def _distributed_part(name: str, parameter: torch.nn.Parameter, optimizer: DistributedOptimizer) -> OwnedPart | None:
-    place = optimizer.model_param_group_index_map.get(parameter)
-    if place is None:
+def _distributed_shard(name: str, parameter: torch.nn.Parameter, optimizer: DistributedOptimizer) -> OwnedShard | None:
+    index = optimizer.model_param_group_index_map.get(parameter)
+    if index is None:
         return None
-    group = optimizer.optimizer.param_groups[place[0]]
+    group = optimizer.optimizer.param_groups[index[0]]
     owned = optimizer._get_model_param_range_map(parameter)["param"]
-    return OwnedPart(name, parameter, group["params"][place[1]], owned.start, owned.end, optimizer.optimizer, group)
+    return OwnedShard(name, parameter, group["params"][index[1]], owned.start, owned.end, optimizer.optimizer, group)
 
 
-def _whole_part(name: str, parameter: torch.nn.Parameter, optimizer: Any) -> OwnedPart | None:
+def _whole_shard(name: str, parameter: torch.nn.Parameter, optimizer: Any) -> OwnedShard | None:
     main = getattr(parameter, "main_param", parameter)
     for group in optimizer.optimizer.param_groups:
         if any(candidate is main for candidate in group["params"]):
-            return OwnedPart(name, parameter, main, 0, parameter.numel(), optimizer.optimizer, group)
+            return OwnedShard(name, parameter, main, 0, parameter.numel(), optimizer.optimizer, group)
     return None
 
 
 def optimizer_tensors(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Main params and moments: what this rank's optimizer holds beside the parameters and their gradients."""
-    for part in owned_parts(parameters, optimizer):
-        if _has_master(part):
+    """Yield main params and moments: the optimizer's memory beside parameters and gradients."""
+    for part in owned_shards(parameters, optimizer):
+        if _has_main_param(part):
             yield part.main
         for value in part.inner.state.get(part.main, {}).values():
-            if isinstance(value, torch.Tensor) and value.numel() > 1:  # step counts stay
+            # Step counts are scalars: not worth a copy.
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
                 yield value
 
 
 def state_shards(
     parameters: Mapping[str, torch.nn.Parameter], optimizer: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """This rank's state and its description. The tensors are live: write or copy them before the next step."""
+    """Return this rank's state and its description. The tensors are live: write or copy them before the next step."""
     tensors: dict[str, torch.Tensor] = {
         f"parameter/{name}": _plain(parameter) for name, parameter in parameters.items()
     }
     ranges: dict[str, list[int]] = {}
-    for part in owned_parts(parameters, optimizer):
+    for part in owned_shards(parameters, optimizer):
         ranges[part.name] = [part.start, part.end]
-        if _has_master(part):
+        if _has_main_param(part):
             tensors[f"master/{part.name}"] = part.main.detach()
         state = part.inner.state.get(part.main, {})
         if state:
@@ -113,16 +115,18 @@ def state_shards(
 
 
 def _plain(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Of a weight held as FP8 the values in the model's type, which give the same FP8 when they are put back."""
+    """Return the parameter in the model's type."""
+    # Quantizing the dequantized values of a weight held as FP8 gives the same FP8 values again.
     return dequantize_fp8_tensor(parameter).detach() if is_float8tensor(parameter) else parameter.detach()
 
 
-def _has_master(part: OwnedPart) -> bool:
+def _has_main_param(part: OwnedShard) -> bool:
     return part.parameter.dtype != torch.float32
 
 
-def _step_of(part: OwnedPart) -> torch.Tensor:
-    """A parameter's step count. Fused optimizers keep it once a group."""
+def _step_of(part: OwnedShard) -> torch.Tensor:
+    """Return a parameter's step count."""
+    # torch's Adam keeps it for each parameter, the fused optimizers of apex and Transformer Engine once a group.
     step = part.inner.state[part.main].get("step", part.group.get("step", 0))
     return torch.as_tensor(step, dtype=torch.float32).reshape(()).clone()
 
@@ -133,27 +137,28 @@ def load_state_shards(
     tensors: Mapping[str, torch.Tensor],
     description: Mapping[str, Any],
 ) -> None:
-    """Put a state back that `state_shards` gave on the same layout. ValueError, nothing changed, where it misfits."""
-    parts = list(owned_parts(parameters, optimizer))
+    """Restore a state that `state_shards` returned on the same layout. ValueError, nothing changed, where it does not
+    fit."""
+    parts = list(owned_shards(parameters, optimizer))
     _check(parameters, parts, optimizer, tensors, description)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[f"parameter/{name}"])
         for part in parts:
-            _load_part(part, tensors)
+            _load_shard(part, tensors)
     _set_random_states(
         {key.removeprefix("random/"): state for key, state in tensors.items() if key.startswith("random/")}
     )
 
 
-def _load_part(part: OwnedPart, tensors: Mapping[str, torch.Tensor]) -> None:
-    if _has_master(part):
+def _load_shard(part: OwnedShard, tensors: Mapping[str, torch.Tensor]) -> None:
+    if _has_main_param(part):
         part.main.copy_(tensors[f"master/{part.name}"])
     if f"step/{part.name}" not in tensors:
         part.inner.state.pop(part.main, None)
         return
-    # Copies, and a step tensor for every parameter: Adam adds to them in place, so a shared step would count once a
-    # parameter.
+    # Every parameter gets copies and a step tensor of its own: Adam adds in place, so a shared step would be increased once
+    # for each parameter.
     state = {moment: tensors[f"{moment}/{part.name}"].to(part.main.device, copy=True) for moment in MOMENTS}
     step = tensors[f"step/{part.name}"].clone()
     if "step" in part.group:
@@ -165,7 +170,7 @@ def _load_part(part: OwnedPart, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _check(
     parameters: Mapping[str, torch.nn.Parameter],
-    parts: list[OwnedPart],
+    parts: list[OwnedShard],
     optimizer: Any,
     tensors: Mapping[str, torch.Tensor],
     description: Mapping[str, Any],
@@ -179,7 +184,7 @@ def _check(
             )
     shapes = {f"parameter/{name}": parameter.shape for name, parameter in parameters.items()}
     for part in parts:
-        kinds = (("master",) if _has_master(part) else ()) + (MOMENTS if f"step/{part.name}" in tensors else ())
+        kinds = (("master",) if _has_main_param(part) else ()) + (MOMENTS if f"step/{part.name}" in tensors else ())
         shapes.update({f"{kind}/{part.name}": part.main.shape for kind in kinds})
     missing = sorted(set(shapes) - set(tensors))
     if missing:
@@ -204,3 +209,47 @@ def _set_random_states(states: dict[str, torch.Tensor]) -> None:
     if GENERATOR in states:
         torch.set_rng_state(states.pop(GENERATOR).cpu())
         get_cuda_rng_tracker().set_states({name: state.clone() for name, state in states.items()})
+
+
+# ---- main params from a checkpoint
+# megatron-core copies main params from the model's weights, so those of an fp32 checkpoint would lose their last bits before
+# the first step. Here weights are loaded in fp32 and rounded into the model, and main params are set to what was loaded.
+
+
+def loading_buffers(parameters: Mapping[str, torch.nn.Parameter]) -> Buffers:
+    """Return fp32 buffers to load the parameters into, by their names; an fp32 parameter is its own buffer."""
+    return {
+        # NaN marks what is not loaded.
+        name: parameter.data
+        if parameter.dtype == torch.float32
+        else torch.full(parameter.shape, torch.nan, device="cpu")
+        for name, parameter in parameters.items()
+    }
+
+
+@torch.no_grad()
+def round_into(parameters: Mapping[str, torch.nn.Parameter], loaded: Buffers) -> Buffers:
+    """Copy the loaded values into the parameters and return the buffers, on the CPU, whose values they cannot hold.
+
+    ValueError where something was not loaded.
+    """
+    inexact = {}
+    for name, values in loaded.items():
+        parameter = parameters[name]
+        if torch.isnan(values).any():
+            raise ValueError(f"{name} was not loaded completely, or is not a number in the checkpoint")
+        if parameter.dtype == torch.float32:
+            continue
+        parameter.copy_(values)
+        # Of weights held as FP8 megatron-core takes main params from their initialization, so theirs are always set.
+        if is_float8tensor(parameter) or not torch.equal(parameter.detach().float().cpu(), values):
+            inexact[name] = values
+    return inexact
+
+
+def set_main_params(parameters: Mapping[str, torch.nn.Parameter], optimizer: Any, values: Buffers) -> None:
+    """Overwrite the main params of the parameters that `values` names."""
+    for shard in owned_shards(parameters, optimizer):
+        if shard.name in values:
+            own = values[shard.name].flatten()[shard.start : shard.end]
+            shard.main.data.copy_(own.view(shard.main.shape))

@@ -1,6 +1,6 @@
-"""What the policy and the critic have in common: this rank's part of a model, its optimizer, and what a step does.
+"""The common base of policy and critic: this rank's shard of a model, its optimizer, and the training step.
 
-A subclass says what it reads from the last chunk's output; everything else (chunks, data-parallel wrapper, schedules,
+A subclass chooses what it reads from the last chunk's output; everything else (chunks, data-parallel wrapper, schedules,
 sums over ranks, guarded step, exact state) is here. The model is always in training mode; there is no dropout.
 """
 
@@ -16,22 +16,22 @@ from megatron.core.fp8_utils import get_fp8_recipe
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
+from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron import schedule, state
 from megatron_dapo.megatron.host_memory import HostMemory, Moved, own_memory
-from megatron_dapo.megatron.main_params import load_exactly, set_main_params
-from megatron_dapo.megatron.metrics import sum_metrics
 from megatron_dapo.megatron.model import build_chunks, named_local_parameters
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
-from megatron_dapo.megatron.optimizer import OptimizerSettings, build_optimizer, guarded_step, wrap_data_parallel
+from megatron_dapo.megatron.optimizer import build_optimizer, guarded_step, wrap_data_parallel
 from megatron_dapo.megatron.parallel_state import Groups, initialize_parallel_state
-from megatron_dapo.megatron.scales import load_scales, scales
-from megatron_dapo.megatron.schedule import ReadOutput
+from megatron_dapo.megatron.precision import load_scales, scales
+from megatron_dapo.megatron.schedule import ReadOutput, sum_metrics
+from megatron_dapo.megatron.state import loading_buffers, round_into, set_main_params
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch
 
 FP8 = "fp8"  # kind of the state of delayed scaling in `state_shards`
-# What a model that rests keeps in host memory. Gradients mean nothing between steps, so they are given up.
+# Kinds of tensors that `offload` moves. Gradients mean nothing between steps: they are discarded, not copied.
 OFFLOADS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "none": frozenset(),
@@ -47,32 +47,30 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """`seed`: of the random-number tracker. `offload`: what leaves the device while the model rests, see `OFFLOADS`.
-
-    `collective_timeout_s`: how long a rank waits for the others before it fails instead of hanging.
-    """
+    """Settings that policy and critic share."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    seed: int = 0
-    offload: str = "none"
-    collective_timeout_s: float = 1800.0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    use_distributed_optimizer: bool = True  # shard the optimizer's state over data x context ranks
+    seed: int = 0  # of the random-number tracker
+    offload: str = "none"  # a name of OFFLOADS
+    collective_timeout_s: float = 1800.0  # a rank that waits longer for the others fails
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """`metrics`: sums over micro-batches, data and context ranks. `grad_norm`: whole model, before clipping."""
+    """Outcome of one optimizer step."""
 
-    metrics: dict[str, float]
-    grad_norm: float
-    applied: bool  # False: the gradients were not finite somewhere, and no rank changed anything
+    metrics: dict[str, float]  # sums over micro-batches, data and context ranks
+    grad_norm: float  # of the whole model, before clipping
+    applied: bool  # False: a gradient was not finite on some rank, and no rank changed anything
 
 
 class TrainedModel:
-    """One rank's part of a model. Methods are collective: all its ranks call them, with equally many micro-batches.
+    """One rank's shard of a model. Methods are collective: all its ranks call them, with equally many micro-batches.
 
-    `rank` numbers the ranks of the model, which are those of the layout and may be a part of the world. A model rests
-    from `rest` on; what it sent to host memory then comes back with the first call that needs it.
+    `rank` counts the ranks of the model's layout, which may be a subset of the world. After `offload`, the first call
+    that needs a tensor brings it back to the device.
     """
 
     def __init__(
@@ -84,11 +82,11 @@ class TrainedModel:
         beside: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
     ) -> None:
-        """Build on the ranks of `part` (None: all processes). `load` fills fp32 buffers of the named local parameters, all
-        NaN until then; main params are what it gives, parameters that rounded to the model's type.
+        """Build on the ranks of `part` (None: all processes). `load` fills fp32 buffers of the named local parameters,
+        NaN until then; they become the main params, and the parameters are their values rounded to the model's type.
 
-        Models of one layout share their process groups. `beside` are models on other layouts that will run again: their
-        groups stay; those of other models on another layout are destroyed (`initialize_parallel_state`).
+        Models of one layout share their process groups. `beside`: models on other layouts that will run again, whose
+        groups stay; groups of any other model on another layout are destroyed (`initialize_parallel_state`).
         """
         self.architecture = architecture
         self.layout = layout
@@ -110,11 +108,15 @@ class TrainedModel:
         schedule.sum_gradients(self.config)
         chunks = build_chunks(architecture, layout, self.config, self.rank)
         self._check_parameters(named_local_parameters(chunks))
-        exact = load_exactly(named_local_parameters(chunks), lambda buffers: load(buffers, self.tensors))
+        buffers = loading_buffers(named_local_parameters(chunks))
+        load(buffers, self.tensors)
+        exact = round_into(named_local_parameters(chunks), buffers)
+        del buffers  # an fp32 copy of the model's shard
         if "weights" in OFFLOADS[settings.offload]:
             own_memory(named_local_parameters(chunks).values())
-        self.chunks = wrap_data_parallel(chunks, self.config, settings.optimizer)
-        self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, self.part)
+        distributed = settings.use_distributed_optimizer
+        self.chunks = wrap_data_parallel(chunks, self.config, distributed)
+        self.optimizer = build_optimizer(self.chunks, self.config, settings.optimizer, distributed, self.part)
         set_main_params(self.named_local_parameters(), self.optimizer, exact)
 
     def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -128,34 +130,33 @@ class TrainedModel:
         return self.parallel_state.groups
 
     def named_local_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by "{virtual pipeline stage}.{path inside that chunk}", live and on the device until the
-        model rests."""
-        self.come_back(("weights",))
+        """Return this rank's live parameters by "{virtual pipeline stage}.{path inside that chunk}"."""
+        self.onload(("weights",))
         return named_local_parameters(self.chunks)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Live fp32 gradients after `accumulate_gradients`, summed over data and context ranks."""
-        self.come_back(("gradients",))
+        """Return the live fp32 gradients after `accumulate_gradients`, summed over data and context ranks."""
+        self.onload(("gradients",))
         return {name: parameter.main_grad for name, parameter in self.named_local_parameters().items()}
 
     @property
     def moved(self) -> Moved:
-        """What went to host memory and came back so far."""
+        """Bytes and seconds of all offloading and onloading so far."""
         return self._host.moved
 
-    def rest(self, keep: Sequence[str] = ()) -> None:
-        """Let go of what settings.offload names until it is needed again; what is in `keep` stays where it is."""
+    def offload(self, keep: Sequence[str] = ()) -> None:
+        """Move the kinds of tensors that settings.offload names to host memory, except those in `keep`."""
         kinds = OFFLOADS[self.settings.offload].difference(keep)
         if "gradients" in kinds:
-            self._host.forget(self._tensors("gradients"))
-        self._host.send(
+            self._host.discard(self._tensors("gradients"))
+        self._host.offload(
             [tensor for kind in ("optimizer", "weights") if kind in kinds for tensor in self._tensors(kind)]
         )
 
-    def come_back(self, kinds: Sequence[str] = EVERYTHING) -> None:
-        """Bring these kinds of tensors back to the device, where they are away."""
+    def onload(self, kinds: Sequence[str] = EVERYTHING) -> None:
+        """Move these kinds of tensors back to the device, where they are offloaded."""
         if not self._host.is_empty:
-            self._host.bring_back([tensor for kind in kinds for tensor in self._tensors(kind)])
+            self._host.onload([tensor for kind in kinds for tensor in self._tensors(kind)])
 
     def _tensors(self, kind: str) -> list[torch.Tensor]:
         parameters = named_local_parameters(self.chunks)
@@ -164,31 +165,31 @@ class TrainedModel:
         return [one if kind == "weights" else one.main_grad for one in parameters.values()]
 
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """This rank's whole state as flat tensors, and a JSON-able description of it (see `megatron.state`). The tensors are
-        live; those of a model that rests are the copies in host memory."""
+        """Return this rank's whole state as flat tensors, and a JSON-able description of it (see `megatron.state`). The
+        tensors are live; of offloaded ones they are the host copies."""
         found, description = state.state_shards(named_local_parameters(self.chunks), self.optimizer)
         tensors = {name: self._to_save(tensor) for name, tensor in found.items()}
         return {**tensors, **{f"{FP8}/{name}": tensor for name, tensor in scales(self.chunks).items()}}, description
 
     def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._host.is_away(tensor):
+        if self._host.is_offloaded(tensor):
             return self._host.read(tensor)
-        # Who writes a file looks at memory through numpy, after which it could not be given back.
+        # A file writer reads memory through numpy, and memory that numpy has seen cannot be freed by resizing.
         pinned = tensor.device.type == "cpu" and OFFLOADS[self.settings.offload]
         return tensor.clone() if pinned else tensor
 
     def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_shards` was taken, on the same layout. ValueError where the state does not fit."""
-        self.come_back()
+        """Restore the state that `state_shards` returned on the same layout. ValueError where it does not fit."""
+        self.onload()
         state.load_state_shards(self.named_local_parameters(), self.optimizer, tensors, description)
         saved = {key.removeprefix(f"{FP8}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{FP8}/")}
         if saved:
-            load_scales(self.chunks, saved, lambda module: module.init_fp8_meta_tensors(get_fp8_recipe(self.config)))
-        self.rest()
+            load_scales(self.chunks, saved, get_fp8_recipe(self.config))
+        self.offload()
 
     def _forward(self, micro_batches: Sequence[MicroBatch], read: ReadOutput[Output]) -> list[Output | None]:
-        """What `read` makes of each micro-batch without gradients; None on ranks off the last pipeline stage."""
-        self.come_back(("weights",))
+        """Return `read` of each micro-batch, without gradients; None on ranks off the last pipeline stage."""
+        self.onload(("weights",))
         self.parallel_state.activate()
         prepared = schedule.prepare(micro_batches, self.layout, self.rank)
         return schedule.forward(self.chunks, prepared, read)
@@ -200,15 +201,15 @@ class TrainedModel:
         loss_fn: schedule.Loss[Output],
         reduce_fully: bool = False,
     ) -> dict[str, float]:
-        """The gradients of the sum of the micro-batches' losses over all data and context ranks; summed metrics."""
-        self.come_back(("gradients", "weights"))
+        """Compute the gradients of the sum of all losses over data and context ranks; return the summed metrics."""
+        self.onload(("gradients", "weights"))
         self.parallel_state.activate()
         prepared = schedule.prepare(micro_batches, self.layout, self.rank)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = schedule.forward_backward(self.chunks, prepared, read, loss_fn, reduce_fully)
-        return sum_metrics(parts, self.groups)
+        metrics = schedule.forward_backward(self.chunks, prepared, read, loss_fn, reduce_fully)
+        return sum_metrics(metrics, self.groups)
 
     def _step(
         self,
@@ -217,8 +218,8 @@ class TrainedModel:
         loss_fn: schedule.Loss[Output],
         learning_rate: float,
     ) -> StepResult:
-        """`_accumulate` and one guarded optimizer step."""
+        """Run `_accumulate` and one guarded optimizer step."""
         metrics = self._accumulate(micro_batches, read, loss_fn)
-        self.come_back(("optimizer",))
+        self.onload(("optimizer",))
         grad_norm, applied = guarded_step(self.optimizer, learning_rate, self.settings.optimizer, self.part.group)
         return StepResult(metrics, grad_norm, applied)

@@ -17,6 +17,7 @@ a constant in d drops out of the variance. Over a tensor-parallel group: one all
 
 from __future__ import annotations
 
+# For the generalized KL in the loss (GKL, arXiv 2503.08038), with both of its terms in the metrics; no recipe has it yet.
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ _T0, _T1, _T2, _Z_REFERENCE, _Z_ACTOR, _CROSS = range(6)
 
 @dataclass(frozen=True)
 class Divergence:
-    """Both [P], at least 0; the first and the second are differentiable in the actor's hidden states and weight."""
+    """Both terms, [P] and at least 0, differentiable in the actor's hidden states and weight."""
 
     weighted_mse: torch.Tensor
     cross_entropy: torch.Tensor
@@ -56,11 +57,12 @@ def vocab_parallel_divergence(
     chunk_tokens: int | None = None,
     chunk_columns: int | None = None,
 ) -> Divergence:
-    """hidden [P, h], weight [rows, h] of the actor; the reference's [P, h'] and [rows, h'], rows of the same words.
+    """Compute both terms for hidden [P, h] and weight [rows, h] of the actor, and the reference's [P, h'] and [rows, h'],
+    whose rows are of the same words.
 
     gamma: at least 0; 0 weighs all words alike. weigh_by: "reference" or "actor", whose probabilities the weights are.
-    temperature, vocab_size, group, chunks: as `vocab_parallel_logprobs`. The gradient of `hidden` is this rank's part.
-    ValueError for shapes that do not fit, an unknown model to weigh by, a gamma below 0.
+    temperature, vocab_size, group, chunks: as in `vocab_parallel_logprobs`. The gradient of `hidden` is this rank's partial sum.
+    ValueError for shapes that do not fit, an unknown `weigh_by`, a gamma below 0.
     """
     if weigh_by not in WEIGHING_MODELS:
         raise ValueError(f"divergence: weigh_by {weigh_by!r} is none of {', '.join(WEIGHING_MODELS)}")
@@ -86,7 +88,7 @@ def vocab_parallel_divergence(
 
 @dataclass(frozen=True)
 class _Pair:
-    """Both models' heads, whose probabilities weigh, and to which power."""
+    """Both models' heads, the model whose probabilities are the weights, and their power."""
 
     reference: HeadInputs
     actor: HeadInputs
@@ -118,18 +120,18 @@ class _Divergence(torch.autograd.Function):
         reference = HeadInputs(reference_hidden, reference_weight, targets, shard, tiles)
         pair = _Pair(reference, HeadInputs(hidden, weight, targets, shard, tiles), weighing, gamma)
         zero = torch.zeros_like(mean)
-        of_tokens = _OfTokens(
+        token_sums = _TokenSums(
             maxima, sums, mean, *(zero if to is None else to / shard.temperature for to in (to_mse, to_cross))
         )
         upstream = Upstream(mean, maxima[ACTOR], zero, None, None, *ctx.needs_input_grad[:2])
         gradients = chunked.gradients(
-            pair.actor, upstream, tile_gradients=lambda inputs, upstream: _TileGradients(pair, of_tokens)
+            pair.actor, upstream, tile_gradients=_DivergenceGradients(pair, token_sums, upstream)
         )
         return *gradients, None
 
 
 def _sums(pair: _Pair) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maxima [2, P] and sums [6, P] over this rank's columns."""
+    """Compute maxima [2, P] and sums [6, P] over this rank's columns."""
     actor, num_tokens = pair.actor, pair.actor.hidden.size(0)
     dtype = accumulation_dtype(torch.promote_types(actor.hidden.dtype, actor.weight.dtype))
     maxima = actor.hidden.new_full((2, num_tokens), torch.finfo(torch.float32).min, dtype=dtype)
@@ -145,21 +147,21 @@ def _sums(pair: _Pair) -> tuple[torch.Tensor, torch.Tensor]:
     return maxima, sums
 
 
-def _sources(pair: _Pair) -> tuple[chunked.WideLogits, chunked.WideLogits]:
-    return chunked.WideLogits(pair.reference), chunked.WideLogits(pair.actor)
+def _sources(pair: _Pair) -> tuple[chunked.TileLogits, chunked.TileLogits]:
+    return chunked.TileLogits(pair.reference), chunked.TileLogits(pair.actor)
 
 
-def _enter(sources: tuple[chunked.WideLogits, ...], columns: slice) -> None:
+def _enter(sources: tuple[chunked.TileLogits, ...], columns: slice) -> None:
     for source in sources:
         source.enter(columns)
 
 
-def _logits(sources: tuple[chunked.LogitSource, ...], tokens: slice, temperature: float) -> list[torch.Tensor]:
+def _logits(sources: tuple[chunked.TileLogits, ...], tokens: slice, temperature: float) -> list[torch.Tensor]:
     return [chunked.scaled(source.logits(tokens), temperature) for source in sources]
 
 
 def _sums_of_tile(logits: list[torch.Tensor], maxima: torch.Tensor, pair: _Pair) -> torch.Tensor:
-    """[6, c] relative to `maxima` [2, c]; overwrites the logits."""
+    """Compute the sums [6, c] relative to `maxima` [2, c]; overwrites the logits."""
     u = [tile.sub_(largest[:, None]) for tile, largest in zip(logits, maxima, strict=True)]
     exponentials = [tile.exp() for tile in u]
     weights, x = _weights(u, exponentials, pair), u[REFERENCE] - u[ACTOR]
@@ -181,10 +183,11 @@ def _weights(u: list[torch.Tensor], exponentials: list[torch.Tensor], pair: _Pai
 
 
 def _rebase(sums: torch.Tensor, shift: torch.Tensor, pair: _Pair) -> None:
-    """Sums [6, c] relative to old maxima into those relative to larger ones; `shift` [2, c], old less new."""
+    """Turn sums [6, c] relative to old maxima into sums relative to larger ones; `shift` [2, c]: old less new."""
     factor, apart = shift.exp(), shift[REFERENCE] - shift[ACTOR]
     of_weights = (pair.gamma * shift[pair.weighing]).exp()
     t0, t1, t2 = sums[_T0].clone(), sums[_T1].clone(), sums[_T2]
+    # Powers of a sum, T_i of x + apart. No tile was seen where t0 is 0: its shift is that of the least number.
     sums[_T2] = (t2 + 2.0 * apart * t1 + apart.square() * t0).mul_(of_weights).where(t0 > 0, 0.0)
     sums[_T1] = (t1 + apart * t0).mul_(of_weights).where(t0 > 0, 0.0)
     sums[_T0] *= of_weights
@@ -204,8 +207,8 @@ def _over_ranks(maxima: torch.Tensor, sums: torch.Tensor, pair: _Pair) -> tuple[
 
 
 @dataclass(frozen=True)
-class _OfTokens:
-    """Of the forward pass, and the gradients of both results divided by the temperature."""
+class _TokenSums:
+    """Sums of the forward pass, and the gradients of both results divided by the temperature."""
 
     maxima: torch.Tensor  # [2, P]
     sums: torch.Tensor  # [6, P]
@@ -214,22 +217,23 @@ class _OfTokens:
     to_cross: torch.Tensor  # [P]
 
 
-class _TileGradients:
+class _DivergenceGradients(chunked.TileGradients):
     """Gradients of the actor's raw products, tile by tile."""
 
-    def __init__(self, pair: _Pair, of_tokens: _OfTokens) -> None:
-        self._pair, self._of = pair, of_tokens
-        self._reference, self._entered = chunked.WideLogits(pair.reference), slice(0, 0)
+    def __init__(self, pair: _Pair, token_sums: _TokenSums, upstream: Upstream) -> None:
+        super().__init__(pair.actor, upstream)
+        self._pair, self._token_sums = pair, token_sums
+        self._reference, self._entered = chunked.TileLogits(pair.reference), slice(0, 0)
 
-    def of(self, source: chunked.LogitSource, tokens: slice, columns: slice) -> torch.Tensor:
+    def of(self, source: chunked.TileLogits, tokens: slice, columns: slice) -> torch.Tensor:
         if self._entered != columns:
             self._reference.enter(columns)
             self._entered = columns
         logits = _logits((self._reference, source), tokens, self._pair.actor.shard.temperature)
-        u = [tile.sub_(largest[tokens, None]) for tile, largest in zip(logits, self._of.maxima, strict=True)]
-        exponentials, sums = [tile.exp() for tile in u], self._of.sums[:, tokens]
-        to_mse, to_cross = self._of.to_mse[tokens], self._of.to_cross[tokens]
+        u = [tile.sub_(largest[tokens, None]) for tile, largest in zip(logits, self._token_sums.maxima, strict=True)]
+        exponentials, sums = [tile.exp() for tile in u], self._token_sums.sums[:, tokens]
+        to_mse, to_cross = self._token_sums.to_mse[tokens], self._token_sums.to_cross[tokens]
         weights = _weights(u, exponentials, self._pair).mul((-to_mse / sums[_T0])[:, None])
-        gradient = u[REFERENCE].sub_(u[ACTOR]).sub_(self._of.mean[tokens, None]).mul_(weights)
+        gradient = u[REFERENCE].sub_(u[ACTOR]).sub_(self._token_sums.mean[tokens, None]).mul_(weights)
         gradient.addcmul_(exponentials[ACTOR], (to_cross / sums[_Z_ACTOR])[:, None])
         return gradient.addcmul_(exponentials[REFERENCE], (-to_cross / sums[_Z_REFERENCE])[:, None])

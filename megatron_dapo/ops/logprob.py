@@ -12,11 +12,12 @@ exp, sum exp * logit, target logit), both of [tokens] size; backward does none, 
 as this rank's partial sum.
 
 Padded vocabulary columns are cut off before the matrix product, so they are in no sum and their gradient is exactly
-zero. `megatron_dapo.ops.lm_head.select` says which implementation does it, and why.
+zero. `megatron_dapo.ops.lm_head.select` chooses the implementation.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_dapo.ops.lm_head import reference
-from megatron_dapo.ops.lm_head.inputs import HeadInputs, Kernels, Shard, Upstream, choose_tiles, combine
+from megatron_dapo.ops.lm_head.inputs import HeadInputs, Upstream, VocabShard, choose_tiles, combine
 from megatron_dapo.ops.lm_head.select import REFERENCE, HeadSpec, choose, kernels_of
 
 
@@ -40,7 +41,7 @@ def vocab_parallel_logprobs(
     chunk_tokens: int | None = None,
     chunk_columns: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of `targets` and entropy of the whole distribution, both [P] and differentiable.
+    """Return the log-prob of `targets` and the entropy of the whole distribution, both [P] and differentiable.
 
     hidden: [P, h], the same on every rank of `group`. weight: [V_padded / ranks, h], this rank's rows of the output
     matrix, rows in rank order. targets: [P] int64 in [0, vocab_size). vocab_size: the true V; columns from V on are
@@ -60,7 +61,7 @@ def vocab_parallel_logprobs(
     name = choose(implementation, HeadSpec.of(hidden, weight)).name
     if name == REFERENCE:
         logprobs, entropy = reference.logprobs_and_entropy(inputs)
-        return _without_strangers(logprobs, targets, vocab_size), entropy
+        return _nan_outside_vocabulary(logprobs, targets, vocab_size), entropy
     return _Head.apply(hidden, weight, inputs, kernels_of(name))
 
 
@@ -71,8 +72,8 @@ def shard_of(
     temperature: float,
     vocab_size: int,
     group: dist.ProcessGroup | None,
-) -> Shard:
-    """This rank's part of the vocabulary; ValueError where the arguments of a head do not fit each other."""
+) -> VocabShard:
+    """Return this rank's shard of the vocabulary. ValueError where the arguments of a head do not fit each other."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.size(1) != weight.size(1) or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} "
@@ -98,28 +99,30 @@ def shard_of(
                 "model's tokenizer?"
             )
     first = rank * rows
-    return Shard(first, min(max(vocab_size - first, 0), rows), vocab_size, float(temperature), group)
+    return VocabShard(first, min(max(vocab_size - first, 0), rows), vocab_size, float(temperature), group)
 
 
-def _without_strangers(logprobs: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """NaN where the target is outside the vocabulary; on a CPU such targets were an error already."""
+def _nan_outside_vocabulary(logprobs: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Set NaN where the target is outside the vocabulary."""
+    # On a CPU such targets were refused by `shard_of`; on a device that check would wait for the stream.
     if targets.device.type == "cpu":
         return logprobs
     return logprobs.masked_fill((targets < 0) | (targets >= vocab_size), float("nan"))
 
 
 class _Head(torch.autograd.Function):
-    """What is common to the implementations: the sums over ranks forward, what is saved, the temperature backward."""
+    """The common part of the implementations: sums over ranks forward, saved tensors, the temperature backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, inputs: HeadInputs, kernels: Kernels
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, inputs: HeadInputs, kernels: ModuleType
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy, maxima, log_totals = combine(*kernels.sums(inputs), inputs.shard)
         ctx.save_for_backward(hidden, weight, inputs.targets, entropy, maxima, log_totals)
         ctx.shard, ctx.tiles, ctx.kernels = inputs.shard, inputs.tiles, kernels
+        # An unused entropy then costs nothing in the backward pass: its gradient is None, not zeros.
         ctx.set_materialize_grads(False)
-        return _without_strangers(logprobs, inputs.targets, inputs.shard.vocab_size), entropy
+        return _nan_outside_vocabulary(logprobs, inputs.targets, inputs.shard.vocab_size), entropy
 
     @staticmethod
     @once_differentiable
@@ -139,5 +142,5 @@ class _Head(torch.autograd.Function):
         return *ctx.kernels.gradients(inputs, upstream), None, None
 
 
-def _over_temperature(gradient: torch.Tensor | None, shard: Shard) -> torch.Tensor | None:
+def _over_temperature(gradient: torch.Tensor | None, shard: VocabShard) -> torch.Tensor | None:
     return None if gradient is None else gradient / shard.temperature

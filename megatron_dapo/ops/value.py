@@ -10,7 +10,7 @@ CHUNK_TOKENS = 4096  # tokens whose hidden states live in fp32 at a time
 
 
 def token_values(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """hidden [P, h] . weight [1, h] + bias [1] -> [P] fp32 (fp64 from fp64), differentiable in all three.
+    """Compute hidden [P, h] . weight [1, h] + bias [1] -> [P] fp32 (fp64 from fp64), differentiable in all three.
 
     16-bit inputs are widened chunk by chunk in both directions, so no second copy of all hidden states is kept.
     """

@@ -20,7 +20,7 @@ from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.trainer.actor_critic import ActorCriticSettings
 from megatron_dapo.trainer.build_model import model_settings
-from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
+from megatron_dapo.trainer.build_optimizer import learning_rate_schedule
 from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
 from megatron_dapo.trainer.critic_state import load_training_state, save_training_state
 from megatron_dapo.trainer.topology import RunTopology
@@ -45,7 +45,7 @@ def build_critic(config: Config, world: RunTopology, beside: Sequence[TrainedMod
             start, layout, settings, seed=config.run.seed, beside=beside, part=world.critic
         )
     critic = MegatronCritic.build(
-        start, layout, settings, policy_folder=config.model.path, beside=beside, part=world.critic
+        start, layout, settings, policy_dir=config.model.path, beside=beside, part=world.critic
     )
     if load_training_state(start, critic, layout, critic.rank, critic.part.group):
         logger.info("the critic goes on with the optimizer state of %s", start)
@@ -55,7 +55,8 @@ def build_critic(config: Config, world: RunTopology, beside: Sequence[TrainedMod
 def _critic_settings(config: Config) -> CriticSettings:
     return CriticSettings(
         model=model_settings(config),
-        optimizer=optimizer_settings(config.critic.optimizer, config.parallel.use_distributed_optimizer),
+        optimizer=config.critic.optimizer,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         seed=config.run.seed,
         offload=config.critic.offload,
         collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),

@@ -27,7 +27,7 @@ from megatron_dapo.trainer.build_critic import (
     training_settings,
 )
 from megatron_dapo.trainer.build_model import model_settings
-from megatron_dapo.trainer.build_optimizer import learning_rate_schedule, optimizer_settings
+from megatron_dapo.trainer.build_optimizer import learning_rate_schedule
 from megatron_dapo.trainer.critic_learner import CriticLearner
 from megatron_dapo.trainer.elsewhere import RemoteCritic, RemotePolicy
 from megatron_dapo.trainer.topology import RunTopology
@@ -60,7 +60,8 @@ def _load_policy(config: Config, world: RunTopology) -> MegatronActor:
 
     settings = ActorSettings(
         model=model_settings(config),
-        optimizer=optimizer_settings(config.optimizer, config.parallel.use_distributed_optimizer),
+        optimizer=config.optimizer,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         chunk_tokens=config.model.logprob_chunk_tokens,
         head_implementation=config.model.logprob_implementation,
         seed=config.run.seed,
@@ -136,7 +137,7 @@ def _with_critic(
     policy = _policy_learner(config, actor, world, phase, reference) if actor else RemotePolicy()
     here = [model for model in (actor, reference) if model is not None]
     for model in here:
-        model.rest()  # makes room for the critic
+        model.offload()  # makes room for the critic
     critic = _critic_side(config, world, here)
     order = (
         SequentialUpdate(phase) if world.is_shared else ConcurrentUpdate(world, policy.counters, critic.counters, phase)

@@ -1,22 +1,9 @@
-"""AdamW and its schedule from a section of the configuration: the policy's or the critic's."""
+"""The learning-rate schedule from a section of the configuration: the policy's or the critic's."""
 
 from __future__ import annotations
 
 from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.trainer.learning_rate import LearningRateSchedule
-
-
-def optimizer_settings(optimizer: OptimizerConfig, distributed: bool) -> OptimizerSettings:
-    """`distributed`: state cut over the data-parallel ranks."""
-    return OptimizerSettings(
-        adam_beta1=optimizer.betas[0],
-        adam_beta2=optimizer.betas[1],
-        adam_eps=optimizer.epsilon,
-        weight_decay=optimizer.weight_decay,
-        clip_grad=optimizer.clip_grad,
-        distributed=distributed,
-    )
 
 
 def learning_rate_schedule(optimizer: OptimizerConfig, total_steps: int) -> LearningRateSchedule:

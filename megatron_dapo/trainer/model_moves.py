@@ -55,10 +55,10 @@ class ModelMoves:
         if needed is None or needed and not needed.keys() & self._models.keys():
             return
         for name, model in self._models.items():
-            model.rest(keep=needed.get(name, ()))
+            model.offload(keep=needed.get(name, ()))
         for name, kinds in needed.items():
             if name in self._models:
-                self._models[name].come_back(kinds)
+                self._models[name].onload(kinds)
         if phase == "generate":
             self._tell()
 
@@ -68,7 +68,7 @@ class ModelMoves:
         self._told = now
         logger.info(
             "offload: since the last train step %.1f MiB left the device and %.1f MiB came back, in %.3f s",
-            (now.left - before.left) / MEBIBYTE,
-            (now.came_back - before.came_back) / MEBIBYTE,
+            (now.offloaded - before.offloaded) / MEBIBYTE,
+            (now.onloaded - before.onloaded) / MEBIBYTE,
             now.seconds - before.seconds,
         )

@@ -20,12 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
-from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.config.model_schema import PrecisionConfig
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.context import context_token_index
-from megatron_dapo.megatron.head import TokenOutputs
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron.optimizer import OptimizerSettings
-from megatron_dapo.megatron.precision import Precision
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.proof.oracle import stored_tensors
 from megatron_dapo.types import MicroBatch
@@ -321,7 +319,7 @@ def parity_of_layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
     for case in arguments["cases"]:
         settings = ActorSettings(
             model=ModelSettings(dtype=case.get("dtype", "float32"), recompute=case.get("recompute", "none")),
-            optimizer=OptimizerSettings(distributed=case.get("distributed", True)),
+            use_distributed_optimizer=case.get("distributed", True),
         )
         layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
         results.append(parity(Reference.read(arguments["references"], case["model"]), layout, settings))
@@ -363,8 +361,8 @@ def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 def resume_case(want: Reference, case: dict[str, Any]) -> dict[str, Any]:
     layout = ParallelLayout(world_size=dist.get_world_size(), **case["layout"])
     settings = ActorSettings(
-        model=ModelSettings(dtype=case.get("dtype", "float32"), precision=Precision(**case.get("precision", {}))),
-        optimizer=OptimizerSettings(distributed=case["distributed"]),
+        model=ModelSettings(dtype=case.get("dtype", "float32"), precision=PrecisionConfig(**case.get("precision", {}))),
+        use_distributed_optimizer=case["distributed"],
     )
     whole = build_actor(want, layout, settings)
     history = train(whole, range(10, 15))
@@ -404,7 +402,7 @@ def guard(arguments: dict[str, Any]) -> dict[str, list[int]]:
 
 def _guard_case(want: Reference, fields: dict[str, int], distributed: bool, bad: float) -> list[int]:
     layout = ParallelLayout(world_size=dist.get_world_size(), **fields)
-    actor = build_actor(want, layout, ActorSettings(optimizer=OptimizerSettings(distributed=distributed)))
+    actor = build_actor(want, layout, ActorSettings(use_distributed_optimizer=distributed))
     train(actor, [10])
     before = snapshot(actor)
     micro_batches = [micro_batch for _, micro_batch in ragged_batch(11).of_rank(layout, dist.get_rank())]

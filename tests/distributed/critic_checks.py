@@ -25,11 +25,11 @@ from actor_checks import loss_fn as policy_loss
 from replica_checks import drifted_replicas
 from safetensors.torch import load_file, save_file
 
+from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.megatron.trained_model import TrainedModel
 from megatron_dapo.parallel.collectives import all_gather_json
@@ -41,7 +41,7 @@ from megatron_dapo.types import MicroBatch
 STEPS = (10, 11, 12, 13)  # seeds of the batches of the reference's AdamW steps
 LEARNING_RATE = 3e-3
 # A larger epsilon than usual: gradients that are only rounding (of key biases) must not become whole steps.
-OPTIMIZER = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-4, "weight_decay": 0.3, "clip_grad": 0.5}
+OPTIMIZER = {"betas": (0.8, 0.9), "epsilon": 1e-4, "weight_decay": 0.3, "clip_grad": 0.5}
 SINGLE = ParallelLayout(world_size=1)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # what computes in fp64
 
@@ -102,9 +102,12 @@ def _adamw_steps(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         {"params": [p for n, p in model.named_parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     assert sum(len(group["params"]) for group in groups) == len(parameters)
-    betas = (OPTIMIZER["adam_beta1"], OPTIMIZER["adam_beta2"])
     adamw = torch.optim.AdamW(
-        groups, lr=LEARNING_RATE, betas=betas, eps=OPTIMIZER["adam_eps"], weight_decay=OPTIMIZER["weight_decay"]
+        groups,
+        lr=LEARNING_RATE,
+        betas=OPTIMIZER["betas"],
+        eps=OPTIMIZER["epsilon"],
+        weight_decay=OPTIMIZER["weight_decay"],
     )
     losses, norms = [], []
     for seed in STEPS:
@@ -190,7 +193,8 @@ def distance(critic: MegatronCritic, local: Mapping[str, torch.Tensor], whole: M
 def settings_of(case: Mapping[str, Any]) -> CriticSettings:
     return CriticSettings(
         model=ModelSettings(dtype=case.get("dtype", "float32"), recompute=case.get("recompute", "none")),
-        optimizer=OptimizerSettings(distributed=case.get("distributed", True), **OPTIMIZER),
+        optimizer=OptimizerConfig(**OPTIMIZER),
+        use_distributed_optimizer=case.get("distributed", True),
     )
 
 

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from megatron_dapo.checkpoints.convert import first_difference
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
-from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 
 # Some micro-batches have so few tokens that experts, and whole expert ranks, get none.
@@ -53,7 +52,7 @@ def relative(ours: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
 def train_and_export(model: str, fields: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Load the folder `model`, export it as it is, train, export again. What differs, and (loss, norm) of each step."""
     layout = ParallelLayout(world_size=dist.get_world_size(), **fields)
-    settings = ActorSettings(optimizer=OptimizerSettings(distributed=fields.get("expert", 1) != 4))
+    settings = ActorSettings(use_distributed_optimizer=fields.get("expert", 1) != 4)
     actor = MegatronActor.build(model, layout, settings)
     if dist.get_rank() == 0:
         folder.mkdir()

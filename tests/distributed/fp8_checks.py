@@ -21,13 +21,13 @@ from actor_checks import (
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import random_normal
+from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron.precision import Precision
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import FP8_BLOCKWISE, token_multiple
 
-BLOCKWISE = Precision(FP8_BLOCKWISE)
+BLOCKWISE = PrecisionConfig(recipe=FP8_BLOCKWISE)
 TOKENS = token_multiple(FP8_BLOCKWISE)
 WIDE = {
     "model_type": "qwen3",
@@ -68,7 +68,7 @@ def wide_model(**changes: Any) -> Reference:
     return Reference(architecture, weights, 0.0, {}, ())
 
 
-def settings_of(precision: Precision = BLOCKWISE, dtype: str = "float32", **settings: Any) -> ActorSettings:
+def settings_of(precision: PrecisionConfig = BLOCKWISE, dtype: str = "float32", **settings: Any) -> ActorSettings:
     return ActorSettings(model=ModelSettings(dtype=dtype, precision=precision), **settings)
 
 

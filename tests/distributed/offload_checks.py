@@ -26,25 +26,25 @@ def _case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
     resting = MegatronCritic.build(want.folder, layout_of(case), replace(settings, offload=case["offload"]))
     same_values, history = True, []
     for seed in SEEDS:
-        resting.rest()
+        resting.offload()
         same_values = same_values and _same(_values(plain, seed), _values(resting, seed))
-        resting.rest()
+        resting.offload()
         history.append(train(plain, [seed]) == train(resting, [seed]))
-    resting.rest()
+    resting.offload()
     left = [kind for kind in ("gradients", "optimizer", "weights") if _bytes(resting, kind)]
     tensors, description = resting.state_shards()
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
     num_saved_otherwise = len(differing(snapshot(plain), saved))
     still_away = not _bytes(resting, "optimizer")
     again = MegatronCritic.build(want.folder, layout_of(case), replace(settings, offload=case["offload"]))
-    again.rest()
+    again.offload()
     again.load_state_shards(saved, json.loads(json.dumps(description)))
     resumed = [train(model, [13]) for model in (plain, again, resting)]
     counts = {
         "saved": num_saved_otherwise,
         "differing": len(differing(snapshot(plain), snapshot(resting))),
         "resumed": len(differing(snapshot(plain), snapshot(again))),
-        "moved": resting.moved.left,
+        "moved": resting.moved.offloaded,
     }
     return {
         **largest_over_ranks(counts),

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.megatron.precision import Precision, linear_backend
+from megatron_dapo.config.model_schema import PrecisionConfig
+from megatron_dapo.megatron.precision import linear_backend
 from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,15 +54,15 @@ def available(device: str) -> Callable[[str, torch.dtype, int, int], str]:
 
 
 @pytest.fixture
-def recipe() -> Callable[[str], Precision]:
+def recipe() -> Callable[[str], PrecisionConfig]:
     """The precision of that name, or a skip with what is in its way."""
 
-    def check(name: str) -> Precision:
+    def check(name: str) -> PrecisionConfig:
         try:
-            linear_backend(Precision(name), "bfloat16")
+            linear_backend(PrecisionConfig(recipe=name), "bfloat16")
         except ValueError as error:
             pytest.skip(str(error))
-        return Precision(name)
+        return PrecisionConfig(recipe=name)
 
     return check
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fp8_bounds import logprob_error_bound
 from lm_head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
 from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight
-from megatron_dapo.ops.lm_head.fp8_error import logprob_error_bound
 from megatron_dapo.ops.lm_head.inputs import Tiles
 from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
@@ -208,7 +208,7 @@ def test_transformer_engine_quantizes_as_the_emulation_does(device) -> None:
 def test_scaled_mm_and_the_emulation_multiply_the_same(device) -> None:
     from megatron_dapo.ops.lm_head import fp8_logits
 
-    obstacle = fp8_logits._in_the_way_of_scaled_mm(torch.device(device))
+    obstacle = fp8_logits._hardware_obstacle(torch.device(device)) or fp8_logits._scaled_mm_obstacle()
     if obstacle is not None:
         pytest.skip(obstacle)
     hidden, weight, _ = make(200, 640, 384, scale=0.1, dtype=torch.bfloat16, device=device)

@@ -157,7 +157,7 @@ def test_blockwise_products_of_transformer_engine_are_those_of_the_emulation(rec
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling
 
-    from megatron_dapo.ops.fp8_linear import blockwise_linear
+    from megatron_dapo.ops.fp8 import blockwise_linear
 
     torch.manual_seed(0)
     layer = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16, device="cuda")
@@ -183,7 +183,7 @@ def test_an_expert_s_tokens_are_padded_to_what_the_emulation_computes(recipe, nu
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling
 
-    from megatron_dapo.ops.fp8_linear import blockwise_linear_of_any
+    from megatron_dapo.ops.fp8 import blockwise_linear_padded
 
     torch.manual_seed(0)
     layer = te.Linear(256, 384, bias=False, params_dtype=torch.bfloat16, device="cuda")
@@ -194,7 +194,7 @@ def test_an_expert_s_tokens_are_padded_to_what_the_emulation_computes(recipe, nu
         product = layer(torch.nn.functional.pad(theirs, (0, 0, 0, -num_tokens % 16)))[:num_tokens]
     product.backward(upstream)
     weight = layer.weight.detach().clone().requires_grad_()
-    emulated = blockwise_linear_of_any(ours, weight)
+    emulated = blockwise_linear_padded(ours, weight)
     emulated.backward(upstream)
     assert relative(product, emulated) < 2 * BF16
     assert relative(theirs.grad, ours.grad) < 2 * BF16
@@ -216,11 +216,13 @@ def wide_settings(precision: Any, family: str = "dense", **fields: Any) -> tuple
 def test_a_model_in_fp8_is_near_its_bf16_and_trains(recipe, name, family) -> None:
     from actor_checks import TEMPERATURE, loss_fn, ragged_batch
 
-    from megatron_dapo.megatron.precision import Precision
+    from megatron_dapo.config.model_schema import PrecisionConfig
 
     want, layout, settings = wide_settings(recipe(name), family)
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
-    in_bf16 = build(want, layout, wide_settings(Precision("bf16"))[2]).forward_logprobs(micro_batches, TEMPERATURE)
+    in_bf16 = build(want, layout, wide_settings(PrecisionConfig(recipe="bf16"))[2]).forward_logprobs(
+        micro_batches, TEMPERATURE
+    )
     actor = build(want, layout, settings)
     before = actor.forward_logprobs(micro_batches, TEMPERATURE)
     masks = [micro_batch.loss_mask.bool() for micro_batch in micro_batches]

@@ -8,9 +8,6 @@ all tokens, and its gradient is complete, and narrow again, before the next tile
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 
 from megatron_dapo.ops.lm_head.inputs import (
@@ -25,25 +22,11 @@ from megatron_dapo.ops.lm_head.inputs import (
 )
 
 
-class LogitSource(Protocol):
-    """Where the logits of a tile come from; `rows` and `tokens` are what the products of the backward pass multiply
-    with."""
+class TileLogits:
+    """Logits of one tile after the other, by torch's matrix product of the model's own values.
 
-    def enter(self, columns: slice) -> None:
-        """Make the weight's rows of these columns ready."""
-
-    def logits(self, tokens: slice) -> torch.Tensor:
-        """A new tensor [c, n], fp32 or fp64: hidden . weight of these tokens and the entered columns."""
-
-    def rows(self) -> torch.Tensor:
-        """[n, h] rows of the entered columns in the products' type."""
-
-    def tokens(self, tokens: slice) -> torch.Tensor:
-        """[c, h] hidden states in the products' type."""
-
-
-class WideLogits:
-    """Logits as torch's matrix product gives them from the model's own values."""
+    `rows` and `tokens` are the factors of the backward pass. A subclass computes the logits in another way.
+    """
 
     def __init__(self, inputs: HeadInputs) -> None:
         self._inputs = inputs
@@ -51,81 +34,77 @@ class WideLogits:
         self._rows = inputs.weight[:0]
 
     def enter(self, columns: slice) -> None:
+        """Prepare the weight's rows of these columns for the calls that follow."""
         self._rows = self._inputs.weight[columns].to(self._dtype)
 
     def logits(self, tokens: slice) -> torch.Tensor:
+        """Return a new tensor [c, n], fp32 or fp64: hidden . weight of these tokens and the entered columns."""
         return product(self.tokens(tokens), self._rows.t())
 
     def rows(self) -> torch.Tensor:
+        """Return the entered rows of the weight [n, h], in the type of the products."""
         return self._rows
 
     def tokens(self, tokens: slice) -> torch.Tensor:
+        """Return hidden states [c, h], in the type of the products."""
         return self._inputs.hidden[tokens].to(self._dtype)
 
+    def accumulate(
+        self,
+        maxima: torch.Tensor,
+        totals: torch.Tensor,
+        products: torch.Tensor,
+        column: torch.Tensor,
+        temperature: float,
+    ) -> None:
+        """Take one tile of `products` [c, n], which it overwrites, into the running maxima [c] and totals [3, c].
+        `column` [c]: the target's column counted from the tile's first."""
+        logits = scaled(products, temperature)
+        index, owned = _within(column, logits.size(1))
+        totals[2] += logits.gather(1, index[:, None])[:, 0].where(owned, 0.0)
+        largest = torch.maximum(maxima, logits.amax(dim=1))
+        rebase(totals, maxima - largest)
+        maxima.copy_(largest)
+        exponentials = logits.sub_(largest[:, None]).exp()
+        totals[0] += exponentials.sum(dim=1)
+        totals[1] += logits.mul_(exponentials).sum(dim=1)
 
-class TileGradients(Protocol):
-    """Where the gradient of a tile's raw products comes from."""
 
-    def of(self, source: LogitSource, tokens: slice, columns: slice) -> torch.Tensor:
-        """[c, n] of these tokens and the entered columns; may be overwritten by the next call."""
-
-
-Source = Callable[[HeadInputs], LogitSource]
-
-
-TakeTile = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-
-
-def sums(
-    inputs: HeadInputs, source: Source = WideLogits, take: TakeTile | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Kernels.sums`. take: what brings a tile into the running numbers, `take_tile` by default."""
-    take = take_tile if take is None else take
-    num_tokens, logits_of = inputs.hidden.size(0), source(inputs)
+def sums(inputs: HeadInputs, source: TileLogits | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the sums of `lm_head`, from the logits of `source`."""
+    source = source or TileLogits(inputs)
+    num_tokens = inputs.hidden.size(0)
     dtype = accumulation_dtype(torch.promote_types(inputs.hidden.dtype, inputs.weight.dtype))
+    # The least finite number, not -inf: -inf less -inf is NaN when a rank's shard has no column.
     maxima = inputs.hidden.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=dtype)
     totals, column = maxima.new_zeros(3, num_tokens), inputs.own_column
     for columns in inputs.column_tiles() if num_tokens else ():
-        logits_of.enter(columns)
+        source.enter(columns)
         for tokens in inputs.token_tiles():
-            products, of_tile = logits_of.logits(tokens), column[tokens] - columns.start
-            take(maxima[tokens], totals[:, tokens], products, of_tile, inputs.shard.temperature)
+            products, in_tile = source.logits(tokens), column[tokens] - columns.start
+            source.accumulate(maxima[tokens], totals[:, tokens], products, in_tile, inputs.shard.temperature)
     return maxima, totals
 
 
 def scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divide the logits by the temperature in place."""
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def take_tile(
-    maxima: torch.Tensor, totals: torch.Tensor, products: torch.Tensor, column: torch.Tensor, temperature: float
-) -> None:
-    """Take one tile into the running maxima [c] and totals [3, c]; overwrites `products` [c, n]. `column` [c]: the
-    target's column counted from the tile's first."""
-    logits = scaled(products, temperature)
-    index, owned = _within(column, logits.size(1))
-    totals[2] += logits.gather(1, index[:, None])[:, 0].where(owned, 0.0)
-    largest = torch.maximum(maxima, logits.amax(dim=1))
-    rebase(totals, maxima - largest)
-    maxima.copy_(largest)
-    exponentials = logits.sub_(largest[:, None]).exp()
-    totals[0] += exponentials.sum(dim=1)
-    totals[1] += logits.mul_(exponentials).sum(dim=1)
-
-
 def _within(column: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target's column clamped to be a valid index, and whether it is really there."""
+    """Return each target's column clamped to a valid index, and whether it was one."""
     return column.clamp(0, num_columns - 1), (column >= 0) & (column < num_columns)
 
 
-class FromLogits:
-    """The tile's logits computed again, turned into their gradient in place."""
+class TileGradients:
+    """Gradients of raw products, tile by tile: the tile's logits computed again and turned into their gradient."""
 
     def __init__(self, inputs: HeadInputs, upstream: Upstream) -> None:
         self._temperature, self._upstream = inputs.shard.temperature, upstream
         self._column = inputs.own_column
 
-    def of(self, source: LogitSource, tokens: slice, columns: slice) -> torch.Tensor:
+    def of(self, source: TileLogits, tokens: slice, columns: slice) -> torch.Tensor:
+        """Return [c, n] for these tokens and the entered columns; the next call may overwrite it."""
         logits = scaled(source.logits(tokens), self._temperature)
         return logit_gradients(logits, self._upstream, tokens, self._column[tokens] - columns.start)
 
@@ -133,32 +112,33 @@ class FromLogits:
 def gradients(
     inputs: HeadInputs,
     upstream: Upstream,
-    source: Source = WideLogits,
-    tile_gradients: Callable[[HeadInputs, Upstream], TileGradients] = FromLogits,
+    source: TileLogits | None = None,
+    tile_gradients: TileGradients | None = None,
 ) -> Gradients:
-    """See `Kernels.gradients`."""
+    """Compute the gradients of `lm_head`, from the tiles of `source` and `tile_gradients`."""
+    source, tile_gradients = source or TileLogits(inputs), tile_gradients or TileGradients(inputs, upstream)
     hidden, weight, dtype = inputs.hidden, inputs.weight, upstream.maxima.dtype
-    logits_of, gradient = source(inputs), tile_gradients(inputs, upstream)
     to_hidden = torch.zeros_like(hidden, dtype=dtype) if upstream.needs_hidden else None
     to_weight = torch.empty_like(weight) if upstream.needs_weight else None
     for columns in inputs.column_tiles():
-        logits_of.enter(columns)
+        source.enter(columns)
         to_rows = _accumulator(to_weight, columns, dtype)
         for tokens in inputs.token_tiles():
-            grad = gradient.of(logits_of, tokens, columns).to(logits_of.rows().dtype)
+            grad = tile_gradients.of(source, tokens, columns).to(source.rows().dtype)
             if to_hidden is not None:
-                add_product(to_hidden[tokens], grad, logits_of.rows())
+                add_product(to_hidden[tokens], grad, source.rows())
             if to_rows is not None:
-                add_product(to_rows, grad.t(), logits_of.tokens(tokens))
+                add_product(to_rows, grad.t(), source.tokens(tokens))
         if to_weight is not None and to_rows is not None and to_weight.dtype != dtype:
             to_weight[columns] = to_rows
     if to_weight is not None:
+        # Rows of the padded vocabulary are in no sum.
         to_weight[inputs.shard.num_columns :].zero_()
     return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight
 
 
 def _accumulator(to_weight: torch.Tensor | None, columns: slice, dtype: torch.dtype) -> torch.Tensor | None:
-    """Zeros [n, h] of the accumulation type: the gradient's own rows where they have that type."""
+    """Return zeros [n, h] of the accumulation type: the gradient's own rows where they have that type."""
     if to_weight is None:
         return None
     rows = to_weight[columns]
@@ -166,7 +146,7 @@ def _accumulator(to_weight: torch.Tensor | None, columns: slice, dtype: torch.dt
 
 
 def logit_gradients(logits: torch.Tensor, upstream: Upstream, tokens: slice, column: torch.Tensor) -> torch.Tensor:
-    """Gradient [c, n] of one tile of raw products from its scaled logits, which are overwritten."""
+    """Return the gradient [c, n] of one tile of raw products from its scaled logits, which are overwritten."""
     # p = exp(logit - maximum) / total: the totals and the entropy go into factors a token, at no pass over the tile.
     relative, log_total = logits.sub_(upstream.maxima[tokens, None]), upstream.log_totals[tokens]
     to_logprobs = None if upstream.to_logprobs is None else upstream.to_logprobs[tokens]

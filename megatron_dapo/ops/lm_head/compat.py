@@ -1,4 +1,4 @@
-"""Whether an optional module can be imported."""
+"""Imports of optional modules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import cache
 
 @cache
 def import_failure(module: str) -> str | None:
-    """What importing it says, None where that works. A package that is there and broken fails with more than
-    ImportError."""
+    """Return the error of importing `module`, None where that works."""
     try:
         importlib.import_module(module)
+    # A package that is installed and broken (another CUDA, a missing symbol) raises more than ImportError.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     return None

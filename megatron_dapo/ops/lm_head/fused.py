@@ -54,7 +54,7 @@ _INTERPRETED_BLOCKS = Blocks(16, 32, 32, num_warps=1, num_stages=1)
 
 
 def sums(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Kernels.sums`."""
+    """Compute the sums of `lm_head`; `triton` has tiles of its own."""
     hidden, weight = _factors(inputs)
     num_tokens, num_columns = hidden.size(0), inputs.shard.num_columns
     blocks = _blocks(hidden)
@@ -85,7 +85,7 @@ def sums(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _factors(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and weight in one type, elements of a row adjacent."""
+    """Return hidden states and weight in one type, elements of a row adjacent."""
     dtype = torch.promote_types(inputs.hidden.dtype, inputs.weight.dtype)
     hidden, weight = inputs.hidden.to(dtype), inputs.weight.to(dtype)
     return _adjacent(hidden), _adjacent(weight)
@@ -102,12 +102,12 @@ def _blocks(factor: torch.Tensor) -> Blocks:
 
 
 def _precision(factor: torch.Tensor) -> str:
-    """fp32 factors are multiplied as they are, not in the 10 bits tensor cores would take of them."""
+    # Tensor cores would take 10 bits of an fp32 factor.
     return "ieee" if factor.dtype == torch.float32 else "tf32"
 
 
 def _splits(num_tokens: int, num_columns: int, blocks: Blocks, device: torch.device) -> tuple[int, int]:
-    """How many parts the columns are split into, each a program for every block of tokens, and columns a part."""
+    """Return how many parts the columns are split into, each a program for every block of tokens, and columns a part."""
     processors = 2 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
     num_tiles = max(1, triton.cdiv(num_columns, blocks.columns))
     wanted = triton.cdiv(PROGRAMS_A_PROCESSOR * processors, max(1, triton.cdiv(num_tokens, blocks.tokens)))
@@ -115,10 +115,10 @@ def _splits(num_tokens: int, num_columns: int, blocks: Blocks, device: torch.dev
     return triton.cdiv(num_tiles, tiles_a_split), tiles_a_split * blocks.columns
 
 
-def take_tile(
+def accumulate(
     maxima: torch.Tensor, totals: torch.Tensor, products: torch.Tensor, column: torch.Tensor, temperature: float
 ) -> None:
-    """`chunked.take_tile`, reading the tile once. fp32 alone."""
+    """`chunked.TileLogits.accumulate` for fp32 products, reading the tile once."""
     num_tokens, num_columns = products.shape
     of_tile, sums_of_tile = torch.empty_like(maxima), maxima.new_empty(3, num_tokens)
     block_tokens, block_columns = (16, 32) if fused_kernels.IS_INTERPRETED else (4, 1024)
@@ -143,17 +143,19 @@ def take_tile(
 
 
 def gradients(inputs: HeadInputs, upstream: Upstream) -> Gradients:
-    """See `Kernels.gradients`."""
+    """Compute the gradients of `lm_head`."""
     tiles = inputs.tiles if fused_kernels.IS_INTERPRETED else GRADIENT_TILE
-    return chunked.gradients(replace(inputs, tiles=tiles), upstream, tile_gradients=TileGradients)
+    inputs = replace(inputs, tiles=tiles)
+    return chunked.gradients(inputs, upstream, tile_gradients=FusedTileGradients(inputs, upstream))
 
 
-class TileGradients:
-    """Gradients of the raw products of one tile after the other, each overwriting the one before."""
+class FusedTileGradients(chunked.TileGradients):
+    """Gradients of raw products by a kernel, one tile after the other in the same memory."""
 
     def __init__(self, inputs: HeadInputs, upstream: Upstream) -> None:
+        super().__init__(inputs, upstream)
         self._inputs, self._hidden_weight = inputs, _factors(inputs)
-        self._column, self._has_slope = inputs.own_column, upstream.to_entropy is not None
+        self._has_slope = upstream.to_entropy is not None
         zero = torch.zeros_like(upstream.maxima)
         to_logprobs = zero if upstream.to_logprobs is None else upstream.to_logprobs.float()
         to_entropy = zero if upstream.to_entropy is None else upstream.to_entropy.float()
@@ -171,8 +173,8 @@ class TileGradients:
         self._buffer = self._hidden_weight[0].new_empty(largest)
         self._dtype = product_dtype(inputs.hidden, inputs.weight)
 
-    def of(self, source: chunked.LogitSource, tokens: slice, columns: slice) -> torch.Tensor:
-        """[c, n] in the type of the products that follow."""
+    def of(self, source: chunked.TileLogits, tokens: slice, columns: slice) -> torch.Tensor:
+        """Return [c, n] in the type of the products that follow."""
         hidden, weight = self._hidden_weight[0][tokens], self._hidden_weight[1][columns]
         num_tokens, num_columns, blocks = hidden.size(0), weight.size(0), _blocks(hidden)
         buffer = self._buffer[:num_tokens, :num_columns]

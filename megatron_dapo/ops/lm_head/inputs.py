@@ -1,14 +1,14 @@
-"""What every implementation of the head is given, and what they share: the shard, the tiles, the sums over ranks."""
+"""Inputs of every implementation of the head, and what they share: the shard, the tiles, the sums over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-# Elements of a tile of logits. On a CPU a tile should stay in the last-level cache; an accelerator wants large products.
+# Elements of a tile of logits. On a CPU a tile should stay in the last-level cache; an accelerator needs large products.
 TILE_ELEMENTS = {"cpu": 1 << 20}
 DEFAULT_TILE_ELEMENTS = 1 << 24
 # Below this many rows the matrix products are bound by reading the weight (measured at V = 32,000 on a CPU: 8 rows 2.4x
@@ -18,7 +18,7 @@ MIN_TILE_COLUMNS = 512
 
 
 @dataclass(frozen=True)
-class Shard:
+class VocabShard:
     """This rank's real columns [first_column, first_column + num_columns) of the vocabulary."""
 
     first_column: int
@@ -30,7 +30,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens and vocabulary columns whose logits live at a time."""
+    """Number of tokens and of vocabulary columns whose logits are in memory at a time."""
 
     tokens: int
     columns: int
@@ -43,12 +43,12 @@ class HeadInputs:
     hidden: torch.Tensor
     weight: torch.Tensor
     targets: torch.Tensor
-    shard: Shard
+    shard: VocabShard
     tiles: Tiles
 
     @property
     def own_column(self) -> torch.Tensor:
-        """[P] column of each target counted from the shard's first; outside [0, num_columns) where it is another's."""
+        """[P] column of each target counted from the shard's first; outside [0, num_columns) if another rank owns it."""
         return self.targets - self.shard.first_column
 
     def token_tiles(self) -> Iterator[slice]:
@@ -60,11 +60,13 @@ class HeadInputs:
 
 @dataclass(frozen=True)
 class Upstream:
-    """What the backward pass knows: [P] each of the forward pass (log Z is maxima + log_totals, kept apart because
-    their sum loses the small one to rounding where logits are large), and the [P] gradients of both outputs (None:
-    unused) divided by the temperature, so that they are those of the raw products."""
+    """Results of the forward pass and gradients of its outputs, each [P].
+
+    The gradients (None: unused) are divided by the temperature, so that they are those of the raw products.
+    """
 
     entropy: torch.Tensor
+    # log Z is maxima + log_totals. Their sum would lose the small one to rounding where logits are large.
     maxima: torch.Tensor
     log_totals: torch.Tensor
     to_logprobs: torch.Tensor | None
@@ -76,55 +78,46 @@ class Upstream:
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """`sums(inputs)`: maxima [P] over this rank's columns, and [3, P]: sum exp and sum exp * logit, both of logits
-    relative to that maximum, and the target's logit as it is (0 where another rank owns it).
-    `gradients(inputs, upstream)`: those of hidden [P, h] (this rank's part) and weight [rows, h], in their types."""
-
-    sums: Callable[[HeadInputs], tuple[torch.Tensor, torch.Tensor]]
-    gradients: Callable[[HeadInputs, Upstream], Gradients]
-
-
 def _slices(total: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
 def choose_tiles(
-    num_tokens: int, num_columns: int, device: torch.device, asked_tokens: int | None, asked_columns: int | None
+    num_tokens: int, num_columns: int, device: torch.device, chunk_tokens: int | None, chunk_columns: int | None
 ) -> Tiles:
-    """Tiles of about the device's TILE_ELEMENTS where nothing is asked: the whole vocabulary where enough tokens fit
-    beside it, else square. ValueError where less than 1 is asked."""
-    for name, asked in (("chunk_tokens", asked_tokens), ("chunk_columns", asked_columns)):
-        if asked is not None and asked < 1:
-            raise ValueError(f"logprobs: {name} {asked} must be at least 1")
+    """Return the requested tiles, or tiles of about the device's TILE_ELEMENTS: the whole vocabulary where enough tokens
+    fit beside it, else square. ValueError for a request below 1."""
+    for name, requested in (("chunk_tokens", chunk_tokens), ("chunk_columns", chunk_columns)):
+        if requested is not None and requested < 1:
+            raise ValueError(f"logprobs: {name} {requested} must be at least 1")
     elements, width = TILE_ELEMENTS.get(device.type, DEFAULT_TILE_ELEMENTS), max(num_columns, 1)
-    fitting = elements // min(width, asked_columns or width)
-    tokens = asked_tokens or (fitting if fitting >= MIN_TILE_TOKENS else 1 << (elements.bit_length() // 2))
-    columns = asked_columns or max(MIN_TILE_COLUMNS, elements // max(1, min(tokens, num_tokens)) // 128 * 128)
+    fitting = elements // min(width, chunk_columns or width)
+    tokens = chunk_tokens or (fitting if fitting >= MIN_TILE_TOKENS else 1 << (elements.bit_length() // 2))
+    columns = chunk_columns or max(MIN_TILE_COLUMNS, elements // max(1, min(tokens, num_tokens)) // 128 * 128)
     return Tiles(tokens, min(columns, width))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of sums over factors of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Type of the factors of the matrix products. Tensor cores take bf16 factors into fp32 sums; a CPU needs fp32
-    factors for that."""
+    """Return the type of the factors of the matrix products."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    # Tensor cores sum bf16 factors in fp32. A CPU sums them in bf16, so its factors are widened.
     return dtype if hidden.is_cuda else accumulation_dtype(dtype)
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right with sums and result in fp32, or fp64 for fp64 factors."""
+    """Return left @ right with sums and result in fp32, or fp64 for fp64 factors."""
     if left.dtype in (torch.float32, torch.float64):
         return torch.mm(left, right)
     return torch.mm(left, right, out_dtype=torch.float32)
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, accumulated in the type of `total`."""
+    """Add left @ right to `total`, accumulated in the type of `total`."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -139,11 +132,12 @@ def rebase(sums: torch.Tensor, shift: torch.Tensor) -> None:
     sums[0].mul_(factor)
 
 
-def combine(maxima: torch.Tensor, sums: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, ...]:
-    """(logprobs, entropy, maxima, log of sum exp relative to them), each [P], from this rank's sums and the others'.
+def combine(maxima: torch.Tensor, sums: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, ...]:
+    """Return (logprobs, entropy, maxima, log of sum exp relative to them), each [P], from the sums of all ranks.
     Overwrites its arguments."""
     if shard.group is not None:
         local_maxima = maxima.clone()
+        # Two collectives: sums of different ranks can be added only once they are relative to the same maximum.
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=shard.group)
         rebase(sums, local_maxima - maxima)
         dist.all_reduce(sums, group=shard.group)

@@ -13,11 +13,11 @@ from megatron_dapo.ops.lm_head.inputs import HeadInputs, accumulation_dtype
 
 
 def logprobs_and_entropy(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both [P] and differentiable; the gradient of hidden is this rank's part, as everywhere."""
+    """Return both, [P] and differentiable; the gradient of hidden is this rank's partial sum."""
     shard = inputs.shard
     dtype = accumulation_dtype(torch.promote_types(inputs.hidden.dtype, inputs.weight.dtype))
     own = inputs.hidden.to(dtype) @ inputs.weight.to(dtype).t() / shard.temperature
-    # What other ranks own are constants here: the derivative to one's own logits is partial.
+    # Other ranks' logits are constants here: the derivative with respect to the own ones is partial.
     logits = own if shard.group is None else torch.cat(_all_shards(own, shard.group), dim=1)
     log_p = torch.log_softmax(logits[:, : shard.vocab_size], dim=1)
     logprobs = log_p.gather(1, inputs.targets.clamp(0, shard.vocab_size - 1)[:, None])[:, 0]

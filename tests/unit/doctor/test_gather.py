@@ -11,7 +11,7 @@ import pytest
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.config.schema import Config
 from megatron_dapo.doctor import gather
-from megatron_dapo.doctor.ask import ProbeFailure, ask, run
+from megatron_dapo.doctor.gather import ProbeFailure, ask, run
 from megatron_dapo.doctor.machine import ApexFacts, TransformerEngineFacts
 from megatron_dapo.launch.lifetime import FolderLock
 
@@ -145,17 +145,17 @@ def test_folders(tmp_path: Path) -> None:
     deep = tmp_path / "not" / "yet"
     assert gather.existing_parent(deep) == tmp_path and gather.free_bytes(deep) > 0
     assert gather.same_disk(deep, tmp_path) and gather.used_bytes(deep) == 0
-    assert gather.run_folder_problem(deep) == "" and not deep.exists()
+    assert gather.output_dir_problem(deep) == "" and not deep.exists()
     (tmp_path / "file").write_bytes(b"1234")
     assert gather.used_bytes(tmp_path) == 4
-    assert "is a file" in gather.run_folder_problem(tmp_path / "file" / "run")
+    assert "is a file" in gather.output_dir_problem(tmp_path / "file" / "run")
 
 
 def test_a_folder_another_run_works_in(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
-    assert "is in use" in gather.run_folder_problem(tmp_path)
+    assert "is in use" in gather.output_dir_problem(tmp_path)
     lock.release()
-    assert gather.run_folder_problem(tmp_path) == ""
+    assert gather.output_dir_problem(tmp_path) == ""
 
 
 def test_ports() -> None:

@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 
 from megatron_dapo.doctor import machine
-from megatron_dapo.doctor.finding import Finding, conflict, first_conflict, ok, warning
-from megatron_dapo.doctor.machine import ApexFacts, Device, ProcessLimits, Support, TorchFacts, TransformerEngineFacts
+from megatron_dapo.doctor.machine import (
+    ApexFacts,
+    Device,
+    Finding,
+    ProcessLimits,
+    Support,
+    TorchFacts,
+    TransformerEngineFacts,
+    conflict,
+    first_conflict,
+    ok,
+    warning,
+)
 
 GIB = 1 << 30
 H200 = Device("NVIDIA H200", 139 * GIB, 138 * GIB, (9, 0))
@@ -84,7 +95,7 @@ def test_transformer_engine_says_itself_why_there_is_no_fp8() -> None:
     "facts, has_gpu, verdict, words",
     [
         (TransformerEngineFacts(), False, "ok", "not installed"),
-        (TransformerEngineFacts(), True, "warning", "own ones"),
+        (TransformerEngineFacts(), True, "warning", "own layers"),
         (TransformerEngineFacts("2.20.2", error="undefined symbol"), True, "conflict", "broken: undefined symbol"),
         (TransformerEngineFacts("2.20.2", error="undefined symbol"), False, "conflict", "undefined symbol"),
         (TransformerEngineFacts("2.20.2"), False, "ok", "without a GPU"),
@@ -126,7 +137,7 @@ def test_triton_and_psutil() -> None:
     [
         ({"recipe": "bf16", "name": "torch", "reason": "the model is in bfloat16"}, 0, "ok", "bf16, by torch"),
         (
-            {"recipe": "fp8_blockwise", "name": "Transformer Engine", "reason": "asked for"},
+            {"recipe": "fp8_blockwise", "name": "Transformer Engine", "reason": "requested"},
             2,
             "ok",
             "fp8_blockwise, 2 layers in model.dtype, by Transformer Engine",

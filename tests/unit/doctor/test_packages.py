@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron_dapo.doctor import gather
-from megatron_dapo.doctor.packages import (
+from megatron_dapo.doctor.machine import (
     NEWEST_PYTHON,
     OLDEST_PYTHON,
     Lock,

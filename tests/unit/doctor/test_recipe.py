@@ -91,7 +91,7 @@ def test_storage_says_both_numbers(free: int, verdict: str) -> None:
     "judge",
     [
         lambda problem: recipe.model_finding(FOLDER, problem, "qwen2"),
-        lambda problem: recipe.folder_finding(FOLDER, problem),
+        lambda problem: recipe.output_dir_finding(FOLDER, problem),
         lambda problem: recipe.ports_finding("127.0.0.1", 2, problem),
         lambda problem: recipe.engine_key_finding("key", problem),
     ],

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_dapo.cli.main import app
 from megatron_dapo.doctor import gather
-from megatron_dapo.doctor.ask import ProbeFailure
+from megatron_dapo.doctor.gather import ProbeFailure
 from megatron_dapo.doctor.machine import Device, ProcessLimits, TorchFacts, TransformerEngineFacts
 from megatron_dapo.doctor.recipe import AttentionResult
 
@@ -144,7 +144,7 @@ def test_every_back_end_of_transformer_engine_is_tried_alone(monkeypatch: pytest
 def test_the_quickstart_on_this_machine(tmp_path: Path) -> None:
     answer = json.loads(doctor(*in_folder(tmp_path), "--json").stdout)
     verdicts = {finding["name"]: finding["verdict"] for finding in answer["findings"]}
-    assert verdicts["recipe"] == verdicts["model folder"] == verdicts["attention default"] == "ok"
-    assert verdicts["checkpoint disk"] == verdicts["run folder"] == "ok"
+    assert verdicts["recipe"] == verdicts["model directory"] == verdicts["attention default"] == "ok"
+    assert verdicts["checkpoint disk"] == verdicts["output directory"] == "ok"
     ops = [row["op"] for row in answer["implementations"]]
     assert ops[0] == "layers" and {"attention", "optimizer", "log-prob head", "rms norm", "rollout engine"} <= set(ops)

@@ -17,9 +17,9 @@ from actor_checks import (
     train,
 )
 
+from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.types import MicroBatch
 
@@ -87,7 +87,7 @@ def test_training_sees_the_logprobs_of_the_forward_pass_bit_for_bit(references: 
 
 
 def test_three_steps_are_adamw_with_clipping_and_decay_of_matrices_only(references: str) -> None:
-    optimizer = OptimizerSettings(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, weight_decay=0.3, clip_grad=0.01)
+    optimizer = OptimizerConfig(betas=(0.8, 0.9), epsilon=1e-6, weight_decay=0.3, clip_grad=0.01)
     actor = build_actor(Reference.read(references, "qwen3"), LAYOUT, ActorSettings(optimizer=optimizer))
     parameters = actor.named_local_parameters()
     mirror = {name: torch.nn.Parameter(parameter.detach().double()) for name, parameter in parameters.items()}

@@ -71,7 +71,7 @@ def test_the_state_of_an_actor_is_refused(want: CriticReference, tmp_path: Path)
 
     model_of("qwen3", "ForCausalLM").save_pretrained(tmp_path / "policy")
     actor = MegatronActor.build(tmp_path / "policy", LAYOUT, ActorSettings())
-    critic = MegatronCritic.build(tmp_path / "policy", LAYOUT, settings_of({}), policy_folder=tmp_path / "policy")
+    critic = MegatronCritic.build(tmp_path / "policy", LAYOUT, settings_of({}), policy_dir=tmp_path / "policy")
     assert critic.groups == actor.groups
     with pytest.raises(ValueError, match="0.output_layer.bias: saved None"):
         critic.load_state_shards(*actor.state_shards())
@@ -93,4 +93,4 @@ def test_a_wrong_folder_is_refused_before_anything_is_built(want: CriticReferenc
 
     model_of("qwen3", "ForCausalLM", vocab_size=299).save_pretrained(tmp_path / "policy")
     with pytest.raises(ValueError, match="vocab_size 300 and 299"):
-        MegatronCritic.build(want.folder, LAYOUT, settings_of({}), policy_folder=tmp_path / "policy")
+        MegatronCritic.build(want.folder, LAYOUT, settings_of({}), policy_dir=tmp_path / "policy")

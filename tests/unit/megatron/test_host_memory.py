@@ -15,51 +15,51 @@ def test_every_view_of_a_storage_leaves_and_comes_back_with_it() -> None:
     want = buffer.clone()
     parameter = torch.nn.Parameter(buffer[40:100].view(6, 10))
     shard = buffer[64:80]
-    host.send([parameter])
-    assert buffer.untyped_storage().nbytes() == 0 and host.is_away(shard) and not host.is_empty
-    host.bring_back([shard])
+    host.offload([parameter])
+    assert buffer.untyped_storage().nbytes() == 0 and host.is_offloaded(shard) and not host.is_empty
+    host.onload([shard])
     assert torch.equal(buffer, want) and torch.equal(parameter, want[40:100].view(6, 10))
     with torch.no_grad():
         parameter.zero_()
     assert not shard.any() and host.is_empty, "the views are views of one memory again"
-    assert (host.moved.left, host.moved.came_back) == (4000, 4000) and host.moved.seconds > 0
+    assert (host.moved.offloaded, host.moved.onloaded) == (4000, 4000) and host.moved.seconds > 0
 
 
 def test_what_is_away_can_be_read_in_its_shape_and_type() -> None:
     host = HostMemory()
     for tensor in (torch.randn(4, 6, dtype=torch.bfloat16).t(), torch.arange(30).view(5, 6)[1:, 2:4], torch.randn(3)):
         want = tensor.clone()
-        host.send([tensor])
+        host.offload([tensor])
         assert torch.equal(host.read(tensor), want) and host.read(tensor).shape == want.shape
-        host.bring_back([tensor])
+        host.onload([tensor])
         assert host.read(tensor) is tensor and torch.equal(tensor, want)
 
 
 def test_twice_away_moves_once_and_the_second_time_takes_the_new_numbers() -> None:
     host, tensor = HostMemory(), torch.ones(8)
-    host.send([tensor, tensor[2:]])
-    host.send([tensor])
-    assert host.moved.left == 32
-    host.bring_back([tensor])
-    host.bring_back([tensor])
+    host.offload([tensor, tensor[2:]])
+    host.offload([tensor])
+    assert host.moved.offloaded == 32
+    host.onload([tensor])
+    host.onload([tensor])
     tensor.fill_(3.0)
-    host.send([tensor])
-    assert host.read(tensor).tolist() == [3.0] * 8 and host.moved.came_back == 32
+    host.offload([tensor])
+    assert host.read(tensor).tolist() == [3.0] * 8 and host.moved.onloaded == 32
 
 
 def test_what_is_forgotten_comes_back_as_zeros() -> None:
     host, gradients = HostMemory(), torch.ones(16)
-    host.forget([gradients[4:8]])
+    host.discard([gradients[4:8]])
     assert gradients.untyped_storage().nbytes() == 0
-    host.bring_back([gradients])
-    assert gradients.tolist() == [0.0] * 16 and host.moved.left == host.moved.came_back == 0
+    host.onload([gradients])
+    assert gradients.tolist() == [0.0] * 16 and host.moved.offloaded == host.moved.onloaded == 0
 
 
 def test_touching_what_is_away_ends_the_process() -> None:
     """So a test that ends well has touched nothing that was away."""
     program = (
         "import torch\nfrom megatron_dapo.megatron.host_memory import HostMemory\n"
-        "tensor = torch.ones(100000)\nHostMemory().send([tensor[:7]])\n{}\nprint('alive')"
+        "tensor = torch.ones(100000)\nHostMemory().offload([tensor[:7]])\n{}\nprint('alive')"
     )
     for touch in ("tensor.sum()", "tensor.add_(1)", "tensor[5:9].clone()", ""):
         command = [sys.executable, "-c", program.format(touch)]
@@ -70,8 +70,8 @@ def test_touching_what_is_away_ends_the_process() -> None:
 def test_memory_that_numpy_looks_into_stays() -> None:
     host, parameter = HostMemory(), torch.nn.Parameter(torch.ones(8))
     view = parameter.detach().numpy()
-    host.send([parameter])
+    host.offload([parameter])
     assert host.is_empty and parameter.untyped_storage().nbytes() == 32 and view.sum() == 8
     own_memory([parameter])
-    host.send([parameter])
-    assert host.is_away(parameter) and view.sum() == 8
+    host.offload([parameter])
+    assert host.is_offloaded(parameter) and view.sum() == 8

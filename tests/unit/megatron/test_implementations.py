@@ -66,4 +66,4 @@ def test_compiled_functions_have_their_plain_name() -> None:
 def test_the_reason(monkeypatch: pytest.MonkeyPatch, has_cuda: bool, uses_engine: bool, words: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(module, "uses_transformer_engine", lambda: uses_engine)
-    assert words in module._why_layers()
+    assert words in module._reason_of_layers()

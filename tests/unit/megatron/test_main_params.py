@@ -7,9 +7,8 @@ import torch
 from actor_checks import TEMPERATURE, Reference, build_actor, loss_fn, ragged_batch
 
 from megatron_dapo.megatron.actor import ActorSettings
-from megatron_dapo.megatron.main_params import load_exactly
 from megatron_dapo.megatron.model_config import ModelSettings
-from megatron_dapo.megatron.optimizer import OptimizerSettings
+from megatron_dapo.megatron.state import loading_buffers, round_into
 from megatron_dapo.parallel.layout import ParallelLayout
 
 LAYOUT = ParallelLayout(world_size=1)
@@ -22,9 +21,7 @@ def test_main_params_of_a_bfloat16_model_are_the_fp32_checkpoint_bit_for_bit(
 ) -> None:
     want = Reference.read(references, "qwen3")
     wide = build_actor(want, LAYOUT).named_local_parameters()
-    settings = ActorSettings(
-        model=ModelSettings(dtype="bfloat16"), optimizer=OptimizerSettings(distributed=distributed)
-    )
+    settings = ActorSettings(model=ModelSettings(dtype="bfloat16"), use_distributed_optimizer=distributed)
     actor = build_actor(want, LAYOUT, settings)
     shards, _ = actor.state_shards()
     for name, parameter in actor.named_local_parameters().items():
@@ -45,6 +42,12 @@ def test_a_step_of_no_length_rounds_the_main_params_and_nothing_else(references:
     assert all(torch.equal(parameter, before[name]) for name, parameter in actor.named_local_parameters().items())
 
 
+def filled(parameters, load):
+    buffers = loading_buffers(parameters)
+    load(buffers)
+    return buffers
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_loaded_is_an_error_that_names_it(dtype: torch.dtype) -> None:
     parameters = {name: torch.nn.Parameter(torch.full((2, 3), torch.nan, dtype=dtype)) for name in ("one", "two")}
@@ -53,8 +56,8 @@ def test_what_is_not_loaded_is_an_error_that_names_it(dtype: torch.dtype) -> Non
         buffers["one"].fill_(1.0)
         buffers["two"][0] = 2.0
 
-    with pytest.raises(ValueError, match="two was not loaded whole"):
-        load_exactly(parameters, load)
+    with pytest.raises(ValueError, match="two was not loaded completely"):
+        round_into(parameters, filled(parameters, load))
 
 
 def test_only_values_that_were_rounded_are_kept() -> None:
@@ -64,7 +67,7 @@ def test_only_values_that_were_rounded_are_kept() -> None:
         buffers["fits"].fill_(0.5)
         buffers["does not"].fill_(0.1)
 
-    kept = load_exactly(parameters, load)
+    kept = round_into(parameters, filled(parameters, load))
     assert list(kept) == ["does not"] and torch.equal(kept["does not"], torch.full((2,), 0.1))
 
 
@@ -72,6 +75,6 @@ def test_main_params_of_weights_held_as_fp8_are_set_even_where_nothing_was_round
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """megatron-core would take them from the values before the load."""
-    monkeypatch.setattr("megatron_dapo.megatron.main_params.is_float8tensor", lambda tensor: True)
+    monkeypatch.setattr("megatron_dapo.megatron.state.is_float8tensor", lambda tensor: True)
     parameters = {"one": torch.nn.Parameter(torch.empty(2, dtype=torch.bfloat16))}
-    assert list(load_exactly(parameters, lambda buffers: buffers["one"].zero_())) == ["one"]
+    assert list(round_into(parameters, {"one": torch.zeros(2)})) == ["one"]

@@ -9,8 +9,9 @@ from fp8_checks import BLOCKWISE, FAMILIES, settings_of, wide_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.config.model_schema import PrecisionConfig
 from megatron_dapo.megatron.context import slice_for_context
-from megatron_dapo.megatron.precision import Precision
+from megatron_dapo.megatron.precision import is_fp8
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import PADDING_ID, MicroBatchLimits, pack, plan_micro_batches, unpack_responses
 from megatron_dapo.precision import RECIPES
@@ -91,13 +92,13 @@ LENGTHS = [5, 17, 2, 70, 40, 8, 8]
 @pytest.mark.parametrize(
     ("precision", "family", "multiples"),
     [
-        (Precision(), "dense", (1, 16, 128, 384)),
+        (PrecisionConfig(), "dense", (1, 16, 128, 384)),
         (BLOCKWISE, "dense", (128, 256, 512)),
         (BLOCKWISE, "experts", (128, 256, 512)),
     ],
     ids=["fp32", "fp8", "experts in fp8"],
 )
-def test_real_tokens_do_not_notice_padding(precision: Precision, family: str, multiples: tuple[int, ...]) -> None:
+def test_real_tokens_do_not_notice_padding(precision: PrecisionConfig, family: str, multiples: tuple[int, ...]) -> None:
     results = []
     for multiple in multiples:
         layout = ParallelLayout(1, token_multiple=multiple)
@@ -112,7 +113,7 @@ def test_real_tokens_do_not_notice_padding(precision: Precision, family: str, mu
     assert [size for size, _, _ in results] == [-(-sum(LENGTHS) // multiple) * multiple for multiple in multiples]
     # In FP8 padding shares blocks of tokens with real ones, so that their activations may be rounded one step coarser in
     # gradients of weights.
-    allowed = 1e-5 if not precision.is_fp8 else 2e-2
+    allowed = 1e-5 if not is_fp8(precision) else 2e-2
     for _, kept, gradients in results[1:]:
         for one, other in zip(results[0][1], kept, strict=True):
             assert all((one[name] - other[name]).abs().max() < 1e-5 for name in one if one[name].numel())

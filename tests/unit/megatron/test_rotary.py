@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dapo.checkpoints.architecture import RopeScaling
-from megatron_dapo.megatron.rotary import inverse_frequencies
+from megatron_dapo.megatron.model import inverse_frequencies
 
 PARAMETERS = [
     None,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.megatron.scales import keeping_scales, load_scales, scales
+from megatron_dapo.megatron.precision import keeping_scales, load_scales, scales
 
 
 class Fp8Module(torch.nn.Module):
@@ -19,7 +19,7 @@ class Fp8Module(torch.nn.Module):
         self.fp8_meta: dict[str, Any] = {"recipe": "delayed"}
         self.delayed = delayed
 
-    def prepare(self) -> None:
+    def init_fp8_meta_tensors(self, recipe: Any = None) -> None:
         if not self.delayed:
             self.fp8_meta["scaling_fwd"] = SimpleNamespace(recipe="blocks")
             return
@@ -30,7 +30,7 @@ class Fp8Module(torch.nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         self.fp8_meta["num_gemms"] = 1
-        self.prepare()
+        self.init_fp8_meta_tensors()
         if self.delayed:
             state = self.fp8_meta["scaling_fwd"]
             state.amax_history[0] = torch.maximum(state.amax_history[0], values.abs().max())
@@ -80,7 +80,7 @@ def test_state_goes_through_a_checkpoint_into_modules_that_never_ran(chunk: torc
     chunk(7 * torch.ones(2, 2))
     saved = {name: tensor.clone() for name, tensor in scales([chunk]).items()}
     fresh = torch.nn.Sequential(Fp8Module(), torch.nn.Linear(2, 2), torch.nn.Sequential(Fp8Module()))
-    load_scales([fresh], saved, Fp8Module.prepare)
+    load_scales([fresh], saved, "delayed")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in scales([fresh]).items())
     with pytest.raises(ValueError, match="differ from the saved ones, first at '0.2.0.scaling_bwd"):
-        load_scales([torch.nn.Sequential(Fp8Module())], saved, Fp8Module.prepare)
+        load_scales([torch.nn.Sequential(Fp8Module())], saved, "delayed")

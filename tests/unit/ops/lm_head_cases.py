@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dapo.ops.lm_head.inputs import HeadInputs, Shard, Tiles, Upstream, combine, rebase
+from megatron_dapo.ops.lm_head.inputs import HeadInputs, Tiles, Upstream, VocabShard, combine, rebase
 from megatron_dapo.ops.lm_head.select import kernels_of
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
@@ -79,7 +79,7 @@ def run_in_shards(
     problems = []
     for rank in range(num_shards):
         columns = min(max(vocab_size - rank * rows, 0), rows)
-        shard = Shard(rank * rows, columns, vocab_size, temperature, None)
+        shard = VocabShard(rank * rows, columns, vocab_size, temperature, None)
         problems.append(HeadInputs(hidden, weight[rank * rows : (rank + 1) * rows], targets, shard, tiles))
     parts = [kernels.sums(inputs) for inputs in problems]
     maxima = torch.stack([part[0] for part in parts]).amax(dim=0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fp8_bounds import rounding_bound
 
-from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight, rounding_bound
-from megatron_dapo.ops.fp8_linear import blockwise_linear, blockwise_linear_of_any
+from megatron_dapo.ops.fp8 import blockwise_linear, blockwise_linear_padded, quantize_hidden, quantize_weight
 
 POSITIVE = sorted(
     {m / 8 * 2.0**-6 for m in range(8)}
@@ -108,7 +108,7 @@ def test_any_number_of_tokens_gives_the_products_of_those_tokens(inputs, num_tok
     """The last block of tokens is the shorter one that is there: the oracle knows no padding."""
     hidden, weight, gradient = inputs
     h, w, g = hidden.detach()[:num_tokens].requires_grad_(), weight.detach(), gradient[:num_tokens]
-    output = blockwise_linear_of_any(h, weight)
+    output = blockwise_linear_padded(h, weight)
     output.backward(g)
     close(output, rounded(h.detach(), 1, 128) @ rounded(w, 128, 128).T)
     close(h.grad, rounded(g, 1, 128) @ rounded(w, 128, 128))
@@ -117,7 +117,7 @@ def test_any_number_of_tokens_gives_the_products_of_those_tokens(inputs, num_tok
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros(inputs) -> None:
     weight = inputs[1]
-    output = blockwise_linear_of_any(torch.ones(0, 128), weight)
+    output = blockwise_linear_padded(torch.ones(0, 128), weight)
     output.sum().backward()
     assert output.shape == (0, 256) and torch.equal(weight.grad, torch.zeros(256, 128))
 

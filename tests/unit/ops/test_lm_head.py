@@ -14,7 +14,7 @@ from lm_head_cases import exact, exact_outputs, make, relative_norm, run, run_in
 from packaging.version import Version
 
 from megatron_dapo.ops.lm_head import chunked
-from megatron_dapo.ops.lm_head.inputs import HeadInputs, Shard, Tiles, combine
+from megatron_dapo.ops.lm_head.inputs import HeadInputs, Tiles, VocabShard, combine
 from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
 
@@ -188,7 +188,7 @@ def _to_hidden_accumulated_in_bf16(inputs, columns: int) -> torch.Tensor:
 
 
 def test_an_unknown_implementation_is_an_error_that_lists_them() -> None:
-    with pytest.raises(ValueError, match=r"no implementation 'fast'; there are auto, reference, chunked, triton"):
+    with pytest.raises(ValueError, match=r"no implementation 'fast'; choose one of auto, reference, chunked, triton"):
         choose("fast", HeadSpec(torch.device("cpu"), torch.float32, 16, 32))
 
 
@@ -210,8 +210,10 @@ def test_tiles_of_another_product_are_reduced_by_the_kernel_as_by_torch() -> Non
     from megatron_dapo.ops.lm_head import fused
 
     hidden, weight, targets = make(21, vocab_size=75)
-    inputs = HeadInputs(hidden, weight, targets, Shard(0, 75, 75, 0.7, None), Tiles(18, 40))
-    by_kernel = combine(*chunked.sums(inputs, take=fused.take_tile), inputs.shard)
+    inputs = HeadInputs(hidden, weight, targets, VocabShard(0, 75, 75, 0.7, None), Tiles(18, 40))
+    source = chunked.TileLogits(inputs)
+    source.accumulate = fused.accumulate
+    by_kernel = combine(*chunked.sums(inputs, source), inputs.shard)
     by_torch = combine(*chunked.sums(inputs), inputs.shard)
     for one, other in zip(by_kernel, by_torch, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

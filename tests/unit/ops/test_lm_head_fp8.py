@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_bounds import logit_error_bound, logprob_error_bound
 from lm_head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
 from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight
 from megatron_dapo.ops.lm_head import fp8_logits
-from megatron_dapo.ops.lm_head.fp8_error import logit_error_bound, logprob_error_bound
 from megatron_dapo.ops.lm_head.inputs import Tiles
 from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
@@ -143,12 +143,12 @@ def engine_that_says(available: bool, reason: str) -> object:
 
 def test_the_products_are_transformer_engine_s_where_it_is_installed(device) -> None:
     device((9, 0), engine=engine_that_says(True, ""))
-    assert choose("te_fp8", DEVICE).reason == "asked for; its products by Transformer Engine"
+    assert choose("te_fp8", DEVICE).reason == "requested; its products by Transformer Engine"
 
 
 def test_the_products_are_torch_s_where_it_is_not(device) -> None:
     device((9, 0))
-    assert choose("te_fp8", DEVICE).reason == "asked for; its products by torch scaled_mm"
+    assert choose("te_fp8", DEVICE).reason == "requested; its products by torch scaled_mm"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_triton_asked_for_where_it_cannot_run_is_an_error(machine, where, failur
 
 @pytest.mark.parametrize("name", ["reference", "chunked"])
 def test_what_runs_everywhere_runs_where_it_is_asked_for(name) -> None:
-    assert choose(name, place("cpu", torch.float64)) == select.Choice(name, "asked for")
+    assert choose(name, place("cpu", torch.float64)) == select.Choice(name, "requested")
 
 
 def test_a_package_that_breaks_on_import_is_reported_with_its_error(tmp_path, monkeypatch) -> None:
@@ -78,7 +78,7 @@ def test_a_package_that_breaks_on_import_is_reported_with_its_error(tmp_path, mo
 
 def test_the_function_refuses_before_it_computes() -> None:
     with pytest.raises(
-        ValueError, match="no implementation 'liger'; there are auto, reference, chunked, triton, te_fp8"
+        ValueError, match="no implementation 'liger'; choose one of auto, reference, chunked, triton, te_fp8"
     ):
         vocab_parallel_logprobs(
             torch.zeros(1, 4),

@@ -21,13 +21,13 @@ class FakeModel:
         self.here = {"gradients", "optimizer", "weights"}
         self.moved = Moved()
 
-    def rest(self, keep=()) -> None:
+    def offload(self, keep=()) -> None:
         leaving = self.here - set(keep)
-        self.moved += Moved(left=len(leaving) << 20, seconds=0.5 * bool(leaving))
+        self.moved += Moved(offloaded=len(leaving) << 20, seconds=0.5 * bool(leaving))
         self.here -= leaving
 
-    def come_back(self, kinds) -> None:
-        self.moved += Moved(came_back=len(set(kinds) - self.here) << 20)
+    def onload(self, kinds) -> None:
+        self.moved += Moved(onloaded=len(set(kinds) - self.here) << 20)
         self.here |= set(kinds)
 
 

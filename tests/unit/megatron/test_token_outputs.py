@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.megatron import head
-from megatron_dapo.megatron.head import HeadSettings, implementation, token_outputs
+from megatron_dapo.megatron import actor
+from megatron_dapo.megatron.actor import HeadSettings, implementation, token_outputs
 
 
 @pytest.fixture
 def chunk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """As much of a last chunk as the head looks at: an output matrix of 128 rows and a tensor-parallel group of one."""
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(head, "output_weight", lambda chunk: weight)
+    monkeypatch.setattr(actor, "output_weight", lambda chunk: weight)
     return SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
 
 

@@ -11,9 +11,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_dapo.megatron.described import class_of, submodules_of
-from megatron_dapo.megatron.experts import SoftmaxFirstRouter, route_softmax_first
+from megatron_dapo.megatron.experts import SoftmaxFirstRouter
 from megatron_dapo.megatron.implementations import _mlp_modules, _names
+from megatron_dapo.megatron.layer_spec import class_of, route_softmax_first, submodules_of
 
 
 class Built(MLP):
