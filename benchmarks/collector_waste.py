@@ -23,12 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, wasted_fraction
+from megatron_dapo.algorithms.dynamic_sampling import wasted_fraction
+from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
-from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import Collector, CollectorSettings
+from megatron_dapo.rollout.collector import CollectorInputs
+from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.rollout.settings import Partial
 from megatron_dapo.types import (
     Completion,
     FinishReason,
@@ -41,7 +41,7 @@ from megatron_dapo.types import (
 
 RIGHT, WRONG, FILLER = 1, 0, 2
 NUM_PROMPTS = 1000
-PARTIALS: tuple[Partial, ...] = ("restart", "continue")
+PARTIALS = ("restart", "continue")
 MIXTURES: dict[str, tuple[float, ...]] = {
     "p=0.5": (0.5,),
     "p=0.1": (0.1,),
@@ -118,24 +118,27 @@ def measure(
     num_groups: int,
     group_size: int,
     oversample: float,
-    partial: Partial = "restart",
+    partial: str = "restart",
     max_staleness: int = 0,
 ) -> dict[str, float]:
     """Groups generated per trained group over `num_steps` batches of prompts that take `pass_rates` in turn."""
     rates = [pass_rates[index % len(pass_rates)] for index in range(NUM_PROMPTS // len(pass_rates) * len(pass_rates))]
     prompts = {f"{index}": Prompt(f"{index}", (), (0, round(1e6 * rate)), "1") for index, rate in enumerate(rates)}
     engine = CoinEngine()
-    collector = Collector(
+    inputs = CollectorInputs(
         stream=PromptStream(list(prompts), seed=0),
         prompts=prompts,
         engine=engine,
         scorer=SampleScorer(CoinVerifier(), lambda token_ids: str(token_ids[-1])),
-        buffer=ReplayBuffer(max_staleness),
-        settings=CollectorSettings(
-            group_size, SamplingParams(), seed=0, oversample=oversample, max_num_gen_batches=0, partial=partial
-        ),
-        group_filter=GroupFilter(),
     )
+    config = RolloutConfig(
+        group_size=group_size,
+        oversample=oversample,
+        max_num_gen_batches=0,
+        max_staleness=max_staleness,
+        partial_rollout=partial == "continue",
+    )
+    collector = GroupCollector(inputs, config, SamplingParams(), seed=0)
     trained_tokens = num_continued = discarded_tokens = 0
     for _ in range(num_steps):
         batch = collector.collect(num_groups)

@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointWriter
+from megatron_dapo.rollout.collector import CollectorInputs
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.rollout.settings import WindowSettings
-from megatron_dapo.rollout.state_tensors import join_state, split_state
-from megatron_dapo.rollout.windows import WindowCollector
+from megatron_dapo.rollout.serialization import join_state, split_state
+from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionRange
 
 VOCAB_SIZE = 151936
@@ -73,13 +75,14 @@ def filled_collector(num_groups: int, group_size: int, num_tokens: int) -> Windo
     """One whose pool holds `num_groups` x `group_size` unfinished responses of `num_tokens`."""
     prompts = {str(i): Prompt(str(i), (), tuple(range(PROMPT_TOKENS)), "1") for i in range(num_groups)}
     sampling = SamplingParams(max_new_tokens=2 * num_tokens)
-    collector = WindowCollector(
+    inputs = CollectorInputs(
         stream=PromptStream(list(prompts), seed=0),
         prompts=prompts,
         engine=EndlessEngine(),
         scorer=SampleScorer(NobodyScores(), lambda token_ids: ""),
-        settings=WindowSettings(group_size, sampling, seed=0, window_tokens=num_tokens),
     )
+    config, window = RolloutConfig(group_size=group_size), WindowConfig(tokens=num_tokens)
+    collector = WindowCollector(inputs, config, window, sampling, seed=0)
     batch = collector.collect(num_groups)
     assert len(batch.groups) == num_groups, f"{len(batch.groups)} groups of {num_groups}"
     return collector

@@ -25,7 +25,7 @@ def evaluate_folder(
     with open_verifier_pool(config.reward) as pool:
         dataset = load_eval_dataset(config, inputs, pool)
         protocol = evaluation_protocol(config, str(model_folder), dataset, inputs.stop_tokens, pool.version)
-        return evaluate(dataset.prompts, engine, pool.score_many, inputs.decode, protocol, progress=progress)
+        return evaluate(dataset.prompts, engine, pool, inputs.decode, protocol, progress=progress)
 
 
 def loaded_engine(config: Config, model_folder: Path) -> EmbeddedEngine:

@@ -1,4 +1,4 @@
-"""How good is a model, by which protocol, and how sure is that.
+"""Evaluation: the accuracy of a model, by a stated protocol, with its confidence interval.
 
 prompts -> runner (any engine, any scorer) -> estimators (by problem, with intervals) -> protocol (the result file)
 """

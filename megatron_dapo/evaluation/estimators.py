@@ -46,13 +46,13 @@ class ProblemRecord:
 
 
 def avg_at_k(accuracies: Sequence[float], k: int) -> float:
-    """Mean accuracy of the first k responses."""
+    """Return the mean accuracy of the first k responses."""
     _check_k(k, len(accuracies))
     return math.fsum(accuracies[:k]) / k
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that k responses drawn without replacement hold a correct one: 1 - C(n - c, k) / C(n, k).
+    """Return the probability that k responses drawn without replacement hold a correct one: 1 - C(n - c, k) / C(n, k).
 
     Unbiased for any n >= k (Chen et al., arXiv 2107.03374, Eq 1). The binomials are exact integers.
     """
@@ -63,7 +63,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def cons_at_k(extracted: Sequence[str | None], accuracies: Sequence[float], k: int) -> float:
-    """Accuracy of the majority answer of the first k responses (self-consistency, arXiv 2203.11171): 0 or 1.
+    """Return the accuracy of the majority answer of the first k responses (self-consistency, arXiv 2203.11171): 0 or 1.
 
     Responses without an answer do not vote; if none votes the score is 0. A tie goes to the answer that was given
     first. The majority answer is right if any of its k voters was scored right: a truncated response may carry the
@@ -86,13 +86,13 @@ def _check_k(k: int, num_samples: int) -> None:
 
 
 def reported_ks(num_samples: int) -> tuple[int, ...]:
-    """Powers of two below the number of samples, and that number."""
+    """Return the powers of two below the number of samples, and that number."""
     powers = [1 << exponent for exponent in range(num_samples.bit_length()) if 1 << exponent < num_samples]
     return (*powers, num_samples)
 
 
 def problem_values(records: Sequence[ProblemRecord]) -> dict[str, list[float]]:
-    """Metric name -> its value for each problem. ValueError where problems differ in their number of responses."""
+    """Return metric name -> value of each problem. Raises ValueError if problems differ in their number of responses."""
     num_samples = _common_num_samples(records)
     values: dict[str, list[float]] = {
         f"avg@{num_samples}": [avg_at_k(record.accuracies, num_samples) for record in records]
@@ -117,7 +117,7 @@ def _common_num_samples(records: Sequence[ProblemRecord]) -> int:
 def bootstrap_mean(
     values: Sequence[float], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
 ) -> Estimate:
-    """Mean over problems and the percentile interval of the means of `num_resamples` resamples with replacement.
+    """Return the mean over problems and the percentile interval of the means of `num_resamples` resamples with replacement.
 
     Equal seeds resample the same problems whatever the metric. One problem has no interval: low = high = value.
     """
@@ -139,12 +139,12 @@ def bootstrap_mean(
 
 
 def estimate_metrics(records: Sequence[ProblemRecord], *, seed: int = 0) -> dict[str, Estimate]:
-    """Every metric of `problem_values` as a mean over problems with its interval."""
+    """Return every metric of `problem_values` as a mean over problems with its interval."""
     return {name: bootstrap_mean(values, seed=seed) for name, values in problem_values(records).items()}
 
 
 def response_rates(records: Sequence[ProblemRecord]) -> dict[str, float]:
-    """Over all responses: truncation rate, mean length in tokens, and the share of every outcome that occurred."""
+    """Return the truncation rate, the mean length in tokens, and the share of every outcome, over all responses."""
     outcomes = Counter(outcome for record in records for outcome in record.outcomes)
     num_responses = sum(outcomes.values())
     truncated = sum(sum(record.truncated) for record in records)

@@ -1,4 +1,4 @@
-"""What a score means: the protocol it was measured by, stored with it, and comparisons that refuse unlike protocols."""
+"""The protocol of a score, stored with it, and comparisons that refuse unlike protocols."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_dapo.types import SamplingParams
 
 FORMAT = "megatron_dapo evaluation 1"
 
-# May differ between results that are compared: what is being compared, and where its independent draws came from.
+# May differ between compared results: the models, and the source of their independent draws.
 FREE_FIELDS = ("model", "seed", "dataset_path")
 
 
@@ -20,7 +20,7 @@ FREE_FIELDS = ("model", "seed", "dataset_path")
 class EvaluationProtocol:
     """Everything that moves a score besides the model's ability."""
 
-    model: str  # what was evaluated: folder, or run and step
+    model: str  # the evaluated model: directory, or run and step
     dataset_path: str
     dataset_sha256: str  # of the file's bytes
     num_dataset_rows: int
@@ -52,13 +52,13 @@ class EvaluationProtocol:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How every response is drawn."""
+        """Sampling parameters of every response."""
         return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_new_tokens, self.stop_token_ids)
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """A protocol, what was measured by it, and the table behind the numbers."""
+    """A protocol, the metrics measured by it, and the table behind them."""
 
     protocol: EvaluationProtocol
     metrics: Mapping[str, Estimate]  # avg@n, pass@k, cons@k: means over problems with 95 % intervals
@@ -67,16 +67,16 @@ class EvaluationResult:
 
     @property
     def headline(self) -> Estimate:
-        """avg@n."""
+        """The estimate of avg@n."""
         return self.metrics[f"avg@{self.protocol.num_samples}"]
 
     def to_json(self) -> str:
-        """The result as a JSON document."""
+        """Return the result as a JSON document."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> EvaluationResult:
-        """A result from `to_json`; ValueError naming what is missing, unknown or of another format."""
+        """Invert `to_json`. Raises ValueError naming the missing or unknown fields, or another format."""
         document = json.loads(text)
         found = document.pop("format", None) if isinstance(document, dict) else None
         if found != FORMAT:
@@ -102,22 +102,22 @@ def _checked(kind: type, content: Any) -> dict[str, Any]:
 
 
 def _make(kind: type, content: Any) -> Any:
-    """The frozen dataclass `kind` from its JSON object: JSON has lists where it has tuples."""
+    """Build the frozen dataclass `kind` from its JSON object, which has lists for tuples."""
     values = _checked(kind, content)
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def differing_fields(a: EvaluationProtocol, b: EvaluationProtocol) -> dict[str, tuple[Any, Any]]:
-    """Field -> both values, for the fields that must agree between comparable results and do not."""
+    """Return field -> both values for the fields that must agree between comparable results and do not."""
     pairs = {field.name: (getattr(a, field.name), getattr(b, field.name)) for field in fields(EvaluationProtocol)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in FREE_FIELDS}
 
 
 def compare(a: EvaluationResult, b: EvaluationResult, *, seed: int = 0) -> dict[str, Estimate]:
-    """For every metric, b minus a with its interval, paired by problem.
+    """Return b minus a for every metric, with its interval, paired by problem.
 
-    ValueError naming the differing fields where the protocols are unlike (models, seeds and paths may differ), or where
-    the problems are not the same.
+    Raises ValueError naming the differing fields of unlike protocols (models, seeds and paths may differ), or if the
+    problems are not the same.
     """
     unlike = differing_fields(a.protocol, b.protocol)
     if unlike:

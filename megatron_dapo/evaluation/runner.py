@@ -1,4 +1,4 @@
-"""Runs an evaluation on any engine: sample n responses per problem, score them, estimate.
+"""Evaluation on any engine: sample n responses per problem, score them, estimate.
 
 The result depends on the protocol and the model alone. Every response has a seed of its own, derived from the
 protocol's seed, the problem and the sample number, so neither the order of the problems nor the engine's batching
@@ -14,15 +14,13 @@ from dataclasses import dataclass, replace
 from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.evaluation.estimators import ProblemRecord, estimate_metrics, response_rates
 from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
+from megatron_dapo.rewards.pool import Scorer
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, ScoredSample
-
-# (key, response text, gold answer, is truncated) of many responses -> key -> score
-Scorer = Callable[[Sequence[tuple[str, str, str, bool]]], Mapping[str, Score]]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt to evaluate, and how many rows of the file were it."""
+    """A prompt to evaluate, and the number of rows of the file that hold it."""
 
     prompt: Prompt
     num_rows: int
@@ -30,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """Handed to the progress callback after every poll that finished something."""
+    """Progress of an evaluation, reported after every poll that finished a response."""
 
     num_finished: int
     num_total: int
@@ -38,10 +36,10 @@ class EvaluationProgress:
 
 
 def unique_problems(prompts: Sequence[Prompt]) -> tuple[Problem, ...]:
-    """Prompts grouped by (what the model reads, answer), in the order of first appearance.
+    """Return the distinct (token ids, answer) pairs, in the order of first appearance.
 
-    Published evaluation files repeat each problem: AIME's holds 30 problems 32 times. ValueError where two different
-    problems have one prompt_id.
+    Published evaluation files repeat each problem: AIME's holds 30 problems 32 times. Raises ValueError if two
+    different problems have one prompt_id.
     """
     first: dict[tuple[tuple[int, ...], str], Prompt] = {}
     rows: dict[tuple[tuple[int, ...], str], int] = {}
@@ -60,25 +58,25 @@ def unique_problems(prompts: Sequence[Prompt]) -> tuple[Problem, ...]:
     return tuple(Problem(prompt, rows[key]) for key, prompt in first.items())
 
 
-def sample_seed(seed: int, prompt_id: str, sample: int) -> int:
-    """A 63-bit seed of one response, the same wherever and whenever it is drawn."""
+def evaluation_seed(seed: int, prompt_id: str, sample: int) -> int:
+    """Return the 63-bit seed of one response, the same on every machine."""
     digest = hashlib.sha256(f"{seed}/{prompt_id}/{sample}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def build_requests(problems: Sequence[Problem], protocol: EvaluationProtocol) -> dict[str, GenerationRequest]:
-    """request id -> request, all samples of the first problem first."""
+    """Return the requests by id, all samples of the first problem first."""
     requests = {}
     for number, problem in enumerate(problems):
         for sample in range(protocol.num_samples):
             name = request_name(number, sample)
-            seed = sample_seed(protocol.seed, problem.prompt.prompt_id, sample)
+            seed = evaluation_seed(protocol.seed, problem.prompt.prompt_id, sample)
             requests[name] = GenerationRequest(name, problem.prompt.token_ids, protocol.sampling, seed)
     return requests
 
 
 def request_name(problem_number: int, sample: int) -> str:
-    """Id of a response within one evaluation."""
+    """Return the id of a response within one evaluation."""
     return f"evaluation/{problem_number}/{sample}"
 
 
@@ -90,8 +88,8 @@ def generate(
 ) -> dict[str, Completion]:
     """Drive the engine until every request has its completion, at most `max_in_flight` of them submitted at a time.
 
-    RuntimeError where the engine returns something that was not asked for, stops short or aborts. Whatever is
-    unfinished when an error passes through is aborted, so that the engine can be used again.
+    Raises RuntimeError if the engine returns a response that was not requested, stops short or aborts. On any error the
+    unfinished requests are aborted, so that the engine can be used again.
     """
     if engine.num_unfinished:
         raise ValueError(
@@ -105,6 +103,7 @@ def generate(
             room = min(max_in_flight - engine.num_unfinished, len(waiting))
             if room > 0:
                 engine.submit([waiting.pop() for _ in range(room)])
+            # An engine that had nothing to do and returned nothing will never return the missing responses.
             stalled = engine.num_unfinished == 0
             finished = engine.poll()
             if stalled and not finished:
@@ -140,25 +139,21 @@ def evaluate(
     protocol: EvaluationProtocol,
     *,
     progress: Callable[[EvaluationProgress], None] = lambda report: None,
-    on_sample: Callable[[Prompt, ScoredSample], None] = lambda prompt, sample: None,
     max_in_flight: int = 1024,
 ) -> EvaluationResult:
     """Sample, score and estimate by `protocol`.
 
-    `scorer` gets every response at once (`VerifierPool.score_many` fits); `decode` turns response token ids into the
-    text it reads. A truncated response is never correct, whatever the scorer says. `on_sample` sees every response
-    afterwards, problem by problem, for a samples file. The result's `num_problems` is the number of distinct problems
-    in `prompts`.
+    `scorer` gets every response in one call; `decode` turns response token ids into the text it reads. A truncated
+    response is never correct, whatever the scorer returns. The result's `num_problems` is the number of distinct
+    problems in `prompts`.
     """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight {max_in_flight} must be at least 1")
     problems = unique_problems(prompts)
     requests = build_requests(problems, protocol)
     completions = generate(requests, engine, progress, max_in_flight)
-    samples = _score(problems, protocol.num_samples, completions, scorer, decode)
-    for problem, row in zip(problems, samples):
-        for sample in row:
-            on_sample(problem.prompt, sample)
+    texts = {name: decode(completion.token_ids) for name, completion in completions.items()}
+    samples = _score(problems, protocol.num_samples, completions, texts, scorer)
     records = tuple(_record(problem, row) for problem, row in zip(problems, samples))
     rates = {**response_rates(records), "duplicate_rate": _duplicate_rate(samples)}
     return EvaluationResult(
@@ -173,13 +168,12 @@ def _score(
     problems: Sequence[Problem],
     num_samples: int,
     completions: Mapping[str, Completion],
+    texts: Mapping[str, str],
     scorer: Scorer,
-    decode: Callable[[Sequence[int]], str],
 ) -> list[list[ScoredSample]]:
-    """Scored samples, a row per problem."""
-    texts = {name: decode(completion.token_ids) for name, completion in completions.items()}
+    """Return the scored samples, a row per problem."""
     names = [[request_name(number, sample) for sample in range(num_samples)] for number in range(len(problems))]
-    scores = scorer(
+    scores = scorer.score_many(
         [
             (name, texts[name], problem.prompt.answer, completions[name].is_truncated)
             for problem, row in zip(problems, names)
@@ -212,7 +206,7 @@ def _record(problem: Problem, row: Sequence[ScoredSample]) -> ProblemRecord:
 
 
 def _duplicate_rate(samples: Sequence[Sequence[ScoredSample]]) -> float:
-    """Share of responses equal to another one to the same problem. Near 1, the seeds do not reach the engine."""
+    """Return the share of responses equal to another one to the same problem. Near 1, the engine ignores the seeds."""
     total = sum(len(row) for row in samples)
     distinct = sum(len({sample.completion.token_ids for sample in row}) for row in samples)
     return (total - distinct) / total

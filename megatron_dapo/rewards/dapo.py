@@ -72,7 +72,7 @@ _REWRITES = (
 
 
 def normalize(answer: str) -> str:
-    """The canonical string of an answer, prediction or gold."""
+    """Return the canonical string of an answer, prediction or gold."""
     answer = answer.rpartition("=")[2]
     for before, after in _REPLACEMENTS:
         answer = answer.replace(before, after)
@@ -95,7 +95,7 @@ def score(response: str, answer: str) -> VerifierResult:
 
 
 def gold_problem(answer: str) -> str | None:
-    """Why no response could ever be right for this gold answer, or None."""
+    """Return the reason why no response could ever be right for this gold answer, or None."""
     if not normalize(answer):
         return "nothing is left of it after normalization"
     if score(f"Answer: {answer}", answer).outcome != "correct":

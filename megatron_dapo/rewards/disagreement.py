@@ -1,4 +1,4 @@
-"""A second verifier beside the one that rewards: every disagreement is recorded, no reward waits for it.
+"""A second verifier that records its disagreements with the one that rewards. No reward waits for it.
 
 Typical use: reward with `dapo`, which is strict about notation, and shadow with `lenient`: the records are right
 answers in a form the reward rejects (or wrong ones it accepts).
@@ -21,7 +21,7 @@ RESPONSE_TAIL_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One response on which two verifiers differ, with what a person needs to tell who is right."""
+    """One response on which two verifiers differ, with enough of it to see which one is right."""
 
     key: str
     response_tail: str
@@ -34,22 +34,24 @@ class Disagreement:
     shadow_extracted: str | None
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the disagreement as a JSON object."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class ShadowStatistics:
+    """Counts of responses since the pool was opened."""
+
     num_compared: int
     num_disagreements: int
     num_skipped: int  # the shadow was too far behind
 
 
 class ShadowedPool:
-    """Scores like `primary`; `shadow` scores the same responses in its own time.
+    """Scores like `primary`; `shadow` scores the same responses later and never delays a reward.
 
     Args:
-        on_disagreement: called with each `Disagreement`, from a thread of the pools, in the order of the call.
+        on_disagreement: called with each `Disagreement`, from a thread of the pools, in the order of the calls.
         max_waiting: responses the shadow may be behind before new ones are skipped (and counted).
 
     It owns both pools: closing it closes them.
@@ -71,33 +73,37 @@ class ShadowedPool:
         self._num_waiting = self._num_compared = self._num_disagreements = self._num_skipped = 0
 
     def score_many(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
-        """The primary's scores (see `VerifierPool.score_many`)."""
+        """Return the primary's scores, see `VerifierPool.score_many`."""
         return self.submit(items).result()
 
     async def score_many_async(self, items: Iterable[ScoreItem]) -> dict[Hashable, Score]:
+        """Return the primary's scores without blocking the event loop."""
         return await asyncio.wrap_future(self.submit(items))
 
     def submit(self, items: Iterable[ScoreItem]) -> Future[dict[Hashable, Score]]:
+        """Start scoring and return the future of the primary's scores."""
         items = list(items)
         scores = self.primary.submit(items)
         if self._reserve(len(items)):
             shadow_scores = self.shadow.submit(items)
-            # Compare once both are there, whoever is first.
+            # The two pools finish in any order: compare when the second is done.
             scores.add_done_callback(
                 lambda _: shadow_scores.add_done_callback(lambda _: self._compare(items, scores, shadow_scores))
             )
         return scores
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until every response so far was compared; False if `timeout_s` passed first."""
+        """Wait until every response so far was compared; return False if `timeout_s` passed first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._num_waiting == 0, timeout_s)
 
     def statistics(self) -> ShadowStatistics:
+        """Return the counts so far."""
         with self._changed:
             return ShadowStatistics(self._num_compared, self._num_disagreements, self._num_skipped)
 
     def close(self) -> None:
+        """Close both pools."""
         self.primary.close()
         self.shadow.close()
 

@@ -1,8 +1,8 @@
-"""The thread that owns the verifier processes: it hands out answers, keeps deadlines, and replaces the dead.
+"""The thread that owns the verifier processes: it hands out answers, enforces deadlines, and replaces dead processes.
 
-Each answer has a deadline that starts when its process turns to it, not while it is queued, and a process that misses
-it is killed by the kernel and replaced. The dispatcher never lets its own lateness count against an answer: the clock
-of an answer starts when the dispatcher has read its predecessor's reply, and before it kills, it reads once more.
+The deadline of an answer starts when its process begins it, not while it is queued. A process that misses it is killed
+by the kernel and replaced. The dispatcher never lets its own lateness count against an answer: the clock of an answer
+starts when the dispatcher has read its predecessor's reply, and before it kills, it reads once more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,8 +29,31 @@ MAX_FAILED_STARTS = 3
 STALLED_SECONDS = 0.1  # answers waiting behind one that takes longer are given to other processes
 
 
+class Inbox:
+    """Calls from any thread on their way to the dispatcher. Closed, it takes no more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: list[Job] = []
+        self._is_closed = False
+
+    def put(self, job: Job) -> None:
+        """Add a call. Raises RuntimeError if the pool is closed."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("this verifier pool is closed")
+            self._jobs.append(job)
+
+    def take(self, close: bool = False) -> list[Job]:
+        """Remove and return the calls; with `close` the last ones, so that no call waits for a thread that ended."""
+        with self._lock:
+            self._is_closed = self._is_closed or close
+            jobs, self._jobs = self._jobs, []
+        return jobs
+
+
 class Dispatcher:
-    """Owns the workers, in one thread of its own: nothing here is touched by callers but `wake` and `stop`."""
+    """Owns the workers in a thread of its own. Other threads call `submit` and `stop` only."""
 
     def __init__(
         self,
@@ -38,8 +61,6 @@ class Dispatcher:
         environment: Mapping[str, str],
         num_workers: int,
         startup_timeout_s: float,
-        take_jobs: Callable[[], list[Job]],
-        close_inbox: Callable[[], list[Job]],
     ) -> None:
         self.started: Future[str] = Future()  # the verifier's version, once the first worker is ready
         self.counts: Counter[str] = Counter()
@@ -48,10 +69,9 @@ class Dispatcher:
         self._timeout_s = settings["timeout_s"]
         self._startup_timeout_s = startup_timeout_s
         self._num_workers = num_workers
-        self._take_jobs = take_jobs
-        self._close_inbox = close_inbox
+        self._inbox = Inbox()
         self._jobs: deque[Job] = deque()  # calls with answers still to be sent, in turn
-        self._unfinished: dict[int, Job] = {}  # every call somebody waits for, by id()
+        self._unfinished: dict[int, Job] = {}  # every call with a waiting caller, by id()
         self._workers: list[VerifierProcess] = []
         self._dead: list[subprocess.Popen[bytes]] = []
         self._num_failed_starts = 0
@@ -65,16 +85,22 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self._thread.start()
 
-    def wake(self) -> None:
+    def submit(self, job: Job) -> None:
+        """Queue a call. Raises RuntimeError if the pool is closed."""
+        self._inbox.put(job)
+        self._wake()
+
+    def _wake(self) -> None:
         try:
             self._wake_write.send(b"w")
-        except OSError:  # full of earlier wakes, or closed: in both cases there is nobody to wake
+        except OSError:  # the pipe is full of earlier wakes, or closed: either way the thread needs no other
             pass
 
     def stop(self) -> None:
+        """End the thread and its processes; waiting calls fail."""
         if self._thread.is_alive():
             self._stopping = True
-            self.wake()
+            self._wake()
             self._thread.join()
 
     # ---- the loop
@@ -114,7 +140,7 @@ class Dispatcher:
             self._remove(worker)
         for process in self._dead:
             process.wait()
-        self._unfinished.update((id(job), job) for job in self._close_inbox())
+        self._unfinished.update((id(job), job) for job in self._inbox.take(close=True))
         self._fail_everything(failure)
         if not self.started.done():
             self.started.set_exception(failure)
@@ -123,7 +149,7 @@ class Dispatcher:
         self._wake_write.close()
 
     def _accept_jobs(self) -> None:
-        for job in self._take_jobs():
+        for job in self._inbox.take():
             self._unfinished[id(job)] = job
             self._jobs.append(job)
         if self._broken is not None:
@@ -149,7 +175,7 @@ class Dispatcher:
         self._write(worker)
 
     def _remove(self, worker: VerifierProcess) -> None:
-        """Kill a worker and its children; what it had not begun goes back to the front of its queue."""
+        """Kill a worker and its children; its unscored answers return to the front of their calls."""
         self._workers.remove(worker)
         self._stop_writing(worker)
         self._selector.unregister(worker.stdout)
@@ -158,7 +184,7 @@ class Dispatcher:
         self._give_back(worker)
 
     def _give_back(self, worker: VerifierProcess) -> None:
-        """Make unfinished answers of a worker pending again, before those of its call that were never sent."""
+        """Make the unscored answers of a worker pending again, ahead of those of the same call that were never sent."""
         for task in reversed(worker.queue):
             if not task.is_done and task.holder is worker:
                 task.holder = None
@@ -182,16 +208,16 @@ class Dispatcher:
     # ---- messages
 
     def _dispatch(self) -> None:
-        """Send pending answers, one call after the other, to whoever has room."""
-        hungry = [worker for worker in self._workers if worker.capacity > 0]
-        while hungry and self._jobs:
-            worker = min(hungry, key=lambda candidate: len(candidate.queue))
+        """Send pending answers, one call after the other, to workers with room."""
+        free = [worker for worker in self._workers if worker.capacity > 0]
+        while free and self._jobs:
+            worker = min(free, key=lambda candidate: len(candidate.queue))
             task = self._next_task()
             if task is None:
                 break
             worker.send(task)
             if worker.capacity <= 0:
-                hungry.remove(worker)
+                free.remove(worker)
         for worker in list(self._workers):
             if worker.unsent:
                 self._write(worker)
@@ -222,7 +248,7 @@ class Dispatcher:
             self._selector.unregister(worker.stdin)
 
     def _serve(self, worker: VerifierProcess) -> None:
-        """Write what waits to be written, read what there is, and answer for a worker that has gone."""
+        """Write and read as far as the pipes allow; fail the current answer of a worker that is gone."""
         if worker.unsent:
             self._write(worker)
         lines, is_useless = worker.read()
@@ -239,8 +265,8 @@ class Dispatcher:
                 self._handle_hello(worker, message)
                 return
             reply = checked_reply(message, worker.queue[0].task_id if worker.queue else None)
-        except ValueError as error:  # a user's function got hold of the pipe: nothing this worker says counts any more
-            self._worker_is_gone(worker, f"the verifier process spoke out of turn: {error}")
+        except ValueError as error:  # a user's function wrote into the pipe: this worker's replies cannot be trusted
+            self._worker_is_gone(worker, f"the verifier process sent an unexpected message: {error}")
             return
         self._handle_reply(worker, reply)
 
@@ -275,7 +301,7 @@ class Dispatcher:
     # ---- deadlines and deaths
 
     def _seconds_to_next_deadline(self) -> float | None:
-        """None: sleep until something happens. Dead processes not yet reaped are looked at every 50 ms."""
+        """Return the time to sleep; None: until something happens. Dead processes are polled every 50 ms until reaped."""
         now = time.monotonic()
         waits = [self._deadline(worker) - now for worker in self._workers if worker.queue or not worker.is_ready]
         waits += [worker.since + STALLED_SECONDS - now for worker in self._stalling()]
@@ -286,7 +312,7 @@ class Dispatcher:
         return worker.since + (self._timeout_s if worker.is_ready else self._startup_timeout_s)
 
     def _stalling(self) -> list[VerifierProcess]:
-        """Workers on whose first answer others, not yet handed on, are waiting."""
+        """Return the workers with answers queued behind the current one that could move to other workers."""
         return [
             worker
             for worker in self._workers
@@ -305,7 +331,7 @@ class Dispatcher:
                 worker.queue.appendleft(first)
 
     def _last_chance(self, worker: VerifierProcess) -> None:
-        """This thread may have been late itself: what the worker has already said counts."""
+        # This thread may have been late itself: a reply already in the pipe counts.
         self._serve(worker)
         if worker not in self._workers or time.monotonic() < self._deadline(worker):
             return
@@ -318,14 +344,14 @@ class Dispatcher:
             self._finish(task, failure("timeout", f"no score in {self._timeout_s:g} s"))
 
     def _worker_is_gone(self, worker: VerifierProcess, reason: str | None = None) -> None:
-        """A process ended by itself: the answer it was working on is to blame, the others are sent again."""
+        """Replace a process that ended by itself: its current answer is an error, the others are sent again."""
         if not worker.is_ready:
             self._worker_failed_to_start(worker, reason or "the verifier process ended before it was ready")
             return
         self.counts["crashed"] += 1
         exit_code = worker.exit_code()  # before `_remove`, which kills it
         if reason is None and exit_code == -signal.SIGKILL and worker.queue and not worker.queue[0].was_retried:
-            # Not killed by the pool: usually by the kernel for want of memory, so at first the answer is not to blame.
+            # Killed from outside, usually by the kernel for want of memory: retry once before the answer is an error.
             worker.queue[0].was_retried = True
             self._remove(worker)
             return
@@ -333,6 +359,6 @@ class Dispatcher:
         self._remove(worker)
         if task is None:
             return
-        # The worker's own alarm goes off only if this thread slept through the deadline.
+        # The worker's own alarm fires only if this thread slept through the deadline.
         outcome = "timeout" if exit_code == -signal.SIGALRM else "error"
         self._finish(task, failure(outcome, reason or f"the verifier process ended with exit status {exit_code}"))

@@ -19,8 +19,8 @@ anywhere.
 
 Of 275 cases (gold, prediction, expected) in math-verify 0.9.0's own tests, 251 agree. The other 24 are choices:
 
-- 5 texts have no marker (prose that mentions a number; a product of matrices): nothing announces an answer. A number
-  elsewhere in the text is usually an intermediate result, so taking it would reward guesses.
+- 5 texts have no marker (prose that mentions a number; a product of matrices): nothing announces an answer. Another number
+  in the text is usually an intermediate result, so taking it would reward guesses.
 - 5 texts hold several candidates, one with a currency or a unit and none marked: the same reason.
 - 3 have a decimal comma (`1,22`): here a comma separates two answers. `1{,}22` is read as 1.22.
 - 1 announces no value ("Answer: Jane started growing Sphere 3 hours ago"): `is`, `are`, `equals` or a colon has to.
@@ -87,7 +87,7 @@ def score(response: str, answer: str) -> VerifierResult:
 
 
 def gold_problem(answer: str) -> str | None:
-    """Why this gold answer cannot be compared with anything, or None."""
+    """Return the reason why this gold answer cannot be compared, or None."""
     parts = _split(_clean(answer))
     if not parts:
         return "it is empty"
@@ -350,7 +350,7 @@ def _is_words(part: str) -> bool:
 
 
 def answers_equal(*, gold: str, pred: str) -> bool:
-    """Whether `pred` gives every answer `gold` requires, and no other."""
+    """Return True if `pred` gives every answer that `gold` requires, and no other."""
     if max(len(gold), len(pred)) > MAX_ANSWER_CHARACTERS:
         return False
     gold, pred = _clean(gold), _clean(pred)
@@ -490,7 +490,7 @@ def _has_percent(value: Any) -> bool:
 
 
 def _has_decimal(value: Any) -> bool:
-    """Whether a decimal was written: math-verify reads 0.5 as 1/2, so its precision is judged as an exact number's."""
+    # math-verify reads short decimals such as 0.5 as exact fractions: only longer ones are Floats here.
     return bool(value.has(Float))
 
 

@@ -7,9 +7,10 @@
         Future of {key: Score}
 
 Verifiers run model output through parsers and computer algebra: some inputs never return, exhaust memory or end the
-process. Each answer therefore has a deadline that starts when its worker turns to it, not while it is queued, and a
+process. Each answer therefore has a deadline that starts when its worker begins it, not while it is queued, and a
 worker that misses it is killed by the kernel and replaced. `timeout` and `error` are outcomes of their own: neither is
-`wrong`. Workers see a short allow-list of environment variables, so no secrets.
+`wrong`. An answer whose worker was killed from outside (the kernel's out-of-memory killer) is scored again, once.
+Workers see a short allow-list of environment variables, so no secrets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_dapo.rewards.dispatcher import Dispatcher
 from megatron_dapo.rewards.verifier import tail_characters
@@ -37,9 +38,16 @@ ScoreItem = tuple[Hashable, str, str, bool]  # (key, response text, gold answer,
 DEFAULT_MEMORY_LIMIT_MB = 1024
 
 
+class Scorer(Protocol):
+    """Anything that scores responses, usually a pool of verifier processes."""
+
+    def score_many(self, items: Iterable[ScoreItem]) -> Mapping[Hashable, Score]:
+        """Return the scores by key. Blocks until all are there."""
+
+
 @dataclass(frozen=True)
 class RewardMap:
-    """The reward of a right and of any other response: +1 / -1 as published, or 1 / 0."""
+    """Rewards of a right and of any other response: +1 / -1 as published, or 1 / 0."""
 
     correct: float = 1.0
     incorrect: float = -1.0
@@ -47,7 +55,7 @@ class RewardMap:
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """Counts since the pool was opened. `num_killed` counts deadlines, `num_crashed` exits nobody asked for."""
+    """Counts since the pool was opened. `num_killed` counts missed deadlines, `num_crashed` unexpected exits."""
 
     outcomes: Mapping[str, int]
     num_killed: int
@@ -87,17 +95,13 @@ class VerifierPool:
         self.rewards = RewardMap(reward_correct, reward_incorrect)
         self._tail = tail_characters(verifier)
         self._task_ids = itertools.count()
-        self._lock = threading.Lock()  # guards _inbox, _is_closed and _outcomes, the state callers share
-        self._inbox: list[Job] = []
-        self._is_closed = False
+        self._lock = threading.Lock()  # guards _outcomes, which callers share
         self._outcomes: Counter[str] = Counter()
         self._dispatcher = Dispatcher(
             settings={"verifier": verifier, "memory_limit_mb": memory_limit_mb, "timeout_s": timeout_s},
             environment=worker_environment(os.environ),
             num_workers=num_workers,
             startup_timeout_s=startup_timeout_s,
-            take_jobs=self._take_jobs,
-            close_inbox=self._close_inbox,
         )
         try:
             self.version: str = self._dispatcher.started.result()
@@ -127,15 +131,18 @@ class VerifierPool:
             for key, response, answer, is_truncated in items
             if not is_truncated
         ]
-        return self._enqueue(tasks, self._score_of_reply, {**order, **truncated}, self._count)
+        scores = self._enqueue(tasks, self._score_of_reply, {**order, **truncated})
+        scores.add_done_callback(self._count)
+        return scores
 
     def validate_answers(self, answers: Iterable[str]) -> dict[str, str]:
-        """The gold answers no response could match, each with the reason."""
+        """Return the gold answers that no response could match, each with the reason."""
         tasks = [self._task(answer, "validate", "", answer) for answer in dict.fromkeys(answers)]
-        problems = self._enqueue(tasks, _problem_of_reply, {}, lambda results: None).result()
+        problems = self._enqueue(tasks, _problem_of_reply, {}).result()
         return {answer: problem for answer, problem in problems.items() if problem is not None}
 
     def statistics(self) -> PoolStatistics:
+        """Return the counts so far."""
         with self._lock:
             outcomes = dict(self._outcomes)
         counts = self._dispatcher.counts
@@ -167,41 +174,24 @@ class VerifierPool:
         tasks: Sequence[Task],
         convert: Callable[[Mapping[str, Any]], Any],
         results: dict[Hashable, Any],
-        on_done: Callable[[dict[Hashable, Any]], None],
     ) -> Future[dict[Hashable, Any]]:
         job = Job(deque(tasks), convert, results, num_open=len(tasks))
         job.future.set_running_or_notify_cancel()
-        job.future.add_done_callback(lambda done: None if done.exception() else on_done(done.result()))
         for task in tasks:
             task.job = job
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("this verifier pool is closed")
-            if tasks:
-                self._inbox.append(job)
         if tasks:
-            self._dispatcher.wake()
+            self._dispatcher.submit(job)
         else:
             job.future.set_result(results)
         return job.future
 
-    def _take_jobs(self) -> list[Job]:
-        with self._lock:
-            jobs, self._inbox = self._inbox, []
-        return jobs
-
-    def _close_inbox(self) -> list[Job]:
-        """The dispatcher's last act: nothing may be queued that nobody will take."""
-        with self._lock:
-            self._is_closed = True
-        return self._take_jobs()
-
-    def _count(self, scores: Mapping[Hashable, Score]) -> None:
-        with self._lock:
-            self._outcomes.update(score.outcome for score in scores.values())
+    def _count(self, scores: Future[dict[Hashable, Score]]) -> None:
+        if scores.exception() is None:
+            with self._lock:
+                self._outcomes.update(score.outcome for score in scores.result().values())
 
     def _truncated(self) -> Score:
-        """A response cut off by its length is never right, whatever intermediate answer it may contain."""
+        # A response cut off by its length is never right, even if it contains the answer.
         return Score(accuracy=0.0, reward=self.rewards.incorrect, outcome="truncated")
 
     def _score_of_reply(self, reply: Mapping[str, Any]) -> Score:

@@ -1,4 +1,4 @@
-"""What a verifier process says about one response, in plain data: no torch, so that a worker starts in milliseconds."""
+"""Result of a verifier on one response, in plain data: no torch, so that a worker starts in milliseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VERIFIER_OUTCOMES = ("correct", "wrong", "unparsable", "error")
 
 @dataclass(frozen=True)
 class VerifierResult:
-    """A verifier's word on one response. Only the outcome `correct` has accuracy 1."""
+    """Outcome of one response. Only `correct` has accuracy 1."""
 
     outcome: str  # one of VERIFIER_OUTCOMES
     extracted: str | None = None  # the answer found in the response
@@ -20,4 +20,6 @@ class VerifierResult:
 
     def __post_init__(self) -> None:
         if self.outcome not in VERIFIER_OUTCOMES:
-            raise ValueError(f"unknown outcome {self.outcome!r}: a verifier says one of {', '.join(VERIFIER_OUTCOMES)}")
+            raise ValueError(
+                f"unknown outcome {self.outcome!r}: a verifier returns one of {', '.join(VERIFIER_OUTCOMES)}"
+            )

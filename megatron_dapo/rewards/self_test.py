@@ -1,8 +1,8 @@
-"""Start-up contract between prompts and verifier: what the prompt asks for is what the verifier can read.
+"""Start-up test that the verifier can read the answer format the prompts ask for.
 
-A prompt that asks for `\\boxed{}` with a verifier that reads `Answer:` lines scores every right answer as wrong, and
-the run goes on without an error. So before the first step, responses in the instructed format are made up for rendered
-prompts of the data set (chat template included: its system prompt may ask for another format) and scored:
+A prompt that asks for `\\boxed{}` with a verifier that reads `Answer:` lines scores every right answer as wrong, without
+an error. So before the first step, synthetic responses in the instructed format are scored for rendered prompts of the
+data set (chat template included: its system prompt may ask for another format):
 
     the gold answer        must be correct
     the same, truncated    must not be
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dapo.rewards.pool import ScoreItem
+from megatron_dapo.rewards.pool import ScoreItem, Scorer
 from megatron_dapo.types import Score
 
 FORMATS: Mapping[str, str] = {
@@ -36,7 +36,7 @@ MAX_EXAMPLES = 3
 
 @dataclass(frozen=True)
 class SelfTestReport:
-    """What was tested: the formats the prompts ask for and how many of them."""
+    """Scope of a passed test: the formats the prompts ask for, and the number of prompts and responses."""
 
     formats: tuple[str, ...]
     num_prompts: int
@@ -45,20 +45,20 @@ class SelfTestReport:
 
 def check_contract(
     prompts: Sequence[tuple[str, str]],
-    score_many: Callable[[Sequence[ScoreItem]], Mapping[Hashable, Score]],
+    scorer: Scorer,
     verifier: str,
     answer_format: str = "auto",
     max_prompts: int = 64,
 ) -> SelfTestReport:
-    """Refuse to start when prompts and verifier disagree.
+    """Raise ValueError when prompts and verifier disagree.
 
     Args:
         prompts: (rendered prompt text, gold answer), as the engine will see them.
-        score_many: of the pool that will score the run.
+        scorer: the pool that will score the run.
         verifier: its name, for the message.
         answer_format: "auto" reads it from the prompts; a key of FORMATS; or a template of your own with `{answer}`.
 
-    Raises ValueError with the formats found, counts, and examples with what the verifier extracted.
+    The error names the formats found, counts, and examples with the answer that the verifier extracted.
     """
     if not prompts:
         raise ValueError("self-test: there are no prompts")
@@ -67,7 +67,7 @@ def check_contract(
     failures: list[str] = []
     for name, template in templates.items():
         items = _synthetic_items([answer for _, answer in sample], template)
-        scores = score_many(items)
+        scores = scorer.score_many(items)
         failures += [_describe(name, failed) for failed in _failures(items, scores)]
     if failures:
         raise ValueError(_refusal(failures, verifier, tuple(templates), len(sample)))
@@ -75,7 +75,7 @@ def check_contract(
 
 
 def instructed_formats(texts: Sequence[str], answer_format: str = "auto") -> dict[str, str]:
-    """Name -> template of every answer format that at least half of the rendered prompts ask for."""
+    """Return name -> template of every answer format that at least half of the rendered prompts ask for."""
     if answer_format in FORMATS:
         return {answer_format: FORMATS[answer_format]}
     if answer_format != "auto":
@@ -113,6 +113,7 @@ def _checked_template(template: str) -> str:
 def _synthetic_items(answers: Sequence[str], template: str) -> list[ScoreItem]:
     items: list[ScoreItem] = []
     for index, answer in enumerate(answers):
+        # The synthetic wrong answer must not be the gold one by chance.
         wrong = WRONG_ANSWERS[answer == WRONG_ANSWERS[0]]
         right = f"Step by step.\n\n{template.format(answer=answer)}"
         items += [
@@ -141,7 +142,7 @@ def _refusal(failures: Sequence[str], verifier: str, formats: Sequence[str], num
     examples = "\n  ".join(failures[:MAX_EXAMPLES])
     return (
         f"self-test: verifier {verifier!r} disagrees with the format the prompts ask for ({', '.join(formats)}): "
-        f"{len(failures)} of {4 * num_prompts * len(formats)} made-up responses to {num_prompts} prompts scored "
+        f"{len(failures)} of {4 * num_prompts * len(formats)} synthetic responses to {num_prompts} prompts scored "
         f"wrongly, such as\n  {examples}\n"
         "Fix: change the instruction in the prompts (or the chat template's system prompt), or the verifier: "
         "`dapo` reads 'Answer: ...', `lenient` also \\boxed{...}."

@@ -29,7 +29,7 @@ MAX_DETAIL_CHARACTERS = 65536
 
 @dataclass(frozen=True)
 class Verifier:
-    """A loaded verifier. `version` belongs into every result file: scores of two versions are not comparable."""
+    """A loaded verifier. `version` is stored with every result: scores of two versions are not comparable."""
 
     name: str
     version: str
@@ -39,7 +39,7 @@ class Verifier:
 
 @dataclass(frozen=True)
 class Preset:
-    """Where a preset lives and how much of a response it looks at (None: all of it)."""
+    """Module of a preset, and the number of trailing characters of a response that it reads (None: all)."""
 
     module: str
     tail_characters: int | None
@@ -52,12 +52,12 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def tail_characters(name: str) -> int | None:
-    """How many trailing characters of a response verifier `name` looks at, without loading it. None: all."""
+    """Return the number of trailing characters of a response that verifier `name` reads (None: all), without loading it."""
     return PRESETS[name].tail_characters if name in PRESETS else None
 
 
 def load_verifier(name: str) -> Verifier:
-    """The verifier called `name`. ValueError when there is none, or a user's function cannot be imported."""
+    """Return the verifier called `name`. Raises ValueError for an unknown name or a function that cannot be imported."""
     if name in PRESETS:
         return _load_preset(name)
     if ":" in name:
@@ -110,14 +110,13 @@ def result_of(result: Any) -> VerifierResult:
     """Convert a user's return value. Raises ValueError for any other type or value."""
     if is_dataclass(result) and not isinstance(result, type):
         result = asdict(result)
-    for kind, convert in _CONVERTERS:
-        if isinstance(result, kind):
-            return convert(result)
+    if isinstance(result, bool):  # before numbers: True is an int
+        return VerifierResult("correct" if result else "wrong")
+    if isinstance(result, (int, float)):
+        return _result_of_number(result)
+    if isinstance(result, Mapping):
+        return _result_of_mapping(result)
     raise ValueError(f"a reward function returns bool, float, dict or Score, not {type(result).__name__}")
-
-
-def _result_of_bool(result: bool) -> VerifierResult:
-    return VerifierResult("correct" if result else "wrong")
 
 
 def _result_of_number(result: float) -> VerifierResult:
@@ -163,11 +162,3 @@ def _json_detail(detail: Any) -> Mapping[str, Any]:
     if size > MAX_DETAIL_CHARACTERS:
         raise ValueError(f"detail has {size} characters of JSON, at most {MAX_DETAIL_CHARACTERS} are kept")
     return dict(detail)
-
-
-# bool before numbers: True is an int.
-_CONVERTERS: tuple[tuple[Any, Callable[[Any], VerifierResult]], ...] = (
-    (bool, _result_of_bool),
-    ((int, float), _result_of_number),
-    (Mapping, _result_of_mapping),
-)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ENVIRONMENT_ALLOW_LIST = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
-MAX_REPLY_BYTES = 2**20  # a longer line is no reply of ours
+MAX_REPLY_BYTES = 2**20  # a longer line was not written by our worker
 MAX_QUEUED = 64  # answers sent ahead to one process
 QUEUE_SECONDS = 0.005  # how much work is sent ahead, in seconds of its recent speed
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker: a short allow-list, this process's import path, and one thread."""
+    """Return the environment of a worker: a short allow-list, this process's import path, and one thread."""
     allowed = {name: environ[name] for name in ENVIRONMENT_ALLOW_LIST if name in environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     import_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
@@ -30,7 +30,7 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class Job:
-    """One call: its answers still to be sent, the replies so far, and the future its caller waits on."""
+    """One call of the pool: its answers still to be sent, the results so far, and the caller's future."""
 
     pending: deque[Task]
     convert: Callable[[Mapping[str, Any]], Any]
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(eq=False)
 class Task:
-    """One answer."""
+    """One answer to be scored."""
 
     task_id: int
     key: Hashable
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(eq=False)
 class VerifierProcess:
-    """Started with `start`; whoever owns it reads and writes when its pipes are ready."""
+    """A verifier process. Its owner reads and writes when the pipes are ready."""
 
     process: subprocess.Popen[bytes]
     queue: deque[Task] = field(default_factory=deque)  # sent and unanswered; the first one is being worked on
@@ -67,7 +67,7 @@ class VerifierProcess:
 
     @property
     def capacity(self) -> int:
-        """How many more answers to send: a few milliseconds of work, so that a slow one delays few others."""
+        """Number of answers to send ahead: a few milliseconds of work, so that a slow answer delays few others."""
         if not self.is_ready or self.is_leaving:
             return 0
         ahead = int(QUEUE_SECONDS / self.seconds_per_answer) if self.seconds_per_answer else MAX_QUEUED
@@ -75,7 +75,7 @@ class VerifierProcess:
 
     @classmethod
     def start(cls, hello: bytes, environment: Mapping[str, str]) -> VerifierProcess:
-        """A process that will read `hello` first."""
+        """Start a process that reads `hello` first."""
         process = subprocess.Popen(
             [sys.executable, "-m", "megatron_dapo.rewards.worker"],
             stdin=subprocess.PIPE,
@@ -104,7 +104,7 @@ class VerifierProcess:
         return self.process.stdout.fileno()
 
     def send(self, task: Task) -> None:
-        """Queue an answer to be written."""
+        """Queue an answer for writing."""
         if not self.queue:
             self.since = time.monotonic()
         task.holder = self
@@ -112,17 +112,17 @@ class VerifierProcess:
         self.unsent += task.message
 
     def write(self) -> None:
-        """Write what fits of what is unsent."""
+        """Write as much of the unsent bytes as the pipe takes."""
         try:
             written = os.write(self.stdin, self.unsent)
             del self.unsent[:written]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # it is gone; reading from it will say so
+        except BrokenPipeError:  # the process is gone; `read` reports it
             self.unsent.clear()
 
     def read(self) -> tuple[list[bytes], bool]:
-        """(whole lines that have come, whether it is of no more use: gone, or in the middle of too long a line)."""
+        """Return the whole lines received, and True if the process is gone or writes too long a line."""
         is_gone = self._read_all()
         lines = self.unread.split(b"\n")
         self.unread = lines.pop()
@@ -139,7 +139,7 @@ class VerifierProcess:
             return False
 
     def answered(self) -> Task:
-        """It has answered the first in its queue and turns to the next."""
+        """Remove and return the first answer of the queue, which has been scored, and update the speed."""
         now = time.monotonic()
         seconds = now - self.since
         # Falls at once after a fast answer, rises slowly: replies that arrive together look instantaneous.
@@ -148,7 +148,7 @@ class VerifierProcess:
         return self.queue.popleft()
 
     def kill(self) -> None:
-        """End it and its children."""
+        """Kill the process and its children."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -158,7 +158,7 @@ class VerifierProcess:
         self.process.stdout.close()
 
     def exit_code(self) -> int | None:
-        """None where it has not ended within a moment."""
+        """Return the exit status, negative for a signal; None if the process does not end within 0.2 s."""
         try:
             return self.process.wait(0.2)
         except subprocess.TimeoutExpired:
@@ -166,12 +166,12 @@ class VerifierProcess:
 
 
 def failure(outcome: str, message: str) -> dict[str, Any]:
-    """The reply for a process that gave none."""
+    """Return the reply for a process that sent none."""
     return {"outcome": outcome, "extracted": None, "reward": None, "detail": {"error": message}}
 
 
 def checked_reply(message: Any, expected_id: int | None) -> Mapping[str, Any]:
-    """A reply whose fields have the promised types and which answers the task at hand. ValueError otherwise."""
+    """Return `message` if it is a well-formed reply to task `expected_id`. Raises ValueError otherwise."""
     if not isinstance(message, dict) or message.get("id") != expected_id or expected_id is None:
         raise ValueError(f"no reply to task {expected_id}")
     checks = (

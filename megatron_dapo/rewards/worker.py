@@ -5,7 +5,7 @@
     parent -> worker   {"id": n, "operation": "score" | "validate", "response": ..., "answer": ...}
     worker -> parent   {"id": n, "outcome": ..., "extracted": ..., "reward": ..., "detail": ..., "leaving": bool}
 
-Nothing is pickled. The process limits its own memory before it loads the verifier, keeps the pipes away from a user's
+Messages are JSON, never pickles. The process limits its own memory before it loads the verifier, keeps the pipes away from a user's
 `print` and `input`, and carries an alarm of its own that the kernel enforces even if the parent is gone.
 """
 
@@ -15,7 +15,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from megatron_dapo.rewards.result import VerifierResult
@@ -25,11 +25,12 @@ MAX_MESSAGE_CHARACTERS = 500
 
 
 def main() -> None:
+    """Serve tasks until the parent closes the pipe."""
     requests, replies = _claim_pipes()
     process_id = os.getpid()
     settings = json.loads(requests.readline())
     _limit_memory(settings["memory_limit_mb"])
-    # Later than the parent's own deadline: it matters only when nobody is left to kill this process.
+    # Later than the parent's own deadline: it matters only if the parent has died.
     last_resort_s = 2 * settings["timeout_s"] + 5
     try:
         verifier = load_verifier(settings["verifier"])
@@ -50,10 +51,10 @@ def main() -> None:
 
 
 def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
-    """The reply to one task. An exception is the outcome `error`; one for want of memory also ends this process."""
+    """Return the reply to one task. An exception gives the outcome `error`; a MemoryError also ends this process."""
     leaving = False
     try:
-        result = _OPERATIONS[task["operation"]](verifier, task)
+        result = _validate(verifier, task) if task["operation"] == "validate" else _score(verifier, task)
     except BaseException as error:
         leaving = isinstance(error, MemoryError)
         result = VerifierResult("error", detail={"error": _describe(error)})
@@ -76,14 +77,8 @@ def _validate(verifier: Verifier, task: Mapping[str, Any]) -> VerifierResult:
     return VerifierResult("correct") if problem is None else VerifierResult("wrong", detail={"problem": problem})
 
 
-_OPERATIONS: Mapping[str, Callable[[Verifier, Mapping[str, Any]], VerifierResult]] = {
-    "score": _score,
-    "validate": _validate,
-}
-
-
 def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the protocol off file descriptors 0 and 1, which then lead to /dev/null."""
+    """Move the protocol off file descriptors 0 and 1, and point those to /dev/null."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)

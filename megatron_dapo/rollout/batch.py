@@ -1,4 +1,4 @@
-"""What a collection gives: the batch for one train step, and what is told of it on the way."""
+"""One collection's result: the batch for one train step, and the progress reported on the way."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from megatron_dapo.rollout.group_json import group_from_json, group_to_json
+from megatron_dapo.rollout.serialization import group_from_json, group_to_json
 from megatron_dapo.rollout.statistics import CollectStatistics, statistics_from_json
 from megatron_dapo.types import Group
 
@@ -19,17 +19,17 @@ class RolloutBatch:
 
     groups: tuple[Group, ...]
     statistics: CollectStatistics
-    exhausted: Exhaustion = ""  # why there are fewer groups than asked for
+    exhausted: Exhaustion = ""  # why there are fewer groups than requested
     should_stop: bool = False  # nothing more to train on: save a checkpoint and end
     training_version: int = 0  # the policy version these groups train; no token is further behind it than allowed
 
 
 @dataclass(frozen=True)
 class CollectProgress:
-    """Handed to the progress callback after every poll."""
+    """Progress of a collection, reported after every poll."""
 
     num_accepted: int  # groups ready for the batch, carried-over ones included
-    num_groups: int  # groups asked for
+    num_groups: int  # groups requested
     num_in_flight: int
     num_filtered: int
     num_responses: int  # finished since the collection began
@@ -37,13 +37,14 @@ class CollectProgress:
 
 
 class CollectionExhausted(RuntimeError):
-    """on_exhausted = "error": the batch could not be filled. Nothing is lost: what there is stays for the next call or
-    in a checkpoint.
+    """The batch could not be filled and rollout.on_exhausted is "error".
+
+    Nothing is lost: the next call or a checkpoint has every group there is.
     """
 
 
 def batch_to_json(batch: RolloutBatch) -> dict[str, Any]:
-    """`batch` as JSON-serializable dictionaries and lists."""
+    """Return `batch` as JSON-serializable dictionaries and lists."""
     return {
         "groups": [group_to_json(group) for group in batch.groups],
         "statistics": asdict(batch.statistics),
@@ -53,7 +54,7 @@ def batch_to_json(batch: RolloutBatch) -> dict[str, Any]:
 
 
 def batch_from_json(value: Mapping[str, Any]) -> RolloutBatch:
-    """The batch `batch_to_json` was given."""
+    """Invert `batch_to_json`."""
     groups = tuple(group_from_json(group) for group in value["groups"])
     statistics = statistics_from_json(value["statistics"])
     return RolloutBatch(groups, statistics, value["exhausted"], training_version=value["training_version"])

@@ -1,424 +1,207 @@
-"""The collector: fills one rollout batch after the other with groups worth training on.
-
-    prompt stream -> in flight (engine) -> scored -> filter -> replay buffer -> batch for the trainer
-          ^    ^          | stopped                    | all right, all wrong: gone      | too stale
-          |    +- held <--+ (partial = "continue")                                       |
-          +---------------+--------------------------------------------------------------+
-
-Groups are started one at a time, each when a group is missing and none in flight may still supply it: a rejected group
-costs one replacement, not a round. With oversample = 1 the batch is therefore a function of the prompt stream, the
-seeds and the weights alone: the first groups, in order of their start, that pass the filter, however fast the engine
-finished which.
-
-What is in flight when a batch is full either starts again from its prompt (partial = "restart") or is held and goes on
-in the next collection (partial = "continue"), as far as it may still be trained: no token handed out is more than the
-buffer's max_staleness versions older than the policy version that the batch trains. With max_staleness = 0 nothing
-unfinished can be, so both give the same batches.
-
-Every prompt drawn is in exactly one place: trained, filtered, queued again, buffered, unfinished or in flight.
-"""
+"""The base of every collector: its inputs, its counters, and the accounting of everything it draws."""
 
 from __future__ import annotations
 
-import logging
-import math
+import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
+from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.base import RolloutEngine
-from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
-from megatron_dapo.rollout.batch_collector import (
-    BatchCollector,
-    PromptStream,
-    check_num_groups,
-    sample_seed,
-)
-from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.continuation import (
-    SURVIVORS,
-    OpenGroup,
-    is_partial,
-    next_request,
-    open_group_from_json,
-    open_group_to_json,
-    settled,
-)
-from megatron_dapo.rollout.judging import KEPT, score_groups
-from megatron_dapo.rollout.ledger import Accounting, GroupCounters
+from megatron_dapo.rollout.batch import CollectProgress, RolloutBatch
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.rollout.settings import CollectorSettings
-from megatron_dapo.rollout.statistics import CollectStatistics, StatisticsBuilder
-from megatron_dapo.types import Completion, GenerationRequest, Group, Prompt
-
-logger = logging.getLogger(__name__)
-
-STATE_VERSION = 2
-
-# With max_num_gen_batches = 0 and endless epochs, a collection ends after this many rounds without a kept group.
-MAX_FRUITLESS_ROUNDS = 100
+from megatron_dapo.types import Prompt
 
 
-class Collector(BatchCollector):
-    """Collects rollout batches on the rank that drives the rollout.
+@dataclass(frozen=True)
+class PromptAccounting:
+    """Every prompt drawn since the run began, by where it is now (a prompt drawn twice counts twice)."""
 
-    Beside what every collector has: `buffer` holds kept groups; its max_staleness bounds the age of every token, of
-    unfinished responses as well. `group_filter` is dynamic sampling; None keeps every group.
+    drawn: int
+    trained: int
+    filtered: int
+    queued_again: int  # aborted or too stale
+    buffered: int
+    unfinished: int  # kept to continue in the next collection
+    in_flight: int
+
+    @property
+    def is_balanced(self) -> bool:
+        """Every prompt is in exactly one place."""
+        waiting = self.buffered + self.unfinished + self.in_flight
+        return self.drawn == self.trained + self.filtered + self.queued_again + waiting
+
+
+@dataclass(frozen=True)
+class ResponseAccounting:
+    """Every response of the prompts drawn since the run began, by where it is now."""
+
+    drawn: int  # a group drawn counts with all its responses
+    trained: int  # handed out finished
+    not_chosen: int  # finished in a window that was not trained
+    given_back: int  # finished, in batches that were given back
+    in_flight: int  # of the current collection
+    unfinished: int  # wait for their next window
+    not_started: int  # wait for their first
+
+    @property
+    def is_balanced(self) -> bool:
+        """Every response is in exactly one place."""
+        waiting = self.given_back + self.in_flight + self.unfinished + self.not_started
+        return self.drawn == self.trained + self.not_chosen + waiting
+
+
+@dataclass
+class GroupCounters:
+    """Counters of a collector of whole groups, saved in checkpoints."""
+
+    num_started: int = 0  # groups ever started; the next group's number
+    num_trained: int = 0
+    num_filtered: int = 0
+    num_queued_again: int = 0
+    generation_step: int = 0  # rounds of generation begun
+    train_step: int = 0  # batches handed out
+
+
+@dataclass
+class WindowCounters:
+    """Counters of a collector of windows, saved in checkpoints."""
+
+    num_groups: int = 0  # ever begun; the next group's number
+    num_drawn: int = 0  # responses of those
+    num_trained: int = 0
+    num_not_chosen: int = 0
+    generation_step: int = 0  # collections begun
+    train_step: int = 0  # batches handed out
+
+
+@dataclass(frozen=True)
+class CollectorInputs:
+    """Everything a collector works with.
+
+    `stream` yields prompt ids and takes back those not trained; its state is saved with the collector's. `prompts` maps
+    the ids to prompts. `on_progress` is called after every poll of the engine.
     """
 
-    _counters: GroupCounters
+    stream: PromptStream
+    prompts: Mapping[str, Prompt]
+    engine: RolloutEngine
+    scorer: SampleScorer
+    on_progress: Callable[[CollectProgress], None] | None = None
 
-    def __init__(
-        self,
-        stream: PromptStream,
-        prompts: Mapping[str, Prompt],
-        engine: RolloutEngine,
-        scorer: SampleScorer,
-        buffer: ReplayBuffer,
-        settings: CollectorSettings,
-        group_filter: GroupFilter | None = None,
-        on_progress: Callable[[CollectProgress], None] | None = None,
-    ) -> None:
-        super().__init__(stream, prompts, engine, scorer, GroupCounters(), on_progress)
-        self._buffer = buffer
-        self._settings = settings
-        self._group_filter = group_filter
-        self._in_flight: dict[str, OpenGroup] = {}  # by group id
-        self._unfinished: dict[str, OpenGroup] = {}  # by group id, in order of their start
-        self._training_version = 0  # of the batch being collected
-        self._num_started_at_last_kept = 0  # groups this collection had started when it last kept one
-        self._builder = StatisticsBuilder()
 
-    # Collecting
+class Collector(ABC):
+    """Fills one rollout batch after the other, on the rank that drives the rollout.
+
+    Everything drawn from the stream is in exactly one place at any moment: `accounting` shows it, and `state_dict`
+    saves a consistent cut.
+    """
+
+    def __init__(self, inputs: CollectorInputs, counters: GroupCounters | WindowCounters) -> None:
+        self._stream = inputs.stream
+        self._prompts = inputs.prompts
+        self._engine = inputs.engine
+        self._scorer = inputs.scorer
+        self._on_progress = inputs.on_progress
+        self._counters = counters
+        self._between_polls: Callable[[], None] | None = None  # of the current collection
+
+    @property
+    def generation_step(self) -> int:
+        """Rounds of generation, or collections of windows, begun since the run began.
+
+        Schedules go by `train_step`, never by this.
+        """
+        return self._counters.generation_step
+
+    @property
+    def train_step(self) -> int:
+        """Batches handed out since the run began."""
+        return self._counters.train_step
 
     def collect(
-        self, num_groups: int, training_version: int | None = None, between_polls: Callable[[], None] = lambda: None
+        self, num_groups: int, training_version: int | None = None, between_polls: Callable[[], None] | None = None
     ) -> RolloutBatch:
-        """See `BatchCollector`: exactly `num_groups` whole groups, or fewer when rounds or prompts run out."""
-        check_num_groups(num_groups)
-        self._training_version = self._checked_version(training_version)
-        self._builder = StatisticsBuilder()
-        self._num_started_at_last_kept = 0
-        self._hold(self._training_version)
-        self._evict()
-        first_number = self._counters.num_started
-        exhausted = self._fill(num_groups, between_polls)
-        # What is left can be trained by the next batch at the earliest.
-        self._hold(self._training_version + 1)
-        if exhausted:
-            logger.warning("%s", self._describe_shortage(num_groups, exhausted))
-            return _ON_EXHAUSTED[self._settings.on_exhausted](self, num_groups, exhausted, first_number)
-        return self._batch(num_groups, "", first_number)
+        """Return the next batch.
 
+        Args:
+            num_groups: size of the batch.
+            training_version: the policy version that the batch will train; None: the one that the engine serves.
+            between_polls: called after every poll, when everything is accounted for. It may call `hold` and wait; an
+                error that it raises ends the collection.
+
+        Raises ValueError for a version that the engine cannot sample for, CollectionExhausted if
+        rollout.on_exhausted is "error". No error loses anything: the next call, or a collector that loads the state,
+        continues with what was in flight.
+        """
+        if num_groups < 1:
+            raise ValueError(f"collect: num_groups = {num_groups}, must be at least 1")
+        self._between_polls = between_polls
+        return self._collect(num_groups, training_version)
+
+    @abstractmethod
     def hold(self) -> None:
-        """See `BatchCollector`: what is unfinished is held as far as it may go on."""
-        self._hold(self._training_version)
+        """Stop the engine and keep what is unfinished, so that its weights can be replaced.
 
-    def _checked_version(self, training_version: int | None) -> int:
-        serving = self._engine.policy_version
-        if training_version is None:
-            return serving
-        if not 0 <= training_version - serving <= self._buffer.max_staleness:
-            raise ValueError(
-                f"collect: a batch for policy version {training_version} cannot be sampled by version {serving}: "
-                f"max_staleness = {self._buffer.max_staleness}; wait for newer weights or raise max_staleness"
-            )
-        return training_version
+        Called between polls or between collections; a running collection continues by itself.
+        """
 
+    @abstractmethod
     def give_back(self, batch: RolloutBatch) -> None:
-        """See `BatchCollector`: the next call returns the batch's groups."""
-        self._buffer.put_back(batch.groups)
-        self._take_back(batch)
+        """Undo the last `collect`, for a checkpoint before its batch was trained."""
+
+    @abstractmethod
+    def accounting(self) -> PromptAccounting | ResponseAccounting:
+        """Count everything drawn, by where it is. It balances at every moment, not just between steps."""
+
+    @abstractmethod
+    def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
+        """Return the state, the stream's included, JSON-serializable: one consistent cut.
+
+        Batches handed out count as trained, except those in `untrained`: they are saved as if given back.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, in a collector that has nothing in flight."""
+
+    @abstractmethod
+    def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
+        """Return the next batch, see `collect`."""
 
     @staticmethod
+    @abstractmethod
     def _num_trained_by(batch: RolloutBatch) -> int:
-        return len(batch.groups)
+        """Return the addend of a batch to the `trained` count."""
 
-    def _fill(self, num_groups: int, between_polls: Callable[[], None]) -> Exhaustion:
-        """Generate until the buffer holds `num_groups`, or say why it cannot."""
-        round_size = math.ceil(num_groups * self._settings.oversample)
-        exhausted: Exhaustion = ""
-        while (missing := num_groups - self._num_available()) > 0:
-            exhausted = self._start_groups(math.ceil(missing * self._settings.oversample), round_size)
-            if not self._in_flight:
-                return exhausted
-            self._receive(self._engine.poll())
-            self._tell(lambda: self._report(num_groups))
-            between_polls()
-        return ""
+    def _after_poll(self, progress: CollectProgress) -> None:
+        if self._on_progress is not None:
+            self._on_progress(progress)
+        if self._between_polls is not None:
+            self._between_polls()
 
-    def _num_available(self) -> int:
-        return self._buffer.num_available(self._training_version)
+    def _hand_out(self, batch: RolloutBatch) -> RolloutBatch:
+        self._counters.num_trained += self._num_trained_by(batch)
+        self._counters.train_step += bool(batch.groups)
+        return batch
 
-    def _start_groups(self, num_wanted: int, round_size: int) -> Exhaustion:
-        """Go on with unfinished groups, then start new ones: `num_wanted` in flight, or the limit that was met."""
-        requests: list[GenerationRequest] = []
-        exhausted: Exhaustion = ""
-        while self._unfinished and len(self._in_flight) < num_wanted:
-            requests.extend(self._go_on(next(iter(self._unfinished))))
-        while len(self._in_flight) < num_wanted:
-            if self._rounds_are_exhausted(round_size):
-                exhausted = "rounds"
-                break
-            prompt_id = self._stream.next()
-            if prompt_id is None:
-                exhausted = "prompts"
-                break
-            requests.extend(self._start(prompt_id, round_size))
-        if requests:
-            self._engine.submit(requests)
-        return exhausted
+    def _take_back(self, batch: RolloutBatch) -> None:
+        self._counters.num_trained -= self._num_trained_by(batch)
+        self._counters.train_step -= bool(batch.groups)
 
-    def _rounds_are_exhausted(self, round_size: int) -> bool:
-        if self._settings.max_num_gen_batches:
-            return self._builder.num_started >= self._settings.max_num_gen_batches * round_size
-        num_fruitless = self._builder.num_started - self._num_started_at_last_kept
-        return num_fruitless >= MAX_FRUITLESS_ROUNDS * round_size
-
-    def _start(self, prompt_id: str, round_size: int) -> list[GenerationRequest]:
-        """Record a new group in flight; its requests."""
-        if self._builder.num_started % round_size == 0:
-            self._counters.generation_step += 1
-        # Fixed width: group ids sort in order of their start.
-        group_id = f"{self._counters.num_started:012d}"
-        prompt = self._prompts[prompt_id]
-        self._in_flight[group_id] = OpenGroup(group_id, prompt, self._counters.generation_step)
-        self._counters.num_started += 1
-        self._builder.num_started += 1
-        return self._missing(self._in_flight[group_id])
-
-    def _go_on(self, group_id: str) -> list[GenerationRequest]:
-        """Put an unfinished group in flight again; its requests."""
-        group = self._in_flight[group_id] = self._unfinished.pop(group_id)
-        group.num_fruitless.clear()
-        return self._missing(group)
-
-    def _missing(self, group: OpenGroup) -> list[GenerationRequest]:
-        """Requests for the responses of a group that have not come to their end."""
-        return [self._request(group, index) for index in group.missing(self._settings.group_size)]
-
-    def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
-        seed = sample_seed(self._settings.seed, group.group_id, index)
-        request = next_request(group, index, self._settings.sampling, seed)
-        self._builder.num_continued += request.prefix is not None
-        return request
-
-    def _receive(self, completions: Sequence[Completion]) -> None:
-        """Sort completions into their groups and decide on the groups that are complete, in order of their start."""
-        self._assign(completions)
-        # An engine may abort by itself (a restart): a group never trains on responses cut so.
-        _ON_ENGINE_ABORT[self._settings.partial](self, completions)
-        size = self._settings.group_size
-        self._decide(
-            [self._in_flight[name] for name in sorted(self._in_flight) if self._in_flight[name].is_complete(size)]
-        )
-
-    def _assign(self, completions: Sequence[Completion]) -> None:
-        for completion in completions:
-            group, index = self._place(completion)
-            self._builder.num_tokens += group.add(index, settled(completion, self._settings.sampling))
-
-    def _place(self, completion: Completion) -> tuple[OpenGroup, int]:
-        group_id, index = completion.request_id.rsplit("/", 1)
-        assert group_id in self._in_flight, f"the engine returned {completion.request_id}, which is not in flight"
-        return self._in_flight[group_id], int(index)
-
-    def _restart_aborted(self, completions: Sequence[Completion]) -> None:
-        """Groups with aborted responses start again from their prompts once the engine works on none of them."""
-        for group in list(self._in_flight.values()):
-            size = self._settings.group_size
-            if group.has_returned(size) and not group.is_complete(size):
-                del self._in_flight[group.group_id]
-                self._queue_again(group)
-
-    def _continue_aborted(self, completions: Sequence[Completion]) -> None:
-        """Aborted responses go on at once."""
-        places = [self._place(completion) for completion in completions]
-        requests = [self._request(group, index) for group, index in places if is_partial(group.completions[index])]
-        if requests:
-            self._engine.submit(requests)
-
-    def _decide(self, complete: Sequence[OpenGroup]) -> None:
-        """Score complete groups and keep or drop each."""
-        if not complete:
-            return
-        for group in score_groups(self._scorer, complete, self._settings.group_size, self._engine.policy_version):
-            del self._in_flight[group.group_id]
-            decision = self._decision_on(group)
-            self._builder.add_scored(group, decision)
-            if decision == KEPT:
-                self._buffer.put(group)
-                self._num_started_at_last_kept = self._builder.num_started
-            else:
-                self._counters.num_filtered += 1
-
-    def _decision_on(self, group: Group) -> str:
-        if self._group_filter is None:
-            return KEPT
-        return self._group_filter.decide([sample.score.accuracy for sample in group.samples])
-
-    # Holding and queueing again
-
-    def _hold(self, training_version: int) -> None:
-        """Stop what is in flight; hold what policy version `training_version` may be trained on and queue the prompts
-        of the rest again, ahead of fresh ones: long groups are not lost to short ones.
-        """
-        if self._in_flight:
-            self._assign(self._engine.abort())
-        oldest_allowed, serving = training_version - self._buffer.max_staleness, self._engine.policy_version
-        stopped = {**self._unfinished, **self._in_flight}
-        self._unfinished, self._in_flight = {}, {}
-        for group_id in sorted(stopped):
-            group = stopped[group_id]
-            survivors = SURVIVORS[self._settings.partial](group.completions, oldest_allowed, serving)
-            if not survivors:
-                self._queue_again(group)
-                continue
-            gone = [held for index, held in group.completions.items() if index not in survivors]
-            self._builder.num_discarded_tokens += sum(len(completion.token_ids) for completion in gone)
-            group.completions = survivors
-            self._unfinished[group_id] = group
-
-    def _queue_again(self, group: OpenGroup) -> None:
-        self._stream.requeue(group.prompt.prompt_id)
-        self._counters.num_queued_again += 1
-        self._builder.add_aborted(group.completions.values())
-
-    def _evict(self) -> None:
-        """Queue the prompts of buffered groups again that are too stale for the batch being collected."""
-        for group in self._buffer.evict(self._training_version):
-            self._stream.requeue(group.prompt.prompt_id)
-            self._counters.num_queued_again += 1
-            self._builder.add_stale(group)
-
-    # The batch
-
-    def _batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
-        """Hand out at most `num_groups` groups; `first_number` is the first group started by this collection."""
-        groups = sorted(self._buffer.take(num_groups, self._training_version), key=lambda group: group.group_id)
-        num_carried_over = sum(int(group.group_id) < first_number for group in groups)
-        statistics = self._statistics(num_carried_over)
-        return self._hand_out(RolloutBatch(tuple(groups), statistics, exhausted, not groups, self._training_version))
-
-    def _statistics(self, num_carried_over: int) -> CollectStatistics:
-        return self._builder.build(
-            num_carried_over=num_carried_over,
-            num_left_over=len(self._buffer),
-            num_unfinished=len(self._unfinished),
-        )
-
-    def _stopped(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
-        """No groups: those kept stay in the buffer for a later run."""
-        return RolloutBatch((), self._statistics(0), exhausted, True, self._training_version)
-
-    def _failed(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
-        raise CollectionExhausted(self._describe_shortage(num_groups, exhausted))
-
-    def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
-        counts = ", ".join(f"{decision} {count}" for decision, count in self._builder.filter_decisions.items())
-        remedy = {
-            "rounds": f"{self._limit_of_rounds()}; choose easier or harder data, or let rollout.on_exhausted train "
-            "partial batches",
-            "prompts": "raise data.max_epochs, add data, or let rollout.on_exhausted train partial batches",
-        }[exhausted]
-        return (
-            f"only {self._num_available()} of {num_groups} groups: {exhausted} are exhausted after "
-            f"{self._builder.num_started} groups ({counts}); {remedy}"
-        )
-
-    def _limit_of_rounds(self) -> str:
-        if self._settings.max_num_gen_batches:
-            return f"raise rollout.max_num_gen_batches (now {self._settings.max_num_gen_batches})"
-        return (
-            f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no group"
-        )
-
-    def _report(self, num_groups: int) -> CollectProgress:
-        opened = self._in_flight.values()
-        num_waiting = sum(not is_partial(held) for group in opened for held in group.completions.values())
-        return CollectProgress(
-            num_accepted=min(num_groups, self._num_available()),
-            num_groups=num_groups,
-            num_in_flight=len(self._in_flight),
-            num_filtered=sum(count for decision, count in self._builder.filter_decisions.items() if decision != KEPT),
-            num_responses=self._builder.num_scored_responses + num_waiting,
-            num_tokens=self._builder.num_tokens,
-        )
-
-    # State
-
-    def accounting(self) -> Accounting:
-        return Accounting(
-            drawn=self._counters.num_started,
-            trained=self._counters.num_trained,
-            filtered=self._counters.num_filtered,
-            queued_again=self._counters.num_queued_again,
-            buffered=len(self._buffer),
-            unfinished=len(self._unfinished),
-            in_flight=len(self._in_flight),
-        )
-
-    def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
-        """See `BatchCollector`. Unfinished groups are saved with every token; in the middle of a collection (a signal), so
-        are groups in flight, with what the engine has returned of them.
-        """
-        groups = [group for batch in untrained for group in batch.groups]
-        opened = {**self._unfinished, **self._in_flight}
+    def _counters_without(self, batches: Sequence[RolloutBatch]) -> dict[str, int]:
+        """Return the counters as they were before `batches` were handed out."""
+        counters = asdict(self._counters)
         return {
-            "version": STATE_VERSION,
-            "stream": self._stream.state_dict(),
-            "buffer": self._buffer.state_dict(put_back=groups),
-            "open_groups": [open_group_to_json(opened[group_id]) for group_id in sorted(opened)],
-            "counters": self._counters_without(untrained),
+            **counters,
+            "num_trained": counters["num_trained"] - sum(map(self._num_trained_by, batches)),
+            "train_step": counters["train_step"] - sum(bool(batch.groups) for batch in batches),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, in a collector that has nothing in flight. Also reads version 1, which saved groups in
-        flight as prompts to be queued again.
-        """
-        if state.get("version") not in _QUEUED_PROMPTS:
-            raise ValueError(
-                f"collector state has version {state.get('version')}, this program reads "
-                f"{', '.join(map(str, _QUEUED_PROMPTS))}; resume with the program that wrote it"
-            )
-        assert not self._in_flight, f"{len(self._in_flight)} groups are in flight; load the state before collecting"
-        self._stream.load_state_dict(state["stream"])
-        self._buffer.load_state_dict(state["buffer"])
-        self._counters = GroupCounters(**state["counters"])
-        for prompt_id in _QUEUED_PROMPTS[state["version"]](state):
-            self._stream.requeue(prompt_id)
-            self._counters.num_queued_again += 1
-        self._unfinished = {}
-        for value in state.get("open_groups", ()):
-            self._restore(open_group_from_json(value, self._prompts))
 
-    def _restore(self, group: OpenGroup) -> None:
-        """Hold a saved group, or queue it again where this run does not go on with it or has other sizes."""
-        fits = all(
-            index < self._settings.group_size and len(held.token_ids) <= self._settings.sampling.max_new_tokens
-            for index, held in group.completions.items()
-        )
-        if self._settings.partial == "continue" and fits:
-            self._unfinished[group.group_id] = group
-        else:
-            self._queue_again(group)
-
-
-# State version -> the prompts to be queued again that it holds.
-_QUEUED_PROMPTS: dict[int, Callable[[Mapping[str, Any]], Sequence[str]]] = {
-    1: lambda state: state["in_flight_prompts"],
-    STATE_VERSION: lambda state: (),
-}
-
-# What becomes of responses that the engine returns unfinished.
-_ON_ENGINE_ABORT: dict[str, Callable[[Collector, Sequence[Completion]], None]] = {
-    "restart": Collector._restart_aborted,
-    "continue": Collector._continue_aborted,
-}
-
-# What becomes of an incomplete batch.
-_ON_EXHAUSTED: dict[str, Callable[[Collector, int, Exhaustion, int], RolloutBatch]] = {
-    "train_partial": Collector._batch,
-    "stop": Collector._stopped,
-    "error": Collector._failed,
-}
+def sample_seed(run_seed: int, group_id: str, index: int) -> int:
+    """Return the 63-bit seed of one response: different for every (run, group, index), the same on every machine."""
+    digest = hashlib.sha256(f"{run_seed}/{group_id}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

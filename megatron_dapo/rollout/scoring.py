@@ -1,27 +1,21 @@
-"""From completions to scored samples: text, the verifier's word, and the parts the reward is the sum of."""
+"""Scoring of completions: decoded text, the verifier's score, and the parts that the reward is the sum of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from megatron_dapo.types import Completion, Prompt, Score, ScoredSample, Window
+from megatron_dapo.rewards.pool import Scorer
+from megatron_dapo.rollout.open_group import OpenGroup
+from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, Window
 
 VERIFIER_PART = "verifier"
 OVERLONG_PART = "overlong"
 
 
-class Scorer(Protocol):
-    """The verifier, usually a pool of processes."""
-
-    def score_many(self, items: Iterable[tuple[Hashable, str, str, bool]]) -> Mapping[Hashable, Score]:
-        """Scores by key of (key, response text, gold answer, is_truncated). Blocks until all are there."""
-
-
 @dataclass(frozen=True)
 class UnscoredSample:
-    """A finished response to a prompt."""
+    """A response to a prompt, before the verifier has seen it."""
 
     sample_id: str
     prompt: Prompt
@@ -30,13 +24,13 @@ class UnscoredSample:
 
 @dataclass(frozen=True)
 class SampleScorer:
-    """Decodes, verifies and shapes.
+    """Decodes responses, has them verified, and adds the length penalty.
 
     Args:
-        scorer: the verifier.
+        scorer: the verifier, usually a pool of processes.
         decode: response token ids -> text (special tokens left out).
-        overlong_penalty: response length in tokens -> what is added to the reward (0 or negative), or None. It never
-            touches the accuracy, on which groups are filtered.
+        overlong_penalty: response length in tokens -> addend to the reward (0 or negative), or None. It never changes
+            the accuracy, which is what groups are filtered by.
     """
 
     scorer: Scorer
@@ -44,7 +38,10 @@ class SampleScorer:
     overlong_penalty: Callable[[int], float] | None = None
 
     def score(self, samples: Sequence[UnscoredSample]) -> dict[str, ScoredSample]:
-        """By sample id. ValueError where the verifier leaves a response out or calls a truncated one correct."""
+        """Return the scored samples by sample id.
+
+        Raises ValueError if the verifier leaves a response out or calls a truncated one correct.
+        """
         texts = {sample.sample_id: self.decode(sample.completion.token_ids) for sample in samples}
         scores = self.scorer.score_many(
             [(s.sample_id, texts[s.sample_id], s.prompt.answer, s.completion.is_truncated) for s in samples]
@@ -57,7 +54,7 @@ class SampleScorer:
         return {s.sample_id: self._scored(s, texts[s.sample_id], scores[s.sample_id]) for s in samples}
 
     def unfinished(self, sample: UnscoredSample, window_start: int) -> ScoredSample:
-        """A response that goes on behind its window, which began at token `window_start`: no verifier sees it."""
+        """Return a response that continues after its window, which began at token `window_start`, without scoring it."""
         text = self.decode(sample.completion.token_ids)
         return ScoredSample(
             sample.sample_id, sample.completion, text, Score(0.0, 0.0, "unfinished"), {}, Window(window_start, False)
@@ -74,3 +71,30 @@ class SampleScorer:
         if self.overlong_penalty is not None:
             parts[OVERLONG_PART] = self.overlong_penalty(len(sample.completion.token_ids))
         return ScoredSample(sample.sample_id, sample.completion, text, score, parts)
+
+
+def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], group_size: int, serving: int) -> Iterator[Group]:
+    """Score complete groups of `group_size` responses in one call of the verifier and yield them in the given order.
+
+    `serving` is the policy version of a group without a single token.
+    """
+    scored = scorer.score(
+        [
+            UnscoredSample(f"{group.group_id}/{index}", group.prompt, group.completions[index])
+            for group in complete
+            for index in range(group_size)
+        ]
+    )
+    for group in complete:
+        yield _group(group, tuple(scored[f"{group.group_id}/{index}"] for index in range(group_size)), serving)
+
+
+def _group(group: OpenGroup, samples: tuple[ScoredSample, ...], serving: int) -> Group:
+    versions = [version.version for sample in samples for version in sample.completion.versions]
+    return Group(
+        group_id=group.group_id,
+        prompt=group.prompt,
+        samples=samples,
+        policy_version=min(versions, default=serving),
+        generation_step=group.generation_step,
+    )

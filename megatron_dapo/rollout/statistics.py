@@ -1,4 +1,4 @@
-"""Counts of one collection: what was generated, what was kept, and what the rest was."""
+"""Statistics of one collection: responses generated, groups kept, and the rest by its reason."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dapo.types import Completion, Group
+
+KEPT = "kept"  # the filter decision on a group that is trained
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,13 @@ class LengthSummary:
 
     @classmethod
     def of(cls, lengths: list[int]) -> LengthSummary:
+        """Summarize `lengths`; zeros for none."""
         return cls(len(lengths), sum(lengths) / len(lengths), max(lengths)) if lengths else cls()
 
 
 @dataclass(frozen=True)
 class WindowSummary:
-    """Where responses are generated in windows (T-PPO): what one collection worked on."""
+    """One collection of windows (T-PPO)."""
 
     num_windows: int = 0  # responses worked on
     num_finished: int = 0  # those that came to their end
@@ -36,32 +39,34 @@ class WindowSummary:
 
     @property
     def finished_share(self) -> float:
+        """Share of the windows in which their response ended."""
         return self.num_finished / max(1, self.num_windows)
 
     @property
     def continued_share(self) -> float:
+        """Share of the windows that continue an earlier one."""
         return self.num_continued / max(1, self.num_windows)
 
 
 @dataclass(frozen=True)
 class CollectStatistics:
-    """One call of `Collector.collect`. Rates are over everything generated, before the filter.
+    """Statistics of one call of `Collector.collect`. Rates are over everything generated, before the filter.
 
-    With windows, counts of responses, their lengths, outcomes and scores are of those that finished in the collection:
-    in the first steps of a run the short ones.
+    With windows, counts of responses, lengths, outcomes and scores cover those that finished in the collection, which
+    in the first steps of a run are the short ones.
     """
 
     num_started: int  # groups sent to the engine
     filter_decisions: Mapping[str, int]  # scored groups by the filter's decision: kept, all_right, all_wrong
     num_aborted: int  # groups given up unfinished; their prompts were queued again
     num_stale: int  # buffered groups that had become too stale; their prompts were queued again
-    num_unfinished: int  # groups that the next collection goes on with
-    num_continued: int  # responses that went on behind tokens they already had
+    num_unfinished: int  # groups that the next collection continues
+    num_continued: int  # responses continued behind tokens they already had
     num_carried_over: int  # groups of the batch that were begun in an earlier collection
     num_left_over: int  # kept groups that stay in the buffer
     num_tokens: int  # response tokens generated in this collection
     num_kept_tokens: int  # response tokens of kept groups, earlier ones included
-    num_discarded_tokens: int  # response tokens thrown away unjudged or too stale, earlier ones included
+    num_discarded_tokens: int  # response tokens thrown away unscored or too stale, earlier ones included
     num_responses: int  # complete ones, of groups that were scored
     num_truncated: int
     num_duplicates: int  # responses equal to an earlier one of their group
@@ -75,7 +80,7 @@ class CollectStatistics:
 
 
 def statistics_from_json(value: Mapping[str, Any]) -> CollectStatistics:
-    """The statistics whose `dataclasses.asdict` this is."""
+    """Invert `dataclasses.asdict` of the statistics."""
     lengths = ("kept_lengths", "dropped_lengths", "aborted_lengths")
     if "verdicts" in value:  # the key in states of earlier releases
         value = {"filter_decisions": value["verdicts"], **value}
@@ -105,11 +110,11 @@ class StatisticsBuilder:
     windows: WindowSummary | None = None
 
     def add_scored(self, group: Group, decision: str) -> None:
-        """Count one scored group. Responses that go on in a later window are counted when they have come to their end."""
+        """Count one scored group. Responses that continue in a later window are counted when they end."""
         self.filter_decisions[decision] += 1
         finished = [sample for sample in group.samples if sample.window.is_finished]
         completions = [sample.completion for sample in finished]
-        self.lengths["kept" if decision == "kept" else "dropped"] += [
+        self.lengths["kept" if decision == KEPT else "dropped"] += [
             len(completion.token_ids) for completion in completions
         ]
         self.num_truncated += sum(completion.is_truncated for completion in completions)
@@ -119,22 +124,24 @@ class StatisticsBuilder:
         self.reward_sum += sum(sample.reward for sample in finished)
 
     def add_aborted(self, completions: Iterable[Completion]) -> None:
-        """One group given up, with what there was of it."""
+        """Count one group given up, with the tokens it had."""
         self.num_aborted += 1
         lengths = [len(completion.token_ids) for completion in completions]
         self.lengths["aborted"] += lengths
         self.num_discarded_tokens += sum(lengths)
 
     def add_stale(self, group: Group) -> None:
-        """One buffered group thrown away for its age."""
+        """Count one buffered group dropped for its age."""
         self.num_stale += 1
         self.num_discarded_tokens += sum(len(sample.completion.token_ids) for sample in group.samples)
 
     @property
     def num_scored_responses(self) -> int:
+        """Finished responses of scored groups."""
         return len(self.lengths["kept"]) + len(self.lengths["dropped"])
 
     def build(self, *, num_carried_over: int, num_left_over: int, num_unfinished: int) -> CollectStatistics:
+        """Return the statistics of everything counted so far."""
         num_responses = max(1, self.num_scored_responses)
         return CollectStatistics(
             num_started=self.num_started,

@@ -1,367 +1,330 @@
-"""Successive batching of T-PPO (arXiv 2506.15050): every collection works on the same number of responses and gives
-each at most one window of new tokens. A step never waits for the longest response.
+"""Windows of T-PPO (arXiv 2506.15050): the pool of begun responses, one collection of windows, and its choice of groups.
 
-    prompt stream -> not started -> window of this collection -> scored or unfinished -> batch for the trainer
-                         ^                   ^                          |
-                         +-------- pool -----+--------------------------+  (unfinished: to the head of the queue)
+Every response is an item of its own. It waits in one of two queues, unfinished ones ahead of those not yet started,
+each in order of their start:
 
-A collection of `num_groups` works on num_groups x group_size responses: the unfinished ones first, in order of their
-start, then responses of fresh prompts in the slots that finished ones have freed. Each response is an item of its own:
-a group may be begun in one collection and completed in later ones, and nothing waits for it to be complete. With G the
-group size, the pool never holds more than num_groups x G + G - 1 responses (unfinished, or not yet started of the group
-begun last), because a prompt is drawn only while fewer than num_groups x G wait.
-
-The batch holds all windows of the collection. The policy is trained on the tokens of the window (earlier ones are
-context), the critic on finished responses, from their first token. With `windows_per_step` the batch holds the windows of
-the groups that `window_priority` wants most. Those left out are counted as filter decision "not_chosen": their unfinished
-responses go on as if nothing had been, but the window is trained by nobody, and a response that finished in it is never
-seen by the critic. Because groups without contrast are the ones left out, the critic then sees fewer of the prompts that
-are always or never solved: its values there lag behind.
-
-A response draws its random numbers from (run seed, group, index) and the position alone: by unchanged weights its
-windows hold the tokens that it would have in one piece. Every response drawn ends in exactly one place: trained to its
-end, finished and not chosen, or waiting. `accounting` shows it, and `state_dict` saves a cut that keeps it.
+    fresh prompt -> not started -> window -> unfinished -> window -> ... -> finished: leaves the pool
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from megatron_dapo.engines.base import RolloutEngine
-from megatron_dapo.rollout.batch import (
-    CollectionExhausted,
-    CollectProgress,
-    Exhaustion,
-    RolloutBatch,
-    batch_from_json,
-    batch_to_json,
+from megatron_dapo.rollout.batch import Exhaustion
+from megatron_dapo.rollout.collector import sample_seed
+from megatron_dapo.rollout.open_group import (
+    OpenGroup,
+    is_partial,
+    next_request,
+    open_group_from_json,
+    open_group_to_json,
+    settled,
 )
-from megatron_dapo.rollout.batch_collector import BatchCollector, PromptStream, check_num_groups
-from megatron_dapo.rollout.continuation import is_partial
-from megatron_dapo.rollout.judging import KEPT
-from megatron_dapo.rollout.ledger import WindowAccounting, WindowCounters
-from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.rollout.settings import WindowSettings
-from megatron_dapo.rollout.statistics import CollectStatistics, StatisticsBuilder, WindowSummary
-from megatron_dapo.rollout.window_collection import WindowCollection
-from megatron_dapo.rollout.window_pool import Place, WindowPool
-from megatron_dapo.rollout.window_priority import GroupProgress, choose_groups
-from megatron_dapo.types import Group, Prompt, ScoredSample
+from megatron_dapo.rollout.scoring import SampleScorer, UnscoredSample
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, ScoredSample, Window
 
-logger = logging.getLogger(__name__)
-
-STATE_VERSION = "windows-1"  # not a number: a collector of whole groups refuses it
-NOT_CHOSEN = "not_chosen"
+# (group id, index in the group) of a response.
+ResponseKey = tuple[str, int]
 
 
-class WindowCollector(BatchCollector):
-    """Collects batches of windows on the rank that drives the rollout; stands where a `Collector` stands."""
+@dataclass(eq=False)
+class BegunGroup:
+    """A group with at least one response that has not ended."""
 
-    _counters: WindowCounters
+    responses: OpenGroup  # the responses begun and not finished, as far as they got
+    size: int  # responses it has in all
+    num_begun: int = 0  # indices below are begun
+    starts: dict[int, int] = field(default_factory=dict)  # of those begun and not finished: tokens before the window
+    num_finished: int = 0  # of all steps
+    accuracy_sum: float = 0.0  # of those
+
+    @property
+    def num_not_started(self) -> int:
+        """Responses without a window so far."""
+        return self.size - self.num_begun
+
+    @property
+    def num_waiting(self) -> int:
+        """Responses that have not ended."""
+        return len(self.starts) + self.num_not_started
+
+    def completion(self, index: int) -> Completion | None:
+        """Return all tokens of response `index` so far; None if no engine has returned any of it yet."""
+        return self.responses.completions.get(index)
+
+    def end_window(self, index: int) -> None:
+        """Make the tokens of response `index` so far the context of its next window."""
+        self.starts[index] = len(self.responses.completions[index].token_ids)
+
+    def finish(self, index: int, accuracy: float) -> None:
+        """Drop response `index`, which has ended, and count its accuracy."""
+        del self.starts[index], self.responses.completions[index]
+        self.num_finished += 1
+        self.accuracy_sum += accuracy
+
+
+class WindowPool:
+    """Begun groups in order of their start."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, BegunGroup] = {}
+
+    def __getitem__(self, group_id: str) -> BegunGroup:
+        return self._groups[group_id]
+
+    @property
+    def groups(self) -> Sequence[BegunGroup]:
+        """All groups, in order of their start."""
+        return tuple(self._groups.values())
+
+    @property
+    def num_not_started(self) -> int:
+        """Responses without a window so far, over all groups."""
+        return sum(group.num_not_started for group in self._groups.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Responses that have not ended, those not yet started included."""
+        return sum(group.num_waiting for group in self._groups.values())
+
+    def begin(self, group_id: str, prompt: Prompt, generation_step: int, size: int) -> None:
+        """Add a group, none of its responses started."""
+        assert group_id not in self._groups, f"group {group_id} is already in the pool"
+        self._groups[group_id] = BegunGroup(OpenGroup(group_id, prompt, generation_step), size)
+
+    def take(self, num_items: int) -> list[ResponseKey]:
+        """Return the next responses to work on, at most `num_items`: unfinished ones, then the first not yet started.
+
+        The latter count as begun from here on.
+        """
+        keys = list(islice(self._unfinished(), num_items))
+        for group_id, group in self._groups.items():
+            num_new = min(group.num_not_started, num_items - len(keys))
+            new = range(group.num_begun, group.num_begun + num_new)
+            group.num_begun += num_new
+            group.starts.update(dict.fromkeys(new, 0))
+            keys += [(group_id, index) for index in new]
+        return keys
+
+    def _unfinished(self) -> Iterator[ResponseKey]:
+        return ((group_id, index) for group_id, group in self._groups.items() for index in sorted(group.starts))
+
+    def drop_finished(self) -> None:
+        """Forget the groups whose responses have all ended."""
+        self._groups = {group_id: group for group_id, group in self._groups.items() if group.num_waiting}
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return JSON values with every token, log-prob and version; prompts by their ids."""
+        return [_group_to_json(group) for group in self._groups.values()]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]], prompts: Mapping[str, Prompt]) -> None:
+        """Invert `state_dict`. Raises KeyError for a prompt that is not in `prompts`."""
+        groups = [_group_from_json(value, prompts) for value in state]
+        self._groups = {group.responses.group_id: group for group in groups}
+
+
+def behind_window(completion: Completion, limit: int, sampling: SamplingParams) -> Completion:
+    """Apply the limits of the whole response to a completion that an engine generated up to `limit` tokens.
+
+    A response that only filled its window becomes partial ("abort") and continues from there.
+    """
+    if completion.finish_reason == "length" and len(completion.token_ids) >= limit:
+        completion = replace(completion, finish_reason="abort")
+    return settled(completion, sampling)
+
+
+def _group_to_json(group: BegunGroup) -> dict[str, Any]:
+    # By index, not as the engine returned them: equal pools have equal states.
+    completions = dict(sorted(group.responses.completions.items()))
+    return {
+        "responses": open_group_to_json(replace(group.responses, completions=completions)),
+        "size": group.size,
+        "num_begun": group.num_begun,
+        "starts": {str(index): start for index, start in group.starts.items()},
+        "num_finished": group.num_finished,
+        "accuracy_sum": group.accuracy_sum,
+    }
+
+
+def _group_from_json(value: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> BegunGroup:
+    return BegunGroup(
+        responses=open_group_from_json(value["responses"], prompts),
+        size=value["size"],
+        num_begun=value["num_begun"],
+        starts={int(index): start for index, start in value["starts"].items()},
+        num_finished=value["num_finished"],
+        accuracy_sum=value["accuracy_sum"],
+    )
+
+
+class WindowCollection:
+    """One collection: a window of each response in `keys`, in this order.
+
+    The tokens stand in the pool as the engine returns them, so a collection can be rebuilt from its keys; finished
+    responses are then scored again.
+    """
 
     def __init__(
         self,
-        stream: PromptStream,
-        prompts: Mapping[str, Prompt],
+        keys: Sequence[ResponseKey],
+        exhausted: Exhaustion,
+        pool: WindowPool,
         engine: RolloutEngine,
         scorer: SampleScorer,
-        settings: WindowSettings,
-        on_progress: Callable[[CollectProgress], None] | None = None,
+        sampling: SamplingParams,
+        window_tokens: int,
+        seed: int,
     ) -> None:
-        super().__init__(stream, prompts, engine, scorer, WindowCounters(), on_progress)
-        self._settings = settings
-        self._pool = WindowPool()
-        self._collection: WindowCollection | None = None  # the one being made
-        self._given_back: list[RolloutBatch] = []
-
-    # Collecting
-
-    def collect(
-        self, num_groups: int, training_version: int | None = None, between_polls: Callable[[], None] = lambda: None
-    ) -> RolloutBatch:
-        """See `BatchCollector`: one window of each of num_groups x group_size responses, or of fewer when prompts run out
-        (see `on_exhausted`). Its groups hold the responses worked on, so a group may lack some and come again.
-
-        A collection that an error or a restart interrupted is completed first, as large as it was begun.
-
-        training_version: the version the engine serves, or None.
-        """
-        check_num_groups(num_groups)
-        version = self._checked_version(training_version)
-        if self._given_back:
-            return self._hand_out(replace(self._given_back.pop(0), training_version=version))
-        self.hold()
-        if self._collection is None and not self._open(num_groups):
-            return RolloutBatch((), self._builder([]).build(**_NOTHING), "prompts", True, version)
-
-        def after_poll() -> None:
-            self._tell(lambda: self._report(num_groups))
-            between_polls()
-
-        self._collected.generate(after_poll)
-        return self._hand_out(self._close(version))
-
-    def hold(self) -> None:
-        """See `BatchCollector`: what there is of every window is kept."""
-        if self._collection is not None:
-            self._collection.hold()
-
-    def give_back(self, batch: RolloutBatch) -> None:
-        """See `BatchCollector`: the next call returns the batch."""
-        if batch.groups:
-            self._given_back.insert(0, batch)
-            self._take_back(batch)
-
-    @staticmethod
-    def _num_trained_by(batch: RolloutBatch) -> int:
-        return _num_finished(batch)
+        self.keys = list(keys)
+        self.exhausted = exhausted
+        self.num_new_tokens = 0  # since the last call of `generate`
+        self.scored: dict[ResponseKey, ScoredSample] = {}  # finished ones
+        self._pool = pool
+        self._engine = engine
+        self._scorer = scorer
+        self._sampling = sampling
+        self._window_tokens = window_tokens
+        self._seed = seed
+        self._in_flight: set[ResponseKey] = set()  # submitted and not returned
+        self._returned: list[ResponseKey] = []  # not yet scored or resubmitted
 
     @property
-    def _collected(self) -> WindowCollection:
-        assert self._collection is not None, "no collection is being made"
-        return self._collection
+    def num_in_flight(self) -> int:
+        """Responses that the engine works on."""
+        return len(self._in_flight)
 
-    def _checked_version(self, training_version: int | None) -> int:
-        serving = self._engine.policy_version
-        if training_version not in (None, serving):
-            raise ValueError(
-                f"collect: windows for policy version {training_version} cannot be sampled by version {serving}: "
-                "windows train the policy that samples them; collect them without running ahead (max_staleness 0)"
-            )
-        return serving
+    def generate(self) -> Iterator[None]:
+        """Bring every response to the end of its window, or to its own; yields after every poll.
 
-    # Beginning a collection
-
-    def _open(self, num_groups: int) -> bool:
-        """Begin a collection; False where there is nothing to begin with."""
-        num_items = num_groups * self._settings.group_size
-        self._check_bound(num_items)
-        num_before = self._pool.num_waiting
-        exhausted = self._draw(num_items)
-        bound = num_items + self._settings.group_size - 1
-        assert self._pool.num_waiting <= max(num_before, bound), f"{self._pool.num_waiting} responses wait, not {bound}"
-        if exhausted:
-            logger.warning("%s", self._describe_shortage(num_items))
-            if not _ON_EXHAUSTED[self._settings.on_exhausted](self, num_items):
-                return False
-        self._collection = self._collection_of(self._pool.take(num_items), exhausted)
-        self._counters.generation_step += 1
-        return True
-
-    def _collection_of(self, places: Sequence[Place], exhausted: Exhaustion) -> WindowCollection:
-        return WindowCollection(places, exhausted, self._pool, self._engine, self._scorer, self._settings)
-
-    def _check_bound(self, num_items: int) -> None:
-        bound, limit = num_items + self._settings.group_size - 1, self._settings.max_pool_items
-        if limit and bound > limit:
-            raise ValueError(
-                f"windows: collections of {num_items} responses may leave {bound} waiting, more than max_pool_items = "
-                f"{limit}; raise it or collect fewer groups"
-            )
-
-    def _draw(self, num_items: int) -> Exhaustion:
-        """Begin groups of fresh prompts until `num_items` responses wait, or say why not."""
-        while self._pool.num_waiting < num_items:
-            prompt_id = self._stream.next()
-            if prompt_id is None:
-                return "prompts"
-            # Fixed width: group ids sort in order of their start.
-            group_id = f"{self._counters.num_groups:012d}"
-            step = self._counters.generation_step + 1
-            self._pool.begin(group_id, self._prompts[prompt_id], step, self._settings.group_size)
-            self._counters.num_groups += 1
-            self._counters.num_drawn += self._settings.group_size
-        return ""
-
-    def _go_on_smaller(self, num_items: int) -> bool:
-        return self._pool.num_waiting > 0
-
-    def _stopped(self, num_items: int) -> bool:
-        """What waits stays for a later run."""
-        return False
-
-    def _failed(self, num_items: int) -> bool:
-        raise CollectionExhausted(self._describe_shortage(num_items))
-
-    def _describe_shortage(self, num_items: int) -> str:
-        return (
-            f"only {self._pool.num_waiting} of {num_items} responses to work on: prompts are exhausted after "
-            f"{self._counters.num_groups} groups; raise data.max_epochs, add data, or let "
-            "rollout.on_exhausted train partial batches"
-        )
-
-    def _report(self, num_groups: int) -> CollectProgress:
-        size, collection = self._settings.group_size, self._collected
-        num_done = len(collection.places) - collection.num_in_flight
-        return CollectProgress(
-            num_accepted=min(num_groups, num_done // size),
-            num_groups=num_groups,
-            num_in_flight=math.ceil(collection.num_in_flight / size),
-            num_filtered=0,
-            num_responses=len(collection.scored),
-            num_tokens=collection.num_new_tokens,
-        )
-
-    # The batch
-
-    def _close(self, version: int) -> RolloutBatch:
-        """The collection as a batch; its unfinished responses to the head of the queue."""
-        collection = self._collected
-        samples = collection.samples()
-        groups = self._groups(samples, version)
-        for (group_id, index), sample in samples.items():
-            if sample.window.is_finished:
-                self._pool[group_id].finish(index, sample.score.accuracy)
-            else:
-                self._pool[group_id].end_window(index)
-        chosen = self._chosen(groups)
-        statistics = self._statistics(groups, chosen)
-        self._pool.drop_finished()
-        self._counters.num_not_chosen += sum(
-            sample.window.is_finished
-            for place, group in enumerate(groups)
-            if place not in chosen
-            for sample in group.samples
-        )
-        self._collection = None
-        trained = tuple(group for place, group in enumerate(groups) if place in chosen)
-        return RolloutBatch(trained, statistics, collection.exhausted, training_version=version)
-
-    def _groups(self, samples: Mapping[Place, ScoredSample], version: int) -> list[Group]:
-        """In order of their start."""
-        by_group: dict[str, list[ScoredSample]] = {}
-        for (group_id, _), sample in samples.items():
-            by_group.setdefault(group_id, []).append(sample)
-        return [self._group(group_id, tuple(members), version) for group_id, members in by_group.items()]
-
-    def _group(self, group_id: str, samples: tuple[ScoredSample, ...], version: int) -> Group:
-        versions = [
-            run.version for sample in samples for run in sample.completion.versions if run.end > sample.window.start
-        ]
-        prompt = self._pool[group_id].responses.prompt
-        return Group(group_id, prompt, samples, min(versions, default=version), self._counters.generation_step)
-
-    def _chosen(self, groups: Sequence[Group]) -> set[int]:
-        """Indices of the groups to train."""
-        if not self._settings.windows_per_step:
-            return set(range(len(groups)))
-        return choose_groups([self._progress(group) for group in groups], self._settings.windows_per_step)
-
-    def _progress(self, group: Group) -> GroupProgress:
-        begun = self._pool[group.group_id]
-        return GroupProgress(len(group.samples), begun.num_finished, begun.accuracy_sum, begun.num_waiting)
-
-    def _statistics(self, groups: Sequence[Group], chosen: set[int]) -> CollectStatistics:
-        builder = self._builder([sample for group in groups for sample in group.samples])
-        for place, group in enumerate(groups):
-            builder.add_scored(group, KEPT if place in chosen else NOT_CHOSEN)
-        waiting = [group for group in self._pool.groups if group.num_waiting]
-        begun_at = [self._pool[groups[place].group_id].responses.generation_step for place in chosen]
-        return builder.build(
-            num_carried_over=sum(step < self._counters.generation_step for step in begun_at),
-            num_left_over=0,
-            num_unfinished=len(waiting),
-        )
-
-    def _builder(self, samples: Sequence[ScoredSample]) -> StatisticsBuilder:
-        """Counts of the windows `samples`. A function of the collection alone: a restart in its middle changes none."""
-        step = self._counters.generation_step
-        num_tokens = sum(len(sample.completion.token_ids) - sample.window.start for sample in samples)
-        finished = [len(sample.completion.token_ids) for sample in samples if sample.window.is_finished]
-        num_windows = [math.ceil(length / self._settings.window_tokens) for length in finished]
-        num_continued = sum(sample.window.start > 0 for sample in samples)
-        return StatisticsBuilder(
-            num_started=sum(bool(samples) and group.responses.generation_step == step for group in self._pool.groups),
-            num_continued=num_continued,
-            num_tokens=num_tokens,
-            windows=WindowSummary(
-                num_windows=len(samples),
-                num_finished=len(finished),
-                windows_per_finished=sum(num_windows) / max(1, len(finished)),
-                num_waiting=self._pool.num_waiting,
-                num_continued=num_continued,
-                num_prefix_tokens=sum(sample.window.start for sample in samples),
-            ),
-        )
-
-    # State
-
-    def accounting(self) -> WindowAccounting:
-        num_in_flight = len(self._collection.places) if self._collection else 0
-        num_not_started = self._pool.num_not_started
-        return WindowAccounting(
-            drawn=self._counters.num_drawn,
-            trained=self._counters.num_trained,
-            not_chosen=self._counters.num_not_chosen,
-            given_back=sum(map(_num_finished, self._given_back)),
-            in_flight=num_in_flight,
-            unfinished=self._pool.num_waiting - num_not_started - num_in_flight,
-            not_started=num_not_started,
-        )
-
-    def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
-        """See `BatchCollector`, with every token of unfinished responses. In the middle of a collection (a signal) it holds
-        the tokens of its windows that the engine has returned; call `hold` before to have them all.
+        The caller may call `hold` while the generator is suspended.
         """
-        untrained = [batch for batch in untrained if batch.groups]
-        collection = self._collection
-        return {
-            "version": STATE_VERSION,
-            "stream": self._stream.state_dict(),
-            "pool": self._pool.state_dict(),
-            "collection": collection
-            and {"places": [list(place) for place in collection.places], "exhausted": collection.exhausted},
-            "given_back": [batch_to_json(batch) for batch in [*untrained, *self._given_back]],
-            "counters": self._counters_without(untrained),
-        }
+        self.num_new_tokens = 0
+        self._returned = list(self.keys)
+        self._forget_fruitless()
+        self._settle()
+        while self._in_flight:
+            self._take(self._engine.poll())
+            self._settle()
+            yield
+            self._settle()  # responses held meanwhile continue
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, in a collector that has nothing in flight.
+    def hold(self) -> None:
+        """Stop the engine and keep the tokens of every window so far."""
+        if self._in_flight:
+            self._take(self._engine.abort())
+            # Responses that an engine has forgotten continue from the tokens held.
+            self._returned += sorted(self._in_flight)
+            self._in_flight.clear()
+            self._forget_fruitless()
 
-        ValueError where it is of another kind of collector, or an unfinished response is longer than this run allows.
-        """
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(
-                f"collector state has version {state.get('version')}, windows are read from {STATE_VERSION}; "
-                "resume with the settings and the program that wrote it"
-            )
-        num_in_flight = self._collection.num_in_flight if self._collection else 0
-        assert not num_in_flight, f"{num_in_flight} responses are in flight; load the state before collecting"
-        self._stream.load_state_dict(state["stream"])
-        self._pool.load_state_dict(state["pool"], self._prompts)
-        self._check_lengths()
-        saved = state["collection"]
-        self._collection = None
-        if saved is not None:
-            places = [(name, index) for name, index in saved["places"]]
-            self._collection = self._collection_of(places, saved["exhausted"])
-        self._given_back = [batch_from_json(batch) for batch in state["given_back"]]
-        self._counters = WindowCounters(**state["counters"])
+    def samples(self) -> dict[ResponseKey, ScoredSample]:
+        """Return every window, in order of the keys. Call it when `generate` has ended."""
+        return {key: self._sample(key) for key in sorted(self.keys)}
 
-    def _check_lengths(self) -> None:
-        limit = self._settings.sampling.max_new_tokens
-        held = [completion for group in self._pool.groups for completion in group.responses.completions.values()]
-        longest = max((len(completion.token_ids) for completion in held if is_partial(completion)), default=0)
-        if longest >= limit:
-            raise ValueError(
-                f"the checkpoint has an unfinished response of {longest} tokens, this run ends responses at {limit}; "
-                "resume with max_response_tokens at least what it was"
-            )
+    def _forget_fruitless(self) -> None:
+        # A stop requested by this side is no failure of the engine.
+        for group in self._pool.groups:
+            group.responses.num_fruitless.clear()
+
+    def _take(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            group_id, _, index = completion.request_id.rpartition("/")
+            key = (group_id, int(index))
+            assert key in self._in_flight, f"the engine returned {completion.request_id}, which is not in flight"
+            ended = behind_window(completion, self._limit(key), self._sampling)
+            self.num_new_tokens += self._pool[group_id].responses.add(key[1], ended)
+            self._in_flight.remove(key)
+            self._returned.append(key)
+
+    def _settle(self) -> None:
+        """Score the responses that ended and submit the others up to the end of their window."""
+        returned, self._returned = self._returned, []
+        requests = {key: self._request(key) for key in returned if self._continues(key)}
+        if requests:
+            self._in_flight.update(requests)
+            self._engine.submit(list(requests.values()))
+        finished = {key: self._unscored(key) for key in returned if self._is_finished(key) and key not in self.scored}
+        if finished:
+            samples = self._scorer.score(list(finished.values()))
+            self.scored.update((key, samples[sample.sample_id]) for key, sample in finished.items())
+
+    def _limit(self, key: ResponseKey) -> int:
+        """Return the number of response tokens at the end of the window."""
+        group_id, index = key
+        start = self._pool[group_id].starts[index]
+        return min(self._sampling.max_new_tokens, start + self._window_tokens)
+
+    def _is_finished(self, key: ResponseKey) -> bool:
+        held = self._pool[key[0]].completion(key[1])
+        return held is not None and not is_partial(held)
+
+    def _continues(self, key: ResponseKey) -> bool:
+        held = self._pool[key[0]].completion(key[1])
+        return held is None or (is_partial(held) and len(held.token_ids) < self._limit(key))
+
+    def _request(self, key: ResponseKey) -> GenerationRequest:
+        group_id, index = key
+        sampling = replace(self._sampling, max_new_tokens=self._limit(key))
+        seed = sample_seed(self._seed, group_id, index)
+        return next_request(self._pool[group_id].responses, index, sampling, seed)
+
+    def _unscored(self, key: ResponseKey) -> UnscoredSample:
+        group_id, index = key
+        group = self._pool[group_id]
+        completion = group.completion(index)
+        assert completion is not None, f"response {group_id}/{index} was generated"
+        return UnscoredSample(f"{group_id}/{index}", group.responses.prompt, completion)
+
+    def _sample(self, key: ResponseKey) -> ScoredSample:
+        group_id, index = key
+        start = self._pool[group_id].starts[index]
+        scored = self.scored.get(key)
+        if scored is not None:
+            return replace(scored, window=Window(start, True))
+        return self._scorer.unfinished(self._unscored(key), start)
 
 
-def _num_finished(batch: RolloutBatch) -> int:
-    return sum(sample.window.is_finished for group in batch.groups for sample in group.samples)
+@dataclass(frozen=True)
+class GroupProgress:
+    """Progress of a group that has windows in a collection. Counts are over all steps, this one included."""
+
+    num_windows: int  # in this collection
+    num_finished: int
+    accuracy_sum: float  # of the finished responses
+    num_unfinished: int  # responses that have not ended
+
+    @property
+    def has_contrast(self) -> bool:
+        """Its finished responses are neither all wrong nor all right."""
+        return 0 < self.accuracy_sum < self.num_finished
 
 
-_NOTHING = {"num_carried_over": 0, "num_left_over": 0, "num_unfinished": 0}
+def contrast_first(groups: Sequence[GroupProgress]) -> list[int]:
+    """Return the indices of `groups` by priority.
 
-# What becomes of a collection that prompts do not fill: whether it is begun.
-_ON_EXHAUSTED: dict[str, Callable[[WindowCollector, int], bool]] = {
-    "train_partial": WindowCollector._go_on_smaller,
-    "stop": WindowCollector._stopped,
-    "error": WindowCollector._failed,
-}
+    Groups whose finished responses differ come first, then those with the most unfinished responses (whose outcome is
+    open), then the rest; equals keep their order.
+    """
+
+    def rank(index: int) -> tuple[bool, int]:
+        group = groups[index]
+        return not group.has_contrast, 0 if group.has_contrast else -group.num_unfinished
+
+    return sorted(range(len(groups)), key=rank)
+
+
+def choose_groups(groups: Sequence[GroupProgress], num_windows: int) -> set[int]:
+    """Return the indices of the groups to train: by `contrast_first`, at most `num_windows` windows together.
+
+    A group is taken with all its windows or not at all; one that does not fit any more is passed over.
+    """
+    chosen: set[int] = set()
+    for index in contrast_first(groups):
+        if groups[index].num_windows <= num_windows:
+            chosen.add(index)
+            num_windows -= groups[index].num_windows
+    return chosen

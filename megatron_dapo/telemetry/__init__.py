@@ -1,2 +1,1 @@
-"""What a run says about itself: one metric schema, writers, phase times, samples, progress, batch dumps, the
-summary."""
+"""Telemetry of a run: one metric schema, writers, phase times, samples, progress, batch dumps, the summary."""

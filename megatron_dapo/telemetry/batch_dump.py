@@ -21,36 +21,37 @@ _FACTS = "batch.json"
 
 @dataclass(frozen=True)
 class DumpedBatch:
-    """What `dump_batch` wrote."""
+    """A batch read from a dump, with the metadata of its step."""
 
     samples: tuple[TrainSample, ...]
     metadata: Mapping[str, Any]
 
 
-def dump_batch(folder: Path, samples: Sequence[TrainSample], metadata: Mapping[str, Any]) -> Path:
-    """Write `samples` and JSON-serializable `metadata` (train step, learning rate, ...) into the new folder `folder`."""
-    partial = folder.with_name(folder.name + ".tmp")
+def dump_batch(directory: Path, samples: Sequence[TrainSample], metadata: Mapping[str, Any]) -> Path:
+    """Write `samples` and JSON-serializable `metadata` (train step, learning rate, ...) into the new `directory`."""
+    # Renamed when complete: a killed run leaves no half dump under the final name.
+    partial = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     description, tensors = to_tensors(samples)
     save_file(tensors, partial / _TENSORS)
     facts = {"metadata": dict(metadata), "samples": description}
     (partial / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
-    return folder
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)
+    return directory
 
 
-def load_batch(folder: Path) -> DumpedBatch:
-    """Read a dumped batch. Raises ValueError where its parts do not fit each other."""
-    missing = [name for name in (_TENSORS, _FACTS) if not (folder / name).is_file()]
+def load_batch(directory: Path) -> DumpedBatch:
+    """Read a dumped batch. Raises ValueError if a file is missing or the files do not belong together."""
+    missing = [name for name in (_TENSORS, _FACTS) if not (directory / name).is_file()]
     if missing:
         raise ValueError(
-            f"batch dump {folder}: no {', '.join(missing)}; name a folder written by telemetry.dump_batches"
+            f"batch dump {directory}: no {', '.join(missing)}; name a directory written by telemetry.dump_batches"
         )
-    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    facts = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
     try:
-        samples = from_tensors(facts["samples"], load_file(folder / _TENSORS))
+        samples = from_tensors(facts["samples"], load_file(directory / _TENSORS))
     except ValueError as error:
-        raise ValueError(f"batch dump {folder}: {error}; dump it again") from None
+        raise ValueError(f"batch dump {directory}: {error}; dump it again") from None
     return DumpedBatch(samples=tuple(samples), metadata=facts["metadata"])

@@ -1,4 +1,4 @@
-"""The metric schema: every name, its unit and what it means. A step emits exactly these names, whatever is switched on.
+"""The metric schema: every name, its unit and its meaning. A step emits exactly these names, whatever is switched on.
 
 A term that is off still has its metric (entropy without an entropy bonus, KL without a KL loss), so that runs compare.
 """
@@ -44,7 +44,7 @@ def _section(prefix: str, *rows: tuple[str, str, str]) -> list[Metric]:
 _STEP = [
     *_section(
         "progress",
-        ("generation_steps", "steps", "times the collector was asked for a batch, so far"),
+        ("generation_steps", "steps", "collections of a batch, so far"),
         ("optimizer_steps", "steps", "optimizer steps applied, so far"),
         ("skipped_optimizer_steps", "steps", "optimizer steps skipped for a non-finite loss or gradient, so far"),
         ("policy_version", "version", "version of the policy after this step"),
@@ -67,7 +67,7 @@ _STEP = [
         (
             "groups_unfinished",
             "groups",
-            "groups unfinished when the batch was full that the next step goes on with (rollout.partial_rollout)",
+            "groups unfinished when the batch was full that the next step continues (rollout.partial_rollout)",
         ),
         ("staleness_mean", "versions", "policy versions the trained groups are behind (by their oldest token), mean"),
         ("staleness_max", "versions", "the same, largest"),
@@ -114,7 +114,7 @@ _STEP = [
         ("outcome_timeout", "fraction", "the same where the verifier ran out of time"),
         ("outcome_truncated", "fraction", "the same where the response was cut"),
         ("outcome_error", "fraction", "the same where the verifier failed"),
-        ("outcome_unfinished", "fraction", "the same where the response goes on in the next window"),
+        ("outcome_unfinished", "fraction", "the same for responses that continue in the next window"),
         ("disagreement_share", "fraction", "share of responses the shadow verifier judges otherwise (0 without one)"),
     ),
     *_section(
@@ -232,7 +232,7 @@ EVALUATION_METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric
 
 
 def checked(schema: Mapping[str, Metric], values: Mapping[str, float]) -> dict[str, float]:
-    """`values` as floats in the schema's order. Raises ValueError naming every unknown and every missing metric."""
+    """Return `values` as floats in the schema's order. Raises ValueError naming every unknown and missing metric."""
     unknown = [f"{name}{_near(name, schema)}" for name in values if name not in schema]
     missing = [name for name in schema if name not in values]
     if unknown or missing:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: named phases that, with `unaccounted`, sum to the step time exactly."""
+"""Wall time of a step by named phases that, with `unaccounted`, sum to the step time exactly."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time spent inside goes to `name`. Raises ValueError for a name that is no phase."""
+        """Attribute the time spent inside to `name`. Raises ValueError for an unknown phase."""
         if name not in self._names:
             raise ValueError(f"no phase {name!r}; there are {', '.join(self._names)}")
+        # Time so far belongs to the outer phase, so that nested phases are never counted twice.
         self._turn()
         self._open.append(name)
         try:
@@ -42,8 +43,10 @@ class PhaseTimer:
             self._open.pop()
 
     def finish_step(self) -> dict[str, float]:
-        """Seconds by phase, "unaccounted" and "step" since the last call; starts the next step. No phase may be
-        open."""
+        """Return the seconds by phase, "unaccounted" and "step" since the last call, and start the next step.
+
+        No phase may be open.
+        """
         assert not self._open, f"phases {self._open} are still open at the end of the step"
         self._turn()
         times = {**self._seconds, "step": self._mark - self._start}

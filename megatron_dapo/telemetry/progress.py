@@ -1,13 +1,11 @@
-"""What is shown while a run is going: a live line on a terminal, log lines elsewhere."""
+"""Progress of a run: a live line on a terminal, log lines otherwise."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -26,31 +24,20 @@ class StepReport:
     mismatch: float  # mean |old_logprobs - rollout_logprobs|, nats
 
 
-class ProgressView(Protocol):
-    """Where progress is shown."""
-
-    def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
-        """What is going on now, e.g. ("generate", 17, 32)."""
-
-    def step(self, report: StepReport) -> None:
-        """A train step is finished."""
-
-    def close(self) -> None: ...
-
-
 class Eta:
-    """Seconds left, from the steps of this process alone (a resumed run does not count what it did not do)."""
+    """Estimate of the seconds left, from the steps of this process alone: a resumed run is not faster for its past."""
 
-    def __init__(self, total: int, finished: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._first, self._clock, self._start = total, finished, clock, clock()
+    def __init__(self, total: int, finished: int = 0) -> None:
+        self._total, self._first, self._start = total, finished, time.monotonic()
 
     def seconds(self, finished: int) -> float | None:
+        """Return the seconds left after `finished` steps; None before this process has finished one."""
         made = finished - self._first
-        return (self._clock() - self._start) / made * (self._total - finished) if made > 0 else None
+        return (time.monotonic() - self._start) / made * (self._total - finished) if made > 0 else None
 
 
 def duration(seconds: float | None) -> str:
-    """1:02:03, 2:03, or "-" where it is not known."""
+    """Format seconds as 1:02:03 or 2:03, or "-" for None."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -59,7 +46,7 @@ def duration(seconds: float | None) -> str:
 
 
 def mismatch_meter(value: float, alarm: float, width: int = 8) -> str:
-    """A bar on a logarithmic scale: empty at a millionth of the alarm, full at the alarm."""
+    """Draw a bar on a logarithmic scale: empty at a millionth of the alarm, full at the alarm."""
     if not math.isfinite(value):
         return "!" * width
     decades = math.log10(value / alarm) + 6 if value > 0 else 0.0
@@ -68,7 +55,7 @@ def mismatch_meter(value: float, alarm: float, width: int = 8) -> str:
 
 
 class LiveProgress:
-    """A live line at the bottom of a terminal."""
+    """Progress as a live line at the bottom of a terminal."""
 
     def __init__(self, total: int, alarm: float, finished: int = 0, console: Console | None = None) -> None:
         self._eta = Eta(total, finished)
@@ -87,9 +74,11 @@ class LiveProgress:
         self._progress.start()
 
     def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
+        """Show the current phase, e.g. ("generate", 17, 32)."""
         self._progress.update(self._task, phase=f"{text} {done:.0f}/{total:.0f}" if total else text)
 
     def step(self, report: StepReport) -> None:
+        """Show a finished train step."""
         self._progress.update(
             self._task,
             completed=report.finished,
@@ -101,19 +90,22 @@ class LiveProgress:
         )
 
     def close(self) -> None:
+        """Remove the line."""
         self._progress.stop()
 
 
 class LogProgress:
-    """A log line a step, and one when the phase changes to something slow."""
+    """Progress as a log line per step."""
 
     def __init__(self, total: int, alarm: float, finished: int = 0) -> None:
         self._total, self._alarm, self._eta = total, alarm, Eta(total, finished)
 
     def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
+        """Show the current phase, e.g. ("generate", 17, 32)."""
         logger.debug("%s %g/%g", text, done, total)
 
     def step(self, report: StepReport) -> None:
+        """Show a finished train step."""
         logger.info(
             "step %d/%d  acc %.2f  %s tok/s  filtered %.0f%%  mismatch %.1e [%s]  ETA %s",
             report.finished,
@@ -127,10 +119,13 @@ class LogProgress:
         )
 
     def close(self) -> None:
-        return None
+        """Do nothing: log lines stay."""
+
+
+ProgressView = LiveProgress | LogProgress
 
 
 def progress_view(total: int, alarm: float, finished: int = 0, console: Console | None = None) -> ProgressView:
-    """Live on a terminal, log lines elsewhere. `alarm` is the mismatch at which the meter is full."""
+    """Return a live line on a terminal, log lines otherwise. `alarm` is the mismatch at which the meter is full."""
     console = console or Console(stderr=True)
     return LiveProgress(total, alarm, finished, console) if console.is_terminal else LogProgress(total, alarm, finished)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def sample_record(train_step: int, group: Group, index: int, advantage: float) -> dict[str, Any]:
-    """What is recorded of response `index` of `group`. `advantage`: a mean where its tokens' differ."""
+    """Return the record of response `index` of `group`. `advantage` is the mean over its tokens."""
     sample = group.samples[index]
     return {
         "train_step": train_step,
@@ -43,7 +43,7 @@ def sample_record(train_step: int, group: Group, index: int, advantage: float) -
 
 
 def choose(groups: Sequence[Group], limit: int) -> list[tuple[int, int]]:
-    """At most `limit` (group, response) indices, whole groups first, spread evenly over the batch."""
+    """Return at most `limit` (group, response) indices: whole groups, spread evenly over the batch."""
     if limit <= 0 or not groups:
         return []
     num_groups = min(len(groups), max(1, limit // max(len(groups[0].samples), 1)))
@@ -52,8 +52,10 @@ def choose(groups: Sequence[Group], limit: int) -> list[tuple[int, int]]:
 
 
 class SampleWriter:
-    """Appends records in a thread. A full queue or a failed write loses records and counts them; nothing is raised or
-    waited for."""
+    """Appends records in a thread, so that training never waits for the disk.
+
+    A full queue or a failed write loses records and counts them; no error is raised.
+    """
 
     def __init__(self, path: Path, first_step: int, queue_size: int = 4096) -> None:
         self.num_lost = 0
@@ -65,6 +67,7 @@ class SampleWriter:
         self._thread.start()
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Queue records for writing and return at once."""
         for record in records:
             try:
                 self._queue.put_nowait(record)
@@ -72,7 +75,7 @@ class SampleWriter:
                 self._lose("the disk is slower than the samples come")
 
     def flush(self, seconds: float = 10.0) -> bool:
-        """Wait for at most `seconds` until everything handed over so far is in the file; returns whether it is."""
+        """Wait at most `seconds` until everything queued so far is in the file; return True if it is."""
         written = threading.Event()
         try:
             self._queue.put(written, timeout=seconds)
@@ -81,7 +84,7 @@ class SampleWriter:
         return written.wait(seconds)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Write what is queued, for at most `seconds`."""
+        """Write the queued records, for at most `seconds`, and end the thread."""
         try:
             self._queue.put(None, timeout=seconds)
         except queue.Full:
@@ -90,6 +93,7 @@ class SampleWriter:
 
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
+            # An event in the queue marks a flush: every record before it has been written.
             if isinstance(record, threading.Event):
                 record.set()
                 continue

@@ -18,7 +18,7 @@ EXPLAINED = "explained_variance"  # in `extra` where a critic was pretrained
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run achieved, and where its output lies."""
+    """Results of a run and the locations of its output."""
 
     name: str
     layout: str  # e.g. "TP2 PP1 CP1 DP1"
@@ -31,16 +31,14 @@ class RunSummary:
     total_seconds: float
     samples_per_s: float  # trained responses / train_seconds
     generated_tokens_per_s: float
-    folders: Mapping[str, str] = field(
-        default_factory=dict
-    )  # e.g. {"tensorboard": ..., "samples": ..., "huggingface": ...}
-    extra: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # JSON-serializable: intervals, truncation rate, losses of samples
+    # By content, e.g. {"tensorboard": ..., "samples": ..., "huggingface": ...}.
+    directories: Mapping[str, str] = field(default_factory=dict)
+    # JSON-serializable: intervals, truncation rate, losses of samples.
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
-    """Write summary.json in one piece."""
+    """Write summary.json atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
@@ -48,12 +46,15 @@ def write_summary(path: Path, summary: RunSummary) -> None:
 
 
 def read_summary(path: Path) -> RunSummary:
-    """The summary a finished run left."""
-    return RunSummary(**json.loads(path.read_text(encoding="utf-8")))
+    """Read the summary of a finished run, of earlier releases too."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if "folders" in fields:  # the key in summaries of earlier releases
+        fields["directories"] = fields.pop("folders")
+    return RunSummary(**fields)
 
 
 def summary_table(summary: RunSummary) -> Table:
-    """The summary for the terminal."""
+    """Return the summary as a table for the terminal."""
     table = Table(title=f"{summary.name}: {summary.stopped}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
@@ -65,7 +66,7 @@ def summary_table(summary: RunSummary) -> Table:
         "training time": f"{duration(summary.train_seconds)} (whole run {duration(summary.total_seconds)})",
         "speed": f"{summary.samples_per_s:.1f} samples/s, {summary.generated_tokens_per_s:,.0f} generated tokens/s",
         **({"explained variance": f"{summary.extra[EXPLAINED]:.3f}"} if EXPLAINED in summary.extra else {}),
-        **summary.folders,
+        **summary.directories,
     }
     for name, value in rows.items():
         table.add_row(name, value)

@@ -1,8 +1,8 @@
 """An alarm on the trend of a metric that should stay level, such as the gap between trainer and engine.
 
-A slow growth stays below any fixed bound for long and ends a run all the same. Two exponential means of the metric are
-kept: the short one says where it is now, the lowest value of the long one within the last steps where it was. The alarm
-is their ratio, several steps in a row; a single outlier is not a trend.
+A slow growth stays below any fixed bound for long and still ends a run. Two exponential means of the metric are kept:
+the short one is its level now, the lowest value of the long one within the last steps its level before. The alarm is
+their ratio, several steps in a row; a single outlier is not a trend.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TrendWarning:
 
 
 class TrendAlarm:
-    """Observes one value a step. After an alarm the level then is the new normal: it sounds again when that has grown
-    by the factor once more.
+    """Observes one value per step. After an alarm the current level is the new baseline: the next alarm comes when that
+    has grown by the factor once more.
     """
 
     def __init__(self, settings: TrendSettings) -> None:
@@ -57,8 +57,9 @@ class TrendAlarm:
         self._num_high = 0
 
     def observe(self, value: float) -> TrendWarning | None:
-        """Take one value; a warning where the growth has become an alarm in this step. A value that is not finite is an
-        alarm at once and is not averaged.
+        """Take one value; return a warning in the step in which the growth becomes an alarm.
+
+        A value that is not finite is an alarm at once and is not averaged.
         """
         if not math.isfinite(value):
             return TrendWarning(min(self._levels, default=0.0), value, len(self._levels))
@@ -87,14 +88,14 @@ class TrendAlarm:
         return self._means[name] / self._correction(num_steps)
 
     def _correction(self, num_steps: int) -> float:
-        """What a mean that started at 0 has seen of a constant 1."""
+        """Return the value of a mean that started at 0 and averaged a constant 1 (Adam's bias correction)."""
         return 1 - (1 - 2 / (num_steps + 1)) ** self._num_seen
 
     def _scale(self, to_steps: int, from_steps: int) -> float:
         return self._correction(to_steps) / self._correction(from_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serializable."""
+        """Return the state, JSON-serializable."""
         return {
             "num_seen": self._num_seen,
             "means": dict(self._means),
@@ -103,7 +104,7 @@ class TrendAlarm:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, with the same settings."""
+        """Continue from `state`, taken with the same settings."""
         self._num_seen, self._num_high = state["num_seen"], state["num_high"]
         self._means = dict(state["means"])
         self._levels = deque(state["levels"], maxlen=self._settings.window)

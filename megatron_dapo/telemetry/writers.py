@@ -1,5 +1,4 @@
-"""Where metrics go: metrics.jsonl and TensorBoard, both by train step, both continuing a resumed run without duplicate
-steps."""
+"""Writers of metrics: metrics.jsonl and TensorBoard, by train step. A resumed run leaves no duplicate steps in either."""
 
 from __future__ import annotations
 
@@ -15,16 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 class MetricWriter(Protocol):
-    """A place metrics are written to."""
+    """A destination of metrics."""
 
-    def write(self, train_step: int, values: Mapping[str, float]) -> None: ...
+    def write(self, train_step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush and close the destination."""
 
 
 def drop_steps_from(path: Path, first_step: int) -> None:
-    """Remove from a JSONL file the records of `train_step` >= `first_step`, and an unfinished last line of a killed
-    run."""
+    """Remove the records of `train_step` >= `first_step` from a JSONL file, and the unfinished last line of a killed run."""
     if not path.is_file():
         return
     partial = path.with_suffix(".tmp")
@@ -43,10 +43,10 @@ def _is_before(line: str, first_step: int) -> bool:
 
 
 class JsonlWriter:
-    """One JSON object a line: {"train_step": ..., name: value, ...}. A value that is not finite is null.
+    """Writes one JSON object per line: {"train_step": ..., name: value, ...}. A value that is not finite is null.
 
-    `first_step` is the step the run starts (or resumes) with: records from there on, left by a run that got further,
-    go.
+    `first_step` is the step that the run starts (or resumes) with: records from there on, left by a run that got
+    further, are removed.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -55,44 +55,51 @@ class JsonlWriter:
         self._stream = open(path, "a", encoding="utf-8")
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
+        """Append the line of one step."""
+        # JSON has no NaN: null keeps the line readable for every parser.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._stream.write(json.dumps({"train_step": train_step, **finite}) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._stream.close()
 
 
 class TensorBoardWriter:
-    """TensorBoard scalars over train steps. Readers drop what an earlier run wrote from `first_step` on."""
+    """Writes TensorBoard scalars. Readers drop the scalars of an earlier run from `first_step` on."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, directory: Path, first_step: int) -> None:
+        # Imported here: runs without TensorBoard output need not have it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=first_step)
+        self._writer = SummaryWriter(log_dir=str(directory), purge_step=first_step)
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
+        """Add the scalars of one step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, train_step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
 
 class MetricRecorder:
-    """Hands metrics to every writer. A writer that fails (a full disk) is counted and reported once; training goes
-    on."""
+    """Passes metrics to every writer. A writer that fails (a full disk) is counted and logged once; training continues."""
 
     def __init__(self, writers: Sequence[MetricWriter]) -> None:
         self._writers = tuple(writers)
         self.num_failures = 0
 
     def write(self, train_step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of one step with every writer."""
         for writer in self._writers:
             self._attempt(writer.write, train_step, values)
 
     def close(self) -> None:
+        """Close every writer."""
         for writer in self._writers:
             self._attempt(writer.close)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,19 +11,16 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
 from megatron_dapo.rollout.batch import CollectProgress
-from megatron_dapo.rollout.batch_collector import BatchCollector
-from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import Collector
+from megatron_dapo.rollout.collector import Collector, CollectorInputs
+from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.rollout.settings import CollectorSettings, WindowSettings
-from megatron_dapo.rollout.windows import WindowCollector
+from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.trainer.evaluator import EvaluationTask
 from megatron_dapo.trainer.inputs import (
     ModelInputs,
@@ -44,7 +41,7 @@ class RolloutContext:
 
     inputs: ModelInputs
     scorer: Any  # VerifierPool or ShadowedPool
-    collector: BatchCollector
+    collector: Collector
     stream: PromptStream
     prompts: tuple[Prompt, ...]
     evaluation: EvaluationTask | None
@@ -74,64 +71,19 @@ def build_rollout_context(
         config.rollout.max_response_tokens,
         inputs.stop_tokens.token_ids,
     )
-    parts = _CollectorParts(
-        stream, dataset.by_id, engine, SampleScorer(scorer, inputs.decode, _overlong_penalty(config)), on_progress
-    )
-    collector = _COLLECTORS[config.algorithm.name](config, parts, sampling)
+    sample_scorer = SampleScorer(scorer, inputs.decode, _overlong_penalty(config))
+    collector_inputs = CollectorInputs(stream, dataset.by_id, engine, sample_scorer, on_progress)
+    collector = _collector(config, collector_inputs, sampling)
     return RolloutContext(
         inputs, scorer, collector, stream, tuple(dataset.prompts), _evaluation_task(config, inputs, pool)
     )
 
 
-@dataclass(frozen=True)
-class _CollectorParts:
-    """What every kind of collector is made of."""
-
-    stream: PromptStream
-    prompts: Mapping[str, Prompt]
-    engine: CollectiveEngine
-    scorer: SampleScorer
-    on_progress: Callable[[CollectProgress], None]
-
-
-def _group_collector(config: Config, parts: _CollectorParts, sampling: SamplingParams) -> Collector:
-    """Whole groups, filtered and refilled (dynamic sampling)."""
-    rollout = config.rollout
-    settings = CollectorSettings(
-        group_size=rollout.group_size,
-        sampling=sampling,
-        seed=config.run.seed,
-        oversample=rollout.oversample,
-        max_num_gen_batches=rollout.max_num_gen_batches,
-        on_exhausted=rollout.on_exhausted,
-        partial="continue" if rollout.partial_rollout else "restart",
-    )
-    group_filter = GroupFilter(rollout.accuracy_min, rollout.accuracy_max) if rollout.filter_groups else None
-    buffer = ReplayBuffer(max_staleness=rollout.max_staleness)
-    return Collector(
-        parts.stream, parts.prompts, parts.engine, parts.scorer, buffer, settings, group_filter, parts.on_progress
-    )
-
-
-def _window_collector(config: Config, parts: _CollectorParts, sampling: SamplingParams) -> WindowCollector:
-    """A window of every response that is worked on."""
-    settings = WindowSettings(
-        group_size=config.rollout.group_size,
-        sampling=sampling,
-        seed=config.run.seed,
-        window_tokens=config.window.tokens,
-        windows_per_step=config.window.windows_per_step,
-        on_exhausted=config.rollout.on_exhausted,
-    )
-    return WindowCollector(parts.stream, parts.prompts, parts.engine, parts.scorer, settings, parts.on_progress)
-
-
-_COLLECTORS: dict[str, Callable[[Config, _CollectorParts, SamplingParams], BatchCollector]] = {
-    "dapo": _group_collector,
-    "ppo": _group_collector,
-    "vapo": _group_collector,
-    "tppo": _window_collector,
-}
+def _collector(config: Config, inputs: CollectorInputs, sampling: SamplingParams) -> Collector:
+    """Windows for T-PPO, whole groups otherwise."""
+    if config.algorithm.name == "tppo":
+        return WindowCollector(inputs, config.rollout, config.window, sampling, config.run.seed)
+    return GroupCollector(inputs, config.rollout, sampling, config.run.seed)
 
 
 def _scorer(config: Config) -> Any:
@@ -171,4 +123,4 @@ def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any) -> Evaluati
         return None
     dataset = load_eval_dataset(config, inputs, pool)
     protocol = evaluation_protocol(config, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
-    return EvaluationTask(dataset, protocol, pool.score_many, inputs, RunPaths(config.run.output_dir).evaluations)
+    return EvaluationTask(dataset, protocol, pool, inputs, RunPaths(config.run.output_dir).evaluations)

@@ -23,7 +23,7 @@ from megatron_dapo.recovery.checkpoint_store import (
     CheckpointWriter,
     save_checkpoint,
 )
-from megatron_dapo.rollout.state_tensors import join_state, split_state
+from megatron_dapo.rollout.serialization import join_state, split_state
 
 
 class Stateful(Protocol):

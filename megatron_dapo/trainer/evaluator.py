@@ -11,7 +11,8 @@ from pathlib import Path
 from megatron_dapo.data.dataset import PromptDataset
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
-from megatron_dapo.evaluation.runner import EvaluationProgress, Scorer, evaluate
+from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
+from megatron_dapo.rewards.pool import Scorer
 from megatron_dapo.trainer.inputs import ModelInputs
 from megatron_dapo.trainer.step_metrics import evaluation_metrics
 

@@ -72,7 +72,7 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) 
     )
     checked = dataset.prompts[:: max(1, len(dataset.prompts) // SELF_TEST_PROMPTS)]
     texts = [(inputs.tokenizer.decode(list(prompt.token_ids)), prompt.answer) for prompt in checked]
-    report = check_contract(texts, pool.score_many, config.reward.verifier, config.reward.answer_format)
+    report = check_contract(texts, pool, config.reward.verifier, config.reward.answer_format)
     logger.info(
         "self-test: verifier %s reads %s in %d prompts",
         config.reward.verifier,

@@ -33,7 +33,7 @@ from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointStore,
 from megatron_dapo.recovery.deadlines import exit_with_stacks, watch
 from megatron_dapo.recovery.signals import StopRequest
 from megatron_dapo.rollout.async_collector import AsyncCollector
-from megatron_dapo.rollout.collector import CollectProgress
+from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.telemetry.metrics import PHASES
 from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
@@ -335,7 +335,7 @@ def _summarize(
         total_seconds=total_seconds,
         samples_per_s=progress.num_samples / seconds,
         generated_tokens_per_s=progress.num_generated_tokens / seconds,
-        folders={**folders, **{name: str(folder) for name, folder in exports.items()}},
+        directories={**folders, **{name: str(folder) for name, folder in exports.items()}},
         extra={
             "lost_records": run.recorder.num_lost if run.recorder else 0,
             "evaluations": progress.evaluations,

@@ -37,7 +37,7 @@ def test_summary_says_what_was_gained(finished: Finished) -> None:
     assert summary["samples_per_s"] == pytest.approx(NUM_STEPS * GROUPS * GROUP_SIZE / sum(times), rel=1e-6)
     assert summary["train_seconds"] < summary["total_seconds"]
     assert summary["extra"]["lost_records"] == 0
-    for folder in summary["folders"].values():
+    for folder in summary["directories"].values():
         assert Path(folder).exists(), folder
     assert not list(finished.folder.glob("failure*"))
 

@@ -54,7 +54,7 @@ def test_training_goes_on_from_the_pretrained_critic(vapo: Path, pretrained: Pat
     trained = AutoModelForTokenClassification.from_pretrained(tmp_path / "run" / "critic")
     before = AutoModelForTokenClassification.from_pretrained(critic)
     assert not torch.equal(trained.score.weight, before.score.weight)
-    folders = json.loads((tmp_path / "run" / "summary.json").read_text())["folders"]
+    folders = json.loads((tmp_path / "run" / "summary.json").read_text())["directories"]
     assert folders["critic"] == str(tmp_path / "run" / "critic") and "huggingface" in folders
 
 

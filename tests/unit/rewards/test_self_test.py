@@ -10,15 +10,18 @@ ANSWER_LINE = 'The last line should be of the form Answer: $Answer.\n\nProblem {
 BOXED = "Problem {}\nPut your final answer within \\boxed{{}}."
 
 
-def scorer(score):
-    def score_many(items):
+class FakePool:
+    """Scores by a verifier's function, in this process."""
+
+    def __init__(self, score):
+        self.score = score
+
+    def score_many(self, items):
         scores = {}
         for key, response, answer, is_truncated in items:
-            outcome = "truncated" if is_truncated else score(response, answer).outcome
+            outcome = "truncated" if is_truncated else self.score(response, answer).outcome
             scores[key] = Score(float(outcome == "correct"), 0.0, outcome)
         return scores
-
-    return score_many
 
 
 def prompts(template, num=200):
@@ -36,7 +39,7 @@ def prompts(template, num=200):
     ],
 )
 def test_matching_formats_pass(template, score, formats):
-    report = check_contract(prompts(template), scorer(score), "v", max_prompts=64)
+    report = check_contract(prompts(template), FakePool(score), "v", max_prompts=64)
     assert report.formats == formats
     assert 32 <= report.num_prompts <= 64
 
@@ -45,14 +48,14 @@ def test_boxed_prompts_with_the_dapo_verifier_are_refused():
     with pytest.raises(
         ValueError, match=r"(?s)'dapo' disagrees with the format .*\(boxed\).*unparsable.*Fix: "
     ) as caught:
-        check_contract(prompts(BOXED, 5), scorer(dapo.score), "dapo")
+        check_contract(prompts(BOXED, 5), FakePool(dapo.score), "dapo")
     assert "5 of 20 made-up responses to 5 prompts" in str(caught.value)
 
 
 def test_a_system_prompt_asking_for_another_format_is_noticed():
     template = "<system>Put your final answer within \\boxed{{}}.</system>" + ANSWER_LINE
     with pytest.raises(ValueError, match=r"\(answer_line, boxed\)"):
-        check_contract(prompts(template), scorer(dapo.score), "dapo")
+        check_contract(prompts(template), FakePool(dapo.score), "dapo")
 
 
 def test_a_problem_that_mentions_boxes_is_no_instruction():
@@ -65,23 +68,26 @@ def test_verifiers_that_say_the_same_of_everything_are_refused(outcome):
     from megatron_dapo.rewards.result import VerifierResult
 
     with pytest.raises(ValueError, match="disagrees"):
-        check_contract(prompts(ANSWER_LINE), scorer(lambda response, answer: VerifierResult(outcome)), "v")
+        check_contract(prompts(ANSWER_LINE), FakePool(lambda response, answer: VerifierResult(outcome)), "v")
 
 
 def test_a_scorer_that_rewards_truncated_responses_is_refused():
-    def score_many(items):
-        return scorer(dapo.score)([(key, response, answer, False) for key, response, answer, _ in items])
+    class Blind(FakePool):
+        def score_many(self, items):
+            return super().score_many([(key, response, answer, False) for key, response, answer, _ in items])
 
     with pytest.raises(ValueError, match="truncated"):
-        check_contract(prompts(ANSWER_LINE), score_many, "v")
+        check_contract(prompts(ANSWER_LINE), Blind(dapo.score), "v")
 
 
 def test_prompts_without_an_instruction_need_an_explicit_format():
     texts = [(f"What is {i}?", str(i)) for i in range(5)]
     with pytest.raises(ValueError, match="answer_format"):
-        check_contract(texts, scorer(dapo.score), "dapo")
-    assert check_contract(texts, scorer(dapo.score), "dapo", answer_format="answer_line").formats == ("answer_line",)
-    assert check_contract(texts, scorer(dapo.score), "dapo", answer_format="my answer: {answer}").formats == ("custom",)
+        check_contract(texts, FakePool(dapo.score), "dapo")
+    assert check_contract(texts, FakePool(dapo.score), "dapo", answer_format="answer_line").formats == ("answer_line",)
+    assert check_contract(texts, FakePool(dapo.score), "dapo", answer_format="my answer: {answer}").formats == (
+        "custom",
+    )
     for bad in ("boxxed", "{reply}", "{answer"):
         with pytest.raises(ValueError, match="answer_format"):
-            check_contract(texts, scorer(dapo.score), "dapo", answer_format=bad)
+            check_contract(texts, FakePool(dapo.score), "dapo", answer_format=bad)

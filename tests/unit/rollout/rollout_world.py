@@ -8,16 +8,20 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
+from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import Collector, CollectorSettings, CollectProgress
+from megatron_dapo.rollout.collector import CollectorInputs
+from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, Score, VersionRange
 
 RIGHT, WRONG = 1, 2
+SAMPLING = SamplingParams(max_new_tokens=16)
+SEED = 11
 
 
 def fraction(*key: object) -> float:
@@ -135,10 +139,9 @@ class World:
     """Everything one process of a run has. `restart` builds a new process from a checkpoint's JSON."""
 
     pass_rates: Sequence[float]
-    settings: CollectorSettings
+    settings: RolloutConfig
+    sampling: SamplingParams = SAMPLING
     max_epochs: int | None = 1
-    max_staleness: int = 0
-    group_filter: GroupFilter | None = field(default_factory=GroupFilter)
     jitter: int = 0
     abort_rate: float = 0.0
     overlong_penalty: Callable[[int], float] | None = None
@@ -151,18 +154,23 @@ class World:
             for i, rate in enumerate(self.pass_rates)
         ]
         self.engine = FakeEngine(self.jitter, self.abort_rate, self.version)
-        self.buffer = ReplayBuffer(self.max_staleness)
         self.stream = PromptStream([prompt.prompt_id for prompt in prompts], seed=7, max_epochs=self.max_epochs)
-        self.collector = Collector(
+        inputs = CollectorInputs(
             stream=self.stream,
             prompts={prompt.prompt_id: prompt for prompt in prompts},
             engine=self.engine,
             scorer=SampleScorer(FakeVerifier(), decode, self.overlong_penalty),
-            buffer=self.buffer,
-            settings=self.settings,
-            group_filter=self.group_filter,
             on_progress=self.on_progress,
         )
+        self.collector = GroupCollector(inputs, self.settings, self.sampling, seed=SEED)
+
+    @property
+    def buffer(self) -> ReplayBuffer:
+        return self.collector._buffer
+
+    @property
+    def max_staleness(self) -> int:
+        return self.settings.max_staleness
 
     def checkpoint(self) -> str:
         return json.dumps({"collector": self.collector.state_dict(), "version": self.engine.policy_version})
@@ -176,13 +184,6 @@ class World:
 
 
 def make_world(pass_rates: Sequence[float], *, group_size: int = 4, **changes: object) -> World:
-    """`changes` are fields of CollectorSettings or of World."""
-    names = CollectorSettings.__dataclass_fields__
-    settings = {name: changes.pop(name) for name in list(changes) if name in names}
-    return World(
-        pass_rates,
-        CollectorSettings(
-            **{"group_size": group_size, "sampling": SamplingParams(max_new_tokens=16), "seed": 11, **settings}
-        ),
-        **changes,
-    )
+    """`changes` are fields of the [rollout] section or of World."""
+    section = {name: changes.pop(name) for name in list(changes) if name in RolloutConfig.model_fields}
+    return World(pass_rates, RolloutConfig(group_size=group_size, **section), **changes)

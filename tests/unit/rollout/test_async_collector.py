@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.rollout.async_collector import AsyncCollector
-from megatron_dapo.rollout.collector import CollectionExhausted, RolloutBatch
+from megatron_dapo.rollout.async_collector import AsyncCollector, State
+from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
 
 MIXED = [0.0, 0.05, 0.3, 0.5, 0.7, 0.95, 1.0]
 TIMEOUT_S = 30.0
@@ -62,13 +62,13 @@ def poll_when(world: Any, is_open: Callable[[], bool]) -> None:
     engine.poll = gated_poll
 
 
-@pytest.mark.parametrize("partial", ["restart", "continue"])
+@pytest.mark.parametrize("partial_rollout", [False, True])
 @pytest.mark.parametrize("oversample", [1.0, 2.0])
 def test_bound_0_gives_the_batches_of_the_synchronous_run(
-    make_world: Callable, oversample: float, partial: str
+    make_world: Callable, oversample: float, partial_rollout: bool
 ) -> None:
     synchronous = make_world(MIXED * 20, oversample=oversample, max_epochs=None)
-    world = make_world(MIXED * 20, oversample=oversample, max_epochs=None, partial=partial)
+    world = make_world(MIXED * 20, oversample=oversample, max_epochs=None, partial_rollout=partial_rollout)
     num_threads = threading.active_count()
     with overlapped(world) as rollout:
         for version in range(1, 9):
@@ -91,7 +91,7 @@ def test_tokens_keep_the_bound_and_prompts_are_trained_once(
     make_world: Callable, max_staleness: int, oversample: float
 ) -> None:
     world = make_world(
-        [0.5] * 150, max_staleness=max_staleness, oversample=oversample, partial="continue", group_size=8
+        [0.5] * 150, max_staleness=max_staleness, oversample=oversample, partial_rollout=True, group_size=8
     )
     trained: list[str] = []
     seen: set[int] = set()
@@ -105,7 +105,7 @@ def test_tokens_keep_the_bound_and_prompts_are_trained_once(
             seen |= ages(batch)
             trained += [group.prompt.prompt_id for group in batch.groups]
             if version % 3 == 0:
-                wait_until(lambda: len(rollout._ready) == max_staleness or rollout._is_exhausted)
+                wait_until(lambda: len(rollout._ready) == max_staleness or rollout._state is State.EXHAUSTED)
             assert len(rollout._ready) <= max_staleness
             publish(world, rollout, version)
         else:
@@ -118,10 +118,12 @@ def test_tokens_keep_the_bound_and_prompts_are_trained_once(
 
 
 def test_a_collection_spans_an_update_and_goes_on_by_the_new_weights(make_world: Callable) -> None:
-    world, plain = (make_world([0.5] * 100, max_staleness=1, partial="continue", group_size=8) for _ in range(2))
+    world, plain = (make_world([0.5] * 100, max_staleness=1, partial_rollout=True, group_size=8) for _ in range(2))
     with overlapped(world) as rollout:
         # The first poll of the second batch ends when the update asks for it.
-        poll_when(world, lambda: world.collector.train_step != 1 or rollout._num_pauses > 0 or rollout._version > 0)
+        poll_when(
+            world, lambda: world.collector.train_step != 1 or rollout._state is State.PAUSING or rollout._version > 0
+        )
         first = rollout.next_batch(4)
         wait_until(lambda: world.engine.num_unfinished == 32)
         rollout.before_update()
@@ -141,7 +143,7 @@ def test_a_collection_spans_an_update_and_goes_on_by_the_new_weights(make_world:
 
 
 def test_an_evaluation_has_the_engine_for_itself(make_world: Callable) -> None:
-    world = make_world([0.5] * 400, max_staleness=2, partial="continue")
+    world = make_world([0.5] * 400, max_staleness=2, partial_rollout=True)
     with overlapped(world) as rollout:
         rollout.next_batch(4)
         for _ in range(5):
@@ -158,7 +160,7 @@ def test_an_evaluation_has_the_engine_for_itself(make_world: Callable) -> None:
 
 @pytest.mark.parametrize("call", ["next_batch", "before_update", "paused"])
 def test_an_error_of_the_thread_is_raised_by_the_next_call(make_world: Callable, call: str) -> None:
-    world = make_world([0.5] * 400, max_staleness=1, partial="continue")
+    world = make_world([0.5] * 400, max_staleness=1, partial_rollout=True)
     with overlapped(world) as rollout:
         rollout.next_batch(4)
         wait_until(lambda: len(rollout._ready) == 1)
@@ -174,20 +176,20 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(make_world: Callable,
             with pytest.raises(ConnectionError, match="the engine went away"):
                 calls[call]()
         state = rollout.state_dict()
-    later = make_world([0.5] * 400, max_staleness=1, partial="continue", version=1)
+    later = make_world([0.5] * 400, max_staleness=1, partial_rollout=True, version=1)
     later.collector.load_state_dict(json.loads(json.dumps(state)))
     accounting = later.collector.accounting()
     assert accounting.is_balanced and accounting.trained == 4 and accounting.buffered + accounting.unfinished > 0
 
 
 def test_waiting_for_a_batch_ends_with_the_error(make_world: Callable) -> None:
-    world = make_world([0.0] * 40, max_staleness=1, partial="continue", on_exhausted="error")
+    world = make_world([0.0] * 40, max_staleness=1, partial_rollout=True, on_exhausted="error")
     with overlapped(world) as rollout, pytest.raises(CollectionExhausted, match="only 0 of 4"):
         rollout.next_batch(4)
 
 
 def test_an_error_nobody_asked_for_is_logged(make_world: Callable, caplog: pytest.LogCaptureFixture) -> None:
-    world = make_world([0.5] * 400, max_staleness=1, partial="continue")
+    world = make_world([0.5] * 400, max_staleness=1, partial_rollout=True)
     with caplog.at_level(logging.ERROR), overlapped(world) as rollout:
         rollout.next_batch(4)
         wait_until(lambda: len(rollout._ready) == 1)
@@ -200,7 +202,7 @@ def test_an_error_nobody_asked_for_is_logged(make_world: Callable, caplog: pytes
 @pytest.mark.parametrize("trial", range(4))
 def test_a_state_taken_at_any_time_is_a_consistent_cut(make_world: Callable, trial: int) -> None:
     """Saved while collections run, restored in a new process: every prompt is trained or filtered exactly once."""
-    arguments = {"max_staleness": 2, "partial": "continue", "oversample": 1.5, "group_size": 8}
+    arguments = {"max_staleness": 2, "partial_rollout": True, "oversample": 1.5, "group_size": 8}
     world = make_world([0.5] * 120, jitter=trial, **arguments)
     trained: list[str] = []
     version = 0
@@ -230,9 +232,9 @@ def test_a_state_taken_at_any_time_is_a_consistent_cut(make_world: Callable, tri
 
 
 def test_closing_keeps_what_the_engine_had_begun(make_world: Callable) -> None:
-    world = make_world([0.5] * 400, max_staleness=1, partial="continue", group_size=16)
+    world = make_world([0.5] * 400, max_staleness=1, partial_rollout=True, group_size=16)
     with overlapped(world) as rollout:
-        poll_when(world, lambda: world.collector.train_step == 0 or rollout._is_closing)
+        poll_when(world, lambda: world.collector.train_step == 0 or rollout._state is State.CLOSING)
         rollout.next_batch(4)
         wait_until(lambda: world.engine.num_unfinished == 64)
         rollout.close()
@@ -247,18 +249,18 @@ def test_engines_are_looked_after_while_the_main_thread_waits(
     make_world: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two polls: what is done to the engine then is seen by nobody half done."""
-    monkeypatch.setattr("megatron_dapo.rollout.async_collector._LOOK_AFTER_S", 0.005)
-    world = make_world([0.5] * 400, max_staleness=1, partial="continue")
+    monkeypatch.setattr("megatron_dapo.rollout.async_collector._RECOVERY_INTERVAL_S", 0.005)
+    world = make_world([0.5] * 400, max_staleness=1, partial_rollout=True)
     poll, num_looks, is_down = world.engine.poll, 0, True
 
     def poll_nothing_while_down() -> list:
         time.sleep(0.001)
-        assert not rollout._num_pauses or rollout._is_running
+        assert rollout._state in (State.COLLECTING, State.PAUSING)
         return [] if is_down else poll()
 
     def look() -> None:
         nonlocal num_looks, is_down
-        assert threading.current_thread() is threading.main_thread() and not rollout._is_running
+        assert threading.current_thread() is threading.main_thread() and rollout._state is State.PAUSED
         num_looks += 1
         is_down = num_looks < 4
 
@@ -270,14 +272,14 @@ def test_engines_are_looked_after_while_the_main_thread_waits(
 
 
 def test_a_hung_engine_ends_every_wait(make_world: Callable) -> None:
-    world = make_world([0.5] * 400, max_staleness=1, partial="continue")
+    world = make_world([0.5] * 400, max_staleness=1, partial_rollout=True)
     hung = threading.Event()
     poll_when(world, hung.is_set)
     rollout = AsyncCollector(world.collector, 1, timeout_s=0.1)
     publish(world, rollout, 0)
     with pytest.raises(TimeoutError, match=r"for a rollout batch; published policy version 0.*in_flight=4"):
         rollout.next_batch(4)
-    with pytest.raises(TimeoutError, match="to stand still"):
+    with pytest.raises(TimeoutError, match="for the collection to pause .PAUSING."):
         rollout.before_update()
     with pytest.raises(TimeoutError, match="to end"):
         rollout.close()
@@ -289,12 +291,12 @@ def test_a_hung_engine_ends_every_wait(make_world: Callable) -> None:
 def test_wrong_use_is_refused(make_world: Callable) -> None:
     with pytest.raises(ValueError, match="max_ahead = -1"):
         AsyncCollector(make_world(MIXED).collector, -1, 1.0)
-    world = make_world([0.5] * 400, max_staleness=2, partial="continue")
+    world = make_world([0.5] * 400, max_staleness=2, partial_rollout=True)
     with overlapped(world) as rollout:
         rollout.next_batch(4)
-        with pytest.raises(ValueError, match="a batch of 5 groups was asked for, batches of 4 are collected"):
+        with pytest.raises(ValueError, match="a batch of 5 groups was requested, batches of 4 are collected"):
             rollout.next_batch(5)
-        with pytest.raises(AssertionError, match="a batch for policy version 1 is asked for at version 0"):
+        with pytest.raises(AssertionError, match="a batch for policy version 1 is requested at version 0"):
             rollout.next_batch(4)
         rollout.before_update()
         with pytest.raises(ValueError, match="policy version went from 0 to 2"):

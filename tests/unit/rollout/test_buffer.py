@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.group_json import group_from_json, group_to_json
+from megatron_dapo.rollout.serialization import group_from_json, group_to_json
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange
 
 
@@ -44,8 +44,8 @@ def test_nothing_too_stale_is_handed_out(max_staleness: int) -> None:
     assert buffer.num_available(5) == max_staleness + 1
     assert names(buffer.evict(5)) == [str(v) for v in range(6) if 5 - v > max_staleness]
     assert names(buffer.take(99, 5)) == [str(v) for v in range(6) if 5 - v <= max_staleness]
-    statistics = buffer.statistics()
-    assert (statistics.num_put, statistics.num_taken + statistics.num_evicted, statistics.num_groups) == (6, 6, 0)
+    state = buffer.state_dict()
+    assert (state["num_put"], state["num_taken"] + state["num_evicted"], len(buffer)) == (6, 6, 0)
 
 
 def test_take_skips_stale_groups_without_losing_them() -> None:
@@ -56,14 +56,6 @@ def test_take_skips_stale_groups_without_losing_them() -> None:
     assert names(buffer.evict(1)) == ["old"]
 
 
-def test_newest_policy_first() -> None:
-    buffer = ReplayBuffer(5, "newest_policy_first")
-    for name, version in (("a", 1), ("b", 3), ("c", 2), ("d", 3)):
-        buffer.put(make_group(name, version))
-    assert names(buffer.take(3, 3)) == ["b", "d", "c"]
-    assert names(buffer.take(3, 3)) == ["a"]
-
-
 def test_put_back_goes_first() -> None:
     buffer = ReplayBuffer()
     for name in "abc":
@@ -71,7 +63,7 @@ def test_put_back_goes_first() -> None:
     taken = buffer.take(2, 0)
     buffer.put_back(taken)
     assert names(buffer.take(3, 0)) == ["a", "b", "c"]
-    assert buffer.statistics().num_taken == 3
+    assert buffer.state_dict()["num_taken"] == 3
 
 
 def test_state_survives_json_exactly() -> None:
@@ -81,7 +73,7 @@ def test_state_survives_json_exactly() -> None:
     taken = buffer.take(1, 2)
     restored = ReplayBuffer(2)
     restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-    assert restored.statistics() == buffer.statistics()
+    assert restored.state_dict() == buffer.state_dict()
     assert restored.take(9, 2) == buffer.take(9, 2)
     assert len(taken) == 1
     with pytest.raises(ValueError, match="version 99"):
@@ -96,9 +88,7 @@ def test_log_probs_keep_every_bit(logprobs: list[float]) -> None:
     assert [x.hex() for x in restored.samples[0].completion.logprobs] == [x.hex() for x in logprobs]
 
 
-def test_wrong_settings_name_what_exists() -> None:
-    with pytest.raises(ValueError, match="oldest_first, newest_policy_first"):
-        ReplayBuffer(0, "random")
+def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="max_staleness = -1"):
         ReplayBuffer(-1)
 

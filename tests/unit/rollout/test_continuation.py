@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.rollout.collector import RolloutBatch
-from megatron_dapo.rollout.continuation import (
+from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.rollout.open_group import (
     MAX_FRUITLESS,
     OpenGroup,
-    fresh_survive,
+    fresh_completions,
     next_request,
     open_group_from_json,
     open_group_to_json,
@@ -37,8 +37,8 @@ def num_tokens(batch: RolloutBatch) -> int:
 @pytest.mark.parametrize("oversample", [1.0, 1.5, 3.0])
 def test_bound_0_gives_the_batches_of_the_synchronous_run(make_world: Callable, jitter: int, oversample: float) -> None:
     worlds = [
-        make_world(MIXED * 20, oversample=oversample, jitter=jitter, partial=partial)
-        for partial in ("restart", "continue")
+        make_world(MIXED * 20, oversample=oversample, jitter=jitter, partial_rollout=partial_rollout)
+        for partial_rollout in (False, True)
     ]
     for _ in range(6):
         expected, actual = (world.collector.collect(6) for world in worlds)
@@ -50,7 +50,7 @@ def test_bound_0_gives_the_batches_of_the_synchronous_run(make_world: Callable, 
 
 
 def test_stopped_responses_go_on_and_no_token_is_generated_twice(make_world: Callable) -> None:
-    world = make_world([0.5] * 400, oversample=3.0, max_staleness=50, partial="continue", group_filter=None)
+    world = make_world([0.5] * 400, oversample=3.0, max_staleness=50, partial_rollout=True, filter_groups=False)
     trained = num_continued = 0
     for _ in range(12):
         batch = world.collector.collect(4)
@@ -69,7 +69,7 @@ def test_stopped_responses_go_on_and_no_token_is_generated_twice(make_world: Cal
 
 
 def test_tokens_of_a_collection_are_those_it_generated(make_world: Callable) -> None:
-    world = make_world(MIXED * 40, oversample=2.0, max_staleness=2, partial="continue")
+    world = make_world(MIXED * 40, oversample=2.0, max_staleness=2, partial_rollout=True)
     for _ in range(8):
         before = world.engine.num_generated
         assert world.collector.collect(4).statistics.num_tokens == world.engine.num_generated - before
@@ -77,7 +77,7 @@ def test_tokens_of_a_collection_are_those_it_generated(make_world: Callable) -> 
 
 
 def test_unfinished_groups_go_first_and_finished_responses_of_theirs_stay(make_world: Callable) -> None:
-    world = make_world([0.5] * 50, group_size=8, oversample=4.0, max_staleness=5, partial="continue")
+    world = make_world([0.5] * 50, group_size=8, oversample=4.0, max_staleness=5, partial_rollout=True)
     world.collector.collect(2)
     held = {group["group_id"]: group["completions"] for group in world.collector.state_dict()["open_groups"]}
     finished = {
@@ -102,7 +102,7 @@ def test_unfinished_groups_go_first_and_finished_responses_of_theirs_stay(make_w
 
 def test_a_response_over_the_bound_starts_again_and_is_counted(make_world: Callable) -> None:
     """Finished at version 0, partial at versions 0 and 1: which stay when version 2 is to be trained, bound 1."""
-    world = make_world([0.5] * 10, group_size=3, max_staleness=1, partial="continue", group_filter=None)
+    world = make_world([0.5] * 10, group_size=3, max_staleness=1, partial_rollout=True, filter_groups=False)
     group = OpenGroup("000000000000", world.collector._prompts["p0"], 1)
     done = completion((5, 6, 1), "stop", version=0)
     world.engine.policy_version = 2
@@ -128,7 +128,7 @@ def test_a_response_over_the_bound_starts_again_and_is_counted(make_world: Calla
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_an_engine_that_dies_costs_no_token(make_world: Callable, max_staleness: int) -> None:
     """The engine gives responses back unfinished by itself; the batches are those of an engine that never does."""
-    arguments = {"max_staleness": max_staleness, "partial": "continue"}
+    arguments = {"max_staleness": max_staleness, "partial_rollout": True}
     calm, shaken = make_world(MIXED * 20, **arguments), make_world(MIXED * 20, abort_rate=0.3, **arguments)
     for _ in range(4):
         expected, actual = calm.collector.collect(6), shaken.collector.collect(6)
@@ -139,7 +139,7 @@ def test_an_engine_that_dies_costs_no_token(make_world: Callable, max_staleness:
 
 
 def test_an_engine_that_only_gives_up_is_an_error(make_world: Callable) -> None:
-    world = make_world([0.5] * 20, max_staleness=1, partial="continue")
+    world = make_world([0.5] * 20, max_staleness=1, partial_rollout=True)
     world.engine.poll = world.engine.abort
     with pytest.raises(RuntimeError, match=rf"gave up {MAX_FRUITLESS + 1} times in a row"):
         world.collector.collect(2)
@@ -147,7 +147,7 @@ def test_an_engine_that_only_gives_up_is_an_error(make_world: Callable) -> None:
 
 
 def test_waiting_in_the_queue_for_many_collections_is_no_error(make_world: Callable) -> None:
-    world = make_world([0.5] * 200, oversample=2.0, max_staleness=100, partial="continue", group_filter=None)
+    world = make_world([0.5] * 200, oversample=2.0, max_staleness=100, partial_rollout=True, filter_groups=False)
     poll = world.engine.poll
 
     def serve_all_but_one() -> list[Completion]:
@@ -164,7 +164,7 @@ def test_waiting_in_the_queue_for_many_collections_is_no_error(make_world: Calla
 
 def test_holding_between_polls_changes_no_batch(make_world: Callable) -> None:
     """As at a weight update in the middle of a collection; the tokens after it are of the new version."""
-    plain, held = (make_world(MIXED * 20, max_staleness=1, partial="continue", jitter=jitter) for jitter in (0, 5))
+    plain, held = (make_world(MIXED * 20, max_staleness=1, partial_rollout=True, jitter=jitter) for jitter in (0, 5))
     num_holds = 0
 
     def update() -> None:
@@ -186,7 +186,7 @@ def test_holding_between_polls_changes_no_batch(make_world: Callable) -> None:
 
 
 def test_an_error_between_polls_ends_the_collection_and_loses_nothing(make_world: Callable) -> None:
-    world = make_world([0.5] * 40, group_size=8, max_staleness=1, partial="continue")
+    world = make_world([0.5] * 40, group_size=8, max_staleness=1, partial_rollout=True)
 
     def fail() -> None:
         raise InterruptedError
@@ -200,23 +200,25 @@ def test_an_error_between_polls_ends_the_collection_and_loses_nothing(make_world
 
 
 def test_a_batch_for_a_version_out_of_reach_is_refused(make_world: Callable) -> None:
-    world = make_world([0.5] * 40, max_staleness=1, partial="continue")
+    world = make_world([0.5] * 40, max_staleness=1, partial_rollout=True)
     world.engine.policy_version = 3
     for version in (2, 5):
         with pytest.raises(ValueError, match=f"policy version {version} cannot be sampled by version 3"):
             world.collector.collect(2, training_version=version)
 
 
-@pytest.mark.parametrize("partial", ["restart", "continue"])
-def test_state_keeps_unfinished_groups_exactly(make_world: Callable, partial: str) -> None:
-    world = make_world([0.5] * 60, group_size=8, oversample=3.0, max_staleness=2, partial="continue")
+@pytest.mark.parametrize("partial_rollout", [False, True])
+def test_state_keeps_unfinished_groups_exactly(make_world: Callable, partial_rollout: bool) -> None:
+    world = make_world([0.5] * 60, group_size=8, oversample=3.0, max_staleness=2, partial_rollout=True)
     world.collector.collect(3)
     before = world.collector.accounting()
     assert before.unfinished > 0 == before.in_flight
-    later = world.restart(world.checkpoint(), settings=replace(world.settings, partial=partial))
+    later = world.restart(
+        world.checkpoint(), settings=world.settings.model_copy(update={"partial_rollout": partial_rollout})
+    )
     after = later.collector.accounting()
     assert after.is_balanced and after.drawn == before.drawn
-    if partial == "continue":
+    if partial_rollout:
         assert after == before and later.checkpoint() == world.checkpoint()
     else:
         assert (after.unfinished, after.queued_again) == (0, before.queued_again + before.unfinished)
@@ -224,31 +226,32 @@ def test_state_keeps_unfinished_groups_exactly(make_world: Callable, partial: st
 
 
 def test_a_run_with_shorter_or_fewer_responses_does_not_go_on_with_longer_ones(make_world: Callable) -> None:
-    world = make_world([0.5] * 60, group_size=8, oversample=3.0, max_staleness=2, partial="continue")
+    world = make_world([0.5] * 60, group_size=8, oversample=3.0, max_staleness=2, partial_rollout=True)
     world.collector.collect(3)
-    for changes in ({"group_size": 4}, {"sampling": SamplingParams(max_new_tokens=1)}):
-        later = world.restart(world.checkpoint(), settings=replace(world.settings, **changes))
+    fewer = {"settings": world.settings.model_copy(update={"group_size": 4})}
+    for changes in (fewer, {"sampling": SamplingParams(max_new_tokens=1)}):
+        later = world.restart(world.checkpoint(), **changes)
         accounting = later.collector.accounting()
         assert accounting.is_balanced and accounting.unfinished < world.collector.accounting().unfinished
 
 
 def test_state_of_the_first_version_is_read_and_an_unknown_one_refused(make_world: Callable) -> None:
-    world = make_world([0.5] * 40, partial="continue")
+    world = make_world([0.5] * 40, partial_rollout=True)
     world.collector.collect(4)
     state = json.loads(world.checkpoint())["collector"]
     old = {**state, "version": 1, "in_flight_prompts": ["p3", "p5"]}
     del old["open_groups"]
     old["counters"]["num_started"] += 2
-    later = make_world([0.5] * 40, partial="continue")
+    later = make_world([0.5] * 40, partial_rollout=True)
     later.collector.load_state_dict(old)
     assert later.collector.accounting().is_balanced
     assert later.stream.state_dict()["requeued"][-2:] == ["p3", "p5"]
-    with pytest.raises(ValueError, match=r"version 7, this program reads 1, 2; resume with the program that wrote it"):
+    with pytest.raises(ValueError, match=r"version 7, this program reads 1 and 2; resume with the release"):
         later.collector.load_state_dict({**state, "version": 7})
 
 
 def test_state_as_if_batches_had_been_given_back(make_world: Callable) -> None:
-    first, second = (make_world(MIXED * 20, oversample=2.0, max_staleness=3, partial="continue") for _ in range(2))
+    first, second = (make_world(MIXED * 20, oversample=2.0, max_staleness=3, partial_rollout=True) for _ in range(2))
     batches = [[world.collector.collect(4) for _ in range(2)] for world in (first, second)]
     state = first.collector.state_dict(untrained=batches[0])
     for batch in reversed(batches[1]):
@@ -269,7 +272,7 @@ def test_only_what_comes_back_behind_its_prefix_is_taken() -> None:
     group = OpenGroup("g", PROMPT, 1)
     assert group.add(0, completion((4, 5))) == 2
     assert group.add(0, completion((4, 5, 6))) == 1
-    with pytest.raises(ValueError, match="go on behind 3 tokens"):
+    with pytest.raises(ValueError, match="continue behind 3 tokens"):
         group.add(0, completion((4, 5, 7, 8), "stop"))
     assert group.add(0, completion((4, 5, 6, 8), "stop")) == 1 and group.is_complete(1)
 
@@ -277,10 +280,10 @@ def test_only_what_comes_back_behind_its_prefix_is_taken() -> None:
 def test_the_age_of_a_response_is_that_of_its_oldest_token() -> None:
     young, old, empty = completion((4,), version=3), completion((4, 5), version=1), completion(())
     parts = {0: young, 1: old, 2: empty}
-    assert set(fresh_survive(parts, 1, 4)) == {0, 1, 2}
-    assert set(fresh_survive(parts, 2, 4)) == {0, 2}
-    assert set(fresh_survive(parts, 4, 4)) == {2}, "without a token it is as old as the weights served"
-    assert fresh_survive(parts, 5, 4) == {}
+    assert set(fresh_completions(parts, 1, 4)) == {0, 1, 2}
+    assert set(fresh_completions(parts, 2, 4)) == {0, 2}
+    assert set(fresh_completions(parts, 4, 4)) == {2}, "without a token it is as old as the weights served"
+    assert fresh_completions(parts, 5, 4) == {}
 
 
 def test_a_request_goes_on_only_behind_tokens() -> None:

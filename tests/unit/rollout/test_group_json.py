@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_dapo.rollout.group_json import group_from_json, group_to_json
+from megatron_dapo.rollout.serialization import group_from_json, group_to_json
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.proof.oracle import stored_tensors
-from megatron_dapo.rollout.buffer import ReplayBuffer
-from megatron_dapo.rollout.collector import Collector, CollectorSettings
+from megatron_dapo.rollout.collector import CollectorInputs
+from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.types import Prompt, SamplingParams
 
@@ -42,18 +43,18 @@ def make_engine() -> EmbeddedEngine:
     return engine
 
 
-def make_collector(engine: EmbeddedEngine) -> Collector:
+def make_collector(engine: EmbeddedEngine) -> GroupCollector:
     import rollout_world
 
     prompts = {f"p{i}": Prompt(f"p{i}", (), (3 + i, 7, 11 + i), "1") for i in range(12)}
-    return Collector(
+    inputs = CollectorInputs(
         PromptStream(list(prompts), seed=0),
         prompts,
         engine,
         SampleScorer(rollout_world.FakeVerifier(), rollout_world.decode),
-        ReplayBuffer(max_staleness=2),
-        CollectorSettings(4, SamplingParams(max_new_tokens=40, stop_token_ids=(2, 5, 9)), seed=1, partial="continue"),
     )
+    config = RolloutConfig(group_size=4, max_staleness=2, partial_rollout=True, filter_groups=False)
+    return GroupCollector(inputs, config, SamplingParams(max_new_tokens=40, stop_token_ids=(2, 5, 9)), seed=1)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_dapo.recovery.checkpoint_store import CheckpointStore, save_checkpoint
-from megatron_dapo.rollout.state_tensors import join_state, split_state
+from megatron_dapo.rollout.serialization import join_state, split_state
 from megatron_dapo.trainer.checkpointing import collector_state
 
 
@@ -51,7 +51,7 @@ def test_windows_come_back_exactly_and_go_on(tmp_path: Path) -> None:
 
 
 def test_groups_and_unfinished_ones_come_back_exactly(tmp_path: Path, make_world: Callable) -> None:
-    world = make_world([0.5] * 200, oversample=3.0, max_staleness=3, partial="continue", group_filter=None)
+    world = make_world([0.5] * 200, oversample=3.0, max_staleness=3, partial_rollout=True, filter_groups=False)
     world.collector.collect(4)
     state = world.collector.state_dict()
     assert state["open_groups"] and state["buffer"]["groups"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_dapo.rollout.window_pool import WindowPool, behind_window
+from megatron_dapo.rollout.windows import WindowPool, behind_window
 from megatron_dapo.types import Completion, FinishReason, Prompt, SamplingParams, VersionRange
 
 PROMPT = Prompt("p", (), (1, 2, 3), "42")

@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.proof.oracle import stored_tensors
-from megatron_dapo.rollout.collector import sample_seed
+from megatron_dapo.rollout.collector import CollectorInputs, sample_seed
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.rollout.windows import WindowCollector, WindowSettings
+from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, ScoredSample
 
 SAMPLING = SamplingParams(max_new_tokens=40, stop_token_ids=(2, 5))
@@ -47,13 +49,14 @@ def make_engine() -> EmbeddedEngine:
 def make_collector(engine: EmbeddedEngine, window_tokens: int) -> WindowCollector:
     import rollout_world
 
-    return WindowCollector(
+    inputs = CollectorInputs(
         PromptStream(list(PROMPTS), seed=0, max_epochs=1),
         PROMPTS,
         engine,
         SampleScorer(rollout_world.FakeVerifier(), rollout_world.decode),
-        WindowSettings(GROUP_SIZE, SAMPLING, SEED, window_tokens),
     )
+    config, window = RolloutConfig(group_size=GROUP_SIZE), WindowConfig(tokens=window_tokens)
+    return WindowCollector(inputs, config, window, SAMPLING, SEED)
 
 
 def in_one_piece(prompts: dict[str, Prompt]) -> dict[str, Completion]:

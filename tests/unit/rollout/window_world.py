@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 from rollout_world import RIGHT, WRONG, FakeVerifier, Running, decode, fraction
 
+from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
-from megatron_dapo.rollout.collector import RolloutBatch
+from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.rollout.collector import CollectorInputs, sample_seed
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.rollout.windows import WindowCollector, WindowSettings
+from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionRange
 
 STOPS = (RIGHT, WRONG)
@@ -103,12 +106,24 @@ def _ranges(versions: Sequence[int]) -> tuple[VersionRange, ...]:
     )
 
 
+@dataclass(frozen=True)
+class WindowTestSettings:
+    """The options of a world, of both sections."""
+
+    group_size: int = 4
+    sampling: SamplingParams = SamplingParams(max_new_tokens=20, stop_token_ids=STOPS)
+    seed: int = 11
+    window_tokens: int = 8
+    windows_per_step: int = 0
+    on_exhausted: str = "train_partial"
+
+
 @dataclass
 class WindowWorld:
     """Everything one process of a run has. `restart` builds a new process from a checkpoint's JSON."""
 
     pass_rates: Sequence[float]
-    settings: WindowSettings
+    settings: WindowTestSettings
     max_epochs: int | None = 1
     jitter: int = 0
     abort_rate: float = 0.0
@@ -122,13 +137,20 @@ class WindowWorld:
         }
         self.engine = WindowEngine(self.jitter, self.abort_rate, self.version)
         self.verifier = FakeVerifier()
-        self.collector = WindowCollector(
+        inputs = CollectorInputs(
             PromptStream(list(self.prompts), seed=7, max_epochs=self.max_epochs),
             self.prompts,
             self.engine,
             SampleScorer(self.verifier, decode),
-            self.settings,
             self.on_progress,
+        )
+        settings = self.settings
+        self.collector = WindowCollector(
+            inputs,
+            RolloutConfig(group_size=settings.group_size, on_exhausted=settings.on_exhausted),
+            WindowConfig(tokens=settings.window_tokens, windows_per_step=settings.windows_per_step),
+            settings.sampling,
+            settings.seed,
         )
 
     def checkpoint(self, **arguments: object) -> str:
@@ -143,29 +165,22 @@ class WindowWorld:
 
 
 def make_window_world(pass_rates: Sequence[float], **changes: object) -> WindowWorld:
-    """`changes` are fields of WindowSettings or of WindowWorld."""
-    names = WindowSettings.__dataclass_fields__
+    """`changes` are fields of WindowTestSettings or of WindowWorld."""
+    names = WindowTestSettings.__dataclass_fields__
     settings = {name: changes.pop(name) for name in list(changes) if name in names}
-    sampling = SamplingParams(max_new_tokens=20, stop_token_ids=STOPS)
-    return WindowWorld(
-        pass_rates,
-        WindowSettings(**{"group_size": 4, "sampling": sampling, "seed": 11, "window_tokens": 8, **settings}),
-        **changes,
-    )
+    return WindowWorld(pass_rates, WindowTestSettings(**settings), **changes)
 
 
-class Ledger:
+class BatchChecker:
     """Checks batches against the definition as they are handed out: each window once, in order, of the right tokens."""
 
-    def __init__(self, settings: WindowSettings) -> None:
+    def __init__(self, settings: WindowTestSettings) -> None:
         self._settings = settings
         self.ends: dict[str, int] = {}  # by sample id: tokens handed out
         self.finished: set[str] = set()
         self.accuracies: dict[str, float] = {}
 
     def add(self, batch: RolloutBatch) -> None:
-        from megatron_dapo.rollout.collector import sample_seed
-
         limit, window = self._settings.sampling.max_new_tokens, self._settings.window_tokens
         names = [sample.sample_id for group in batch.groups for sample in group.samples]
         assert names == sorted(names) and len(set(names)) == len(names)

@@ -43,9 +43,10 @@ def test_log_line_shows_everything(caplog: pytest.LogCaptureFixture) -> None:
         assert text in caplog.text
 
 
-def test_eta_counts_this_process_alone() -> None:
+def test_eta_counts_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    eta = Eta(total=100, finished=90, clock=lambda: now[0])
+    monkeypatch.setattr("megatron_dapo.telemetry.progress.time.monotonic", lambda: now[0])
+    eta = Eta(total=100, finished=90)
     assert eta.seconds(90) is None
     now[0] = 20.0
     assert eta.seconds(95) == 20.0

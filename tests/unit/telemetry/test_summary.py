@@ -22,7 +22,7 @@ SUMMARY = RunSummary(
     total_seconds=260.0,
     samples_per_s=50.81,
     generated_tokens_per_s=4321.0,
-    folders={"tensorboard": "runs/quickstart/tensorboard"},
+    directories={"tensorboard": "runs/quickstart/tensorboard"},
 )
 
 
@@ -33,6 +33,15 @@ def test_keys_and_round_trip(tmp_path: Path) -> None:
     assert {"accuracy_before", "accuracy_after", "train_seconds", "samples_per_s", "layout"} <= set(document)
     assert read_summary(path) == SUMMARY
     assert [entry.name for entry in path.parent.iterdir()] == ["summary.json"]
+
+
+def test_summaries_of_earlier_releases_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, SUMMARY)
+    document = json.loads(path.read_text())
+    document["folders"] = document.pop("directories")
+    path.write_text(json.dumps(document))
+    assert read_summary(path) == SUMMARY
 
 
 def test_table() -> None:

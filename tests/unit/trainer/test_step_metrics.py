@@ -51,7 +51,7 @@ def test_the_window_section_is_zero_where_responses_come_whole(make_world: Calla
 
 
 def test_age_and_partial_responses_by_counting_tokens(make_world: Callable) -> None:
-    world = make_world([0.5] * 200, oversample=3.0, max_staleness=3, partial="continue", group_filter=None)
+    world = make_world([0.5] * 200, oversample=3.0, max_staleness=3, partial_rollout=True, filter_groups=False)
     num_partial = 0
     for version in range(6):
         batch = world.collector.collect(4)
@@ -83,7 +83,7 @@ def test_generation_beside_training_is_not_credited_with_the_wait_alone(make_wor
 
 
 def test_tokens_of_given_up_groups_count_as_discarded(make_world: Callable) -> None:
-    world = make_world([0.5] * 200, oversample=3.0, group_size=8, group_filter=None)
+    world = make_world([0.5] * 200, oversample=3.0, group_size=8, filter_groups=False)
     batch = world.collector.collect(4)
     trained = sum(len(sample.completion.token_ids) for group in batch.groups for sample in group.samples)
     surplus = sum(len(sample.completion.token_ids) for group in world.buffer.take(99, 0) for sample in group.samples)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 from fake_server import FakeServer
 
+from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
-from megatron_dapo.rollout.collector import sample_seed
+from megatron_dapo.rollout.collector import CollectorInputs, sample_seed
 from megatron_dapo.rollout.scoring import SampleScorer
-from megatron_dapo.rollout.windows import WindowCollector, WindowSettings
+from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.types import Prompt, SamplingParams, Score
 
 SAMPLING = SamplingParams(max_new_tokens=30, stop_token_ids=(2, 5, 7, 11))
@@ -36,13 +38,14 @@ def test_windows_over_servers_are_the_unsplit_responses(make_server: Callable[..
     clients = [SglangClient(server.url, server.key, timeouts) for server in servers]
     engine = SglangEngine(clients, SglangEngineSettings(max_length=128, vocab_size=100, poll_wait_s=0.02, abort_s=5.0))
     engine.set_policy_version(0)
-    collector = WindowCollector(
+    inputs = CollectorInputs(
         PromptStream(list(PROMPTS), seed=0, max_epochs=1),
         PROMPTS,
         engine,
         SampleScorer(Verifier(), decode),
-        WindowSettings(GROUP_SIZE, SAMPLING, SEED, WINDOW),
     )
+    config, window = RolloutConfig(group_size=GROUP_SIZE), WindowConfig(tokens=WINDOW)
+    collector = WindowCollector(inputs, config, window, SAMPLING, SEED)
     num_polls = num_finished = num_steps = 0
 
     def disturb() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron_dapo.rollout.window_priority import GroupProgress, choose_groups, contrast_first
+from megatron_dapo.rollout.windows import GroupProgress, choose_groups, contrast_first
 
 HALF = GroupProgress(num_windows=4, num_finished=4, accuracy_sum=2.0, num_unfinished=0)
 HALF_OPEN = GroupProgress(num_windows=4, num_finished=2, accuracy_sum=1.0, num_unfinished=14)
@@ -31,10 +31,6 @@ def test_groups_are_taken_whole_and_one_that_does_not_fit_is_passed_over() -> No
     assert choose_groups(groups, 4) == {2}
     assert choose_groups(groups, 3) == {1}
     assert choose_groups(groups, 0) == set()
-
-
-def test_another_priority_may_choose() -> None:
-    assert choose_groups([HALF, FRESH, ALL_RIGHT], 4, lambda groups: [2, 1, 0]) == {2}
 
 
 def test_nothing_left_out_is_wanted_more_than_all_that_is_taken() -> None:

@@ -1,65 +1,65 @@
-"""Responses that go on where they were stopped: what is held, what of it may go on, and the request that goes on.
+"""Partial rollout: groups whose responses were stopped, and the requests that continue them.
 
-A response is stopped before its end when a batch is full, when the weights move or when its engine dies. It comes back
-as a completion with finish_reason "abort": its tokens, log-probs and versions so far. Nothing of it is generated twice:
-the next request carries it as `prefix`, and the engine returns the whole response with the versions joined. Keys and
-values are computed anew by the weights that go on.
+A response is stopped before its end when a batch is full, when the weights change or when its engine dies. It comes
+back as a completion with finish_reason "abort": its tokens, log-probs and versions so far. Nothing of it is generated
+twice: the next request carries it as `prefix`, and the engine returns the whole response with the versions joined. Keys
+and values are computed anew by the weights that continue it.
 
-How old a token may be is a statement about training: one of version v may train policy version t if t - v is at most
-the staleness bound. So everything here asks for the oldest version allowed, t - bound, where t is the version that the
-batch will train. A response over it starts again from its prompt with its own seed: a long response stays long, where a
-fresh draw would favor short ones.
+The age of a token is a statement about training: a token of version v may train policy version t if t - v is at most
+max_staleness. So everything here takes the oldest version allowed, t - max_staleness, where t is the version that the
+batch will train. A response older than that starts again from its prompt with its own seed: a long response stays long,
+where a fresh draw would favor short ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_dapo.rollout.group_json import completion_from_json, completion_to_json
+from megatron_dapo.rollout.serialization import completion_from_json, completion_to_json
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams
 
-# Times in a row an engine may return the same response unfinished and without a new token: requests that wait in the
-# queue of an engine that dies come back so, but no sane engine does it for ever.
+# Times in a row that an engine may return the same response unfinished and without a new token. Requests in the queue
+# of an engine that dies come back like that, but no working engine does it for ever.
 MAX_FRUITLESS = 16
 
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A group that is not complete: the engine works on it, or it waits for the next collection."""
+    """An incomplete group, in flight or waiting for the next collection."""
 
     group_id: str
     prompt: Prompt
     generation_step: int
-    completions: dict[int, Completion] = field(default_factory=dict)  # by index; finish_reason "abort": to go on from
+    completions: dict[int, Completion] = field(default_factory=dict)  # by index; "abort": to be continued
     num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
 
     def is_complete(self, group_size: int) -> bool:
-        """Every response has come to its end."""
+        """Return True if every response has come to its end."""
         return len(self.completions) == group_size and not any(map(is_partial, self.completions.values()))
 
     def missing(self, group_size: int) -> list[int]:
-        """Indices of the responses that have not come to their end."""
+        """Return the indices of the responses that have not come to their end."""
         held = self.completions
         return [index for index in range(group_size) if index not in held or is_partial(held[index])]
 
     def has_returned(self, group_size: int) -> bool:
-        """The engine works on none of it any more."""
+        """Return True if the engine works on none of its responses any more."""
         return len(self.completions) == group_size
 
     def add(self, index: int, completion: Completion) -> int:
-        """Take what an engine returned for response `index`; the number of tokens that are new.
+        """Take the completion of response `index` from an engine and return its number of new tokens.
 
-        Raises RuntimeError where an engine keeps returning it without a new token, ValueError where what came back is
-        not a continuation of what was held.
+        Raises RuntimeError if the engine keeps returning it without a new token, ValueError if the completion does not
+        continue the tokens held.
         """
         held = self.completions.get(index)
         start = len(held.token_ids) if held is not None and is_partial(held) else 0
         if held is not None and completion.token_ids[:start] != held.token_ids[:start]:
             raise ValueError(
-                f"response {completion.request_id}: the engine was to go on behind {start} tokens and returned others; "
+                f"response {completion.request_id}: the engine was to continue behind {start} tokens and returned others; "
                 "an engine returns the prefix it was given and the new tokens behind it"
             )
         num_new = len(completion.token_ids) - start
@@ -75,12 +75,12 @@ class OpenGroup:
 
 
 def is_partial(completion: Completion) -> bool:
-    """Stopped before its end."""
+    """Return True for a response that was stopped before its end."""
     return completion.finish_reason == "abort"
 
 
 def settled(completion: Completion, sampling: SamplingParams) -> Completion:
-    """`completion`; one that was stopped just when it came to its end counts as finished."""
+    """Return `completion`, as finished if it was stopped exactly at its end."""
     if not is_partial(completion) or not completion.token_ids:
         return completion
     if completion.token_ids[-1] in sampling.stop_token_ids:
@@ -90,34 +90,22 @@ def settled(completion: Completion, sampling: SamplingParams) -> Completion:
     return completion
 
 
-def oldest_version(completion: Completion, serving: int) -> int:
-    """The oldest version that sampled a token of it; without tokens, the version that would sample the first."""
-    return min((tokens.version for tokens in completion.versions), default=serving)
+def fresh_completions(
+    completions: Mapping[int, Completion], oldest_allowed: int, serving: int
+) -> dict[int, Completion]:
+    """Return the finished and partial responses, by index, of which no token is older than `oldest_allowed`.
 
-
-# Completions of an open group by index, the oldest version allowed, the version being served -> those that stay.
-Survivors = Callable[[Mapping[int, Completion], int, int], dict[int, Completion]]
-
-
-def none_survive(completions: Mapping[int, Completion], oldest_allowed: int, serving: int) -> dict[int, Completion]:
-    """Unfinished groups start again from their prompts."""
-    return {}
-
-
-def fresh_survive(completions: Mapping[int, Completion], oldest_allowed: int, serving: int) -> dict[int, Completion]:
-    """Finished and partial responses stay if none of their tokens is too old."""
+    A response without tokens is as old as `serving`, the version that would sample its first.
+    """
     return {
         index: completion
         for index, completion in completions.items()
-        if oldest_version(completion, serving) >= oldest_allowed
+        if min((tokens.version for tokens in completion.versions), default=serving) >= oldest_allowed
     }
 
 
-SURVIVORS: dict[str, Survivors] = {"restart": none_survive, "continue": fresh_survive}
-
-
 def next_request(group: OpenGroup, index: int, sampling: SamplingParams, seed: int) -> GenerationRequest:
-    """The request that brings response `index` to its end: behind what there is of it, or from the prompt."""
+    """Return the request that brings response `index` to its end: behind the tokens held, or from the prompt."""
     held = group.completions.get(index)
     return GenerationRequest(
         request_id=f"{group.group_id}/{index}",
@@ -129,7 +117,7 @@ def next_request(group: OpenGroup, index: int, sampling: SamplingParams, seed: i
 
 
 def open_group_to_json(group: OpenGroup) -> dict[str, Any]:
-    """JSON-serializable, with every token, log-prob and version; the prompt by its id."""
+    """Return JSON values with every token, log-prob and version; the prompt by its id."""
     return {
         "group_id": group.group_id,
         "prompt_id": group.prompt.prompt_id,
@@ -139,7 +127,7 @@ def open_group_to_json(group: OpenGroup) -> dict[str, Any]:
 
 
 def open_group_from_json(value: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> OpenGroup:
-    """The group `open_group_to_json` was given. KeyError where the value or the prompt is something else."""
+    """Invert `open_group_to_json`. Raises KeyError for an unknown prompt or any other value."""
     return OpenGroup(
         group_id=value["group_id"],
         prompt=prompts[value["prompt_id"]],

@@ -1,0 +1,401 @@
+"""Collector of whole groups: fills a rollout batch with groups worth training on (dynamic sampling).
+
+    prompt stream -> in flight (engine) -> scored -> filter -> replay buffer -> batch for the trainer
+          ^    ^          | stopped                    | all right, all wrong: dropped   | too stale
+          |    +- held <--+ (partial_rollout)                                            |
+          +---------------+--------------------------------------------------------------+
+
+Groups are started one at a time, each when a group is missing and none in flight may still supply it: a rejected group
+costs one replacement, not a round. With oversample = 1 the batch is therefore a function of the prompt stream, the
+seeds and the weights alone: the first groups, in order of their start, that pass the filter, however fast the engine
+finished which.
+
+Without partial_rollout, a group that is in flight when the batch is full starts again from its prompt. With it, the
+group is held and continues in the next collection as long as it may still be trained: no token handed out is more than
+max_staleness versions older than the policy version that the batch trains. With max_staleness = 0 nothing unfinished
+can be, so both give the same batches.
+
+Every prompt drawn is in exactly one place: trained, filtered, queued again, buffered, unfinished or in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_dapo.algorithms.dynamic_sampling import GroupFilter
+from megatron_dapo.config.rollout_schema import RolloutConfig
+from megatron_dapo.rollout.batch import CollectionExhausted, CollectProgress, Exhaustion, RolloutBatch
+from megatron_dapo.rollout.buffer import ReplayBuffer
+from megatron_dapo.rollout.collector import Collector, CollectorInputs, GroupCounters, PromptAccounting, sample_seed
+from megatron_dapo.rollout.open_group import (
+    OpenGroup,
+    fresh_completions,
+    is_partial,
+    next_request,
+    open_group_from_json,
+    open_group_to_json,
+    settled,
+)
+from megatron_dapo.rollout.scoring import score_groups
+from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder
+from megatron_dapo.types import Completion, GenerationRequest, Group, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = 2
+
+# With max_num_gen_batches = 0 and endless epochs, a collection ends after this many rounds without a kept group.
+MAX_FRUITLESS_ROUNDS = 100
+
+
+class GroupCollector(Collector):
+    """Collects batches of whole groups.
+
+    Args:
+        inputs: see `CollectorInputs`.
+        config: the [rollout] section.
+        sampling: its sampling parameters with the model's stop tokens.
+        seed: of the run; with the group id and the index it makes the seed of a response.
+    """
+
+    _counters: GroupCounters
+
+    def __init__(self, inputs: CollectorInputs, config: RolloutConfig, sampling: SamplingParams, seed: int) -> None:
+        super().__init__(inputs, GroupCounters())
+        self._config = config
+        self._sampling = sampling
+        self._seed = seed
+        self._filter = GroupFilter(config.accuracy_min, config.accuracy_max) if config.filter_groups else None
+        self._buffer = ReplayBuffer(config.max_staleness)
+        self._in_flight: dict[str, OpenGroup] = {}  # by group id
+        self._unfinished: dict[str, OpenGroup] = {}  # by group id, in order of their start
+        self._training_version = 0  # of the batch being collected
+        self._num_started_at_last_kept = 0  # groups this collection had started when it last kept one
+        self._builder = StatisticsBuilder()
+
+    # Collecting
+
+    def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
+        """Return exactly `num_groups` whole groups, or fewer when rounds or prompts run out."""
+        self._training_version = self._checked_version(training_version)
+        self._builder = StatisticsBuilder()
+        self._num_started_at_last_kept = 0
+        self._hold(self._training_version)
+        self._evict()
+        first_number = self._counters.num_started
+        exhausted = self._fill(num_groups)
+        # What is left can be trained by the next batch at the earliest.
+        self._hold(self._training_version + 1)
+        if exhausted:
+            return self._exhausted_batch(num_groups, exhausted, first_number)
+        return self._batch(num_groups, "", first_number)
+
+    def hold(self) -> None:
+        """See `Collector`: every unfinished response that may continue is kept."""
+        self._hold(self._training_version)
+
+    def _checked_version(self, training_version: int | None) -> int:
+        serving = self._engine.policy_version
+        if training_version is None:
+            return serving
+        if not 0 <= training_version - serving <= self._buffer.max_staleness:
+            raise ValueError(
+                f"collect: a batch for policy version {training_version} cannot be sampled by version {serving}: "
+                f"max_staleness = {self._buffer.max_staleness}; wait for newer weights or raise max_staleness"
+            )
+        return training_version
+
+    def give_back(self, batch: RolloutBatch) -> None:
+        """See `Collector`: the next call returns the batch's groups."""
+        self._buffer.put_back(batch.groups)
+        self._take_back(batch)
+
+    @staticmethod
+    def _num_trained_by(batch: RolloutBatch) -> int:
+        return len(batch.groups)
+
+    def _fill(self, num_groups: int) -> Exhaustion:
+        """Generate until the buffer holds `num_groups`; return the reason if it cannot."""
+        round_size = math.ceil(num_groups * self._config.oversample)
+        exhausted: Exhaustion = ""
+        while (missing := num_groups - self._num_available()) > 0:
+            exhausted = self._start_groups(math.ceil(missing * self._config.oversample), round_size)
+            if not self._in_flight:
+                return exhausted
+            self._receive(self._engine.poll())
+            self._after_poll(self._progress(num_groups))
+        return ""
+
+    def _num_available(self) -> int:
+        return self._buffer.num_available(self._training_version)
+
+    def _start_groups(self, num_wanted: int, round_size: int) -> Exhaustion:
+        """Continue unfinished groups, then start new ones, until `num_wanted` are in flight; return the limit met."""
+        requests: list[GenerationRequest] = []
+        exhausted: Exhaustion = ""
+        while self._unfinished and len(self._in_flight) < num_wanted:
+            requests.extend(self._continue(next(iter(self._unfinished))))
+        while len(self._in_flight) < num_wanted:
+            if self._rounds_are_exhausted(round_size):
+                exhausted = "rounds"
+                break
+            prompt_id = self._stream.next()
+            if prompt_id is None:
+                exhausted = "prompts"
+                break
+            requests.extend(self._start(prompt_id, round_size))
+        if requests:
+            self._engine.submit(requests)
+        return exhausted
+
+    def _rounds_are_exhausted(self, round_size: int) -> bool:
+        if self._config.max_num_gen_batches:
+            return self._builder.num_started >= self._config.max_num_gen_batches * round_size
+        num_fruitless = self._builder.num_started - self._num_started_at_last_kept
+        return num_fruitless >= MAX_FRUITLESS_ROUNDS * round_size
+
+    def _start(self, prompt_id: str, round_size: int) -> list[GenerationRequest]:
+        """Put a new group in flight and return its requests."""
+        if self._builder.num_started % round_size == 0:
+            self._counters.generation_step += 1
+        # Fixed width: group ids sort in order of their start.
+        group_id = f"{self._counters.num_started:012d}"
+        prompt = self._prompts[prompt_id]
+        self._in_flight[group_id] = OpenGroup(group_id, prompt, self._counters.generation_step)
+        self._counters.num_started += 1
+        self._builder.num_started += 1
+        return self._missing(self._in_flight[group_id])
+
+    def _continue(self, group_id: str) -> list[GenerationRequest]:
+        """Put an unfinished group in flight again and return its requests."""
+        group = self._in_flight[group_id] = self._unfinished.pop(group_id)
+        group.num_fruitless.clear()
+        return self._missing(group)
+
+    def _missing(self, group: OpenGroup) -> list[GenerationRequest]:
+        """Return requests for the responses of a group that have not come to their end."""
+        return [self._request(group, index) for index in group.missing(self._config.group_size)]
+
+    def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
+        seed = sample_seed(self._seed, group.group_id, index)
+        request = next_request(group, index, self._sampling, seed)
+        self._builder.num_continued += request.prefix is not None
+        return request
+
+    def _receive(self, completions: Sequence[Completion]) -> None:
+        """Sort completions into their groups and decide on the groups that are complete, in order of their start."""
+        self._assign(completions)
+        # An engine may abort by itself (a restart): a group never trains on responses cut off that way.
+        if self._config.partial_rollout:
+            self._continue_aborted(completions)
+        else:
+            self._restart_aborted()
+        size = self._config.group_size
+        self._decide(
+            [self._in_flight[name] for name in sorted(self._in_flight) if self._in_flight[name].is_complete(size)]
+        )
+
+    def _assign(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            group, index = self._find(completion)
+            self._builder.num_tokens += group.add(index, settled(completion, self._sampling))
+
+    def _find(self, completion: Completion) -> tuple[OpenGroup, int]:
+        group_id, index = completion.request_id.rsplit("/", 1)
+        assert group_id in self._in_flight, f"the engine returned {completion.request_id}, which is not in flight"
+        return self._in_flight[group_id], int(index)
+
+    def _restart_aborted(self) -> None:
+        """Restart groups with aborted responses from their prompts once the engine works on none of them."""
+        for group in list(self._in_flight.values()):
+            size = self._config.group_size
+            if group.has_returned(size) and not group.is_complete(size):
+                del self._in_flight[group.group_id]
+                self._queue_again(group)
+
+    def _continue_aborted(self, completions: Sequence[Completion]) -> None:
+        """Resubmit aborted responses at once."""
+        found = [self._find(completion) for completion in completions]
+        requests = [self._request(group, index) for group, index in found if is_partial(group.completions[index])]
+        if requests:
+            self._engine.submit(requests)
+
+    def _decide(self, complete: Sequence[OpenGroup]) -> None:
+        """Score complete groups and keep or drop each."""
+        if not complete:
+            return
+        for group in score_groups(self._scorer, complete, self._config.group_size, self._engine.policy_version):
+            del self._in_flight[group.group_id]
+            decision = self._decision_on(group)
+            self._builder.add_scored(group, decision)
+            if decision == KEPT:
+                self._buffer.put(group)
+                self._num_started_at_last_kept = self._builder.num_started
+            else:
+                self._counters.num_filtered += 1
+
+    def _decision_on(self, group: Group) -> str:
+        if self._filter is None:
+            return KEPT
+        return self._filter.decide([sample.score.accuracy for sample in group.samples])
+
+    # Holding and queueing again
+
+    def _hold(self, training_version: int) -> None:
+        """Stop what is in flight and hold every response that may still train policy version `training_version`.
+
+        The prompts of the other groups are queued again, ahead of fresh ones, so that long groups are not lost to
+        short ones.
+        """
+        if self._in_flight:
+            self._assign(self._engine.abort())
+        oldest_allowed, serving = training_version - self._buffer.max_staleness, self._engine.policy_version
+        stopped = {**self._unfinished, **self._in_flight}
+        self._unfinished, self._in_flight = {}, {}
+        for group_id in sorted(stopped):
+            group = stopped[group_id]
+            kept: dict[int, Completion] = {}
+            if self._config.partial_rollout:
+                kept = fresh_completions(group.completions, oldest_allowed, serving)
+            if not kept:
+                self._queue_again(group)
+                continue
+            dropped = [held for index, held in group.completions.items() if index not in kept]
+            self._builder.num_discarded_tokens += sum(len(completion.token_ids) for completion in dropped)
+            group.completions = kept
+            self._unfinished[group_id] = group
+
+    def _queue_again(self, group: OpenGroup) -> None:
+        self._stream.requeue(group.prompt.prompt_id)
+        self._counters.num_queued_again += 1
+        self._builder.add_aborted(group.completions.values())
+
+    def _evict(self) -> None:
+        """Queue the prompts of those buffered groups again that are too stale for the batch being collected."""
+        for group in self._buffer.evict(self._training_version):
+            self._stream.requeue(group.prompt.prompt_id)
+            self._counters.num_queued_again += 1
+            self._builder.add_stale(group)
+
+    # The batch
+
+    def _batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
+        """Hand out at most `num_groups` groups; `first_number` is the first group started by this collection."""
+        groups = sorted(self._buffer.take(num_groups, self._training_version), key=lambda group: group.group_id)
+        num_carried_over = sum(int(group.group_id) < first_number for group in groups)
+        statistics = self._statistics(num_carried_over)
+        return self._hand_out(RolloutBatch(tuple(groups), statistics, exhausted, not groups, self._training_version))
+
+    def _statistics(self, num_carried_over: int) -> CollectStatistics:
+        return self._builder.build(
+            num_carried_over=num_carried_over,
+            num_left_over=len(self._buffer),
+            num_unfinished=len(self._unfinished),
+        )
+
+    def _exhausted_batch(self, num_groups: int, exhausted: Exhaustion, first_number: int) -> RolloutBatch:
+        """Return the incomplete batch that rollout.on_exhausted asks for."""
+        shortage = self._describe_shortage(num_groups, exhausted)
+        logger.warning("%s", shortage)
+        if self._config.on_exhausted == "error":
+            raise CollectionExhausted(shortage)
+        if self._config.on_exhausted == "stop":  # the groups that were kept stay in the buffer for a later run
+            return RolloutBatch((), self._statistics(0), exhausted, True, self._training_version)
+        return self._batch(num_groups, exhausted, first_number)
+
+    def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
+        counts = ", ".join(f"{decision} {count}" for decision, count in self._builder.filter_decisions.items())
+        remedy = {
+            "rounds": f"{self._limit_of_rounds()}; choose easier or harder data, or let rollout.on_exhausted train "
+            "partial batches",
+            "prompts": "raise data.max_epochs, add data, or let rollout.on_exhausted train partial batches",
+        }[exhausted]
+        return (
+            f"only {self._num_available()} of {num_groups} groups: {exhausted} are exhausted after "
+            f"{self._builder.num_started} groups ({counts}); {remedy}"
+        )
+
+    def _limit_of_rounds(self) -> str:
+        if self._config.max_num_gen_batches:
+            return f"raise rollout.max_num_gen_batches (now {self._config.max_num_gen_batches})"
+        return (
+            f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no group"
+        )
+
+    def _progress(self, num_groups: int) -> CollectProgress:
+        opened = self._in_flight.values()
+        num_waiting = sum(not is_partial(held) for group in opened for held in group.completions.values())
+        return CollectProgress(
+            num_accepted=min(num_groups, self._num_available()),
+            num_groups=num_groups,
+            num_in_flight=len(self._in_flight),
+            num_filtered=sum(count for decision, count in self._builder.filter_decisions.items() if decision != KEPT),
+            num_responses=self._builder.num_scored_responses + num_waiting,
+            num_tokens=self._builder.num_tokens,
+        )
+
+    # State
+
+    def accounting(self) -> PromptAccounting:
+        """See `Collector`."""
+        return PromptAccounting(
+            drawn=self._counters.num_started,
+            trained=self._counters.num_trained,
+            filtered=self._counters.num_filtered,
+            queued_again=self._counters.num_queued_again,
+            buffered=len(self._buffer),
+            unfinished=len(self._unfinished),
+            in_flight=len(self._in_flight),
+        )
+
+    def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
+        """See `Collector`. Unfinished groups are saved with every token.
+
+        A state taken in the middle of a collection (on a signal) also has the groups in flight, with the tokens that
+        the engine has returned of them.
+        """
+        groups = [group for batch in untrained for group in batch.groups]
+        opened = {**self._unfinished, **self._in_flight}
+        return {
+            "version": STATE_VERSION,
+            "stream": self._stream.state_dict(),
+            "buffer": self._buffer.state_dict(put_back=groups),
+            "open_groups": [open_group_to_json(opened[group_id]) for group_id in sorted(opened)],
+            "counters": self._counters_without(untrained),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Collector`. Also reads version 1, which saved groups in flight as prompts to be queued again.
+
+        Raises ValueError for a state of any other version.
+        """
+        version = state.get("version")
+        if version not in (1, STATE_VERSION):
+            raise ValueError(
+                f"collector state has version {version}, this program reads 1 and {STATE_VERSION}; resume with the "
+                "release (and the algorithm) that wrote it"
+            )
+        assert not self._in_flight, f"{len(self._in_flight)} groups are in flight; load the state before collecting"
+        self._stream.load_state_dict(state["stream"])
+        self._buffer.load_state_dict(state["buffer"])
+        self._counters = GroupCounters(**state["counters"])
+        for prompt_id in state["in_flight_prompts"] if version == 1 else ():
+            self._stream.requeue(prompt_id)
+            self._counters.num_queued_again += 1
+        self._unfinished = {}
+        for value in state.get("open_groups", ()):
+            self._restore(open_group_from_json(value, self._prompts))
+
+    def _restore(self, group: OpenGroup) -> None:
+        """Hold a saved group, or queue its prompt again if this run has other sizes or no partial rollout."""
+        fits = all(
+            index < self._config.group_size and len(held.token_ids) <= self._sampling.max_new_tokens
+            for index, held in group.completions.items()
+        )
+        if self._config.partial_rollout and fits:
+            self._unfinished[group.group_id] = group
+        else:
+            self._queue_again(group)

@@ -1,0 +1,350 @@
+"""Successive batching of T-PPO (arXiv 2506.15050): every collection works on the same number of responses and gives
+each at most one window of new tokens. A step never waits for the longest response.
+
+    prompt stream -> not started -> window of this collection -> scored or unfinished -> batch for the trainer
+                         ^                   ^                          |
+                         +-------- pool -----+--------------------------+  (unfinished: to the head of the queue)
+
+A collection of `num_groups` works on num_groups x group_size responses: the unfinished ones first, in order of their
+start, then responses of fresh prompts in the slots that finished ones have freed. Each response is an item of its own:
+a group may be begun in one collection and completed in later ones, and nothing waits for it to be complete. With G the
+group size, the pool never holds more than num_groups x G + G - 1 responses (unfinished, or not yet started of the group
+begun last), because a prompt is drawn only while fewer than num_groups x G wait.
+
+The batch holds all windows of the collection. The policy is trained on the tokens of the window (earlier ones are
+context), the critic on finished responses, from their first token. With `window.windows_per_step` the batch holds the
+windows of the groups that `contrast_first` ranks highest. The filter decision on the others is "not_chosen": their
+unfinished responses continue as usual, but the window is never trained, and the critic never sees a response that
+finished in it. Because groups without contrast are the ones left out, the critic then sees fewer of the prompts that
+are always or never solved: its values there lag behind.
+
+A response draws its random numbers from (run seed, group, index) and the position alone: with unchanged weights its
+windows hold the tokens that it would have without windows. Every response drawn ends in exactly one place: trained to
+its end, finished and not chosen, or waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.rollout_schema import RolloutConfig
+from megatron_dapo.rollout.batch import (
+    CollectionExhausted,
+    CollectProgress,
+    Exhaustion,
+    RolloutBatch,
+    batch_from_json,
+    batch_to_json,
+)
+from megatron_dapo.rollout.collector import Collector, CollectorInputs, ResponseAccounting, WindowCounters
+from megatron_dapo.rollout.open_group import is_partial
+from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder, WindowSummary
+from megatron_dapo.rollout.windows import GroupProgress, ResponseKey, WindowCollection, WindowPool, choose_groups
+from megatron_dapo.types import Group, SamplingParams, ScoredSample
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = "windows-1"  # not a number: a collector of whole groups refuses it
+NOT_CHOSEN = "not_chosen"
+
+
+class WindowCollector(Collector):
+    """Collects batches of windows.
+
+    Args:
+        inputs: see `CollectorInputs`.
+        config, window: the [rollout] and [window] sections.
+        sampling: the sampling parameters of the whole response, with the model's stop tokens.
+        seed: of the run; with the group id and the index it makes the seed of a response.
+    """
+
+    _counters: WindowCounters
+
+    def __init__(
+        self, inputs: CollectorInputs, config: RolloutConfig, window: WindowConfig, sampling: SamplingParams, seed: int
+    ) -> None:
+        super().__init__(inputs, WindowCounters())
+        self._config = config
+        self._window = window
+        self._sampling = sampling
+        self._seed = seed
+        self._pool = WindowPool()
+        self._collection: WindowCollection | None = None  # the current one
+        self._given_back: list[RolloutBatch] = []
+
+    # Collecting
+
+    def _collect(self, num_groups: int, training_version: int | None) -> RolloutBatch:
+        """Return one window of each of num_groups x group_size responses, or of fewer when prompts run out.
+
+        The batch's groups hold the responses worked on, so a group may lack some and come again. A collection that an
+        error or a restart interrupted is completed first, as large as it was begun. `training_version` is the version
+        that the engine serves, or None.
+        """
+        version = self._checked_version(training_version)
+        if self._given_back:
+            return self._hand_out(replace(self._given_back.pop(0), training_version=version))
+        self.hold()
+        if self._collection is None and not self._open(num_groups):
+            nothing = self._builder([]).build(num_carried_over=0, num_left_over=0, num_unfinished=0)
+            return RolloutBatch((), nothing, "prompts", True, version)
+        for _ in self._current.generate():
+            self._after_poll(self._progress_of(num_groups))
+        return self._hand_out(self._close(version))
+
+    def hold(self) -> None:
+        """See `Collector`: the tokens of every window so far are kept."""
+        if self._collection is not None:
+            self._collection.hold()
+
+    def give_back(self, batch: RolloutBatch) -> None:
+        """See `Collector`: the next call returns the batch."""
+        if batch.groups:
+            self._given_back.insert(0, batch)
+            self._take_back(batch)
+
+    @staticmethod
+    def _num_trained_by(batch: RolloutBatch) -> int:
+        return _num_finished(batch)
+
+    @property
+    def _current(self) -> WindowCollection:
+        assert self._collection is not None, "no collection is running"
+        return self._collection
+
+    def _checked_version(self, training_version: int | None) -> int:
+        serving = self._engine.policy_version
+        if training_version not in (None, serving):
+            raise ValueError(
+                f"collect: windows for policy version {training_version} cannot be sampled by version {serving}: "
+                "windows train the policy that samples them; collect them without running ahead (max_staleness 0)"
+            )
+        return serving
+
+    # Beginning a collection
+
+    def _open(self, num_groups: int) -> bool:
+        """Begin a collection; return False if there is nothing to begin with."""
+        num_items = num_groups * self._config.group_size
+        num_before = self._pool.num_waiting
+        exhausted = self._draw(num_items)
+        bound = num_items + self._config.group_size - 1
+        assert self._pool.num_waiting <= max(num_before, bound), f"{self._pool.num_waiting} responses wait, not {bound}"
+        if exhausted and not self._begins_smaller(num_items):
+            return False
+        self._collection = self._collection_of(self._pool.take(num_items), exhausted)
+        self._counters.generation_step += 1
+        return True
+
+    def _collection_of(self, keys: Sequence[ResponseKey], exhausted: Exhaustion) -> WindowCollection:
+        return WindowCollection(
+            keys,
+            exhausted,
+            self._pool,
+            self._engine,
+            self._scorer,
+            self._sampling,
+            self._window.tokens,
+            self._seed,
+        )
+
+    def _draw(self, num_items: int) -> Exhaustion:
+        """Begin groups of fresh prompts until `num_items` responses wait; return the reason if they do not."""
+        while self._pool.num_waiting < num_items:
+            prompt_id = self._stream.next()
+            if prompt_id is None:
+                return "prompts"
+            # Fixed width: group ids sort in order of their start.
+            group_id = f"{self._counters.num_groups:012d}"
+            step = self._counters.generation_step + 1
+            self._pool.begin(group_id, self._prompts[prompt_id], step, self._config.group_size)
+            self._counters.num_groups += 1
+            self._counters.num_drawn += self._config.group_size
+        return ""
+
+    def _begins_smaller(self, num_items: int) -> bool:
+        """Return True if rollout.on_exhausted lets a collection begin with fewer than `num_items` responses."""
+        shortage = self._describe_shortage(num_items)
+        logger.warning("%s", shortage)
+        if self._config.on_exhausted == "error":
+            raise CollectionExhausted(shortage)
+        # Under "stop", the responses that wait stay in the pool for a later run.
+        return self._config.on_exhausted == "train_partial" and self._pool.num_waiting > 0
+
+    def _describe_shortage(self, num_items: int) -> str:
+        return (
+            f"only {self._pool.num_waiting} of {num_items} responses to work on: prompts are exhausted after "
+            f"{self._counters.num_groups} groups; raise data.max_epochs, add data, or let "
+            "rollout.on_exhausted train partial batches"
+        )
+
+    def _progress_of(self, num_groups: int) -> CollectProgress:
+        size, collection = self._config.group_size, self._current
+        num_done = len(collection.keys) - collection.num_in_flight
+        return CollectProgress(
+            num_accepted=min(num_groups, num_done // size),
+            num_groups=num_groups,
+            num_in_flight=math.ceil(collection.num_in_flight / size),
+            num_filtered=0,
+            num_responses=len(collection.scored),
+            num_tokens=collection.num_new_tokens,
+        )
+
+    # The batch
+
+    def _close(self, version: int) -> RolloutBatch:
+        """Turn the collection into a batch; its unfinished responses go to the head of the queue."""
+        collection = self._current
+        samples = collection.samples()
+        groups = self._groups(samples, version)
+        for (group_id, index), sample in samples.items():
+            if sample.window.is_finished:
+                self._pool[group_id].finish(index, sample.score.accuracy)
+            else:
+                self._pool[group_id].end_window(index)
+        chosen = self._chosen(groups)
+        statistics = self._statistics(groups, chosen)
+        self._pool.drop_finished()
+        self._counters.num_not_chosen += sum(
+            sample.window.is_finished
+            for index, group in enumerate(groups)
+            if index not in chosen
+            for sample in group.samples
+        )
+        self._collection = None
+        trained = tuple(group for index, group in enumerate(groups) if index in chosen)
+        return RolloutBatch(trained, statistics, collection.exhausted, training_version=version)
+
+    def _groups(self, samples: Mapping[ResponseKey, ScoredSample], version: int) -> list[Group]:
+        """Return the collection's groups, in order of their start."""
+        by_group: dict[str, list[ScoredSample]] = {}
+        for (group_id, _), sample in samples.items():
+            by_group.setdefault(group_id, []).append(sample)
+        return [self._group(group_id, tuple(members), version) for group_id, members in by_group.items()]
+
+    def _group(self, group_id: str, samples: tuple[ScoredSample, ...], version: int) -> Group:
+        versions = [
+            run.version for sample in samples for run in sample.completion.versions if run.end > sample.window.start
+        ]
+        prompt = self._pool[group_id].responses.prompt
+        return Group(group_id, prompt, samples, min(versions, default=version), self._counters.generation_step)
+
+    def _chosen(self, groups: Sequence[Group]) -> set[int]:
+        """Return the indices of the groups to train."""
+        if not self._window.windows_per_step:
+            return set(range(len(groups)))
+        return choose_groups([self._progress(group) for group in groups], self._window.windows_per_step)
+
+    def _progress(self, group: Group) -> GroupProgress:
+        begun = self._pool[group.group_id]
+        return GroupProgress(len(group.samples), begun.num_finished, begun.accuracy_sum, begun.num_waiting)
+
+    def _statistics(self, groups: Sequence[Group], chosen: set[int]) -> CollectStatistics:
+        builder = self._builder([sample for group in groups for sample in group.samples])
+        for index, group in enumerate(groups):
+            builder.add_scored(group, KEPT if index in chosen else NOT_CHOSEN)
+        waiting = [group for group in self._pool.groups if group.num_waiting]
+        begun_at = [self._pool[groups[index].group_id].responses.generation_step for index in chosen]
+        return builder.build(
+            num_carried_over=sum(step < self._counters.generation_step for step in begun_at),
+            num_left_over=0,
+            num_unfinished=len(waiting),
+        )
+
+    def _builder(self, samples: Sequence[ScoredSample]) -> StatisticsBuilder:
+        """Count the windows `samples`. The counts depend on the collection alone, so a restart in its middle keeps them."""
+        step = self._counters.generation_step
+        num_tokens = sum(len(sample.completion.token_ids) - sample.window.start for sample in samples)
+        finished = [len(sample.completion.token_ids) for sample in samples if sample.window.is_finished]
+        num_windows = [math.ceil(length / self._window.tokens) for length in finished]
+        num_continued = sum(sample.window.start > 0 for sample in samples)
+        return StatisticsBuilder(
+            num_started=sum(bool(samples) and group.responses.generation_step == step for group in self._pool.groups),
+            num_continued=num_continued,
+            num_tokens=num_tokens,
+            windows=WindowSummary(
+                num_windows=len(samples),
+                num_finished=len(finished),
+                windows_per_finished=sum(num_windows) / max(1, len(finished)),
+                num_waiting=self._pool.num_waiting,
+                num_continued=num_continued,
+                num_prefix_tokens=sum(sample.window.start for sample in samples),
+            ),
+        )
+
+    # State
+
+    def accounting(self) -> ResponseAccounting:
+        """See `Collector`."""
+        num_in_flight = len(self._collection.keys) if self._collection else 0
+        num_not_started = self._pool.num_not_started
+        return ResponseAccounting(
+            drawn=self._counters.num_drawn,
+            trained=self._counters.num_trained,
+            not_chosen=self._counters.num_not_chosen,
+            given_back=sum(map(_num_finished, self._given_back)),
+            in_flight=num_in_flight,
+            unfinished=self._pool.num_waiting - num_not_started - num_in_flight,
+            not_started=num_not_started,
+        )
+
+    def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
+        """See `Collector`. Unfinished responses are saved with every token.
+
+        A state taken in the middle of a collection (on a signal) has the tokens that the engine has returned of its
+        windows; call `hold` first to have them all.
+        """
+        untrained = [batch for batch in untrained if batch.groups]
+        collection = self._collection
+        return {
+            "version": STATE_VERSION,
+            "stream": self._stream.state_dict(),
+            "pool": self._pool.state_dict(),
+            "collection": collection
+            and {"places": [list(key) for key in collection.keys], "exhausted": collection.exhausted},
+            "given_back": [batch_to_json(batch) for batch in [*untrained, *self._given_back]],
+            "counters": self._counters_without(untrained),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Collector`.
+
+        Raises ValueError for the state of another kind of collector, or if an unfinished response is longer than this
+        run allows.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"collector state has version {state.get('version')}, windows are read from {STATE_VERSION}; "
+                "resume with the algorithm and the release that wrote it"
+            )
+        num_in_flight = self._collection.num_in_flight if self._collection else 0
+        assert not num_in_flight, f"{num_in_flight} responses are in flight; load the state before collecting"
+        self._stream.load_state_dict(state["stream"])
+        self._pool.load_state_dict(state["pool"], self._prompts)
+        self._check_lengths()
+        saved = state["collection"]
+        self._collection = None
+        if saved is not None:
+            keys = [(name, index) for name, index in saved["places"]]
+            self._collection = self._collection_of(keys, saved["exhausted"])
+        self._given_back = [batch_from_json(batch) for batch in state["given_back"]]
+        self._counters = WindowCounters(**state["counters"])
+
+    def _check_lengths(self) -> None:
+        limit = self._sampling.max_new_tokens
+        held = [completion for group in self._pool.groups for completion in group.responses.completions.values()]
+        longest = max((len(completion.token_ids) for completion in held if is_partial(completion)), default=0)
+        if longest >= limit:
+            raise ValueError(
+                f"the checkpoint has an unfinished response of {longest} tokens, this run ends responses at {limit}; "
+                f"resume with rollout.max_response_tokens above {longest}"
+            )
+
+
+def _num_finished(batch: RolloutBatch) -> int:
+    return sum(sample.window.is_finished for group in batch.groups for sample in group.samples)
