@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.algorithm_schema import WindowConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.recovery.checkpoint_store import Checkpoint, CheckpointWriter

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.algorithm_schema import WindowConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.rollout.batch import (
     CollectionExhausted,

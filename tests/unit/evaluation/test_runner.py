@@ -89,6 +89,13 @@ def decode(token_ids) -> str:
     return str(token_ids[0])
 
 
+class SilentScorer:
+    """Scores nothing."""
+
+    def score_many(self, items) -> dict[str, Score]:
+        return {}
+
+
 class CredulousScorer:
     """Scores truncated responses as correct too: the runner must not believe it."""
 
@@ -205,7 +212,7 @@ def test_bad_inputs_are_named():
     with pytest.raises(ValueError, match="max_in_flight 0"):
         run(max_in_flight=0)
     with pytest.raises(RuntimeError, match="left out 20 of 20"):
-        evaluate(PROMPTS, FakeEngine(), lambda items: {}, decode, PROTOCOL)
+        evaluate(PROMPTS, FakeEngine(), SilentScorer(), decode, PROTOCOL)
     with pytest.raises(ValueError, match="4 equal responses"):
         replace(PROTOCOL, temperature=0.0)
 

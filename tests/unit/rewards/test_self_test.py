@@ -49,7 +49,7 @@ def test_boxed_prompts_with_the_dapo_verifier_are_refused():
         ValueError, match=r"(?s)'dapo' disagrees with the format .*\(boxed\).*unparsable.*Fix: "
     ) as caught:
         check_contract(prompts(BOXED, 5), FakePool(dapo.score), "dapo")
-    assert "5 of 20 made-up responses to 5 prompts" in str(caught.value)
+    assert "5 of 20 synthetic responses to 5 prompts" in str(caught.value)
 
 
 def test_a_system_prompt_asking_for_another_format_is_noticed():

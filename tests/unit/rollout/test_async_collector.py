@@ -277,7 +277,9 @@ def test_a_hung_engine_ends_every_wait(make_world: Callable) -> None:
     poll_when(world, hung.is_set)
     rollout = AsyncCollector(world.collector, 1, timeout_s=0.1)
     publish(world, rollout, 0)
-    with pytest.raises(TimeoutError, match=r"for a rollout batch; published policy version 0.*in_flight=4"):
+    with pytest.raises(
+        TimeoutError, match=r"for a rollout batch .COLLECTING.; published policy version 0.*in_flight=4"
+    ):
         rollout.next_batch(4)
     with pytest.raises(TimeoutError, match="for the collection to pause .PAUSING."):
         rollout.before_update()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.algorithm_schema import WindowConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings

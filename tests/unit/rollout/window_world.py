@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rollout_world import RIGHT, WRONG, FakeVerifier, Running, decode, fraction
 
-from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.algorithm_schema import WindowConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.batch import RolloutBatch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 from fake_server import FakeServer
 
-from megatron_dapo.config.critic_schema import WindowConfig
+from megatron_dapo.config.algorithm_schema import WindowConfig
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
