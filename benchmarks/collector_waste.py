@@ -1,4 +1,4 @@
-"""How many groups the collector generates for each group it trains, against what dynamic sampling cannot do without.
+"""Groups generated per trained group, against the lower bound of dynamic sampling.
 
 A prompt with pass rate p gives a group of G responses that disagree with probability 1 - p^G - (1-p)^G (DAPO, arXiv
 2503.14476, Eq 11), so at least 1 / E[1 - p^G - (1-p)^G] groups are generated per trained group, the mean over the

@@ -1,7 +1,7 @@
 """DAPO by TRL's GRPOTrainer and by this project: same model, prompts, rewards, learning rate and two cores, in one run.
 
     python benchmarks/dapo_vs_trl.py [--json] [--quick | --tiny] [--steps 28] [--target 0.7] [--layout dp2] [--tune]
-                                     [--trl-packages PATH] [--output FOLDER]
+                                     [--trl-packages PATH] [--output DIRECTORY]
 
 Both sides run one after the other on the same two cores, from the recipe (the quickstart): groups, group size, response
 length, sampling, verifier and overlong punishment, clip bounds, optimizer steps a rollout batch, AdamW, warm-up. TRL
@@ -67,8 +67,8 @@ CANDIDATES: Mapping[str, Settings] = {
 FASTEST = "2 processes, 64 rows"
 
 
-def peer_specification(config: Config, folder: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
-    """What `peers/trl_dapo.py` reads: the recipe's values, how TRL is to run, and when it ends."""
+def peer_specification(config: Config, directory: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
+    """Return the specification for `peers/trl_dapo.py`: the recipe's values, TRL's settings and the limits of the run."""
     rollout, algorithm, optimizer, reward = config.rollout, config.algorithm, config.optimizer, config.reward
     if optimizer.schedule != "constant" or reward.verifier != "dapo" or algorithm.loss.aggregation != "token_mean":
         raise ValueError(
@@ -111,8 +111,8 @@ def peer_specification(config: Config, folder: Path, settings: Settings, **limit
         "seed": config.run.seed,
         "threads": NUM_CORES // settings["processes"],
         "settings": {name: value for name, value in settings.items() if name != "processes"},
-        "report_path": str(folder / "report.json"),
-        "output_dir": str(folder / "output"),
+        "report_path": str(directory / "report.json"),
+        "output_dir": str(directory / "output"),
         **limits,
     }
 
@@ -120,28 +120,28 @@ def peer_specification(config: Config, folder: Path, settings: Settings, **limit
 # ---- the two sides
 
 
-def run_trl(packages: Path, config: Config, folder: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
+def run_trl(packages: Path, config: Config, directory: Path, settings: Settings, **limits: Any) -> dict[str, Any]:
     """Run TRL from `packages` and return its report. Raises RuntimeError with the end of its output if it fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    specification = folder / "specification.json"
-    specification.write_text(json.dumps(peer_specification(config, folder, settings, **limits)), encoding="utf-8")
+    directory.mkdir(parents=True, exist_ok=True)
+    specification = directory / "specification.json"
+    specification.write_text(json.dumps(peer_specification(config, directory, settings, **limits)), encoding="utf-8")
     processes = settings["processes"]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     environment = {"OMP_NUM_THREADS": str(NUM_CORES // processes), "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = with_packages(packages)
-    _run([sys.executable, "-W", "ignore", *launcher, str(PEER), str(specification)], environment, folder / "log.txt")
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    _run([sys.executable, "-W", "ignore", *launcher, str(PEER), str(specification)], environment, directory / "log.txt")
+    return json.loads((directory / "report.json").read_text(encoding="utf-8"))
 
 
-def run_ours(overrides: Sequence[str], recipe: Path, layout: str, folder: Path) -> dict[str, Any]:
+def run_ours(overrides: Sequence[str], recipe: Path, layout: str, directory: Path) -> dict[str, Any]:
     """This project's report, in TRL's terms, from the run's own metrics."""
     command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(recipe)]
-    command += ["--output-dir", str(folder / "run"), "--layout", layout]
+    command += ["--output-dir", str(directory / "run"), "--layout", layout]
     command += [part for override in overrides for part in ("--set", override)]
-    folder.mkdir(parents=True, exist_ok=True)
-    _run(command, {"PYTHONPATH": with_packages()}, folder / "log.txt")
-    steps = _read_lines(folder / "run" / "metrics.jsonl")
-    evaluations = _read_lines(folder / "run" / "evaluations.jsonl")
+    directory.mkdir(parents=True, exist_ok=True)
+    _run(command, {"PYTHONPATH": with_packages()}, directory / "log.txt")
+    steps = _read_lines(directory / "run" / "metrics.jsonl")
+    evaluations = _read_lines(directory / "run" / "evaluations.jsonl")
     group_size = load_config(recipe, overrides).config.rollout.group_size
     return ours_report(steps, evaluations, group_size)
 
@@ -193,13 +193,13 @@ def _read_lines(path: Path) -> list[Settings]:
 # ---- TRL's settings
 
 
-def tune(packages: Path, config: Config, folder: Path) -> dict[str, float | str]:
+def tune(packages: Path, config: Config, directory: Path) -> dict[str, float | str]:
     """Samples per second of every candidate without its first, warming step; or why it does not run."""
     speeds: dict[str, float | str] = {}
     for name, settings in CANDIDATES.items():
         limits = {"train_steps": TUNE_STEPS, "evaluation_interval": 0, "target": 2.0, "max_train_seconds": 90.0}
         try:
-            report = run_trl(packages, config, folder / name.replace(" ", "_").replace(",", ""), settings, **limits)
+            report = run_trl(packages, config, directory / name.replace(" ", "_").replace(",", ""), settings, **limits)
         except RuntimeError as error:
             speeds[name] = str(error).strip().splitlines()[-1][:300]
             continue
@@ -263,7 +263,7 @@ def _ratio(theirs: float | None, ours: float | None) -> float | None:
 
 
 def bounds(ours: Settings, theirs: Settings) -> str:
-    """Where our time goes, in a sentence."""
+    """Describe the shares of our step's time in one sentence."""
     shares = ours["phase_shares"]
     rollout, train = (sum(shares[name] for name in names) for names in (ROLLOUT_PHASES, TRAIN_PHASES))
     rest = 1 - rollout - train
@@ -296,11 +296,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-packages", type=Path, help="directory with TRL; default: .venv-trl, installed if absent")
     parser.add_argument("--trl-settings", choices=list(CANDIDATES), default=FASTEST, help="of the candidates")
     parser.add_argument("--tune", action="store_true", help="time all candidates first and take the fastest")
-    parser.add_argument("--output", type=Path, help="folder for logs and runs; default: a temporary one")
+    parser.add_argument("--output", type=Path, help="directory for logs and runs; default: a temporary one")
     return parser.parse_args()
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Run both sides, one after the other."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     if arguments.tiny:
@@ -313,7 +313,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tried: dict[str, float | str] = {}
     chosen, settings = arguments.trl_settings, CANDIDATES[arguments.trl_settings]
     if arguments.tune and packages:
-        tried = tune(packages, config, folder / "tune")
+        tried = tune(packages, config, directory / "tune")
         chosen = max((name for name, speed in tried.items() if isinstance(speed, float)), key=lambda name: tried[name])
         settings = CANDIDATES[chosen]
     if arguments.tiny:
@@ -325,7 +325,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "target": arguments.target,
         "max_train_seconds": 400.0,
     }
-    theirs = run_trl(packages, config, folder / "trl", settings, **limits) if packages else None
+    theirs = run_trl(packages, config, directory / "trl", settings, **limits) if packages else None
     overrides = [
         *arguments.overrides,
         f"run.total_steps={steps}",
@@ -334,7 +334,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"evaluation.at_end={str(interval > 0).lower()}",
         "checkpoint.interval=0",
     ]
-    ours = run_ours(overrides, arguments.recipe, arguments.layout, folder / "ours")
+    ours = run_ours(overrides, arguments.recipe, arguments.layout, directory / "ours")
     return {
         **(compare(ours, theirs, arguments.target) if theirs else {}),
         "optimizer_steps_per_batch": config.rollout.prompts_per_step // config.training.mini_batch_prompts,

@@ -1,4 +1,4 @@
-"""What rounding to FP8 costs: seconds to fill an engine's buckets, and the part of a gradient that is rounding.
+"""Cost of rounding to FP8: seconds to fill an engine's buckets, and the rounding error of a gradient.
 
     python benchmarks/fp8_costs.py [--only filling | gradients] [--json] [--tiny] [--repeats 3] [--layers 1 2 4 8]
 
@@ -99,8 +99,8 @@ def largest_memory() -> int:
 
 def fill(source: Layout, engine: EngineLayout, sources: Mapping[str, torch.Tensor], slot: torch.Tensor) -> float:
     """CPU seconds in which every bucket of the one engine rank is written, each into the same memory."""
-    delivery = SyncPlan(plan(source, engine), engine, BUCKET_BYTES)
-    checksums, specs, buckets = ExpectedChecksums(delivery), engine.local_specs(0), delivery.buckets(0)
+    sync_plan = SyncPlan(plan(source, engine), engine, BUCKET_BYTES)
+    checksums, specs, buckets = ExpectedChecksums(sync_plan), engine.local_specs(0), sync_plan.buckets(0)
     return cpu_seconds(lambda: [write_chunks(bucket, 0, sources, slot, specs, checksums) for bucket in buckets])[0]
 
 
@@ -155,7 +155,7 @@ def load_random(local: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> N
 
 
 def gradient(num_layers: int, recipe: str, dtype: str) -> torch.Tensor:
-    """Of all parameters, one behind the other."""
+    """Return the gradient of all parameters, concatenated [P] in float64."""
     from megatron_dapo.config.model_schema import PrecisionConfig
     from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
     from megatron_dapo.megatron.model_config import ModelSettings

@@ -80,12 +80,12 @@ def _widened(name: str, tensor: torch.Tensor, narrow: int, hidden: int, attentio
     return out
 
 
-def train(recipe: str, model: Path, folder: Path, steps: int, overrides: list[str]) -> dict[str, list[float]]:
+def train(recipe: str, model: Path, directory: Path, steps: int, overrides: list[str]) -> dict[str, list[float]]:
     """Run the quickstart on one process and read its figures."""
     values = [
         f"model.path={model}",
         f"precision.recipe={recipe}",
-        f"run.output_dir={folder}",
+        f"run.output_dir={directory}",
         f"run.total_steps={steps}",
         "parallel.tp_size=1",
         "algorithm.off_policy.correction=tis",
@@ -110,7 +110,7 @@ def train(recipe: str, model: Path, folder: Path, steps: int, overrides: list[st
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         raise RuntimeError(f"{recipe} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return {name: [row[key] for row in rows if key in row] for name, key in FIGURES.items()}
 
 
@@ -119,7 +119,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--recipes", nargs="+", default=["fp32", "fp8_blockwise"])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
-    parser.add_argument("--folder", type=Path, help="keep the runs there")
+    parser.add_argument("--output-dir", type=Path, help="keep the runs there")
     parser.add_argument("--tiny", action="store_true", help="one step on a few short responses: checks the program")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--save", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
@@ -131,10 +131,10 @@ def main() -> None:
     if arguments.tiny:
         arguments.steps, arguments.overrides = 1, [*TINY_STEP, *arguments.overrides]
     with tempfile.TemporaryDirectory(prefix="fp8-learning-") as name:
-        folder = arguments.folder or Path(name)
-        widen(QUICKSTART / "base_model", folder / "model")
+        directory = arguments.output_dir or Path(name)
+        widen(QUICKSTART / "base_model", directory / "model")
         runs = {
-            recipe: train(recipe, folder / "model", folder / recipe, arguments.steps, arguments.overrides)
+            recipe: train(recipe, directory / "model", directory / recipe, arguments.steps, arguments.overrides)
             for recipe in arguments.recipes
         }
     result = {"steps": arguments.steps, "machine": machine(), "runs": runs}

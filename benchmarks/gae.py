@@ -5,7 +5,7 @@
 METHOD. Lengths are log-normal, median 5,000 and sigma 0.8 of the logarithm, cut at 20,480 tokens (the hard maximum of
 DAPO), the shape that long reasoning has: few short ones, a heavy tail, 4 % at the limit. Values are random, the
 reward is on the last token, lambda is VAPO's, of each response's length; float32, one thread. `gae` gives advantages
-and returns of finished responses, `egae` of windows of which half go on, `decoupled` advantages of one lambda and
+and returns of finished responses, `egae` of windows of which half are unfinished, `decoupled` advantages of one lambda and
 returns of another (two recurrences), `gaps` is `gae` with a tenth of the tokens masked.
 
 The pass reads what they read (values, rewards, mask) and writes what they write (advantages, returns), two plain
@@ -145,8 +145,8 @@ def measure_column_loop(inputs: ValueInputs, lambdas: torch.Tensor) -> dict[str,
 
 def measure(num_responses: int, repeats: int) -> dict[str, Any]:
     inputs = draw_inputs(num_responses)
-    goes_on = torch.arange(num_responses) % 2 == 0
-    lambdas = LengthAdaptiveLambda()(inputs.lengths, ~goes_on)
+    is_unfinished = torch.arange(num_responses) % 2 == 0
+    lambdas = LengthAdaptiveLambda()(inputs.lengths, ~is_unfinished)
     gaps = with_gaps(inputs)
     buffers = torch.empty_like(inputs.values), torch.empty_like(inputs.values)
     tokens = (inputs.values, inputs.rewards, inputs.loss_mask, inputs.lengths)
@@ -157,7 +157,7 @@ def measure(num_responses: int, repeats: int) -> dict[str, Any]:
             torch.mul(inputs.loss_mask, 0.5, out=buffers[1]),
         ),
         "gae": lambda: estimate_values(inputs, GAMMA, lambdas),
-        "egae": lambda: extended_estimates(*tokens, ~goes_on, GAMMA, lambdas),
+        "egae": lambda: extended_estimates(*tokens, ~is_unfinished, GAMMA, lambdas),
         "decoupled": lambda: decoupled_estimates(inputs, GAMMA, lambdas, 1.0),
         "gaps": lambda: estimate_values(gaps, GAMMA, lambdas),
     }

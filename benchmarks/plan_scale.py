@@ -1,4 +1,4 @@
-"""How long and how much memory the plan of a weight update takes at scale, and whether its bytes are those that move.
+"""Seconds and memory of a weight sync's plan at scale, and its bytes against those that really move.
 
     python benchmarks/plan_scale.py [--json] [--tiny] [--only NAME] [--skip-check]
 
@@ -173,9 +173,9 @@ def check(case: Case) -> dict[str, Any]:
     """Planned against counted bytes of four processes."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         workers = [
-            context.Process(target=_check_worker, args=(rank, case, f"{folder}/store", answers)) for rank in range(4)
+            context.Process(target=_check_worker, args=(rank, case, f"{directory}/store", answers)) for rank in range(4)
         ]
         for worker in workers:
             worker.start()

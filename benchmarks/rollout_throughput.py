@@ -4,7 +4,7 @@
         [--engine-python .venv-sglang/bin/python] [--embedded-ranks 2] [--servers 1]
 
 METHOD. The traffic is what one collection of the recipe submits at first: prompts_per_step prompts of its training data
-times group_size, its temperature, stop tokens and max_response_tokens, the weights of its model folder in float32;
+times group_size, its temperature, stop tokens and max_response_tokens, the weights of its model directory in float32;
 round r takes the r-th prompts_per_step prompts, the same for both sides, after one round that does not count. Both sides
 are up before the first round and take turns on the same machine, the idle one asleep; the side that begins changes from
 round to round. A round's clock runs from the submission to the last response, in the process that drives: for SGLang
@@ -51,9 +51,9 @@ SPARE_POSITIONS = 16
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is generated: `rounds` of requests and the model."""
+    """The model and the requests of every round."""
 
-    model_folder: Path
+    model_directory: Path
     vocab_size: int
     max_length: int
     slots: int  # of one embedded engine
@@ -92,13 +92,13 @@ def read_traffic(arguments: argparse.Namespace) -> Traffic:
 def start_servers(
     traffic: Traffic, python: Path, num_servers: int, stack: ExitStack, controls: list[SglangClient] | None = None
 ) -> SglangEngine:
-    """Healthy servers with the model's weights, behind this project's engine; their clients are added to `controls`."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    """Start servers with the model's weights and return this project's engine over them; add their clients to `controls`."""
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     settings = ServerSettings(
         python=python,
-        model_path=traffic.model_folder,
-        key_file=create_key(folder),
-        log_folder=folder / "logs",
+        model_path=traffic.model_directory,
+        key_file=create_key(directory),
+        log_folder=directory / "logs",
         max_running_requests=traffic.max_running,
         max_total_tokens=traffic.max_running * (traffic.max_length + SPARE_POSITIONS),
         start_timeout_s=600.0,
@@ -123,7 +123,7 @@ def start_servers(
 
 
 def run_sglang(engine: SglangEngine, requests: Sequence[GenerationRequest]) -> int:
-    """Generate everything; tokens of the responses."""
+    """Generate all requests and return the number of response tokens."""
     engine.submit(requests)
     num_tokens = 0
     while engine.num_unfinished:
@@ -151,7 +151,7 @@ class EmbeddedRanks:
             assert self._read(rank)["ready"], "an embedded rank did not start"
 
     def run(self, number: int) -> int:
-        """Generate round `number`; tokens of the responses."""
+        """Generate round `number` and return the number of response tokens."""
         for index, rank in enumerate(self._ranks):
             assert rank.stdin is not None
             rank.stdin.write(json.dumps({"round": number, "rank": index, "num_ranks": len(self._ranks)}) + "\n")
@@ -167,7 +167,7 @@ class EmbeddedRanks:
 
 
 def serve_embedded(traffic: Traffic) -> None:
-    """Be one rank: generate this rank's groups of every round asked for."""
+    """Run as one rank: generate this rank's groups of every round read from stdin."""
     torch.set_num_threads(1)
     engine = load_embedded(traffic)
     print(json.dumps({"ready": True}), flush=True)
@@ -183,12 +183,12 @@ def serve_embedded(traffic: Traffic) -> None:
 
 
 def load_embedded(traffic: Traffic) -> EmbeddedEngine:
-    """An embedded engine with the weights of the model folder."""
+    """Return an embedded engine with the weights of the model directory."""
     from transformers import AutoModelForCausalLM
 
     settings = EmbeddedEngineSettings(max_slots=traffic.slots, max_length=traffic.max_length)
-    engine = EmbeddedEngine.from_folder(traffic.model_folder, settings)
-    source = AutoModelForCausalLM.from_pretrained(traffic.model_folder, dtype=torch.float32).state_dict()
+    engine = EmbeddedEngine.from_folder(traffic.model_directory, settings)
+    source = AutoModelForCausalLM.from_pretrained(traffic.model_directory, dtype=torch.float32).state_dict()
     for name, tensor in engine.parameters_by_name().items():
         tensor.copy_(source[name])
     engine.set_policy_version(0)
@@ -206,7 +206,7 @@ def timed(run: Callable[[], int]) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Both sides in turns; see METHOD."""
+    """Run both sides in turns, see METHOD."""
     traffic = read_traffic(arguments)
     with ExitStack() as stack:
         ranks = EmbeddedRanks(arguments, stack)

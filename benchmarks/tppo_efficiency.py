@@ -1,10 +1,10 @@
-"""What windows save (T-PPO, arXiv 2506.15050): rollouts that wait for their longest response against windows of it.
+"""Savings of windowed rollouts (T-PPO, arXiv 2506.15050) over rollouts that wait for their longest response.
 
     python benchmarks/tppo_efficiency.py [--json]                                 the simulation (b)
     python benchmarks/tppo_efficiency.py --measure-curve embedded|sglang          engine curve, to be stored
     python benchmarks/tppo_efficiency.py --measure-rollout embedded|sglang        rollouts alone on an engine (a)
-    python benchmarks/tppo_efficiency.py --train [--output FOLDER] [--json]       both recipes trained here (a)
-    python benchmarks/tppo_efficiency.py --runs FULL WINDOWS [--target 0.7]       the same from folders that are there
+    python benchmarks/tppo_efficiency.py --train [--output DIRECTORY] [--json]       both recipes trained here (a)
+    python benchmarks/tppo_efficiency.py --runs FULL WINDOWS [--target 0.7]       the same from directories that are there
 
 (b) METHOD (`tppo/simulation.py`). A step generates 512 x 16 responses of up to 24,576 tokens, spread evenly over engines.
 A decode tick gives every running response of an engine a token and lasts tau(number running), the engine curve; an
@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ticks", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--train", action="store_true", help="train both recipes here and compare")
-    parser.add_argument("--runs", type=Path, nargs=2, metavar=("FULL", "WINDOWS"), help="run folders to compare")
+    parser.add_argument("--runs", type=Path, nargs=2, metavar=("FULL", "WINDOWS"), help="run directories to compare")
     parser.add_argument("--full-recipe", type=Path, default=QUICKSTART / "quickstart_vapo.toml")
     parser.add_argument("--windows-recipe", type=Path, default=QUICKSTART / "quickstart_tppo.toml")
     parser.add_argument(
@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
         "--long-tail", action="store_true", help="train on `tppo/long_tail.py`'s task, not the recipes'"
     )
     parser.add_argument("--target", type=float, default=0.7, help="held-out avg@k to reach")
-    parser.add_argument("--output", type=Path, help="folder of the runs; default: a temporary one")
+    parser.add_argument("--output", type=Path, help="directory of the runs; default: a temporary one")
     return parser.parse_args()
 
 
@@ -118,13 +118,13 @@ def main() -> None:
         return
     if arguments.runs or arguments.train:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = arguments.output or Path(temporary)
+            directory = arguments.output or Path(temporary)
             recipes = (arguments.full_recipe, arguments.windows_recipe)
-            task = write_task(folder / "task") if arguments.long_tail else []
-            folders = arguments.runs or train(
-                *recipes, folder, [*task, *arguments.overrides], arguments.windows_overrides
+            task = write_task(directory / "task") if arguments.long_tail else []
+            directories = arguments.runs or train(
+                *recipes, directory, [*task, *arguments.overrides], arguments.windows_overrides
             )
-            result = compare_runs(*folders, arguments.target)
+            result = compare_runs(*directories, arguments.target)
         print(json.dumps({"benchmark": "tppo_efficiency", **result}, indent=2))
         return
     setting = (arguments.curve, arguments.prefill_cost, arguments.responses_an_engine)

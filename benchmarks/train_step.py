@@ -38,14 +38,14 @@ SHAPES = {
 }
 
 
-def make_model(folder: Path, shape: dict[str, int]) -> Qwen2ForCausalLM:
-    """A random Qwen2 of that shape, saved to `folder`."""
+def make_model(directory: Path, shape: dict[str, int]) -> Qwen2ForCausalLM:
+    """A random Qwen2 of that shape, saved to `directory`."""
     torch.manual_seed(0)
     config = Qwen2Config(
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, **shape
     )
     model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa").float()
-    model.save_pretrained(folder)
+    model.save_pretrained(directory)
     return model
 
 
@@ -56,11 +56,11 @@ def make_sequences(num_sequences: int, vocab_size: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
 
 
-def megatron_step(folder: Path, sequences: Sequence[torch.Tensor]) -> Callable[[], float]:
+def megatron_step(directory: Path, sequences: Sequence[torch.Tensor]) -> Callable[[], float]:
     """A function that makes one optimizer step of the actor and returns the loss."""
     layout = ParallelLayout(1)
     actor = MegatronActor.build(
-        folder, layout, ActorSettings(optimizer=OptimizerConfig(weight_decay=0.01, clip_grad=1.0))
+        directory, layout, ActorSettings(optimizer=OptimizerConfig(weight_decay=0.01, clip_grad=1.0))
     )
     num_trained = sum(len(tokens) - 1 for tokens in sequences)
     samples = [
@@ -133,11 +133,11 @@ def measure(name: str, num_sequences: int, rounds: int) -> dict[str, Any]:
     """Seconds a step and ratios for one shape."""
     shape = SHAPES[name]
     sequences = make_sequences(num_sequences, shape["vocab_size"])
-    with tempfile.TemporaryDirectory() as folder:
-        packed = make_model(Path(folder), shape)
-        padded = make_model(Path(folder), shape)
+    with tempfile.TemporaryDirectory() as directory:
+        packed = make_model(Path(directory), shape)
+        padded = make_model(Path(directory), shape)
         steps = {
-            "megatron": megatron_step(Path(folder), sequences),
+            "megatron": megatron_step(Path(directory), sequences),
             "transformers_packed": transformers_step(packed, *packed_inputs(sequences)),
             "transformers_padded": transformers_step(padded, *padded_inputs(sequences)),
         }

@@ -1,7 +1,7 @@
 """Weights from Megatron TP2 x PP2 (4 processes) into an engine at TP2, against mbridge's export and a plain copy.
 
     python benchmarks/weight_sync.py [--json] [--quick | --tiny] [--runs 7] [--transports peer,colocated]
-                                     [--engine-python PATH] [--peer-packages PATH] [--output FOLDER]
+                                     [--engine-python PATH] [--peer-packages PATH] [--output DIRECTORY]
 
 A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in the same processes:
 
@@ -88,14 +88,14 @@ def start(command: Sequence[str], log: Path, stack: ExitStack, **variables: str)
     return process
 
 
-def start_server(python: Path, folder: Path, dtype: str, stack: ExitStack) -> dict[str, str]:
+def start_server(python: Path, directory: Path, dtype: str, stack: ExitStack) -> dict[str, str]:
     """A stock SGLang server with random weights."""
-    key_file = create_key(folder)
+    key_file = create_key(directory)
     settings = ServerSettings(
         python=python,
-        model_path=folder / "model",
+        model_path=directory / "model",
         key_file=key_file,
-        log_folder=folder,
+        log_folder=directory,
         tensor_parallel=ENGINE_TENSOR,
         dtype=dtype,
         max_running_requests=4,
@@ -109,7 +109,7 @@ def start_server(python: Path, folder: Path, dtype: str, stack: ExitStack) -> di
     return {"url": server.url, "key_file": str(key_file), "version": info.api_version.version}
 
 
-def run_trainers(packages: Path, specification: Path, folder: Path, stack: ExitStack) -> None:
+def run_trainers(packages: Path, specification: Path, directory: Path, stack: ExitStack) -> None:
     """Run all trainer ranks with `packages` (mbridge) on their path. Raises RuntimeError with a failed rank's output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -118,7 +118,7 @@ def run_trainers(packages: Path, specification: Path, folder: Path, stack: ExitS
     command = [sys.executable, "-W", "ignore", str(PEERS / "weight_trainer.py"), str(specification)]
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     shared["PYTHONPATH"] = with_packages(PEERS, packages)
-    logs = [folder / f"trainer{rank}.log" for rank in range(size)]
+    logs = [directory / f"trainer{rank}.log" for rank in range(size)]
     trainers = [
         start(command, log, stack, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank, log in enumerate(logs)
     ]
@@ -167,23 +167,25 @@ def compare(result: dict[str, Any], transports: Sequence[str]) -> dict[str, Any]
     }
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     transports = arguments.transports.split(",")
     short = arguments.quick or arguments.tiny
     layers = QUICK_LAYERS if short else NUM_LAYERS
-    (folder / "model").mkdir()
+    (directory / "model").mkdir()
     widths = TINY_WIDTHS if arguments.tiny else {}
     config = {**MODEL, **widths, "num_hidden_layers": layers, "torch_dtype": arguments.dtype}
-    (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (directory / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     packages = arguments.peer_packages or peer_packages("mbridge")
     load_before = os.getloadavg()[0]
     with ExitStack() as stack:
         server = (
-            start_server(arguments.engine_python, folder, arguments.dtype, stack) if arguments.engine_python else None
+            start_server(arguments.engine_python, directory, arguments.dtype, stack)
+            if arguments.engine_python
+            else None
         )
         specification = {
-            "folder": str(folder),
-            "model": str(folder / "model"),
+            "directory": str(directory),
+            "model": str(directory / "model"),
             "dtype": arguments.dtype,
             "tensor": TENSOR,
             "pipeline": PIPELINE,
@@ -194,13 +196,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "runs": QUICK_RUNS if short else arguments.runs,
             "server": server,
         }
-        file = folder / "specification.json"
+        file = directory / "specification.json"
         file.write_text(json.dumps(specification), encoding="utf-8")
         for rank in range(ENGINE_TENSOR):
             command = [sys.executable, "-W", "ignore", str(PEERS / "weight_sink.py"), str(file), str(rank)]
-            start(command, folder / f"sink{rank}.log", stack)
-        run_trainers(packages, file, folder, stack)
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+            start(command, directory / f"sink{rank}.log", stack)
+        run_trainers(packages, file, directory, stack)
+        result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
     return {
         **compare(result, transports),
         "engine": f"SGLang {server['version']}, TP{ENGINE_TENSOR}" if server else "weight loaders, no server",
@@ -227,16 +229,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer-packages", type=Path, help="directory with mbridge; default: .venv-mbridge, installed if absent"
     )
-    parser.add_argument("--output", type=Path, help="folder for logs; default: a temporary one")
+    parser.add_argument("--output", type=Path, help="directory for logs; default: a temporary one")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as temporary:
-        folder = arguments.output or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        result = measure(arguments, folder)
+        directory = arguments.output or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        result = measure(arguments, directory)
     if arguments.json:
         print(json.dumps(result))
         return

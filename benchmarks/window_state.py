@@ -1,8 +1,8 @@
-"""What unfinished responses cost a checkpoint: their tokens and log-probs as tensors, against all of the state in JSON.
+"""Cost of unfinished responses in a checkpoint: tokens and log-probs as tensors, against the whole state in JSON.
 
 A collector of windows (T-PPO) is filled with responses that are all unfinished, by an engine that draws random tokens and
 log-probs, and its state is written and read as a checkpoint does it (`collector.json` and `collector.safetensors`), then
-as one JSON file, as checkpoints had it before. Files go to a temporary folder; whatever the machine caches is cached.
+as one JSON file. Files go to a temporary directory; whatever the machine caches is cached.
 
     python benchmarks/window_state.py [--json] [--tiny] [--groups 64] [--group-size 16] [--tokens 12288]
 
@@ -65,21 +65,21 @@ class EndlessEngine:
         return Completion(request.request_id, tuple(tokens.tolist()), tuple(logprobs.tolist()), "length", versions)
 
 
-class NobodyScores:
+class NoVerifier:
     def score_many(self, items: Any) -> dict[Any, Any]:
         assert not list(items), "no response is finished"
         return {}
 
 
 def filled_collector(num_groups: int, group_size: int, num_tokens: int) -> WindowCollector:
-    """One whose pool holds `num_groups` x `group_size` unfinished responses of `num_tokens`."""
+    """Return a collector whose pool holds `num_groups` x `group_size` unfinished responses of `num_tokens`."""
     prompts = {str(i): Prompt(str(i), (), tuple(range(PROMPT_TOKENS)), "1") for i in range(num_groups)}
     sampling = SamplingParams(max_new_tokens=2 * num_tokens)
     inputs = CollectorInputs(
         stream=PromptStream(list(prompts), seed=0),
         prompts=prompts,
         engine=EndlessEngine(),
-        scorer=SampleScorer(NobodyScores(), lambda token_ids: ""),
+        scorer=SampleScorer(NoVerifier(), lambda token_ids: ""),
     )
     config, window = RolloutConfig(group_size=group_size), WindowConfig(tokens=num_tokens)
     collector = WindowCollector(inputs, config, window, sampling, seed=0)
@@ -95,29 +95,29 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-def as_tensors(collector: WindowCollector, folder: Path) -> tuple[dict[str, float], Any]:
-    """Figures of a checkpoint's two files, and the state read back."""
+def as_tensors(collector: WindowCollector, directory: Path) -> tuple[dict[str, float], Any]:
+    """Write and read a checkpoint's two files; return the figures and the state."""
     names = ("collector.json", "collector.safetensors")
 
     def write() -> None:
-        writer = CheckpointWriter(folder, rank=0)
+        writer = CheckpointWriter(directory, rank=0)
         document, tensors = split_state(collector.state_dict())
         writer.save_json(names[0], document)
         writer.save_tensors(names[1], tensors)
 
     def read() -> Any:
-        checkpoint = Checkpoint(0, folder, files=dict.fromkeys(names), metadata={})
+        checkpoint = Checkpoint(0, directory, files=dict.fromkeys(names), metadata={})
         return join_state(checkpoint.load_json(names[0]), checkpoint.load_tensors(names[1]))
 
-    return _figures(write, read, [folder / name for name in names])
+    return _figures(write, read, [directory / name for name in names])
 
 
-def as_json(collector: WindowCollector, folder: Path) -> tuple[dict[str, float], Any]:
-    """The same of one JSON file."""
-    path = folder / "state.json"
+def as_json(collector: WindowCollector, directory: Path) -> tuple[dict[str, float], Any]:
+    """Write and read one JSON file; return the figures and the state."""
+    path = directory / "state.json"
 
     def write() -> None:
-        CheckpointWriter(folder, rank=0).save_json(path.name, collector.state_dict())
+        CheckpointWriter(directory, rank=0).save_json(path.name, collector.state_dict())
 
     return _figures(write, lambda: json.loads(path.read_text("utf-8")), [path])
 
@@ -130,11 +130,11 @@ def _figures(write: Callable[[], Any], read: Callable[[], Any], paths: Sequence[
 
 
 def measure(num_groups: int, group_size: int, num_tokens: int) -> dict[str, Any]:
-    """Both, of one collector; AssertionError where they do not read back the same."""
+    """Write and read one collector both ways. Raises AssertionError if the two states differ."""
     collector = filled_collector(num_groups, group_size, num_tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        tensors, from_tensors = as_tensors(collector, Path(folder))
-        plain, from_json = as_json(collector, Path(folder))
+    with tempfile.TemporaryDirectory() as directory:
+        tensors, from_tensors = as_tensors(collector, Path(directory))
+        plain, from_json = as_json(collector, Path(directory))
     assert from_tensors == from_json, "tensors and JSON give different states"
     ratios = {
         f"{name}_ratio": tensors[figure] / plain[figure]

@@ -1,4 +1,4 @@
-"""Whether a smoke run (examples/gpu/smoke.toml, run twice) did all it was made for.
+"""Check that a smoke run (examples/gpu/smoke.toml, run twice) trained, resumed, evaluated and exported.
 
     python -m tools.check_smoke runs/smoke-gpu [--steps 3]
 
@@ -27,35 +27,37 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def check(folder: Path, steps: int) -> Iterator[str]:
+def check(directory: Path, steps: int) -> Iterator[str]:
     """Findings, one a line. ValueError with what is missing."""
-    rows = records(folder / "metrics.jsonl")
+    rows = records(directory / "metrics.jsonl")
     found = [row["train_step"] for row in rows]
     if sorted(set(found)) != list(range(1, steps + 1)):
-        raise ValueError(f"{folder}: metrics of the steps {found}, expected 1 to {steps}")
+        raise ValueError(f"{directory}: metrics of the steps {found}, expected 1 to {steps}")
     for name in MUST_BE_FINITE:
         values = [row.get(name) for row in rows]
         if any(value is None or not math.isfinite(value) for value in values):
-            raise ValueError(f"{folder}: {name} is {values}, expected numbers at every step")
+            raise ValueError(f"{directory}: {name} is {values}, expected numbers at every step")
         yield f"{name}: {', '.join(f'{value:.4g}' for value in values)}"
     if not any(row["actor/grad_norm"] > 0 for row in rows):
-        raise ValueError(f"{folder}: no step had a gradient: nothing was trained")
-    evaluations = records(folder / "evaluations.jsonl")
+        raise ValueError(f"{directory}: no step had a gradient: nothing was trained")
+    evaluations = records(directory / "evaluations.jsonl")
     last = [row for row in evaluations if row["train_step"] == steps]
     if not last:
-        raise ValueError(f"{folder}: no evaluation at step {steps}, only {[row['train_step'] for row in evaluations]}")
+        raise ValueError(
+            f"{directory}: no evaluation at step {steps}, only {[row['train_step'] for row in evaluations]}"
+        )
     yield f"evaluation at step {steps}: {len(last)} record"
-    checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir() if path.is_dir())
+    checkpoints = sorted(path.name for path in (directory / "checkpoints").iterdir() if path.is_dir())
     if len(checkpoints) < 2:
-        raise ValueError(f"{folder}: checkpoints {checkpoints}, expected those of two steps")
+        raise ValueError(f"{directory}: checkpoints {checkpoints}, expected those of two steps")
     yield f"checkpoints: {', '.join(checkpoints)}"
-    yield f"exported: {_num_tensors(folder / 'huggingface')} tensors"
+    yield f"exported: {_num_tensors(directory / 'huggingface')} tensors"
 
 
-def _num_tensors(folder: Path) -> int:
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+def _num_tensors(directory: Path) -> int:
+    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
     if not files:
-        raise ValueError(f"{folder}: no exported weights")
+        raise ValueError(f"{directory}: no exported weights")
     count = 0
     for file in files:
         with safe_open(file, "pt") as stored:
@@ -65,11 +67,11 @@ def _num_tensors(folder: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args(arguments)
     try:
-        for line in check(options.folder, options.steps):
+        for line in check(options.directory, options.steps):
             print(line)
     except (ValueError, OSError) as error:
         print(f"check_smoke: {error}", file=sys.stderr)

@@ -42,7 +42,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the base model is trained."""
+    """Training schedule of the base model."""
 
     num_steps: int = 2000
     tokens_per_batch: int = 4096  # padded
@@ -85,12 +85,12 @@ def spread_problems(seed: int) -> list[Problem]:
     return [problem for pair in zip(short, long, strict=False) for problem in pair][:NUM_SPREAD]
 
 
-def write_data(seed: int, folder: Path) -> None:
+def write_data(seed: int, directory: Path) -> None:
     """`heldout.jsonl`, `train.jsonl` and `spread.jsonl`."""
     heldout, train, _ = split_problems(seed, 0)
     for name, problems in (("heldout", heldout), ("train", train), ("spread", spread_problems(seed))):
         lines = (json.dumps(to_row(problem), ensure_ascii=False) + "\n" for problem in problems)
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def make_tokenizer(seed: int) -> Qwen2Tokenizer:
@@ -205,16 +205,16 @@ def endless_batches(
         epoch += 1
 
 
-def save_base_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
-    """An ordinary Hugging Face folder."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def save_base_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, directory: Path) -> None:
+    """An ordinary Hugging Face directory."""
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--output", type=Path, required=True, help="directory to write into")
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED)
     parser.add_argument("--only", choices=("data", "model", "all"), default="all")
     parser.add_argument("--num-steps", type=int, default=Schedule.num_steps, help="steps the base model is trained")

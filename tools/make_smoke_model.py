@@ -40,7 +40,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 
 
 def write(target: Path, size: str) -> None:
-    """An ordinary Hugging Face folder in bf16. ValueError where it exists, or the size does not."""
+    """An ordinary Hugging Face directory in bf16. ValueError where it exists, or the size does not."""
     if size not in SIZES:
         raise ValueError(f"size {size!r} is unknown; choose one of {', '.join(SIZES)}")
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
@@ -59,14 +59,14 @@ def write(target: Path, size: str) -> None:
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
-    with atomic_directory(target) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    with atomic_directory(target) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", type=Path, help="folder to be written; must not exist")
+    parser.add_argument("target", type=Path, help="directory to be written; must not exist")
     parser.add_argument("--size", default="small", help=f"one of {', '.join(SIZES)}")
     options = parser.parse_args(arguments)
     try:

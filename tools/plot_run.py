@@ -68,11 +68,11 @@ def grid(accuracy: Axes, length: Axes) -> list[str]:
     return parts
 
 
-def draw(run_folder: Path) -> str:
+def draw(run_directory: Path) -> str:
     """The SVG document."""
-    train = read_series(run_folder / "metrics.jsonl", "rollout/accuracy_generated")
-    lengths = read_series(run_folder / "metrics.jsonl", "rollout/response_tokens_mean")
-    held_out = read_series(run_folder / "evaluations.jsonl", "eval/avg_at_k")
+    train = read_series(run_directory / "metrics.jsonl", "rollout/accuracy_generated")
+    lengths = read_series(run_directory / "metrics.jsonl", "rollout/response_tokens_mean")
+    held_out = read_series(run_directory / "evaluations.jsonl", "eval/avg_at_k")
     last_step = max(step for step, _ in train)
     accuracy = Axes(last_step, 1.0)
     length = Axes(last_step, 40.0 * (1 + max(value for _, value in lengths) // 40))
@@ -95,11 +95,11 @@ def draw(run_folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("run_directory", type=Path)
     parser.add_argument("output", type=Path)
     arguments = parser.parse_args()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(draw(arguments.run_folder), encoding="utf-8")
+    arguments.output.write_text(draw(arguments.run_directory), encoding="utf-8")
 
 
 if __name__ == "__main__":

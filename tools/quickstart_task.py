@@ -50,7 +50,7 @@ class Step:
         return {"+": total + self.amount, "-": total - self.amount, "*": total * self.amount}[self.operator]
 
     def is_hard(self, total: int) -> bool:
-        """Whether the step at this total needs more than one column: a carry, a borrow, or doubling."""
+        """Return True if the step at this total needs a carry, a borrow or doubling."""
         units, change = total % 10, self.amount % 10
         return {"+": units + change > 9, "-": units < change, "*": True}[self.operator]
 
@@ -148,7 +148,7 @@ def to_row(problem: Problem) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Flaws:
-    """How often the base model's corpus goes wrong. A slip is uniform over 0..99: the right result stays the mode."""
+    """Error rates of the base model's corpus. A slip is uniform over 0..99: the right result stays the mode."""
 
     easy_slip: float = 0.005
     hard_slip: float = 0.34
@@ -173,7 +173,7 @@ def _write_chain(rng: random.Random, problem: Problem, flaws: Flaws) -> tuple[li
     for step in problem.steps:
         if rng.random() < flaws.skipped_line:
             continue
-        # After a slip the chain goes on from the wrong total, which may then leave 0..99.
+        # After a slip the chain continues from the wrong total, which may then leave 0..99.
         result = max(0, step.apply(total))
         if rng.random() < (flaws.hard_slip if step.is_hard(total) else flaws.easy_slip):
             result = rng.randrange(LARGEST_TOTAL + 1)

@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def template_sentences(template: str) -> tuple[str, str]:
-    """What stands before and after the problem in the prompt template, blank lines included."""
+    """Return the prompt template's text before and after the problem, blank lines included."""
     before, after = template.split("{problem}")
     return before, after
 

@@ -1,4 +1,4 @@
-"""Score a Hugging Face folder with transformers' own `generate`: nothing of the project takes part but the verifier and the chat template.
+"""Score a Hugging Face directory with transformers' own `generate`: nothing of the project takes part but the verifier and the chat template.
 
     python tools/score_with_transformers.py runs/quickstart/huggingface examples/quickstart/heldout.jsonl --num-samples 32
 
@@ -46,12 +46,12 @@ def responses(
 
 
 def score(
-    model_folder: Path, data: Path, num_samples: int, max_new_tokens: int, batch_size: int, seed: int
+    model_directory: Path, data: Path, num_samples: int, max_new_tokens: int, batch_size: int, seed: int
 ) -> dict[str, Any]:
     """Accuracy of `num_samples` responses to each problem; a truncated response is wrong."""
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
     problems = read_problems(data)
     by_problem = [0.0] * len(problems)
     for _ in range(num_samples):
@@ -62,7 +62,7 @@ def score(
     mean = sum(by_problem) / len(by_problem)
     variance = sum((value - mean) ** 2 for value in by_problem) / max(1, len(by_problem) - 1)
     return {
-        "model": str(model_folder),
+        "model": str(model_directory),
         "num_problems": len(problems),
         "num_samples": num_samples,
         "accuracy": mean,

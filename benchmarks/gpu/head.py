@@ -196,7 +196,7 @@ def summary(arguments: argparse.Namespace, rows: Rows) -> dict[str, Any]:
 
 
 def verdicts(rows: Rows, shape: Shape) -> dict[str, bool]:
-    """Whether the targets are met; only those that can be judged from what ran."""
+    """Return target -> met, for the targets whose sides ran."""
     sides = {side: rows[name] for side in (*IMPLEMENTATIONS, *PEERS) if (name := name_of(side, shape)) in rows}
     peers = [sides[name]["forward_backward_ms"] for name in PEERS if name in sides]
     found: dict[str, bool] = {}

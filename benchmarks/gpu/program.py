@@ -1,7 +1,7 @@
-"""How a benchmark on a GPU runs: case after case in a worker process, what each found kept as soon as it is known.
+"""Runner of the GPU benchmarks: one case after another in a worker process; each result is kept as soon as it is known.
 
 The process that is started measures nothing: it starts a worker, reads what that reports, and ends it where a case takes
-longer than `--case-s`. A worker whose CUDA context broke ends itself. Either way the next worker goes on with the cases that
+longer than `--case-s`. A worker whose CUDA context broke ends itself. Either way the next worker continues with the cases that
 are left, so that one case never takes the others with it. No case begins after `--budget-s`; what was not begun is named.
 
 `--save` keeps the result in `--results` after every case, as <benchmark>_<machine>.json. Started again there with the same
@@ -51,7 +51,7 @@ Rows = Mapping[str, Row]
 
 
 class Missing(Exception):
-    """What this machine lacks for a case."""
+    """This machine lacks something that a case needs."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Benchmark:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """With the arguments that all have."""
+    """Return a parser with the arguments that all GPU benchmarks share."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--json", action="store_true", help="print one JSON object on one line")
     found.add_argument("--save", action="store_true", help="keep the result after every case")
-    found.add_argument("--results", type=Path, default=RESULTS, help="folder in which results are kept")
+    found.add_argument("--results", type=Path, default=RESULTS, help="directory in which results are kept")
     found.add_argument("--again", action="store_true", help="run also what the kept result has")
     found.add_argument("--only", default="", help="cases whose name begins with one of these, comma separated")
     found.add_argument("--budget-s", type=float, default=480.0, help="seconds after which no case begins")
@@ -98,7 +98,7 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
 
 @dataclass
 class Run:
-    """What is known so far."""
+    """Results so far."""
 
     benchmark: Benchmark
     arguments: argparse.Namespace
@@ -140,16 +140,16 @@ class Run:
             finally:
                 _end(worker)
 
-    def _listen(self, worker: subprocess.Popen[bytes], folder: Path, ends: float) -> None:
+    def _listen(self, worker: subprocess.Popen[bytes], directory: Path, ends: float) -> None:
         """Until the worker is done, or has to be ended."""
         num_read, current, since = 0, "", time.monotonic()
         while True:
             is_over = worker.poll() is not None
-            for report in _reports(folder / REPORTS)[num_read:]:
+            for report in _reports(directory / REPORTS)[num_read:]:
                 num_read, current, since = num_read + 1, report.get("begins", ""), time.monotonic()
                 self._take(report)
                 if "place" in report:
-                    _write(folder / CASES, json.dumps(self._left()))
+                    _write(directory / CASES, json.dumps(self._left()))
             now = time.monotonic()
             if current and now - since > self.arguments.case_s:
                 self.failed[current] = f"it took more than {self.arguments.case_s:g} s"
@@ -182,7 +182,7 @@ class Run:
         return self.arguments.results / f"{self.benchmark.name}_{machine}.json"
 
     def _take_kept(self) -> None:
-        """What an earlier run under the same settings and versions has found."""
+        """Return the results of an earlier run with the same settings and versions."""
         if self.arguments.again or not self._is_kept or not self._file().is_file():
             return
         kept = json.loads(self._file().read_text(encoding="utf-8"))
@@ -246,8 +246,8 @@ def work(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *unused: sys.exit(1))  # leaves the contexts, which end servers
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    folder: Path = arguments.worker
-    with (folder / REPORTS).open("w", encoding="utf-8") as file, ExitStack() as stack:
+    directory: Path = arguments.worker
+    with (directory / REPORTS).open("w", encoding="utf-8") as file, ExitStack() as stack:
 
         def report(**fields: Any) -> None:
             file.write(json.dumps(fields) + "\n")
@@ -255,9 +255,9 @@ def work(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         report(place={"machine": machine_name(device), "versions": versions(benchmark.packages)})
-        while not (folder / CASES).exists():
+        while not (directory / CASES).exists():
             time.sleep(0.02)
-        cases = json.loads((folder / CASES).read_text(encoding="utf-8"))
+        cases = json.loads((directory / CASES).read_text(encoding="utf-8"))
         if not cases:
             return
         report(begins=cases[0])
@@ -344,5 +344,5 @@ def median_s(work_of: Callable[[], Any], device: torch.device, rounds: Iterator[
 
 
 def always(measure: Callable[[str], Row]) -> AbstractContextManager[Callable[[str], Row]]:
-    """Of a benchmark whose cases share nothing that has to be ended."""
+    """Wrap `measure` for a benchmark whose cases share no resource."""
     return nullcontext(measure)

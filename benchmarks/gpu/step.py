@@ -108,7 +108,7 @@ SIDES: Mapping[str, Side] = {
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is made of: about `step_tokens` tokens in sequences of at most `max_length`, packed into micro-batches
+    """Contents of a step: about `step_tokens` tokens in sequences of at most `max_length`, packed into micro-batches
     of at most `micro_batch_tokens`."""
 
     step_tokens: int
@@ -186,7 +186,7 @@ def build(side: Side, architecture: ModelArchitecture, recompute: str) -> tuple[
 
 
 def flops_of(architecture: ModelArchitecture, lengths: Sequence[int]) -> float:
-    """Of one step, as the module's docstring says."""
+    """Compute the figures of one step; the module's docstring defines them."""
     matrices = {name: shape for name, shape in architecture.shapes().items() if name.endswith("_proj.weight")}
     weights = sum(rows * columns for rows, columns in matrices.values())
     weights += architecture.vocab_size * architecture.hidden_size
@@ -243,7 +243,7 @@ def complaints(rows: Rows) -> Iterator[tuple[str, str]]:
 
 
 def speedups(rows: Rows) -> dict[str, float]:
-    """Of every other side over bf16."""
+    """Return side -> speedup over bf16."""
     if "bf16" not in rows:
         return {}
     return {name: rows["bf16"]["step_ms"] / row["step_ms"] for name, row in rows.items() if name != "bf16"}

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/sync.py [--json] [--save] [--model 1.5b] [--engine-python PATH] [--bucket-mb 256] [--only gpu]
 
-The trainer's part of a Qwen2.5-shaped model in bf16 (TP1: all of it) is delivered by `WeightSync` over the colocated
+The trainer's part of a Qwen2.5-shaped model in bf16 (TP1: all of it) is sent by `WeightSync` over the colocated
 transport. The engine is a stock SGLang server where --engine-python names an interpreter that has one, else its weight
 loader in a process of its own; either holds the parameters on the same GPU. The two bucket slots lie
 
@@ -13,7 +13,7 @@ loader in a process of its own; either holds the parameters on the same GPU. The
     verified_seconds   of the whole update as in training: pause, bytes, checksums of all parameters on both sides, resume
     gb_per_s           bytes of the engine's parameters / seconds
     copy_gb_per_s      the same bytes from one tensor of the device to another, bucket by bucket, counted once
-    vs_copy            seconds / those of the copy; a delivery through slots writes every byte twice, so 2 is the floor
+    vs_copy            seconds / those of the copy; a sync through slots writes every byte twice, so 2 is the floor
 
 How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine (slots in host memory where
 there is no GPU); its figures mean nothing.
@@ -72,8 +72,8 @@ START_MARGIN_S = 30.0  # of a case's time, for what is not the server's start
 class Trainer:
     """The weights and the updates that carry them."""
 
-    def __init__(self, folder: Path, device: torch.device, bucket_bytes: int, control: EngineControl) -> None:
-        architecture = ModelArchitecture.from_directory(folder / "model")
+    def __init__(self, directory: Path, device: torch.device, bucket_bytes: int, control: EngineControl) -> None:
+        architecture = ModelArchitecture.from_directory(directory / "model")
         tensors = megatron_layout(architecture, ParallelLayout(1), DTYPE)
         self.engine = sglang_layout(architecture, 1, DTYPE, device=device.type)
         self.parameters = {
@@ -94,7 +94,7 @@ class Trainer:
         transport = SharedMemoryTransport(self._plan, handles, 0, NodeTopology(1, 1), everyone, device=place)
         return WeightSync(self._plan, handles, transport, everyone)
 
-    def deliver_verified(self, update: WeightSync) -> float:
+    def sync_verified(self, update: WeightSync) -> float:
         """Seconds of a whole update."""
         self.version += 1
         found = update.update(self.version, self.parameters)
@@ -102,7 +102,7 @@ class Trainer:
             raise RuntimeError(found.describe())
         return found.seconds
 
-    def deliver(self, update: WeightSync) -> float:
+    def sync(self, update: WeightSync) -> float:
         """Seconds until every byte is in the engine's parameters; the checksums at the end are the engine's own report."""
         self.version += 1
         order = SyncRequest(f"bytes-{self.version}", "bytes", self.version, (0,))
@@ -147,34 +147,36 @@ def without_trainer_checksums() -> Iterator[None]:
 # ---- engines
 
 
-def start_loader(folder: Path, device: torch.device, stack: ExitStack) -> EngineControl:
+def start_loader(directory: Path, device: torch.device, stack: ExitStack) -> EngineControl:
     """The weight loader of one engine rank in a process of its own."""
-    file = folder / "specification.json"
+    file = directory / "specification.json"
     specification = {
-        "folder": str(folder),
-        "model": str(folder / "model"),
+        "directory": str(directory),
+        "model": str(directory / "model"),
         "dtype": "bfloat16",
         "engine_tensor": 1,
         "device": device.type,
     }
     file.write_text(json.dumps(specification), encoding="utf-8")
-    log = (folder / "sink.log").open("wb")
+    log = (directory / "sink.log").open("wb")
     stack.callback(log.close)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     command = [sys.executable, "-W", "ignore", str(PEERS / "weight_sink.py"), str(file), "0"]
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     stack.callback(process.wait)
     stack.callback(process.kill)
-    return SinkControl([SinkClient(folder / "sink0.sock")])
+    return SinkControl([SinkClient(directory / "sink0.sock")])
 
 
-def start_server(folder: Path, device: torch.device, python: Path, timeout_s: float, stack: ExitStack) -> EngineControl:
+def start_server(
+    directory: Path, device: torch.device, python: Path, timeout_s: float, stack: ExitStack
+) -> EngineControl:
     """A stock SGLang server with random weights."""
     settings = ServerSettings(
         python=python,
-        model_path=folder / "model",
-        key_file=create_key(folder),
-        log_folder=folder,
+        model_path=directory / "model",
+        key_file=create_key(directory),
+        log_folder=directory,
         device=device.type,  # type: ignore[arg-type]
         dtype="bfloat16",
         max_running_requests=4,
@@ -196,8 +198,8 @@ def measure(trainer: Trainer, slots: str, arguments: argparse.Namespace) -> dict
     """After one to warm up each, in turns."""
     update = trainer.update(slots)
     ways: Mapping[str, Callable[[WeightSync], float]] = {
-        "seconds": trainer.deliver,
-        "verified_seconds": trainer.deliver_verified,
+        "seconds": trainer.sync,
+        "verified_seconds": trainer.sync_verified,
     }
     for way in ways.values():
         way(update)
@@ -218,24 +220,24 @@ def figures(row: Mapping[str, float], num_bytes: int, copy_seconds: float) -> di
 
 @contextmanager
 def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
-    """With an engine that serves all cases."""
+    """Start one engine for all cases and yield the function that measures one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bucket_bytes = TINY_BUCKET if arguments.tiny else arguments.bucket_mb << 20
     python = arguments.engine_python
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="gpu-sync-") as temporary, ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        folder = Path(temporary)
-        write_config(folder / "model", "tiny" if arguments.tiny else arguments.model)
+        directory = Path(temporary)
+        write_config(directory / "model", "tiny" if arguments.tiny else arguments.model)
         try:
             control = (
-                start_server(folder, device, python, arguments.case_s - START_MARGIN_S, stack)
+                start_server(directory, device, python, arguments.case_s - START_MARGIN_S, stack)
                 if python
-                else start_loader(folder, device, stack)
+                else start_loader(directory, device, stack)
             )
         except EngineStartError as error:
             raise Missing(f"the SGLang server did not start: {error}") from None
-        trainer = Trainer(folder, device, bucket_bytes, control)
+        trainer = Trainer(directory, device, bucket_bytes, control)
         copy_seconds = trainer.copy(bucket_bytes, rounds_of(arguments))
 
         def measure_case(slots: str) -> Row:
@@ -247,10 +249,10 @@ def measuring(arguments: argparse.Namespace) -> Iterator[Callable[[str], Row]]:
         yield measure_case
 
 
-def write_config(folder: Path, model: str) -> None:
-    folder.mkdir()
+def write_config(directory: Path, model: str) -> None:
+    directory.mkdir()
     config = {**QWEN, **MODELS[model], "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def summary(arguments: argparse.Namespace, rows: program.Rows) -> dict[str, Any]:

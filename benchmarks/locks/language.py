@@ -27,7 +27,7 @@ class Responses:
     state_time: torch.Tensor  # [M]
 
     def inputs(self, values: torch.Tensor) -> ValueInputs:
-        """What the estimators take, with `values` [M]."""
+        """Return the estimators' inputs with `values` [M]."""
         mask = torch.ones_like(values)
         rewards = outcome_rewards(self.outcomes.to(values.dtype), mask, self.lengths)
         return ValueInputs(values, rewards, mask, self.lengths, torch.zeros(len(self.lengths), dtype=values.dtype))

@@ -17,7 +17,7 @@ from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LambdaR
 
 
 def value_errors(values: torch.Tensor, locks: Locks, policy: torch.Tensor) -> dict[str, float]:
-    """Of `values` [prompts, stages + 1, tokens] against the dynamic programme."""
+    """Compare `values` [prompts, stages + 1, tokens] with the dynamic programme's."""
     exact, _ = locks.solve(policy)
     visits = locks.visits(policy)
     error = (values.double() - exact).abs()
@@ -30,7 +30,7 @@ def value_errors(values: torch.Tensor, locks: Locks, policy: torch.Tensor) -> di
 
 
 def of_values(responses: Responses, values: torch.Tensor) -> dict[str, float]:
-    """Explained variance of `values` [M], by part of the response."""
+    """Return the explained variance of `values` [M] for each part of the response."""
     returns = monte_carlo_returns(responses.inputs(values), 1.0)
     mask = torch.ones_like(values)
     return explained_variance(explained_variance_sums(values, returns, mask, responses.lengths))
@@ -69,7 +69,7 @@ def advantage_errors(
 def deviation(
     locks: Locks, responses: Responses, values: torch.Tensor, true: torch.Tensor, rule: LambdaRule
 ) -> dict[str, float]:
-    """How far mean advantages are from the true ones, by kind of (state, token): see `kinds`.
+    """Compare mean advantages with the true ones for each kind of (state, token), see `kinds`.
 
     The standard error is from the means of NUM_BLOCKS blocks of responses: tokens of one response share its outcome.
     """

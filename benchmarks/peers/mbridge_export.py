@@ -21,8 +21,8 @@ from megatron_dapo.megatron.actor import MegatronActor
 class MbridgeExport:
     """`dtype` is the actor's: by default mbridge would make bfloat16 of everything."""
 
-    def __init__(self, model_folder: Path, actor: MegatronActor, dtype: torch.dtype) -> None:
-        config = AutoConfig.from_pretrained(model_folder)
+    def __init__(self, model_directory: Path, actor: MegatronActor, dtype: torch.dtype) -> None:
+        config = AutoConfig.from_pretrained(model_directory)
         multiple = VOCABULARY_MULTIPLE * actor.layout.tensor
         self._bridge = Qwen2Bridge(config, dtype=dtype, make_vocab_size_divisible_by=multiple)
         # mbridge learns them when it builds the model; here the model is the actor's.

@@ -2,7 +2,7 @@
 
     python weight_sink.py SPECIFICATION.json ENGINE_RANK
 
-Serves one connection on a socket in the specification's folder. A request is a length and a JSON object, for a load
+Serves one connection on a socket in the specification's directory. A request is a length and a JSON object, for a load
 followed by the payload; the answer is one byte.
 """
 
@@ -143,8 +143,8 @@ class SinkControl:
         for sink in self._sinks:
             sink.wait()
 
-    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
-        raise NotImplementedError("a sink has no loader of folders")
+    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None:
+        raise NotImplementedError("a sink has no loader of directories")
 
     def pause(self, mode: str) -> None: ...
 
@@ -175,7 +175,7 @@ def main() -> None:
     rank = int(sys.argv[2])
     sink = Sink(specification, rank)
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(Path(specification["folder"]) / f"sink{rank}.sock"))
+        server.bind(str(Path(specification["directory"]) / f"sink{rank}.sock"))
         server.listen(1)
         connection, _ = server.accept()
     while True:

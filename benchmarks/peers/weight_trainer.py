@@ -53,7 +53,7 @@ class Trainer:
         self.specification = specification
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.dtype = getattr(torch, specification["dtype"])
-        self.folder = Path(specification["folder"])
+        self.directory = Path(specification["directory"])
         self.architecture = ModelArchitecture.from_directory(specification["model"])
         layout = ParallelLayout(self.size, tensor=specification["tensor"], pipeline=specification["pipeline"])
         settings = ActorSettings(model=ModelSettings(dtype=specification["dtype"]))
@@ -71,7 +71,7 @@ class Trainer:
 
     def _sinks(self) -> list[SinkClient]:
         ranks = range(self.specification["engine_tensor"]) if self.rank == 0 else ()
-        return [SinkClient(self.folder / f"sink{rank}.sock") for rank in ranks]
+        return [SinkClient(self.directory / f"sink{rank}.sock") for rank in ranks]
 
     def control(self) -> dict[int, EngineControl]:
         if self.rank:
@@ -95,7 +95,7 @@ class Trainer:
         for _ in self.mbridge.tensors():
             pass
 
-    def deliver(self, name: str) -> dict[str, float]:
+    def sync(self, name: str) -> dict[str, float]:
         """Ours, once, verified. Seconds of the whole update and of its steps on this rank."""
         self.version += 1
         update = self.updates[name]
@@ -145,18 +145,18 @@ def without_trainer_checksums() -> Iterator[None]:
 
 def _peer_update(trainer: Trainer) -> WeightSync:
     reshard = plan(trainer.actor.tensors, ShiftedLayout(trainer.engine, trainer.size), ranks_per_node=trainer.size)
-    delivery = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"], rank_offset=trainer.size)
+    sync_plan = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"], rank_offset=trainer.size)
     handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
-    return WeightSync(delivery, handles, P2PTransport(delivery, handles, everyone), everyone)
+    return WeightSync(sync_plan, handles, P2PTransport(sync_plan, handles, everyone), everyone)
 
 
 def _colocated_update(trainer: Trainer) -> WeightSync:
     reshard = plan(trainer.actor.tensors, trainer.engine, ranks_per_node=trainer.size)
-    delivery = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"])
+    sync_plan = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"])
     handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
     nodes = NodeTopology(trainer.size, trainer.size)
-    transport = SharedMemoryTransport(delivery, handles, trainer.rank, nodes, everyone)
-    return WeightSync(delivery, handles, transport, everyone)
+    transport = SharedMemoryTransport(sync_plan, handles, trainer.rank, nodes, everyone)
+    return WeightSync(sync_plan, handles, transport, everyone)
 
 
 TRANSPORTS: dict[str, Callable[[Trainer], WeightSync]] = {"peer": _peer_update, "colocated": _colocated_update}
@@ -165,17 +165,17 @@ TRANSPORTS: dict[str, Callable[[Trainer], WeightSync]] = {"peer": _peer_update, 
 class SharedFloor:
     """The same bytes through shared memory: every rank copies its part in, then the engine's ranks copy all out."""
 
-    def __init__(self, trainer: Trainer, delivery: SyncPlan) -> None:
+    def __init__(self, trainer: Trainer, sync_plan: SyncPlan) -> None:
         self._trainer = trainer
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         made = [
-            create_arena(default_folder(), f"floor{rank}", delivery.num_bytes(rank), 1)
+            create_arena(default_folder(), f"floor{rank}", sync_plan.num_bytes(rank), 1)
             for rank in range(len(trainer.sinks))
         ]
         specs = [ArenaSpec.from_json(value) for value in broadcast_json([spec.to_json() for spec in made])]
         for rank, spec in enumerate(specs):
-            sizes = [_bytes_between(delivery, source, rank) for source in range(trainer.size)]
+            sizes = [_bytes_between(sync_plan, source, rank) for source in range(trainer.size)]
             start, size = sum(sizes[: trainer.rank]), sizes[trainer.rank]
             slot = Arena(spec).slots[0]
             self._parts.append((slot[start : start + size], torch.ones(size, dtype=torch.uint8)))
@@ -199,18 +199,18 @@ class SharedFloor:
 class Floor:
     """The same bytes, between the same pairs of ranks, in messages of a bucket, from and into plain buffers."""
 
-    def __init__(self, trainer: Trainer, delivery: SyncPlan) -> None:
-        engine_ranks = range(delivery.engines.num_ranks)
+    def __init__(self, trainer: Trainer, sync_plan: SyncPlan) -> None:
+        engine_ranks = range(sync_plan.engines.num_ranks)
         self._trainer = trainer
-        self._bucket_bytes = delivery.bucket_bytes
-        own = {rank: _bytes_between(delivery, trainer.rank, rank) for rank in engine_ranks}
+        self._bucket_bytes = sync_plan.bucket_bytes
+        own = {rank: _bytes_between(sync_plan, trainer.rank, rank) for rank in engine_ranks}
         self._buffers = {rank: torch.ones(size, dtype=torch.uint8) for rank, size in own.items() if size}
         facts: list[Any] = []
         if trainer.rank == 0:
             self._place = RendezvousStore()
             facts = [self._place.address.host, self._place.address.port, self._place.new_name()]
             for rank, sink in enumerate(trainer.sinks):
-                sizes = {source: _bytes_between(delivery, source, rank) for source in range(trainer.size)}
+                sizes = {source: _bytes_between(sync_plan, source, rank) for source in range(trainer.size)}
                 sink.start(
                     {
                         "op": "join",
@@ -245,8 +245,8 @@ class Floor:
 FLOORS: dict[str, Callable[[Trainer, SyncPlan], Any]] = {"peer": Floor, "colocated": SharedFloor}
 
 
-def _bytes_between(delivery: SyncPlan, source: int, engine_rank: int) -> int:
-    segments = (bucket.segments.get(source) for bucket in delivery.buckets(engine_rank))
+def _bytes_between(sync_plan: SyncPlan, source: int, engine_rank: int) -> int:
+    segments = (bucket.segments.get(source) for bucket in sync_plan.buckets(engine_rank))
     return sum(segment.stop - segment.start for segment in segments if segment)
 
 
@@ -279,7 +279,7 @@ def measure(trainer: Trainer, num_runs: int) -> dict[str, Any]:
     for run in range(num_runs + 1):
         rows["mbridge"].append(timed(until_all(trainer.export))[0])
         for name, floor in floors.items():
-            rows["ours"][name].append(timed(lambda name=name: trainer.deliver(name))[1])
+            rows["ours"][name].append(timed(lambda name=name: trainer.sync(name))[1])
             rows["bytes"][name].append(trainer.bytes_alone(name))
             rows["floor"][name].append(timed(floor.copy)[0])
         if trainer.rank == 0:
@@ -323,7 +323,7 @@ def main() -> None:
     rows = measure(trainer, specification["runs"])
     if trainer.rank == 0:
         result = {"rows": rows, "mbridge": f"mbridge=={version('mbridge')}", **sizes(trainer)}
-        (Path(specification["folder"]) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+        (Path(specification["directory"]) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
 
 

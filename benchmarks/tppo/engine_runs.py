@@ -181,7 +181,7 @@ class EnginePool:
 def compare_rollouts(
     whole: Sequence[tuple[float, int, int]], windows: Sequence[tuple[float, int, int]], count: int
 ) -> dict[str, Any]:
-    """From (seconds, tokens, longest) of every batch of either mode."""
+    """Compare both modes from (seconds, tokens, longest response) of every batch."""
     per_step, speed, idle = {}, {}, {}
     for name, batches in (("full", whole), ("windows", windows)):
         seconds, tokens, ticks = (sum(column) for column in zip(*batches, strict=True))

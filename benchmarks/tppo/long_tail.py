@@ -25,11 +25,11 @@ def long_tail_problems(seed: int, count: int) -> list[Problem]:
     return [next(short if position % every else long) for position in range(count)]
 
 
-def write_task(folder: Path) -> Sequence[str]:
+def write_task(directory: Path) -> Sequence[str]:
     """`train.jsonl` and `heldout.jsonl`; the overrides by which a recipe trains on them."""
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     problems = long_tail_problems(SEED, NUM_TRAIN + NUM_HELDOUT)
-    paths = {"train": folder / "train.jsonl", "eval": folder / "heldout.jsonl"}
+    paths = {"train": directory / "train.jsonl", "eval": directory / "heldout.jsonl"}
     for path, part in zip(paths.values(), (problems[NUM_HELDOUT:], problems[:NUM_HELDOUT]), strict=True):
         path.write_text("".join(json.dumps(to_row(problem)) + "\n" for problem in part), encoding="utf-8")
     return [f'data.{name}_paths=["{path.resolve()}"]' for name, path in paths.items()]

@@ -221,7 +221,7 @@ TAILS = {
 
 
 def variants(setting: Setting) -> dict[str, dict[str, Setting]]:
-    """What is varied around `setting`, by title and name."""
+    """Return title -> name -> variation of `setting`."""
     roofline = on_curve(setting, "roofline")
     published = on_curve(setting, "published")
     sizes = (8, 16, 32, 64, 128, 256, 512)
@@ -255,7 +255,7 @@ ASSUMPTIONS = {
     "computed. The 78 % make it agree within a seventh with the published ticks of a 32B on two H100",
     "published": "median inter-token latency of Qwen3-32B on two H100 by batch size, by the ML.ENERGY leaderboard: not ours",
     "refill": "slots that become free within a step stay empty until the next one, in both modes",
-    "context": "of a response that goes on is prefilled at a tenth of the decoding cost per token",
+    "context": "of a continued response is prefilled at a tenth of the decoding cost per token",
     "training": "a quarter of a full-synchronous step; forward 1, forward and backward 3 a token and model; the policy's "
     "window is trained behind its context, the critic on finished responses",
     "left out": "weight synchronization, verification, dynamic sampling, in both modes",

@@ -14,13 +14,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_command(command: str, recipe: Path, run_folder: Path, overrides: Sequence[str]) -> Path:
-    """`megatron-dapo COMMAND` of a recipe; the run folder. RuntimeError with the end of its output where it fails."""
+def run_command(command: str, recipe: Path, run_directory: Path, overrides: Sequence[str]) -> Path:
+    """Run `megatron-dapo COMMAND` on a recipe and return its output directory. Raises RuntimeError with the log's end."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run_folder.parent.mkdir(parents=True, exist_ok=True)
+    run_directory.parent.mkdir(parents=True, exist_ok=True)
     arguments = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", command, str(recipe)]
-    arguments += ["--output-dir", str(run_folder), *(part for each in overrides for part in ("--set", each))]
-    log = run_folder.with_suffix(".log")
+    arguments += ["--output-dir", str(run_directory), *(part for each in overrides for part in ("--set", each))]
+    log = run_directory.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as stream:
         code = subprocess.run(
             arguments, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
@@ -29,24 +29,26 @@ def run_command(command: str, recipe: Path, run_folder: Path, overrides: Sequenc
         raise RuntimeError(
             f"{command} {recipe.name} ended with code {code}; {log} ends:\n{log.read_text('utf-8')[-1500:]}"
         )
-    return run_folder
+    return run_directory
 
 
 def train(
-    full: Path, windows: Path, folder: Path, overrides: Sequence[str], windows_overrides: Sequence[str]
+    full: Path, windows: Path, directory: Path, overrides: Sequence[str], windows_overrides: Sequence[str]
 ) -> tuple[Path, Path]:
-    """Run folders of the two recipes, trained one after the other from one pretrained critic."""
-    pretrained = run_command("pretrain-value", full, folder / "value_pretraining", overrides)
+    """Train both recipes one after the other from one pretrained critic and return their output directories."""
+    pretrained = run_command("pretrain-value", full, directory / "value_pretraining", overrides)
     start = [*overrides, f"critic.path={pretrained / 'critic'}"]
-    whole_run = run_command("train", full, folder / "full", start)
-    return whole_run, run_command("train", windows, folder / "windows", [*start, *windows_overrides])
+    whole_run = run_command("train", full, directory / "full", start)
+    return whole_run, run_command("train", windows, directory / "windows", [*start, *windows_overrides])
 
 
-def run_report(folder: Path, responses_a_step: int, window: int | None) -> dict[str, Any]:
+def run_report(directory: Path, responses_a_step: int, window: int | None) -> dict[str, Any]:
     """A run's speeds and curve of accuracy from its metrics; `window` is None where responses come whole."""
-    steps, evaluations = (_read_lines(folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
+    steps, evaluations = (_read_lines(directory / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
     if len(steps) < 2:
-        raise ValueError(f"{folder}: metrics.jsonl has {len(steps)} steps, two are needed: is it the folder of a run?")
+        raise ValueError(
+            f"{directory}: metrics.jsonl has {len(steps)} steps, two are needed: is it the directory of a run?"
+        )
     ends, generating, training, tokens, trained, idle = [0.0], 0.0, 0.0, 0.0, 0.0, []
     for step in steps:
         ends.append(ends[-1] + step["time/step"] - step["time/evaluate"] - step["time/checkpoint"])
@@ -118,8 +120,8 @@ def _ratio(sides: Mapping[str, float | None]) -> float | None:
 
 
 def compare_runs(full: Path, windows: Path, target: float) -> dict[str, Any]:
-    """Of two run folders, each with the configuration it ran under."""
-    configs = [json.loads((folder / "config.json").read_text("utf-8"))["config"] for folder in (full, windows)]
+    """Compare two run directories, each with the configuration it ran under."""
+    configs = [json.loads((directory / "config.json").read_text("utf-8"))["config"] for directory in (full, windows)]
     sizes = [config["rollout"]["prompts_per_step"] * config["rollout"]["group_size"] for config in configs]
     window = configs[1]["window"]["tokens"]
     return compare(run_report(full, sizes[0], None), run_report(windows, sizes[1], window), target)

@@ -107,8 +107,8 @@ def run_json(repository: Path, *arguments: str | Path, packages: str = "") -> di
 def test_every_program_is_run_here(repository: Path) -> None:
     programs = {
         path.relative_to(repository).as_posix()
-        for folder in ("benchmarks", "tools", "checkpoint_converters")
-        for path in (repository / folder).rglob("*.py")
+        for directory in ("benchmarks", "tools", "checkpoint_converters")
+        for path in (repository / directory).rglob("*.py")
         if re.search(r'^if __name__ == "__main__"', path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     assert programs == set(RUN_BY)
@@ -137,7 +137,7 @@ def test_collector_waste(repository: Path) -> None:
 
 
 def test_dapo_vs_trl(repository: Path) -> None:
-    """TRL runs where `make .venv-trl` was made; elsewhere its program is only compiled."""
+    """TRL runs if `make .venv-trl` installed it; otherwise its program is only compiled."""
     result = run_json(repository, "benchmarks/dapo_vs_trl.py", "--tiny", "--layout", "tp1")
     ours, trl = result["ours"], result["trl"]
     assert ours["train_steps"] == 2 and ours["trained_samples"] > 0 < ours["train_seconds"]

@@ -19,8 +19,8 @@ from megatron_dapo.megatron.precision import linear_backend
 from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("tests/gpu", "tests/unit/ops", "tests/distributed", "benchmarks/gpu", "benchmarks/peers"):
-    sys.path.insert(0, str(ROOT / folder))
+for directory in ("tests/gpu", "tests/unit/ops", "tests/distributed", "benchmarks/gpu", "benchmarks/peers"):
+    sys.path.insert(0, str(ROOT / directory))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,7 +2,7 @@
 
     pytest tests/gpu/test_layers.py --stand-in       where Transformer Engine is installed and there is no GPU
 
-`torch.cuda` answers for a Hopper device, tensors asked for on it are made on the CPU, NCCL is gloo, and the functions of
+`torch.cuda` answers for a Hopper device, tensors that name it are made on the CPU, NCCL is gloo, and the functions of
 `transformer_engine_torch` that a training step calls compute in fp32 what their CUDA kernels are for. Every module,
 quantizer, tensor class, recipe and optimizer of Transformer Engine and megatron-core is the real one: what this shows is
 that they are built, called, saved and stepped as they want to be; of kernels, speed and rounding it shows nothing. The
@@ -62,14 +62,14 @@ def is_device(value: Any) -> bool:
 
 
 class Generator(torch.Generator):
-    """On the CPU, whatever device it is asked for."""
+    """A generator on the CPU, whatever device is named."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return super().__new__(cls)
 
 
 class Stream:
-    """What is put on it has been done already."""
+    """A stream whose work is done as soon as it is enqueued."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -83,7 +83,7 @@ class Stream:
 
 
 def install_cuda() -> None:
-    """For the rest of the process."""
+    """Replace the functions until the process ends."""
     OnTheCpu().__enter__()
     nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
     answers: dict[str, Any] = {
@@ -133,7 +133,7 @@ def install_cuda() -> None:
 
 
 def _is_cuda(tensor: torch.Tensor) -> bool:
-    """As far as Transformer Engine and megatron-core ask."""
+    """Return True to Transformer Engine and megatron-core alone."""
     return sys._getframe(1).f_globals.get("__name__", "").startswith(("transformer_engine", "megatron.core"))
 
 
@@ -511,7 +511,7 @@ def fused_amax_and_scale_update_after_reduction(
 def fp8_block_scaling_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """Of a part of the flattened matrix."""
+    """Write the block maxima of a slice of the flattened matrix."""
     place = torch.arange(start_offset, start_offset + tensor.numel())
     block = place // w // block_len * amax.size(1) + place % w // block_len
     flat = amax.view(-1)

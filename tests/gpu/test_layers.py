@@ -19,10 +19,10 @@ BF16 = 2.0**-8  # of a value, the most that rounding to bf16 moves it
 def references(tmp_path_factory) -> str:
     from actor_checks import write_reference
 
-    folder = tmp_path_factory.mktemp("references")
+    directory = tmp_path_factory.mktemp("references")
     for name in ("qwen2", "qwen3", "llama3"):
-        write_reference(folder, name)
-    return str(folder)
+        write_reference(directory, name)
+    return str(directory)
 
 
 def on_device(micro_batch: Any) -> Any:
@@ -38,7 +38,7 @@ def build(want: Any, layout: Any, settings: Any) -> Any:
 
 
 def errors_against_fp64(references: str, name: str, dtype: str) -> dict[str, float]:
-    """Of log-probs (largest), and of the gradient of each parameter (norm), on ragged packed micro-batches."""
+    """Return the differences of log-probs (largest) and of each parameter's gradient (norm) on ragged packed micro-batches."""
     from actor_checks import TEMPERATURE, Reference, loss_fn, ragged_batch
 
     from megatron_dapo.megatron.actor import ActorSettings
@@ -252,8 +252,8 @@ def test_log_prob_passes_in_fp8_leave_no_state_behind(recipe) -> None:
 
 
 def test_weights_held_as_fp8_are_the_rounded_main_params(recipe) -> None:
-    """What multiplies, and what the bridge serves, is what `ops.fp8` makes of the main params in the model's type: Transformer
-    Engine rounds them to that first, as it does where weights are kept in it."""
+    """Weights in products and weights sent to engines are both `ops.fp8` of the main params cast to the model's type:
+    Transformer Engine casts first, as it does for weights kept in that type."""
     from actor_checks import TEMPERATURE, loss_fn, ragged_batch
 
     from megatron_dapo.ops.fp8 import quantize_weight

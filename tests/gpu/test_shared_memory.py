@@ -1,4 +1,4 @@
-"""GPU memory that two processes share, and a delivery of weights through it."""
+"""GPU memory that two processes share, and a weight sync through it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def reader(device: str):
-    """A process that opens shared memory, says its sum, and fills it with sevens when told to go on."""
+    """A process that opens shared memory, prints its sum, and fills it with sevens when told to continue."""
     command = [sys.executable, "-c", READER]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     yield process
@@ -71,8 +71,8 @@ def test_a_gpu_that_is_not_visible_is_named() -> None:
     from megatron_dapo.bridge.protocol.cuda_memory import open_shared, share
 
     shared = share(torch.zeros(8, dtype=torch.uint8, device="cuda"))
-    with pytest.raises(ValueError, match="GPU elsewhere is not visible in this process"):
-        open_shared({**shared, "device": "elsewhere"})
+    with pytest.raises(ValueError, match="GPU unknown-uuid is not visible in this process"):
+        open_shared({**shared, "device": "unknown-uuid"})
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_weights_arrive_bit_for_bit_through_slots(colocated, slots) -> None:
     for _ in range(3):
         for parameter in colocated.parameters.values():
             parameter.normal_()
-        assert colocated.deliver_verified(update) > 0
+        assert colocated.sync_verified(update) > 0
 
 
 def test_a_byte_that_is_changed_on_the_way_is_noticed(colocated, monkeypatch) -> None:
@@ -113,4 +113,4 @@ def test_a_byte_that_is_changed_on_the_way_is_noticed(colocated, monkeypatch) ->
     original = transport.write_chunks
     monkeypatch.setattr(transport, "write_chunks", spoil)
     with pytest.raises(RuntimeError, match="engine 0 does not"):
-        colocated.deliver_verified(colocated.update("gpu"))
+        colocated.sync_verified(colocated.update("gpu"))

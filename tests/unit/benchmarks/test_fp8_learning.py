@@ -29,16 +29,16 @@ def test_the_same_function(wide: Path) -> None:
 
     tokens = torch.randint(0, 451, (2, 40), generator=torch.Generator().manual_seed(0))
     logits = [
-        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
-        for folder in (QUICKSTART / "base_model", wide)
+        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(tokens).logits
+        for directory in (QUICKSTART / "base_model", wide)
     ]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-4)
 
 
 def test_fp8_can_multiply_it(wide: Path) -> None:
     found = []
-    for folder in (QUICKSTART / "base_model", wide):
-        a = ModelArchitecture.from_directory(folder)
+    for directory in (QUICKSTART / "base_model", wide):
+        a = ModelArchitecture.from_directory(directory)
         sizes = LinearSizes(
             a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim, a.intermediate_size
         )

@@ -14,7 +14,7 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def folder(repository: Path):
+def directory(repository: Path):
     path = repository / "benchmarks" / "gpu"
     sys.path.insert(0, str(path))
     yield path
@@ -22,17 +22,17 @@ def folder(repository: Path):
 
 
 @pytest.fixture(scope="module")
-def step(folder):
+def step(directory):
     return importlib.import_module("step")
 
 
 @pytest.fixture(scope="module")
-def sync(folder):
+def sync(directory):
     return importlib.import_module("sync")
 
 
 @pytest.fixture(scope="module")
-def head(folder):
+def head(directory):
     return importlib.import_module("head")
 
 
@@ -51,8 +51,8 @@ def run(path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["head", "step", "sync"])
-def test_without_a_gpu_they_say_so(folder, name) -> None:
-    assert "torch sees no CUDA device" in run(folder / f"{name}.py")["skipped"]
+def test_without_a_gpu_they_say_so(directory, name) -> None:
+    assert "torch sees no CUDA device" in run(directory / f"{name}.py")["skipped"]
 
 
 def test_models_are_of_the_published_sizes_and_fit_fp8(step) -> None:

@@ -1,4 +1,4 @@
-"""How the benchmarks on a GPU run: one case that breaks, dies or hangs leaves the others their figures."""
+"""Runner of the GPU benchmarks: a case that fails, dies or hangs does not cost the others their figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 # Cases of which one raises, one ends its process and one never ends; `noted` counts what was measured.
 PROGRAM = """
 import os, pathlib, sys, time
-sys.path.insert(0, {folder!r})
+sys.path.insert(0, {directory!r})
 import program
 
 NOTES = pathlib.Path(__file__).with_name("noted")
@@ -43,10 +43,10 @@ if __name__ == "__main__":
 @pytest.fixture
 def mine(repository: Path, tmp_path: Path, monkeypatch):
     """Runs the program in this process (workers are others), as if there were a device, and gives its result."""
-    folder = repository / "benchmarks" / "gpu"
-    monkeypatch.syspath_prepend(str(folder))
+    directory = repository / "benchmarks" / "gpu"
+    monkeypatch.syspath_prepend(str(directory))
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "mine.py").write_text(PROGRAM.format(folder=str(folder)), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(PROGRAM.format(directory=str(directory)), encoding="utf-8")
     module, program = importlib.import_module("mine"), importlib.import_module("program")
     monkeypatch.setattr(program.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(program, "GRACE_S", 1.0)
@@ -61,8 +61,8 @@ def mine(repository: Path, tmp_path: Path, monkeypatch):
     del sys.modules["mine"]
 
 
-def noted(folder: Path) -> list[str]:
-    return (folder / "noted").read_text(encoding="utf-8").split()
+def noted(directory: Path) -> list[str]:
+    return (directory / "noted").read_text(encoding="utf-8").split()
 
 
 def test_what_breaks_dies_or_hangs_leaves_the_others_their_figures(mine, tmp_path) -> None:

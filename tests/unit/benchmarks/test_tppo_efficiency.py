@@ -21,7 +21,7 @@ FLAT = [(1, 1.0), (4, 1.0)]
 
 @pytest.fixture(scope="module")
 def benchmark(repository: Path) -> Iterator[SimpleNamespace]:
-    """What the benchmark is made of, under one name."""
+    """Return all names of the benchmark's modules in one namespace."""
     sys.path.insert(0, str(repository / "benchmarks"))
     names = (
         "tppo.engines",
@@ -105,15 +105,15 @@ def test_stored_curves_are_relative_and_name_their_origin(benchmark, repository:
     assert all(entry["origin"] for entry in stored.values())
 
 
-def record(folder: Path, seconds: float, tokens: int, longest: int, accuracies: list[float]) -> Path:
-    folder.mkdir()
+def record(directory: Path, seconds: float, tokens: int, longest: int, accuracies: list[float]) -> Path:
+    directory.mkdir()
     step = {"time/step": seconds + 3, "time/evaluate": 2.0, "time/checkpoint": 1.0, "time/generate": seconds / 2}
     step |= {"time/train": seconds / 4, "throughput/generated_tokens": tokens, "actor/trained_tokens": tokens}
     step |= {"rollout/response_tokens_max": longest}
-    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(step) for _ in accuracies[1:]), encoding="utf-8")
+    (directory / "metrics.jsonl").write_text("\n".join(json.dumps(step) for _ in accuracies[1:]), encoding="utf-8")
     lines = [json.dumps({"train_step": i, "eval/avg_at_k": accuracy}) for i, accuracy in enumerate(accuracies)]
-    (folder / "evaluations.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return folder
+    (directory / "evaluations.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return directory
 
 
 def test_two_runs_compared(benchmark, tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_two_runs_compared(benchmark, tmp_path: Path) -> None:
 
 
 def test_runs_are_read_with_the_sizes_they_had(benchmark, tmp_path: Path) -> None:
-    folders = [record(tmp_path / name, 8.0, 1000, 50, [0.5, 0.7, 0.9]) for name in ("full", "windows")]
-    for folder in folders:
+    directories = [record(tmp_path / name, 8.0, 1000, 50, [0.5, 0.7, 0.9]) for name in ("full", "windows")]
+    for directory in directories:
         config = {"rollout": {"prompts_per_step": 10, "group_size": 4}, "window": {"tokens": 30}}
-        (folder / "config.json").write_text(json.dumps({"config": config}), encoding="utf-8")
-    found = benchmark.compare_runs(*folders, target=0.8)
+        (directory / "config.json").write_text(json.dumps({"config": config}), encoding="utf-8")
+    found = benchmark.compare_runs(*directories, target=0.8)
     assert found["idle_share"] == {"full": pytest.approx(0.5), "windows": pytest.approx(1 - 1000 / 1200)}
 
 

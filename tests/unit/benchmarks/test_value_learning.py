@@ -19,7 +19,7 @@ SIZES = {"NUM_LETTERS": 2, "END": 2, "NUM_STAGES": 2, "MAX_TOKENS": 5, "NUM_PROM
 
 @pytest.fixture(scope="module")
 def benchmark(repository: Path) -> Iterator[SimpleNamespace]:
-    """What the benchmark is made of, under one name, with a small language."""
+    """Return all names of the benchmark's modules in one namespace, with a small language."""
     sys.path.insert(0, str(repository / "benchmarks"))
     names = ("locks.language", "locks.networks", "locks.values", "locks.ablation", "value_learning")
     modules = [importlib.import_module(name) for name in names]

@@ -1,4 +1,4 @@
-"""What an install pulls, that locks satisfy it, and that what ships can be started."""
+"""Packaging: dependencies of an install, locks that satisfy them, and programs that start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `examples/quickstart` ships: data, tokenizer and base model are what the script and the README say."""
+"""Files of `examples/quickstart`: data, tokenizer and base model are as the script and the README describe them."""
 
 from __future__ import annotations
 

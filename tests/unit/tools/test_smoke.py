@@ -21,16 +21,16 @@ from tools import check_smoke, make_smoke_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("smoke") / "model"
-    assert make_smoke_model.main([str(folder), "--size", "small"]) == 0
-    return folder
+    directory = tmp_path_factory.mktemp("smoke") / "model"
+    assert make_smoke_model.main([str(directory), "--size", "small"]) == 0
+    return directory
 
 
 def test_the_model_is_one_the_actor_trains_and_fp8_multiplies(model) -> None:
     a = ModelArchitecture.from_directory(model)
-    with HFCheckpoint(model) as folder:
-        folder.check(a)
-        assert {spec.dtype for spec in folder.specs.values()} == {torch.bfloat16}
+    with HFCheckpoint(model) as directory:
+        directory.check(a)
+        assert {spec.dtype for spec in directory.specs.values()} == {torch.bfloat16}
     sizes = LinearSizes(a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim, a.intermediate_size)
     assert misfits("fp8_blockwise", sizes, 1) == [] and has_served_blocks(a.head_dim)
 
@@ -51,17 +51,17 @@ def test_what_the_model_is_not_written_over(model, capsys) -> None:
 
 @pytest.fixture
 def shown(repository, tmp_path):
-    """What the engine's interpreter would be called with, and its variables."""
+    """Return a function that shows the arguments and variables the engine's interpreter would get."""
     fake = tmp_path / "python"
     fake.write_text('#!/bin/sh\necho "$PYTHONPATH"\necho "$SGLANG_IS_FLASHINFER_AVAILABLE"\necho "$@"\n')
     fake.chmod(0o755)
 
-    def call(*arguments: str, folder: str = "/opt/sglang") -> subprocess.CompletedProcess[str]:
+    def call(*arguments: str, directory: str = "/opt/sglang") -> subprocess.CompletedProcess[str]:
         names = {"MEGATRON_DAPO_SGLANG_PYTHON": str(fake), "PYTHONPATH": "/package"}
         environment = {
             "PATH": os.environ["PATH"],
             **names,
-            **({"MEGATRON_DAPO_SGLANG_DIR": folder} if folder else {}),
+            **({"MEGATRON_DAPO_SGLANG_DIR": directory} if directory else {}),
         }
         script = repository / "examples" / "gpu" / "engine_python.sh"
         return subprocess.run([str(script), *arguments], env=environment, capture_output=True, text=True, check=False)
@@ -80,13 +80,13 @@ def test_other_programs_of_the_interpreter_get_no_arguments(shown) -> None:
 
 
 def test_without_the_folder_it_says_what_to_set(shown) -> None:
-    done = shown("-V", folder="")
+    done = shown("-V", directory="")
     assert done.returncode != 0 and "MEGATRON_DAPO_SGLANG_DIR" in done.stderr
 
 
 @pytest.fixture
 def finished(tmp_path) -> Path:
-    """A run's folder with all that is looked at."""
+    """A run's directory with all that is looked at."""
     rows = [{"train_step": step, "actor/loss": 0.1, "actor/grad_norm": 0.5} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "evaluations.jsonl").write_text(json.dumps({"train_step": 3, "eval/avg_at_k": 0.0}))
@@ -103,13 +103,13 @@ def test_a_finished_smoke_run_is_good(finished, capsys) -> None:
 
 
 def _without(name: str):
-    return lambda folder: (folder / name).unlink()
+    return lambda directory: (directory / name).unlink()
 
 
 def _metrics(**fields: float | None):
-    def change(folder: Path) -> None:
+    def change(directory: Path) -> None:
         rows = [{"train_step": step, "actor/loss": 0.1, "actor/grad_norm": 0.5, **fields} for step in (1, 2, 3)]
-        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     return change
 
@@ -124,9 +124,9 @@ def _metrics(**fields: float | None):
         (_metrics(**{"actor/loss": float("nan")}), "actor/loss is [nan, nan, nan]"),
         (_metrics(**{"actor/loss": None}), "actor/loss is [None, None, None]"),
         (_metrics(**{"actor/grad_norm": 0.0}), "nothing was trained"),
-        (lambda folder: (folder / "checkpoints" / "step_000002").rmdir(), "expected those of two steps"),
+        (lambda directory: (directory / "checkpoints" / "step_000002").rmdir(), "expected those of two steps"),
         (
-            lambda folder: (folder / "evaluations.jsonl").write_text(json.dumps({"train_step": 2})),
+            lambda directory: (directory / "evaluations.jsonl").write_text(json.dumps({"train_step": 2})),
             "no evaluation at step 3, only [2]",
         ),
     ],
