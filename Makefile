@@ -3,7 +3,8 @@
 # make quickstart-ppo [LAYOUT=...] [ARGS=...]                  PPO: a critic with a fresh head, not pretrained
 # make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
-# make test                                                    the whole test suite
+# make test                                                    the whole test suite, without TRL and virtual clusters
+# make test-all                                                the same with both (root, Debian's slurm-wlm and munge)
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
 # make test-cluster                                            the shipped scripts on two virtual nodes with real Slurm (root)
@@ -32,7 +33,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-cluster test-engine test-gpu smoke-gpu clean
+.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -89,6 +90,9 @@ test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge
 	$(RUN) PYTHONPATH=.venv-modelopt .venv/bin/python -m pytest -q $(MODELOPT_TESTS) || status=1; \
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) tests/engine tests/e2e tests/distributed tests/gpu || status=1; \
 	exit $$status
+
+# TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
+test-all: .venv-trl test test-cluster
 
 # On a machine with a GPU and the packages of requirements/: what it cannot run it says; what fails leaves the others run.
 test-gpu:
