@@ -18,7 +18,6 @@ DAPO's Eq 8 as written (arXiv 2503.14476); its text and public code mean token_m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +81,7 @@ def _tokens_of_groups(group_index: torch.Tensor, denominators: Denominators) -> 
 
 
 # Divisor [S] of each sample's tokens. A divisor of 0 means that nothing is trained.
-AGGREGATIONS: dict[str, Callable[[WeightInputs], torch.Tensor]] = {
+AGGREGATIONS = {
     "token_mean": lambda w: torch.full_like(w.trained_tokens, w.denominators.num_tokens),
     "sample_mean": lambda w: w.trained_tokens * w.denominators.num_sequences,
     "per_group": lambda w: w.group_tokens * w.denominators.num_groups,

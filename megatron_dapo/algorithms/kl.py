@@ -10,8 +10,6 @@ batch reused for several updates every estimator is biased, the more the further
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from megatron_dapo.algorithms.tables import lookup
@@ -37,8 +35,8 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return torch.expm1(difference) - difference
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-KL_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k2": k2, "k3": k3}
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+KL_LOSSES = {"k2": k2, "k3": k3}
 
 
 def kl_loss(

@@ -87,6 +87,7 @@ class PolicyObjective:
             )
             token_loss = token_loss + algorithm.kl_loss_coefficient * penalty
             metrics = {**metrics, **kl_metrics}
+        # loss_weights are of the whole optimizer step: no mean over micro-batches follows.
         loss = (token_loss * micro_batch.loss_weights * micro_batch.loss_mask).sum()
         positive = micro_batch.positive_weights
         if algorithm.positive_example_coefficient and positive is not None:

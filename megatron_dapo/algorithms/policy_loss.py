@@ -63,6 +63,7 @@ def _clipped(
     """(ratio held at the bound it may not cross, clipped below, clipped above): min(r A, clip(r) A) is A times it."""
     below = (advantages < 0) & (ratio < 1.0 - low)
     above = (advantages > 0) & (ratio > 1.0 + high)
+    # Detached: a clipped token has no gradient, and its value still is the bound's.
     bounded = ratio.detach().clamp(1.0 - low, 1.0 + high)
     return torch.where(below | above, bounded, ratio), below, above
 
@@ -108,12 +109,14 @@ def _sequence_means(inputs: PolicyLossInputs) -> tuple[torch.Tensor, torch.Tenso
     )
     sums = segment_sum(per_token, inputs.sequence_ids, inputs.num_sequences)
     log_ratio, advantage, count = inputs.reduce_over_sequence_parts(sums)
+    # A sequence without a trained token on any rank divides 0 by 1 and stays out of the loss.
     count = count.clamp(min=1)
     return (log_ratio / count).to(inputs.logprobs.dtype), (advantage / count).to(inputs.logprobs.dtype)
 
 
 def _straight_through(value: torch.Tensor, logprobs: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
     """`value` whose gradient with respect to each token's own log-probability is `value`."""
+    # exp(x - sg[x]) is exactly 1, with derivative 1: the value stays the sequence's, the gradient is the token's.
     logprobs = torch.where(trained, logprobs, 0.0)
     return value * (logprobs - logprobs.detach()).exp()
 

@@ -54,6 +54,7 @@ def _engines(config: Config) -> Iterator[Violation]:
             f"set sglang.ep_size = {nearest_divisor(sglang.tp_size, sglang.ep_size)}",
             "sglang.tp_size",
         )
+    # SGLang would abort every response that outgrows its cache, and the batch would never fill.
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     if 0 < sglang.max_total_tokens < longest:
         yield violation(

@@ -111,6 +111,7 @@ def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
             "parallel.etp_size",
             data=data,
         )
+    # A rank without a response would still have to join every collective of the step.
     responses = config.training.mini_batch_prompts * config.rollout.group_size
     needed = math.ceil(data / max(config.rollout.group_size, 1))
     if 1 <= responses < data:
@@ -127,6 +128,7 @@ def _data_parallel(config: Config, data: int) -> Iterator[Violation]:
 def _heads(config: Config, architecture: ArchitectureFacts) -> Iterator[Violation]:
     tensor = config.parallel.tp_size
     names = ("num_attention_heads", "num_key_value_heads", *(("intermediate_size",) * architecture.has_dense_layers))
+    # The fix names a size that divides all of them, or it would only move the error to the next one.
     common = math.gcd(*(getattr(architecture, name) for name in names))
     for name in names:
         size = getattr(architecture, name)

@@ -71,6 +71,7 @@ def write_resolved(loaded: LoadedConfig, path: str | Path) -> None:
     """Write every value with its origin as JSON; `read_resolved` gives back an equal LoadedConfig."""
     document = {"config": loaded.config.model_dump(mode="json"), "origins": dict(loaded.origins)}
     target = Path(path)
+    # Replaced at once: a reader never sees half a file, and a crash leaves the old one.
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".tmp")
     partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -86,6 +87,7 @@ def read_resolved(path: str | Path) -> LoadedConfig:
 
 
 def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
+    # Symbolic links may name one recipe twice: loops are found among real paths.
     resolved = recipe.resolve()
     if resolved in chain:
         loop = " -> ".join(str(path) for path in (*chain, resolved))
@@ -93,6 +95,7 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
             [_violation("base", "recipes that do not inherit from themselves", f"break the loop {loop}")], str(recipe)
         )
     tree = _read_toml(recipe)
+    # Flattened before merging, so that a child changes one key of a table and a list is replaced as a whole.
     base = tree.pop("base", None)
     own = _flatten(tree, origin=str(recipe), directory=recipe.parent)
     if base is None:
@@ -224,6 +227,7 @@ def _written(path: str) -> tuple[str, str]:
 
 def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
     problems = [_unknown(path, value) for path, value in values.items() if path not in leaf_fields()]
+    # Unknown keys stay out of the schema's check: it would report each a second time, without the nearest name.
     known = {path: value for path, value in values.items() if path in leaf_fields()}
     tree = _nest({path: _absolute_inputs(path, value) for path, value in known.items()})
     config = None
@@ -323,6 +327,7 @@ def _toml(value: Any) -> str:
 
 def _nearest(path: str) -> str | None:
     """The field the writer most likely meant: the same name in another section, else the closest spelling."""
+    # A right name in a wrong section is the most common slip: it goes before any misspelling.
     leaves = list(leaf_fields())
     name = path.rpartition(".")[2]
     for candidate in (*leaves, *RENAMED):

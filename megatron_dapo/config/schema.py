@@ -231,6 +231,7 @@ class Config(Section):
         """Return the critic's parallel sizes; those of 0 are the policy's."""
         asked, policy = self.critic.parallel, self.parallel
         tensor, pipeline = asked.tp_size or policy.tp_size, asked.pp_size or policy.pp_size
+        # Chunks divide the stages' layers: the policy's number means nothing for another number of stages.
         same_stages = pipeline == policy.pp_size
         return policy.model_copy(
             update={
@@ -239,6 +240,7 @@ class Config(Section):
                 "vpp_size": asked.vpp_size or (policy.vpp_size if same_stages else 1),
                 "cp_size": asked.cp_size or policy.cp_size,
                 "ep_size": asked.ep_size or policy.ep_size,
+                # Megatron-core refuses sequence parallelism on one tensor rank.
                 "sequence_parallel": policy.sequence_parallel and tensor > 1,
             }
         )

@@ -38,6 +38,7 @@ def validate(
     start.
     """
     processes = config.num_processes if world_size is None else world_size
+    # Every rule guards against values that another rule refuses (0 ranks, 0 prompts): all of them always run.
     found = [one for rule in _RULES for one in rule(config)]
     found += world_rules(config, processes - config.num_critic_processes)
     if architecture is not None:
@@ -116,6 +117,7 @@ def _groups(config: Config) -> Iterator[Violation]:
             "algorithm.advantage.name",
             "rollout.filter_groups",
         )
+    # Accuracies are multiples of 1 / group_size: bounds between two of them keep no group at all.
     low, high = rollout.accuracy_min, rollout.accuracy_max
     reachable = (
         any(low < correct / rollout.group_size < high for correct in range(rollout.group_size + 1))
