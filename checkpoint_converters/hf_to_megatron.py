@@ -10,8 +10,8 @@ from megatron_dapo.checkpoints.convert import huggingface_to_megatron
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", help="Hugging Face folder with safetensors")
-    parser.add_argument("target", help="folder to be written; must not exist")
+    parser.add_argument("source", help="Hugging Face directory with safetensors")
+    parser.add_argument("target", help="directory to write; must not exist")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
     parser.add_argument("--virtual-pipeline", type=int, default=1, help="model chunks a pipeline rank")

@@ -1,4 +1,4 @@
-"""Put a folder of hf_to_megatron.py back together as a Hugging Face model: megatron_to_hf.py CONVERTED OUTPUT."""
+"""Convert a checkpoint of hf_to_megatron.py back to a Hugging Face model: megatron_to_hf.py CONVERTED OUTPUT."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", help="folder with layout.json and rank_*.safetensors")
-    parser.add_argument("target", help="folder to be written; must not exist")
+    parser.add_argument("source", help="directory with layout.json and rank_*.safetensors")
+    parser.add_argument("target", help="directory to write; must not exist")
     parser.add_argument(
         "--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="largest safetensors file (default %(default)s)"
     )

@@ -1,7 +1,6 @@
-"""Compare two models bit for bit: verify.py FIRST SECOND, each a Hugging Face folder or one of hf_to_megatron.py.
+"""Compare two models bit for bit: verify.py FIRST SECOND, each a Hugging Face directory or one of hf_to_megatron.py.
 
-Exit code 0: the same names, shapes, types and bits. 1: they differ, and the first difference is printed. 2: one cannot
-be read.
+Exit code 0: same names, shapes, types and bits. 1: they differ; prints the first difference. 2: one cannot be read.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Proves that a killed run goes on exactly: python tools/prove_resume.py --layout tp2 --points 20 --seed 0 --json
+"""Show that a killed run resumes exactly: python tools/prove_resume.py --layout tp2 --points 20 --seed 0 --json
 
 Trains the quickstart's base model on a few of its problems: several optimizer steps a rollout batch, a checkpoint every
-step, epochs that wrap round, evaluations in between. --algorithm says what a checkpoint carries beside the models:
+step, epochs that wrap round, evaluations in between. --algorithm chooses what a checkpoint has beside the models:
 
-dapo   oversampled, so that the buffer carries groups
+dapo   an oversampled buffer with groups for later steps
 vapo   a critic on a layout of its own, with its optimizer
-tppo   the same, and unfinished windows; that no window is trained twice is checked as well
+tppo   the same, and unfinished windows; each window must be trained exactly once
 
---set critic.parallel.num_processes=1 gives the critic a process of its own; --set 'model.offload="all"' and the like let
-models rest in host memory.
+--set critic.parallel.num_processes=1 gives the critic a process of its own; --set 'model.offload="all"' and the like
+offload models to host memory.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ learning_rate = 1e-3
 warmup_steps = 2
 """
 
-# Algorithm -> what is particular to its recipe: of [rollout], and sections of its own.
+# Algorithm -> (further keys of [rollout], further sections).
 ALGORITHMS = {
     "dapo": ("oversample = 2.5\nmax_staleness = 1", '[algorithm.off_policy]\ncorrection = "tis"'),
     "vapo": ("filter_groups = false", CRITIC.format(name="vapo", rule="length_adaptive")),
@@ -101,13 +101,13 @@ ALGORITHMS = {
 }
 
 
-def write_recipe(folder: Path, algorithm: str = "dapo") -> Path:
-    """The configuration of the proof and its data, in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_recipe(directory: Path, algorithm: str = "dapo") -> Path:
+    """Write the configuration of the proof and its data to `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
     for name, count in (("train.jsonl", NUM_TRAIN), ("heldout.jsonl", NUM_HELD_OUT)):
         lines = (QUICKSTART / name).read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / name).write_text("".join(lines[:count]), encoding="utf-8")
-    recipe = folder / "recipe.toml"
+        (directory / name).write_text("".join(lines[:count]), encoding="utf-8")
+    recipe = directory / "recipe.toml"
     rollout, sections = ALGORITHMS[algorithm]
     model = (QUICKSTART / "base_model").as_posix()
     recipe.write_text(RECIPE.format(model=model, rollout=rollout, algorithm=sections), encoding="utf-8")
@@ -115,14 +115,12 @@ def write_recipe(folder: Path, algorithm: str = "dapo") -> Path:
 
 
 def require_windows_once(samples: Path) -> int:
-    """The number of windows on record, of the run all others equal. AssertionError where one is there twice or a
-    response's windows do not join.
-    """
+    """Return the number of windows on record. Raises AssertionError if one is recorded twice or windows do not join."""
     ends: dict[str, int] = {}
     records = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     for record in records:
         start, before = record["window"]["start"], ends.get(record["sample_id"], 0)
-        assert start == before, f"{record['sample_id']}: a window from {start} behind one that ended at {before}"
+        assert start == before, f"{record['sample_id']}: a window from {start} after one that ended at {before}"
         ends[record["sample_id"]] = len(record["response_ids"])
     return len(records)
 
@@ -134,28 +132,28 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--layout", default="tp2", help="parallel layout, e.g. tp2, dp2, pp2, tp2dp2")
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), default="dapo")
-    parser.add_argument("--points", type=int, default=20, help="random moments to kill at")
+    parser.add_argument("--points", type=int, default=20, help="kills at random moments")
     parser.add_argument("--aimed", type=int, default=0, help="kills during checkpoint writes, in addition")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="a.b=value", help="change the recipe"
     )
-    parser.add_argument("--folder", type=Path, help="keep the runs here; default: a temporary folder")
+    parser.add_argument("--output-dir", type=Path, help="keep the runs here; default: a temporary directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="prove-resume-") as temporary:
-        folder = parsed.folder or Path(temporary)
+        directory = parsed.output_dir or Path(temporary)
         settings = ResumeProofSettings(
-            recipe=write_recipe(folder, parsed.algorithm),
+            recipe=write_recipe(directory, parsed.algorithm),
             layout=parsed.layout,
-            folder=folder,
+            directory=directory,
             overrides=tuple(parsed.overrides),
             num_points=parsed.points,
             num_aimed=parsed.aimed,
             seed=parsed.seed,
         )
         report = prove_resume(settings, lambda line: print(line, file=sys.stderr, flush=True))
-        num_windows = require_windows_once(folder / "reference" / "samples.jsonl")
+        num_windows = require_windows_once(directory / "reference" / "samples.jsonl")
         print(f"{num_windows} windows, each trained once", file=sys.stderr)
     if parsed.json:
         print(json.dumps(report.to_json()))

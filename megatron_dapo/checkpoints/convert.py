@@ -19,9 +19,7 @@ from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     copy_side_files,
-    copy_untouched,
     hf_checkpoint_writer,
-    written_names,
 )
 from megatron_dapo.checkpoints.load import check_complete, zero_padding
 from megatron_dapo.checkpoints.megatron_checkpoint import (
@@ -116,10 +114,7 @@ def megatron_to_huggingface(
         architecture = stored.architecture
         with hf_checkpoint_writer(target, stored, architecture, shard_bytes=shard_bytes) as writer:
             for name in architecture.shapes():
-                tensor = stored.read_tensor(name)
-                for alias in written_names(stored, architecture, name):
-                    writer.write(alias, tensor)
-            copy_untouched(writer, stored, architecture)
+                writer.write(name, stored.read_tensor(name))
         written = sum(spec.num_bytes for spec in stored.specs.values())
         num_files = len(list(Path(target).glob("*.safetensors")))
         return ConversionReport(len(stored.specs), num_files, stored.bytes_read, written)

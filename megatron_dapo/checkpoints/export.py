@@ -15,10 +15,8 @@ from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
 from megatron_dapo.checkpoints.huggingface_writer import (
     DEFAULT_SHARD_BYTES,
     NO_FIELDS,
-    copy_untouched,
     hf_checkpoint_writer,
     output_specs,
-    written_names,
 )
 from megatron_dapo.checkpoints.load import check_buffers
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
@@ -103,12 +101,9 @@ def export_model(
                 execute_distributed(reshard, parameters, whole, group, bucket_bytes=DEFAULT_BUCKET_BYTES, tensors=batch)
             with _share_failure(group, device):
                 for name, tensor in whole.items():
-                    for stored in written_names(source, layout.architecture, name):
-                        writer.write(stored, tensor)
+                    writer.write(name, tensor)
         with _share_failure(group, device):
-            if rank == 0:
-                copy_untouched(writer, source, layout.architecture)
-                stack.close()  # leaves the writer's context: check, then rename
+            stack.close()  # on rank 0 it leaves the writer's context: check, then rename
     return ExportReport(
         path=Path(target),
         num_tensors=len(specs),

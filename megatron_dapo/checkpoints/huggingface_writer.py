@@ -44,30 +44,41 @@ def output_specs(
 class HFCheckpointWriter:
     """Collects tensors into the shard files of an open directory; made by `hf_checkpoint_writer`."""
 
-    def __init__(self, directory: Path, specs: Mapping[str, TensorSpec], shard_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        source: StoredModel,
+        architecture: ModelArchitecture,
+        specs: Mapping[str, TensorSpec],
+        shard_bytes: int,
+    ) -> None:
         self._directory = directory
-        self._specs = dict(specs)
+        self._source = source
+        self._architecture = architecture
+        self._specs = specs
         self._file_of = _assign_files(specs, shard_bytes)
         self._open: dict[str, SafetensorsWriter] = {}
         self._left = Counter(self._file_of.values())  # tensors still to come, by file
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Store one tensor, cast to its announced type. Raises ValueError for a wrong shape, an unknown name or a repeated
-        one."""
+        """Store a parameter, cast to its announced type, also under the second name that a tied model may store.
+
+        Raises ValueError for a wrong shape, an unknown name or a repeated one.
+        """
         if name not in self._specs:
             raise ValueError(f"export: {name} is not a tensor of the source model")
-        file = self._file_of[name]
-        if file not in self._open:
-            specs = {n: self._specs[n] for n, f in self._file_of.items() if f == file}
-            self._open[file] = SafetensorsWriter(self._directory / file, specs)
-        self._open[file].write(name, tensor.to(self._specs[name].dtype))
-        self._left[file] -= 1
-        # Close at once: a model of 200 shards would otherwise keep 200 files open.
-        if not self._left[file]:
-            self._open[file].close()
+        self._write(name, tensor)
+        for alias, tied in self._architecture.aliases().items():
+            if tied == name and alias in self._specs:
+                self._write(alias, tensor)
 
     def finish(self) -> None:
-        """Write the index of a model of several shards. Raises ValueError if a tensor was not written."""
+        """Copy the tensors that training does not touch, and write the index of a model of several shards.
+
+        Raises ValueError if a tensor was not written.
+        """
+        for name in untouched_names(self._specs, self._architecture):
+            self._write(name, self._source.read_tensor(name))
         missing = [file for file, count in self._left.items() if count]
         if missing:
             raise ValueError(
@@ -80,6 +91,17 @@ class HFCheckpointWriter:
             "weight_map": self._file_of,
         }
         (self._directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        file = self._file_of[name]
+        if file not in self._open:
+            specs = {n: self._specs[n] for n, f in self._file_of.items() if f == file}
+            self._open[file] = SafetensorsWriter(self._directory / file, specs)
+        self._open[file].write(name, tensor.to(self._specs[name].dtype))
+        self._left[file] -= 1
+        # Close at once: a model of 200 shards would otherwise keep 200 files open.
+        if not self._left[file]:
+            self._open[file].close()
 
     def abandon(self) -> None:
         """Close every file without checks."""
@@ -99,13 +121,12 @@ def hf_checkpoint_writer(
 ) -> Iterator[HFCheckpointWriter]:
     """Yield a writer whose directory becomes `target` once it is complete and has the names and shapes of `source`.
 
-    dtype None keeps each tensor's type. The caller also writes the aliases of tied tensors (`written_names`) and the
-    tensors that are no parameters (`copy_untouched`). Config, tokenizer and generation config come from `source`;
-    `config_fields` replace those of its config.json. Raises ValueError if `target` exists.
+    The caller writes every parameter; dtype None keeps its type. Other tensors, config, tokenizer and generation config
+    come from `source`; `config_fields` replace those of its config.json. Raises ValueError if `target` exists.
     """
     specs = output_specs(source, architecture, dtype)
     with atomic_directory(target) as directory:
-        writer = HFCheckpointWriter(directory, specs, shard_bytes)
+        writer = HFCheckpointWriter(directory, source, architecture, specs, shard_bytes)
         try:
             yield writer
             writer.finish()
@@ -114,18 +135,6 @@ def hf_checkpoint_writer(
         copy_side_files(source.path, directory)
         _update_config(directory / "config.json", config_fields, dtype)
         _verify(directory, specs)
-
-
-def written_names(source: StoredModel, architecture: ModelArchitecture, name: str) -> tuple[str, ...]:
-    """Return the names under which `source` stores architecture tensor `name`: itself and its stored aliases."""
-    aliases = (alias for alias, tensor in architecture.aliases().items() if tensor == name and alias in source.specs)
-    return name, *aliases
-
-
-def copy_untouched(writer: HFCheckpointWriter, source: StoredModel, architecture: ModelArchitecture) -> None:
-    """Copy the tensors that training does not touch from the source."""
-    for name in untouched_names(source.specs, architecture):
-        writer.write(name, source.read_tensor(name))
 
 
 def _assign_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, str]:

@@ -12,7 +12,6 @@ from itertools import product
 
 import torch
 
-from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import Packing
 from megatron_dapo.parallel.packing import MicroBatchLimits, pack, pad_to_longest
@@ -80,19 +79,10 @@ class Cut:
         return MicroBatchLimits(max_sequences=SEQUENCES[self.micro_batch])
 
 
-def cuts() -> list[Cut]:
-    """Return every cut; one sequence a micro-batch is the same packed and padded, so it is listed once."""
-    return [Cut(size, packing) for size, packing in product(SEQUENCES, PACKINGS) if (size, packing) != ("1", "padded")]
-
-
-def aggregations() -> list[str]:
-    """Return the names of all aggregations."""
-    return list(AGGREGATIONS)
-
-
-def expert_cuts() -> list[Cut]:
-    """Return the cuts for layouts of experts: experts see tokens only, so one with uneven ranks is enough."""
-    return [Cut("dynamic", "packed")]
+# One sequence a micro-batch is the same packed and padded, so it is listed once.
+CUTS = [Cut(size, packing) for size, packing in product(SEQUENCES, PACKINGS) if (size, packing) != ("1", "padded")]
+# Experts see tokens only, so one cut whose ranks have different numbers of them is enough.
+EXPERT_CUTS = [Cut("dynamic", "packed")]
 
 
 def expert_layouts(world_size: int) -> list[ParallelLayout]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
+from megatron_dapo.algorithms.aggregation import AGGREGATIONS, global_denominators, sample_token_weights
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import load_from_huggingface
@@ -33,12 +33,11 @@ from megatron_dapo.parallel.mini_batch import WeighSamples, build_micro_batches
 from megatron_dapo.parallel.packing import padded_length, to_device
 from megatron_dapo.proof import oracle
 from megatron_dapo.proof.cases import (
+    CUTS,
+    EXPERT_CUTS,
     MAX_RESPONSE_TOKENS,
     PACKINGS,
     Cut,
-    aggregations,
-    cuts,
-    expert_cuts,
     expert_layouts,
     layouts,
     make_batch,
@@ -137,8 +136,8 @@ def check_layout(problem: LossProblem, layout: ParallelLayout, dtype: str) -> li
     actor = build_actor(problem, layout, dtype)
     return [
         check_cut(problem, actor, cut, aggregation, weight_fn_of(aggregation))
-        for cut in (expert_cuts() if layout.expert > 1 else cuts())
-        for aggregation in aggregations()
+        for cut in (EXPERT_CUTS if layout.expert > 1 else CUTS)
+        for aggregation in AGGREGATIONS
     ]
 
 

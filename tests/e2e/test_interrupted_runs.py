@@ -28,7 +28,7 @@ def test_kill_and_resume_with_data_parallelism(recipe: Path, tmp_path: Path) -> 
 
 def signaled(run: RunProcess, signum: int, after_steps: int) -> int:
     """The exit code of a run that got a signal once so many steps were on record."""
-    metrics = run.folder / "metrics.jsonl"
+    metrics = run.directory / "metrics.jsonl"
     came_so_far = run.wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= after_steps)
     assert came_so_far, run.exit_reason()
     run.process.send_signal(signum)

@@ -1,2 +1,4 @@
-"""Deployable checkpoints of fewer bits from a trained Hugging Face folder: NVIDIA ModelOpt quantizes, this package
-decides whether the result is accepted."""
+"""Quantized checkpoints from a trained Hugging Face directory: NVIDIA ModelOpt writes them, this package accepts them.
+
+The command is `python -m tools.quantize`.
+"""

@@ -1,4 +1,4 @@
-"""The only import of NVIDIA ModelOpt: quantizes a transformers model in place and writes it as a folder."""
+"""Quantize a transformers model in place with NVIDIA ModelOpt and write it. No other file imports ModelOpt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARD_SIZE = "5GB"
 
 
 def modelopt_version() -> str:
-    """ValueError that says how to install it."""
+    """Return ModelOpt's version. Raises ValueError with how to install it."""
     try:
         return importlib.metadata.version("nvidia-modelopt")
     except importlib.metadata.PackageNotFoundError:
@@ -38,7 +38,7 @@ def modelopt_version() -> str:
 
 @torch.no_grad()
 def quantize_model(model: Any, entry: Format, sequences: Sequence[Sequence[int]]) -> None:
-    """Inserts ModelOpt's quantizers and calibrates them with the sequences, one by one."""
+    """Insert ModelOpt's quantizers and calibrate them with the sequences, one at a time."""
 
     def forward(calibrated: Any) -> None:
         for sequence in sequences:
@@ -48,25 +48,25 @@ def quantize_model(model: Any, entry: Format, sequences: Sequence[Sequence[int]]
         from modelopt.torch import quantization
 
         quantization.quantize(model, getattr(quantization, entry.recipe), forward)
-    ADJUSTMENTS.get(entry.name, _keep)(model)
+    if entry.name == "fp8_blockwise":
+        _round_scales_to_powers_of_two(model)
 
 
-def export(model: Any, entry: Format, folder: Path) -> None:
-    """A Hugging Face folder of the quantized model, without its tokenizer."""
+def export(model: Any, entry: Format, directory: Path) -> None:
+    """Write a Hugging Face directory of the quantized model, without its tokenizer."""
     with _quiet(), torch.inference_mode():
         from modelopt.torch.export import export_hf_checkpoint
 
-        export_hf_checkpoint(model, export_dir=folder, max_shard_size=SHARD_SIZE)
-    REWRITES.get(entry.name, _keep)(folder)
-
-
-def _keep(anything: object) -> None:
-    """Nothing to change."""
+        export_hf_checkpoint(model, export_dir=directory, max_shard_size=SHARD_SIZE)
+    if entry.name == "fp8_blockwise":
+        _name_blocks_as_engines_do(directory)
 
 
 def _round_scales_to_powers_of_two(model: Any) -> None:
-    """ModelOpt takes amax / 448 for a block's scale; the trainer and its rollout the next power of two. With that amax
-    the exported values and scales are theirs, bit for bit."""
+    """Set every amax so that the exported values and scales equal those of the trainer and its rollout, bit for bit.
+
+    ModelOpt's scale of a block is amax / 448, the trainer's is the next power of two.
+    """
     for module in model.modules():
         quantizer = getattr(module, "weight_quantizer", None)
         if quantizer is None or not quantizer.is_enabled:
@@ -75,19 +75,21 @@ def _round_scales_to_powers_of_two(model: Any) -> None:
         quantizer.amax = (scales * LARGEST).reshape(quantizer.amax.shape).to(quantizer.amax.dtype)
 
 
-def _name_blocks_as_engines_do(folder: Path) -> None:
-    """ModelOpt's block scales are [rows / 128, 1, columns / 128, 1] under a name no engine reads; the layout below is
-    that of DeepSeek's checkpoints, which SGLang and transformers read."""
-    for file in sorted(folder.glob("*.safetensors")):
+def _name_blocks_as_engines_do(directory: Path) -> None:
+    """Rewrite block scales in the layout of DeepSeek's checkpoints, which SGLang and transformers read.
+
+    ModelOpt writes [rows / 128, 1, columns / 128, 1] under a name that no engine reads.
+    """
+    for file in sorted(directory.glob("*.safetensors")):
         _rewrite_scales(file)
-    index = folder / "model.safetensors.index.json"
+    index = directory / "model.safetensors.index.json"
     if index.exists():
         content = read_json(index)
         content["weight_map"] = {_block_name(name): file for name, file in content["weight_map"].items()}
         _write_json(index, content)
-    ignored = read_json(folder / "hf_quant_config.json")["quantization"]["exclude_modules"]
-    (folder / "hf_quant_config.json").unlink()
-    config = read_json(folder / "config.json")
+    ignored = read_json(directory / "hf_quant_config.json")["quantization"]["exclude_modules"]
+    (directory / "hf_quant_config.json").unlink()
+    config = read_json(directory / "config.json")
     config["quantization_config"] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -95,7 +97,7 @@ def _name_blocks_as_engines_do(folder: Path) -> None:
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": [name for name in ignored if name != "model.embed_tokens"],
     }
-    _write_json(folder / "config.json", config)
+    _write_json(directory / "config.json", config)
 
 
 def _rewrite_scales(file: Path) -> None:
@@ -116,13 +118,9 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-ADJUSTMENTS = {"fp8_blockwise": _round_scales_to_powers_of_two}
-REWRITES = {"fp8_blockwise": _name_blocks_as_engines_do}
-
-
 @contextlib.contextmanager
 def _quiet() -> Any:
-    """ModelOpt prints its progress, and warns of every optional package; standard output is the result's."""
+    """Keep ModelOpt's progress and warnings off standard output, which is for the result."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Log-probs of an SGLang server that serves a folder: the engine's word on whether it can be deployed."""
+"""Log-probs of an SGLang server that serves a quantized directory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tools.quantization.probe import Sample
 
 
 def engine_logprobs(
-    folder: Path, samples: Sequence[Sample], python: Path, device: str, dtype: str
+    directory: Path, samples: Sequence[Sample], python: Path, device: str, dtype: str
 ) -> list[list[float]]:
-    """[sample][response token] nats. RuntimeError (with the first error of the server's log) where it does not serve the
-    folder; the server has ended when this returns."""
+    """Return [sample][response token] log-probs in nats. Raises RuntimeError, with the first error of the server's log, if
+    the server does not serve the directory. The server has ended when this returns."""
     with tempfile.TemporaryDirectory(prefix="quantized-") as scratch:
         settings = ServerSettings(
             python=python,
-            model_path=folder,
+            model_path=directory,
             key_file=create_key(Path(scratch)),
             log_folder=Path(scratch),
             device=device,  # type: ignore[arg-type]

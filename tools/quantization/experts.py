@@ -1,8 +1,7 @@
-"""A mixture of experts as one linear layer a matrix, under the names of its checkpoint.
+"""A mixture of experts with one linear layer for each matrix, under the names of its checkpoint.
 
-transformers holds all experts of a layer in two tensors, which a quantizer of linear layers does not see and which have
-other names than the stored matrices. Here each expert has its gate, up and down matrix to itself:
-"model.layers.0.mlp.experts.7.gate_proj" is a module, in the model that is calibrated as in the one that is read back.
+transformers fuses all experts of a layer in two tensors, which a quantizer of linear layers does not see. Here each
+expert has its own matrices: "model.layers.0.mlp.experts.7.gate_proj" is a module, both for calibration and read-back.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.ModuleList):
-    """In place of transformers' fused experts, called as they are. An expert without tokens does not run."""
+    """Replacement of transformers' fused experts with the same call. An expert without tokens does not run."""
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [tokens, h]; chosen [tokens, k] experts and their weights -> [tokens, h]."""
         output = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
-            tokens, places = torch.where(chosen == index)
+            tokens, ranks = torch.where(chosen == index)
             if tokens.numel():
-                weighted = expert(hidden[tokens]) * weights[tokens, places, None]
+                weighted = expert(hidden[tokens]) * weights[tokens, ranks, None]
                 output.index_add_(0, tokens, weighted.to(output.dtype))
         return output
 

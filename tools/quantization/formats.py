@@ -1,6 +1,6 @@
-"""The formats a checkpoint can be quantized to: what ModelOpt is asked for, what the format needs, how far it may be off.
+"""Formats of quantized checkpoints: ModelOpt's recipe, required sizes and devices, and tolerances.
 
-Every matrix of the decoder layers is quantized; embedding, output matrix and norms stay as they are.
+Every matrix of the decoder layers is quantized; embedding, output matrix and norms are not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The most that the log-probs of fixed sequences may move, in nats, and their perplexity, as a share of it."""
+    """Largest accepted change of the log-probs of fixed sequences (nats) and of their perplexity (share)."""
 
     mean_abs: float
     max_abs: float
@@ -22,8 +22,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Format:
-    """One line of the table below. `recipe` is ModelOpt's name of it; a matrix [rows, columns] must divide by
-    `row_multiple` and `column_multiple`."""
+    """One format. `recipe` is ModelOpt's name of it; `row_multiple` and `column_multiple` divide every matrix."""
 
     name: str
     recipe: str
@@ -31,7 +30,7 @@ class Format:
     row_multiple: int
     column_multiple: int
     calibration_device: str  # "any" or "cuda"
-    engine: str  # the least that SGLang 0.5.17 asks of a GPU to serve it; empty: it has no reader of it
+    engine: str  # least GPU on which SGLang 0.5.17 serves it; empty: SGLang cannot read it
     tolerance: Tolerance
 
 
@@ -86,24 +85,24 @@ FORMATS: Mapping[str, Format] = {
 
 
 def format_of(name: str) -> Format:
-    """ValueError that lists what there is."""
+    """Return a format by name. Raises ValueError that lists the names."""
     if name not in FORMATS:
         raise ValueError(f"unknown format {name!r}, choose one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def check_device(entry: Format, device: torch.device) -> None:
-    """ValueError where ModelOpt cannot calibrate the format there."""
+    """Raise ValueError if ModelOpt cannot calibrate the format on the device."""
     if entry.calibration_device not in ("any", device.type):
         raise ValueError(
             f"format {entry.name}: ModelOpt rounds to it with kernels for {entry.calibration_device}, and the device is "
-            f"{device.type}; run it on such a machine, or choose one of "
+            f"{device.type}; run it there, or choose one of "
             f"{', '.join(name for name, other in FORMATS.items() if other.calibration_device == 'any')}"
         )
 
 
 def check_shapes(entry: Format, shapes: Mapping[str, tuple[int, int]]) -> None:
-    """ValueError that names the first matrix [rows, columns] the format cannot hold, and the multiple."""
+    """Raise ValueError that names the first matrix [rows, columns] the format cannot hold, and the multiple."""
     for name, sizes in shapes.items():
         multiples = (entry.row_multiple, entry.column_multiple)
         for what, size, multiple in zip(("rows", "columns"), sizes, multiples, strict=True):

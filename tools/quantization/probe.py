@@ -1,5 +1,4 @@
-"""What a checkpoint is calibrated on and judged by: prompts of the run with responses of the model itself, and their
-log-probs before and after."""
+"""Samples to calibrate and check a checkpoint with: prompts of the run, responses of the model, log-probs of both."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with a response; what a deployed model is asked for are the log-probs of the response."""
+    """A prompt with a response, whose log-probs are compared."""
 
     token_ids: Tokens
     num_prompt_tokens: int
 
     def scored(self, logprobs: Sequence[float]) -> list[float]:
-        """Of the log-probs of every token but the first: those of the response (all, where there is none)."""
+        """Select the log-probs of the response from those of every token but the first; all of them without a response."""
         has_response = len(self.token_ids) > self.num_prompt_tokens
         return list(logprobs[self.num_prompt_tokens - 1 if has_response else 0 :])
 
@@ -32,8 +31,10 @@ class Sample:
 def sample_responses(
     model: Any, prompts: Sequence[Sequence[int]], num_tokens: int, seed: int, batch_size: int = 16
 ) -> list[Sample]:
-    """Each prompt with a response of `num_tokens` tokens at most, sampled at temperature 1 and ended by the first token
-    that ends a turn: what the model sees when it is deployed."""
+    """Return each prompt with a response of at most `num_tokens` tokens, sampled at temperature 1, as when deployed.
+
+    The first token that ends a turn is its last.
+    """
     torch.manual_seed(seed)
     samples: list[Sample] = []
     for start in range(0, len(prompts), batch_size):
@@ -45,7 +46,7 @@ def sample_responses(
 
 def _continued(model: Any, prompts: list[Tokens], num_tokens: int) -> list[Tokens]:
     width = max(map(len, prompts))
-    filler = 0  # masked, so any token will do
+    filler = 0  # masked, so any token works
     token_ids = torch.tensor([[filler] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
     output = model.generate(
@@ -72,7 +73,7 @@ def _until(stops: set[int], tokens: Tokens) -> Tokens:
 
 @torch.inference_mode()
 def logprobs_of(model: Any, sample: Sample) -> list[float]:
-    """Nats of what the sample is scored by, by transformers; the softmax in fp32."""
+    """Return the log-probs of a sample in nats, by transformers with an fp32 softmax."""
     token_ids = torch.tensor([sample.token_ids], device=model.device)
     logits = model(input_ids=token_ids, use_cache=False).logits[0, :-1].float()
     targets = token_ids[0, 1:, None]
@@ -80,8 +81,8 @@ def logprobs_of(model: Any, sample: Sample) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Of log-probs before and after, over `num_tokens` tokens of `num_sequences` sequences."""
+class LogprobDifference:
+    """Difference of log-probs before and after, over `num_tokens` tokens of `num_sequences` sequences."""
 
     num_sequences: int
     num_tokens: int
@@ -92,14 +93,15 @@ class Difference:
 
     @property
     def perplexity_change(self) -> float:
-        """As a share of the perplexity before."""
+        """Change as a share of the perplexity before."""
         return self.perplexity_after / self.perplexity_before - 1
 
     def record(self) -> dict[str, Any]:
+        """Return a JSON-serializable object."""
         return asdict(self) | {"perplexity_change": self.perplexity_change}
 
     def violations(self, tolerance: Tolerance) -> list[str]:
-        """What is out of tolerance, with both numbers. A number that is not finite always is."""
+        """Describe every figure out of tolerance, with both numbers. A figure that is not finite is always out."""
         found = {
             "mean |log-prob difference|": (self.mean_abs, tolerance.mean_abs),
             "largest |log-prob difference|": (self.max_abs, tolerance.max_abs),
@@ -110,8 +112,8 @@ class Difference:
         ]
 
 
-def compare(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> Difference:
-    """ValueError where the two do not score the same tokens, or nothing at all."""
+def compare(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> LogprobDifference:
+    """Compare two sets of log-probs. Raises ValueError unless both are of the same tokens, at least one."""
     lengths = [[len(row) for row in rows] for rows in (before, after)]
     if lengths[0] != lengths[1] or not sum(lengths[0]):
         raise ValueError(f"log-probs of {lengths[0]} tokens before and of {lengths[1]} after cannot be compared")
@@ -119,11 +121,11 @@ def compare(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]])
         torch.tensor([value for row in rows for value in row], dtype=torch.float64) for rows in (before, after)
     )
     gaps = (first - second).abs()
-    return Difference(
+    return LogprobDifference(
         num_sequences=len(before),
         num_tokens=first.numel(),
         mean_abs=float(gaps.mean()),
-        # `max` of numbers with a NaN among them is NaN in torch, so it cannot hide.
+        # torch's max of numbers with a NaN is NaN, so a NaN cannot hide.
         max_abs=float(gaps.max()),
         perplexity_before=math.exp(-float(first.mean())),
         perplexity_after=_exp(-float(second.mean())),

@@ -1,9 +1,8 @@
-"""A quantized folder read back as what its numbers mean, by the formats' definitions alone: no code of the library that
-wrote it takes part.
+"""Read a quantized directory by the definitions of the formats, without code of the library that wrote it.
 
-transformers itself is no judge here: of a ModelOpt folder it loads the FP8 values as they are and leaves the scales
-out. `load_dequantized` gives a transformers model whose weights are the stored ones multiplied out, and which rounds the
-inputs of every quantized matrix as an engine does.
+transformers alone cannot check one: it loads the FP8 values of a ModelOpt directory and ignores the scales.
+`load_dequantized` returns a transformers model with dequantized weights that rounds the inputs of every quantized
+matrix as an engine does.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_dapo.ops.fp8 import BLOCK, E4M3, LARGEST, quantize_hidden
 from tools.quantization.experts import separate_experts
 
 Tensors = Mapping[str, torch.Tensor]
-# The tensors of one matrix by what follows its module's name -> [rows, columns] fp32.
+# Tensors of one matrix by the suffix of their names -> [rows, columns] fp32.
 Widen = Callable[[Tensors], torch.Tensor]
 # Inputs [..., columns] as the engine rounds them, given the same tensors.
 RoundInputs = Callable[[torch.Tensor, Tensors], torch.Tensor]
@@ -34,38 +33,38 @@ INT4_BLOCK = 128
 BLOCK_SCALES = "weight_scale_inv"  # the name that DeepSeek's checkpoints, transformers and SGLang use
 
 
-def load_dequantized(folder: Path, algorithm: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A transformers model. ValueError where the folder lacks a tensor, or has one the model has no place for."""
+def load_dequantized(directory: Path, algorithm: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a transformers model. Raises ValueError if the directory lacks a tensor or has an unknown one."""
     widen, round_inputs = ALGORITHMS[algorithm]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(plain_config(folder), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(plain_config(directory), dtype=dtype)
     separate_experts(model)
     model = model.to_empty(device=device)
     _initialize_buffers(model, device)
-    with HFCheckpoint(folder) as stored:
+    with HFCheckpoint(directory) as stored:
         groups = _modules(stored)
         for name, tensors in groups.items():
             values = widen(tensors) if _is_quantized(tensors) else None
-            _fill(model, name, tensors, values, folder)
+            _fill(model, name, tensors, values, directory)
             if values is not None:
                 scales = {key: tensor.to(device) for key, tensor in tensors.items() if key not in ("weight", "bias")}
                 _round_before(model.get_submodule(name), round_inputs, scales)
-        _check_complete(model, {f"{name}.{key}" for name, tensors in groups.items() for key in tensors}, folder)
+        _check_complete(model, {f"{name}.{key}" for name, tensors in groups.items() for key in tensors}, directory)
     model.tie_weights()
     return model.eval()
 
 
-def plain_config(folder: Path) -> Any:
-    """The model's config without what says that it is quantized."""
-    config = AutoConfig.from_pretrained(folder)
+def plain_config(directory: Path) -> Any:
+    """Return the model's config without its quantization_config."""
+    config = AutoConfig.from_pretrained(directory)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
-def quantized_matrices(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Module name -> its stored tensors, of the quantized matrices."""
-    with HFCheckpoint(folder) as stored:
+def quantized_matrices(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return module name -> its stored tensors, for every quantized matrix."""
+    with HFCheckpoint(directory) as stored:
         return {name: tensors for name, tensors in _modules(stored).items() if _is_quantized(tensors)}
 
 
@@ -81,34 +80,34 @@ def _is_quantized(tensors: Tensors) -> bool:
     return "weight_scale" in tensors or BLOCK_SCALES in tensors
 
 
-def _fill(model: nn.Module, name: str, tensors: Tensors, values: torch.Tensor | None, folder: Path) -> None:
+def _fill(model: nn.Module, name: str, tensors: Tensors, values: torch.Tensor | None, directory: Path) -> None:
     try:
         module = model.get_submodule(name)
     except AttributeError:
-        raise ValueError(f"{folder}: the model has no module {name}, which is stored") from None
+        raise ValueError(f"{directory}: the model has no module {name}, which is stored") from None
     for key in ("weight", "bias"):
         if key in tensors:
             source = values if values is not None and key == "weight" else tensors[key]
             target = getattr(module, key)
             if target.shape != source.shape:
                 raise ValueError(
-                    f"{folder}: {name}.{key} is {tuple(source.shape)}, the model has {tuple(target.shape)}"
+                    f"{directory}: {name}.{key} is {tuple(source.shape)}, the model has {tuple(target.shape)}"
                 )
             with torch.no_grad():
                 target.copy_(source)
 
 
-def _check_complete(model: nn.Module, stored: set[str], folder: Path) -> None:
+def _check_complete(model: nn.Module, stored: set[str], directory: Path) -> None:
     tied = model.config.tie_word_embeddings
     missing = [
         name for name, _ in model.named_parameters() if name not in stored and not (tied and name == "lm_head.weight")
     ]
     if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, first {missing[0]}")
+        raise ValueError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}")
 
 
 def _initialize_buffers(model: Any, device: torch.device) -> None:
-    """Rotary frequencies, which a model made without memory does not have."""
+    """Compute the rotary frequencies, which a model created on the meta device does not have."""
     rotary = type(model.model.rotary_emb)(config=model.config, device=device)
     model.model.rotary_emb = rotary
 
@@ -145,7 +144,7 @@ def _round_in_blocks(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
 
 
 def _widen_int4(tensors: Tensors) -> torch.Tensor:
-    """Two rows a byte, the even one in the low half; the scale of AWQ's inputs is taken into the columns."""
+    """Dequantize two rows a byte, the even one in the low half; AWQ's input scales multiply the columns."""
     codes = unpack_nibbles(tensors["weight"])  # [rows / 2, columns, 2]
     signed = torch.where(codes > 7, codes.int() - 16, codes.int())
     values = signed.permute(0, 2, 1).flatten(0, 1).float()
@@ -154,7 +153,7 @@ def _widen_int4(tensors: Tensors) -> torch.Tensor:
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[..., 2] the low and the high half of every byte."""
+    """Return [..., 2]: the low and the high half of every byte."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1)
 
 
@@ -166,14 +165,14 @@ def _as_they_are(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
 
 
 def _widen_nvfp4(tensors: Tensors) -> torch.Tensor:
-    """Two columns a byte, the even one in the low half."""
+    """Dequantize two columns a byte, the even one in the low half."""
     values = E2M1[unpack_nibbles(tensors["weight"]).flatten(1).long()]
     scales = tensors["weight_scale"].float() * tensors["weight_scale_2"].float()
     return values * scales.repeat_interleave(NVFP4_BLOCK, 1)
 
 
 def _round_to_nvfp4(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-    """A block's scale is its largest magnitude / 6 in units of `input_scale`, itself rounded to e4m3."""
+    """Round to e2m1; a block's scale is its largest magnitude / 6 in units of `input_scale`, rounded to e4m3."""
     outer = tensors["input_scale"].float()
     blocks = inputs.float().unflatten(-1, (-1, NVFP4_BLOCK))
     scales = (blocks.abs().amax(-1, keepdim=True) / 6 / outer).clamp(2.0**-9, LARGEST).to(E4M3).float() * outer
@@ -181,7 +180,7 @@ def _round_to_nvfp4(inputs: torch.Tensor, tensors: Tensors) -> torch.Tensor:
 
 
 def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """To the nearest, ties to the even code; beyond 6 it is 6."""
+    """Round to the nearest e2m1 value, ties to the even code; values beyond 6 become 6."""
     magnitude = values.abs().clamp(max=6.0)
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return (magnitude / step).round() * step * values.sign()
@@ -196,4 +195,5 @@ ALGORITHMS: Mapping[str, tuple[Widen, RoundInputs]] = {
 
 
 def read_json(path: Path) -> Any:
+    """Parse a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))

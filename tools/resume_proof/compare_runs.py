@@ -1,6 +1,6 @@
-"""Are two finished runs the same run? Everything they left is compared, but for wall-clock time and memory.
+"""Compare everything that two finished runs left, except wall-clock time and memory.
 
-| what | how |
+| files | comparison |
 |---|---|
 | checkpoints both still have, always the last | every tensor of every rank byte by byte; counters, stream, buffer |
 | metrics.jsonl, evaluations.jsonl | the same steps once each, in order, and equal values |
@@ -15,24 +15,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# What a clock or another process decides. Everything else a run records is a function of its configuration.
+# Values that a clock decides. Everything else a run records is a function of its configuration.
 CLOCK_KEYS = frozenset({"train_seconds", "eval/seconds"})
 CLOCK_PREFIXES = ("time/", "memory/", "throughput/")
-COUNTED = frozenset({"throughput/generated_tokens"})  # a count among speeds
+COUNTED = frozenset({"throughput/generated_tokens"})  # a count among the speeds, so it is compared
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
 
 
 def run_differences(first: Path, second: Path) -> Iterator[str]:
-    """What differs between two run folders, one line each; nothing for the same run."""
+    """Yield one line for each difference between two run directories."""
     yield from _checkpoint_differences(first / "checkpoints", second / "checkpoints")
     for name in RECORDS:
         yield from _record_differences(first / name, second / name)
     yield from _file_differences(first / "huggingface", second / "huggingface")
 
 
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Train steps of the checkpoints in a folder, in order."""
-    return sorted(int(entry.name.removeprefix("step_")) for entry in folder.glob("step_*") if entry.name[5:].isdigit())
+def checkpoint_steps(directory: Path) -> list[int]:
+    """Return the train steps of the checkpoints in a directory, in order."""
+    return sorted(
+        int(entry.name.removeprefix("step_")) for entry in directory.glob("step_*") if entry.name[5:].isdigit()
+    )
 
 
 def _checkpoint_differences(first: Path, second: Path) -> Iterator[str]:
@@ -50,23 +52,23 @@ def _one_checkpoint(first: Path, second: Path) -> Iterator[str]:
     for path in sorted(first.iterdir()):
         if path.suffix == ".safetensors":
             yield from _tensor_differences(path, second / path.name)
-        elif path.name != "manifest.json":  # holds the hashes of files with wall-clock times
+        elif path.name != "manifest.json":  # has the hashes of files with wall-clock times
             yield from value_differences(_json(path), _json(second / path.name), f"{first.name}/{path.name}")
 
 
 def _tensor_differences(first: Path, second: Path) -> Iterator[str]:
     ours, theirs = _raw_tensors(first), _raw_tensors(second)
-    place = f"{first.parent.name}/{first.name}"
+    where = f"{first.parent.name}/{first.name}"
     if ours.keys() != theirs.keys():
-        yield f"{place}: tensors {sorted(ours.keys() ^ theirs.keys())[:4]} are in one only"
+        yield f"{where}: tensors {sorted(ours.keys() ^ theirs.keys())[:4]} are in one only"
         return
     for name, (description, content) in ours.items():
         if (description, content) != theirs[name]:
-            yield f"{place}: {name} {description} has other bytes"
+            yield f"{where}: {name} {description} has other bytes"
 
 
 def _raw_tensors(path: Path) -> dict[str, tuple[str, bytes]]:
-    """(type and shape, bytes) of every tensor of a safetensors file."""
+    """Return (type and shape, bytes) of every tensor of a safetensors file."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
@@ -106,30 +108,31 @@ def _file_differences(first: Path, second: Path) -> Iterator[str]:
 
 def _names_differ(first: Path, second: Path) -> str:
     names = [
-        sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else None for folder in (first, second)
+        sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else None
+        for directory in (first, second)
     ]
     return "" if names[0] == names[1] else f"{first.name}: files {names[0]} and {names[1]}"
 
 
-def value_differences(first: Any, second: Any, place: str) -> Iterator[str]:
-    """Where two JSON values differ, but for what a clock decides."""
+def value_differences(first: Any, second: Any, where: str) -> Iterator[str]:
+    """Yield one line for each difference between two JSON values, except values that a clock decides."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         for key in sorted({*first, *second}):
             if is_clocked(key):
                 continue
             if key not in first or key not in second:
-                yield f"{place}: {key} is in one only"
+                yield f"{where}: {key} is in one only"
             else:
-                yield from value_differences(first[key], second[key], f"{place}: {key}")
+                yield from value_differences(first[key], second[key], f"{where}: {key}")
     elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         for index, (our, their) in enumerate(zip(first, second, strict=True)):
-            yield from value_differences(our, their, f"{place}[{index}]")
+            yield from value_differences(our, their, f"{where}[{index}]")
     elif first != second:
-        yield f"{place}: {str(first)[:80]} and {str(second)[:80]}"
+        yield f"{where}: {str(first)[:80]} and {str(second)[:80]}"
 
 
 def is_clocked(key: str) -> bool:
-    """Whether a value under this name depends on time or memory."""
+    """Return True if a value under this name depends on time or memory."""
     return key in CLOCK_KEYS or (key.startswith(CLOCK_PREFIXES) and key not in COUNTED)
 
 

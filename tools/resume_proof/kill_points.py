@@ -1,11 +1,11 @@
-"""The proof of exact resume: a run that is killed at a random moment and started again equals the run never killed.
+"""Exact resume: a run that is killed at a random moment and restarted equals the run that was never killed.
 
-    once          a run to its end: the reference, and how long it takes
+    reference     a run to its end, which also measures its duration
     every point   the same run, killed (kill -9 of the launcher, torchrun and every worker) at a moment drawn uniformly
-                  from the reference's duration after start-up; started again until it ends; compared byte for byte
-    aimed ones    besides: kills within milliseconds of the moment a checkpoint begins to be written
+                  from that duration after start-up; restarted until it ends; compared byte for byte
+    aimed points  in addition: kills within milliseconds of the first byte of a checkpoint
 
-The runs are those of `megatron-dapo train`, in processes of their own. Where a kill hit is read from the stacks that
+The runs are those of `megatron-dapo train`, in processes of their own. The phase of a kill comes from the stacks that
 the workers write on SIGUSR1 an instant before.
 """
 
@@ -41,17 +41,17 @@ MAX_LATE = 5  # kills that came after the end, drawn again
 SAVING_S = 0.03  # an aimed kill comes within this time of the first byte of a checkpoint
 
 Say = Callable[[str], None]
-# Armed with the folder of a run that has started, it says when to kill.
+# Given the directory of a run that has started, returns a condition that is true when it is time to kill.
 Moment = Callable[[Path], Callable[[], bool]]
 
 
 @dataclass(frozen=True)
 class ResumeProofSettings:
-    """`overrides`: of the recipe, as `--set` takes them. `folder`: the runs are made in it."""
+    """Settings of one proof. `overrides` change the recipe like `--set`; the runs are made in `directory`."""
 
     recipe: Path
     layout: str
-    folder: Path
+    directory: Path
     overrides: tuple[str, ...] = ()
     num_points: int = 20
     num_aimed: int = 0  # kills during checkpoint writes, in addition
@@ -61,28 +61,28 @@ class ResumeProofSettings:
 
 @dataclass(frozen=True)
 class KillPoint:
-    """One kill and what came of it. `difference`: the first one to the reference, "" for none."""
+    """One kill and its outcome. `difference` is the first one from the reference, "" for none."""
 
-    aim: str  # what the moment was drawn as
+    aim: str  # the drawn moment
     phase: str
-    trained_steps: int  # on record when it hit
-    checkpoints: tuple[str, ...]  # folders when it hit, unfinished ones included
-    resumed_from: str  # the checkpoint, "" where it began anew
+    trained_steps: int  # on record at the kill
+    checkpoints: tuple[str, ...]  # directories at the kill, unfinished ones included
+    resumed_from: str  # the checkpoint; "": it began anew
     difference: str
     wall_seconds: float  # of the point
 
 
 @dataclass(frozen=True)
 class ResumeProofReport:
-    """What `tools/prove_resume.py --json` prints."""
+    """Report of `tools/prove_resume.py --json`."""
 
     layout: str
     points: int
     equal: int
     first_difference: str | None
-    phases: Mapping[str, int]  # kills by where they hit
+    phases: Mapping[str, int]  # number of kills by phase
     restarts_from_a_checkpoint: int
-    checkpoints_with_carried_groups: int  # of the reference: groups waited in the buffer, or windows to go on
+    checkpoints_with_carried_groups: int  # of the reference: groups in the buffer, or unfinished windows
     train_steps: int
     start_up_seconds: float  # of the reference
     run_seconds: float  # of the reference, after start-up
@@ -90,18 +90,19 @@ class ResumeProofReport:
     kills: Sequence[KillPoint]
 
     def to_json(self) -> dict[str, Any]:
+        """Return a JSON-serializable object."""
         return asdict(self)
 
 
 class RunProcess:
-    """One `megatron-dapo train` process and what it starts."""
+    """One `megatron-dapo train` process and its children."""
 
-    def __init__(self, settings: ResumeProofSettings, folder: Path, extra: Sequence[str] = ()) -> None:
-        self.folder = folder
-        self.log = folder.with_suffix(".log")
+    def __init__(self, settings: ResumeProofSettings, directory: Path, extra: Sequence[str] = ()) -> None:
+        self.directory = directory
+        self.log = directory.with_suffix(".log")
         sets = [part for override in (*settings.overrides, *extra) for part in ("--set", override)]
         command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(settings.recipe)]
-        command += ["--layout", settings.layout, "--output-dir", str(folder), *sets]
+        command += ["--layout", settings.layout, "--output-dir", str(directory), *sets]
         path = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", ""))))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.start = time.monotonic()
@@ -110,7 +111,7 @@ class RunProcess:
         self._timeout_s = settings.run_timeout_s
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Whether the condition held before the process ended."""
+        """Wait; return False if the process ended before the condition held."""
         while not condition():
             if self.process.poll() is not None:
                 return condition()
@@ -119,15 +120,16 @@ class RunProcess:
         return True
 
     def is_past_start_up(self) -> bool:
-        return (self.folder / "metrics.jsonl").is_file()
+        """Return True once the first metrics are on record."""
+        return (self.directory / "metrics.jsonl").is_file()
 
     def wait(self) -> int:
-        """The exit code at the end."""
+        """Wait for the end and return the exit code."""
         self.wait_until(lambda: False)
         return int(self.process.wait())
 
     def family(self) -> list[psutil.Process]:
-        """The launcher, torchrun, workers and verifiers."""
+        """Return the launcher, torchrun, workers and verifiers."""
         try:
             launcher = psutil.Process(self.process.pid)
             return [launcher, *launcher.children(recursive=True)]
@@ -135,35 +137,34 @@ class RunProcess:
             return []
 
     def worker_pids(self) -> list[int]:
-        """Of rank 0, rank 1, ..."""
-        files = itertools.takewhile(Path.is_file, (worker_pid_file(self.folder, rank) for rank in itertools.count()))
+        """Return the process ids of rank 0, rank 1, ..."""
+        files = itertools.takewhile(Path.is_file, (worker_pid_file(self.directory, rank) for rank in itertools.count()))
         return [int(file.read_text()) for file in files]
 
     def kill(self) -> list[psutil.Process]:
-        """kill -9 of the launcher, torchrun and every worker. Returns what of the family is left after a while."""
+        """Send SIGKILL to the launcher, torchrun and every worker; return the processes that outlive it by ORPHAN_S."""
         family, workers = self.family(), self.worker_pids()
         for pid in workers:
             _signal(pid, signal.SIGUSR1)
         time.sleep(STACK_S)
-        # Those who watch over others go first, so that nobody reacts to a death.
+        # Launcher and torchrun go first, so that neither reacts to the death of a worker.
         torchrun = [process.pid for process in family[1:] if process.pid not in workers and _is_torchrun(process)]
         for pid in (self.process.pid, *torchrun, *workers):
             _signal(pid, signal.SIGKILL)
         self.process.wait()
         _, left = psutil.wait_procs(family, timeout=ORPHAN_S)
-        # A zombie is dead; on a busy machine init may take a while to reap it.
+        # A zombie is dead; on a busy node init may take a while to reap it.
         return [process for process in left if not _is_zombie(process)]
 
     def exit_reason(self) -> str:
+        """Return the last line of the log."""
         lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
     def _check_time(self) -> None:
         if time.monotonic() - self.start > self._timeout_s:
             left = self.kill()
-            raise TimeoutError(
-                f"{self.folder} did not end in {self._timeout_s} s (left: {left}); {self.log} says how far it came"
-            )
+            raise TimeoutError(f"{self.directory} did not end in {self._timeout_s} s (left: {left}); see {self.log}")
 
 
 def _signal(pid: int, signum: int) -> None:
@@ -187,7 +188,7 @@ def _is_torchrun(process: psutil.Process) -> bool:
         return False
 
 
-# Where a stack stands: the first row of which a function is on it, innermost work first.
+# Phase of a stack: the first row with a function on it. Innermost work comes first.
 _PHASES: tuple[tuple[str, str], ...] = (
     ("checkpoint write", r"checkpoint_store.py.* in write_own"),
     ("checkpoint commit", r"checkpoint_store.py.* in (commit|begin|clean|_delete)"),
@@ -207,14 +208,14 @@ _PHASES: tuple[tuple[str, str], ...] = (
 
 
 def phase_of(stacks: str) -> str:
-    """Where a worker stood, from the stacks that faulthandler wrote."""
+    """Return the phase of a worker from the stacks that faulthandler wrote."""
     return next((name for name, pattern in _PHASES if re.search(pattern, stacks, re.MULTILINE)), "start or end")
 
 
 def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) -> ResumeProofReport:
-    """Run the proof. RuntimeError where the reference fails, TimeoutError where a run hangs."""
+    """Run the proof. Raises RuntimeError if the reference fails and TimeoutError if a run hangs."""
     start = time.monotonic()
-    settings.folder.mkdir(parents=True, exist_ok=True)
+    settings.directory.mkdir(parents=True, exist_ok=True)
     reference, start_up, duration = make_reference(settings)
     say(f"reference: {start_up:.1f} s start-up, {duration:.1f} s run")
     length = _Length(duration)
@@ -224,8 +225,8 @@ def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) ->
     draws += [lambda: while_saving(draw.choice(steps), draw.uniform(0.0, SAVING_S))] * settings.num_aimed
     kills: list[KillPoint] = []
     for index, draw_moment in enumerate(draws):
-        folder = settings.folder / f"point_{index:02d}"
-        kills.append(_kill_point(settings, reference, draw_moment, length, folder))
+        directory = settings.directory / f"point_{index:02d}"
+        kills.append(_kill_point(settings, reference, draw_moment, length, directory))
         say(f"point {index + 1}: {kills[-1]}")
     differences = [kill.difference for kill in kills if kill.difference]
     return ResumeProofReport(
@@ -245,22 +246,22 @@ def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) ->
 
 
 def make_reference(settings: ResumeProofSettings) -> tuple[Path, float, float]:
-    """(its folder, seconds of start-up, seconds from there to its summary) of the run that is not interrupted."""
-    # Keeps every checkpoint, so that those a point ends with are among them.
-    run = RunProcess(settings, settings.folder / "reference", ["checkpoint.keep=1000"])
+    """Run without interruption; return (directory, seconds of start-up, seconds from then to the summary)."""
+    # All checkpoints are kept, because a point may end with any of them.
+    run = RunProcess(settings, settings.directory / "reference", ["checkpoint.keep=1000"])
     run.wait_until(run.is_past_start_up)
     started = time.monotonic()
-    run.wait_until((run.folder / "summary.json").is_file)
+    run.wait_until((run.directory / "summary.json").is_file)
     ended = time.monotonic()
     if code := run.wait():
         raise RuntimeError(f"the uninterrupted run ended with exit code {code}: {run.exit_reason()}")
-    return run.folder, started - run.start, ended - started
+    return run.directory, started - run.start, ended - started
 
 
 def after_seconds(seconds: float) -> tuple[str, Moment]:
-    """So long after start-up."""
+    """Return the moment this long after start-up."""
 
-    def arm(folder: Path) -> Callable[[], bool]:
+    def arm(directory: Path) -> Callable[[], bool]:
         deadline = time.monotonic() + seconds
         return lambda: time.monotonic() >= deadline
 
@@ -268,10 +269,10 @@ def after_seconds(seconds: float) -> tuple[str, Moment]:
 
 
 def while_saving(step: int, delay: float) -> tuple[str, Moment]:
-    """`delay` seconds after the checkpoint of `step` is begun."""
+    """Return the moment `delay` seconds after the checkpoint of `step` begins."""
 
-    def arm(folder: Path) -> Callable[[], bool]:
-        unfinished = folder / "checkpoints" / f"step_{step:06d}.tmp"
+    def arm(directory: Path) -> Callable[[], bool]:
+        unfinished = directory / "checkpoints" / f"step_{step:06d}.tmp"
 
         def begun() -> bool:
             if not unfinished.is_dir():
@@ -286,14 +287,14 @@ def while_saving(step: int, delay: float) -> tuple[str, Moment]:
 
 @dataclass
 class _Length:
-    """How long a run takes after start-up, as far as is known: the machine may be faster now than it was before."""
+    """Duration of a run after start-up, updated when a run turns out to be shorter."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Killed:
-    """Where a kill found a run."""
+    """State of a run at its kill."""
 
     phase: str
     trained_steps: int
@@ -314,59 +315,59 @@ def _kill_point(
     reference: Path,
     draw: Callable[[], tuple[str, Moment]],
     length: _Length,
-    folder: Path,
+    directory: Path,
 ) -> KillPoint:
     start = time.monotonic()
     for attempt in range(MAX_LATE):
         aim, moment = draw()
         try:
-            killed = kill_at(settings, folder, moment)
+            killed = kill_at(settings, directory, moment)
             break
         except RunWasOver as over:
             length.seconds = over.seconds
-            shutil.rmtree(folder)
+            shutil.rmtree(directory)
             if attempt == MAX_LATE - 1:
                 raise
-    resumed, problem = resume_and_compare(settings, reference, folder)
+    resumed, problem = resume_and_compare(settings, reference, directory)
     orphans = f"processes outlived the kill: {killed.left}" if killed.left else ""
     wall = round(time.monotonic() - start, 1)
     point = KillPoint(aim, killed.phase, killed.trained_steps, killed.checkpoints, resumed, orphans or problem, wall)
     if not point.difference:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
     return point
 
 
-def kill_at(settings: ResumeProofSettings, folder: Path, moment: Moment) -> Killed:
-    """Start a run and kill it at the moment. Raises RunWasOver where it had ended by then."""
-    run = RunProcess(settings, folder)
+def kill_at(settings: ResumeProofSettings, directory: Path, moment: Moment) -> Killed:
+    """Start a run and kill it at the moment. Raises RunWasOver if it has ended by then."""
+    run = RunProcess(settings, directory)
     if not run.wait_until(run.is_past_start_up):
-        raise RuntimeError(f"{folder}: the run failed before it was killed: {run.exit_reason()}")
+        raise RuntimeError(f"{directory}: the run failed before it was killed: {run.exit_reason()}")
     started = time.monotonic()
-    is_time, summary = moment(folder), folder / "summary.json"
+    is_time, summary = moment(directory), directory / "summary.json"
     run.wait_until(lambda: is_time() or summary.is_file())
     if summary.is_file():
         seconds = time.monotonic() - started
         run.wait()
         raise RunWasOver(seconds)
     left = run.kill()
-    stacks = worker_pid_file(folder, 0).with_suffix(".stacks").read_text(encoding="utf-8")
-    metrics = (folder / "metrics.jsonl").read_bytes().count(b"\n")
-    names = sorted(entry.name for entry in folder.glob("checkpoints/*"))
+    stacks = worker_pid_file(directory, 0).with_suffix(".stacks").read_text(encoding="utf-8")
+    metrics = (directory / "metrics.jsonl").read_bytes().count(b"\n")
+    names = sorted(entry.name for entry in directory.glob("checkpoints/*"))
     return Killed(phase_of(stacks), metrics, tuple(names), tuple(left))
 
 
-def resume_and_compare(settings: ResumeProofSettings, reference: Path, folder: Path) -> tuple[str, str]:
-    """Start the run again until its end: (the checkpoint it went on from or "", the first difference or "")."""
-    run = RunProcess(settings, folder)
+def resume_and_compare(settings: ResumeProofSettings, reference: Path, directory: Path) -> tuple[str, str]:
+    """Restart the run until its end; return (checkpoint it continued from or "", first difference or "")."""
+    run = RunProcess(settings, directory)
     code = run.wait()
     log = run.log.read_text(encoding="utf-8", errors="replace")
     resumed = (re.findall(r"continuing from \S*/(step_\d+)", log) or [""])[-1]
     if code:
-        return resumed, f"{folder}: started again it ended with exit code {code}: {run.exit_reason()}"
-    return resumed, next(run_differences(reference, folder), "")
+        return resumed, f"{directory}: the restarted run ended with exit code {code}: {run.exit_reason()}"
+    return resumed, next(run_differences(reference, directory), "")
 
 
 def _num_carrying(checkpoints: Path) -> int:
-    """Checkpoints that hold groups to be trained later, or responses to go on with."""
+    """Count the checkpoints with groups to train later, or with unfinished responses."""
     states = [json.loads(file.read_text(encoding="utf-8")) for file in checkpoints.glob("step_*/collector.json")]
     return sum(bool(state["pool"] if "pool" in state else state["buffer"]["groups"]) for state in states)

@@ -13,16 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
-from megatron_dapo.checkpoints.huggingface_writer import copy_untouched, hf_checkpoint_writer, written_names
+from megatron_dapo.checkpoints.huggingface_writer import hf_checkpoint_writer
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter
 
 
 def _copy(source: HFCheckpoint, architecture: ModelArchitecture, target: Path, **options) -> None:
     with hf_checkpoint_writer(target, source, architecture, **options) as writer:
         for name in architecture.shapes():
-            for stored in written_names(source, architecture, name):
-                writer.write(stored, source.read_tensor(name))
-        copy_untouched(writer, source, architecture)
+            writer.write(name, source.read_tensor(name))
 
 
 def _stored(folder: Path) -> dict[str, torch.Tensor]:

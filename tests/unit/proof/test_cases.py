@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.proof.cases import RATIOS, SEQUENCES, aggregations, cuts, expert_layouts, layouts, make_batch
+from megatron_dapo.algorithms.aggregation import AGGREGATIONS
+from megatron_dapo.proof.cases import CUTS, RATIOS, SEQUENCES, expert_layouts, layouts, make_batch
 from megatron_dapo.proof.oracle import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, WEIGHTS
 
 
@@ -50,11 +51,11 @@ def test_layouts_of_experts() -> None:
 
 
 def test_every_cut_packing_and_aggregation_is_compared() -> None:
-    assert {(cut.micro_batch, cut.packing) for cut in cuts()} == {
+    assert {(cut.micro_batch, cut.packing) for cut in CUTS} == {
         *((size, "packed") for size in ("1", "2", "4", "dynamic")),
         *((size, "padded") for size in ("2", "4", "dynamic")),
     }
-    assert set(aggregations()) == set(WEIGHTS)
+    assert set(AGGREGATIONS) == set(WEIGHTS)
     assert set(SEQUENCES) == {"1", "2", "4", "dynamic"}
 
 

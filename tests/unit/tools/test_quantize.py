@@ -80,7 +80,7 @@ def test_a_model_is_quantized_and_accepted(request, model, tmp_path, prompts, na
     assert run_tool(source, tmp_path / name, name, prompts, *FEW, "--json") == quantize.OK
     report = json.loads(capsys.readouterr().out)
     stored = json.loads((tmp_path / name / "quantization.json").read_text())
-    assert stored == report and report["judge"] == "transformers"
+    assert stored == report and report["scored_by"] == "transformers"
     assert 0 < report["difference"]["mean_abs"] <= report["tolerance"]["mean_abs"]
     assert report["difference"]["num_sequences"] == 4
     assert report["bytes_after"] < 0.7 * report["bytes_before"]
