@@ -300,6 +300,7 @@ def _family_and_head(config: Mapping[str, Any], heads: Collection[str]) -> tuple
             f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
+    # Configs written by hand often lack the class; the family's language model is meant.
     declared = list(config.get("architectures") or [family.name + LANGUAGE_MODEL])
     supported = {family.name + head: head for head in HEADS if head in heads}
     if len(declared) != 1 or declared[0] not in supported:
@@ -397,7 +398,7 @@ def _check_full_attention(config: Mapping[str, Any]) -> None:
     if others:
         raise ValueError(f"config.json: layer_types holds {others}, supported is only 'full_attention'")
     window = config.get("sliding_window")
-    # Qwen configs carry a window that use_sliding_window = false switches off; elsewhere a window acts by being there.
+    # Qwen configs have a window that use_sliding_window = false switches off; in other families a window is always active.
     if config.get("use_sliding_window") or (window is not None and "use_sliding_window" not in config):
         raise ValueError(
             f"config.json: sliding_window = {window} (use_sliding_window = {config.get('use_sliding_window')}) is not "

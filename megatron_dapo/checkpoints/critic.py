@@ -93,6 +93,7 @@ def load_critic(
         stored.check_aliases(source)
         shapes = source.shapes()
         specs = {name: stored.specs[name] for name in layout.tensors if name in shapes}
+        # The comparison of aliases reads tensors as well; the report counts the load alone.
         already_read = stored.bytes_read
         report = _fill_with_head(specs, stored, layout, rank, parameters, init)
         report = replace(report, bytes_read=stored.bytes_read - already_read)
@@ -144,6 +145,7 @@ class _CriticSource(StoredModel):
 
     def __init__(self, stored: HFCheckpoint, source: ModelArchitecture, critic: ModelArchitecture) -> None:
         super().__init__()
+        # A critic has no output matrix, also not as a second copy of the embedding.
         dropped = {*source.head_shapes(), *source.aliases()}
         kept = {name: spec for name, spec in stored.specs.items() if name not in dropped}
         dtype = stored.specs[FINAL_NORM].dtype
@@ -237,7 +239,7 @@ def _check_same_layers(
 
 
 def _check_same_tokens(directory: str | Path, policy_directory: str | Path) -> None:
-    """Raise ValueError if both directorys have a tokenizer and a token has another id in one."""
+    """Raise ValueError if both directories have a tokenizer and a token has another id in one."""
     ours, theirs = (_vocabulary(Path(path) / TOKENIZER_FILE) for path in (directory, policy_directory))
     if ours is None or theirs is None or ours == theirs:
         return

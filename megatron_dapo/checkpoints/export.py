@@ -25,7 +25,7 @@ from megatron_dapo.reshard.execution import DEFAULT_BUCKET_BYTES, Buffers, execu
 from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 
-DEFAULT_BATCH_BYTES = 256 << 20
+DEFAULT_BATCH_BYTES = 256 << 20  # of whole tensors on rank 0 between two writes
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ def _share_failure(group: dist.ProcessGroup | None, device: torch.device) -> Ite
     except Exception as raised:  # re-raised below, once the other ranks know
         error = raised
     if group is not None:
+        # An integer: not every backend broadcasts booleans.
         failed = torch.tensor([error is not None], dtype=torch.int64, device=device)
         dist.broadcast(failed, dist.get_global_rank(group, 0), group=group)
         if error is None and int(failed):

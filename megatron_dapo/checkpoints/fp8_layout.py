@@ -49,6 +49,7 @@ def expected_parameters(engines: SglangLayout) -> Fp8Parameters:
     SGLang quantizes the layers it calls linear, experts included, but not embedding, head and router. Scales of caches
     are missing here: only a server knows which models have them.
     """
+    # Ranks differ in rows, not in names; rank 0 stands for all.
     specs = engines.local_specs(0)
     matrices = (name for name, spec in specs.items() if len(spec.shape) > 1 and name not in (EMBEDDING, LM_HEAD))
     return Fp8Parameters(frozenset(name for name in matrices if not name.endswith(ROUTER)), frozenset())
@@ -142,6 +143,7 @@ class Fp8EngineLayout(ComputedLayout):
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of all engines."""
         return self.engines.num_ranks
 
     def _replica_key(self, rank: int) -> int:

@@ -19,7 +19,7 @@ from megatron_dapo.reshard.slices import Slice
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_COMPARE_BYTES = 16 << 20
+_COMPARE_BYTES = 16 << 20  # of each copy in memory while two copies are compared
 
 # Rotary frequencies, which old exports store although they follow from the config.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -163,6 +163,7 @@ def untouched_names(stored: Iterable[str], architecture: ModelArchitecture) -> t
 def _weight_map(directory: Path) -> dict[str, str]:
     """Return tensor name -> file name, from the index or from the header of the single file."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    # Saving a model twice with other shard sizes leaves both, of which one is outdated.
     if single.exists() and index.exists():
         raise ValueError(f"{directory}: has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not the model")
     if index.exists():

@@ -60,6 +60,7 @@ def fill(
 ) -> WeightLoadReport:
     """Fill `parameters` of `rank` with what `reader` reads of `source`; padding becomes zero. Asserts that every element
     is written exactly once or is padding."""
+    # Before any read: a parameter that the model lacks would otherwise be noticed after the whole load.
     check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
     transfers = plan(source, layout).receives(rank)
     with torch.no_grad():

@@ -118,6 +118,7 @@ class MegatronCheckpoint(StoredModel):
             expected[UNTOUCHED_FILE] = {name: self.specs[name] for name in self._untouched}
         if set(files) != set(expected):
             raise ValueError(f"{self.path / MANIFEST_FILE}: lists {sorted(files)}, the layout has {sorted(expected)}")
+        # Everything is checked before the first read, so a truncated copy fails at once and not after hours.
         for file, specs in expected.items():
             self._readers[file] = reader = SafetensorsReader(self.path / file)
             size = (self.path / file).stat().st_size

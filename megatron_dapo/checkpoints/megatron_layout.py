@@ -97,6 +97,7 @@ class MegatronLayout(ComputedLayout):
         for stage in range(parallel.virtual_pipeline):
             first_chunk = pipeline == 0 and stage == 0
             last_chunk = pipeline == parallel.pipeline - 1 and stage == last_stage
+            # With virtual stages a rank has several chunks; only the outermost two have embedding and head.
             if first_chunk:
                 yield self._vocabulary(f"{stage}.embedding.word_embeddings.weight", EMBEDDING, tensor)
             for index, layer in enumerate(parallel.layers_of(pipeline, stage, architecture.num_layers)):
@@ -202,6 +203,7 @@ def _check_divisible(architecture: ModelArchitecture, parallel: ParallelLayout) 
             f"tensor parallel size {tensor} is neither a multiple nor a divisor of num_key_value_heads {groups}, "
             "which Megatron-core needs"
         )
+    # Megatron cuts the fused QKV evenly by rows, not by heads.
     rows = (architecture.num_attention_heads + 2 * groups) * architecture.head_dim
     check_divides("tensor", tensor, "the rows of the fused QKV", rows)
     experts = architecture.experts

@@ -59,6 +59,7 @@ class SafetensorsReader:
         self.path = Path(path)
         self.bytes_read = 0  # of tensor data
         try:
+            # Unbuffered: slices are read by offset, and a buffer would read bytes that no rank needs.
             self._file = open(self.path, "rb", buffering=0)
         except FileNotFoundError:
             raise ValueError(f"{self.path}: the file is missing; download the model again") from None
@@ -75,6 +76,7 @@ class SafetensorsReader:
         self.close()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def read(self, name: str, out: torch.Tensor, bounds: Slice | None = None) -> None:
@@ -231,6 +233,7 @@ class SafetensorsWriter:
 
     def __init__(self, path: str | Path, specs: Mapping[str, TensorSpec]) -> None:
         self.path = Path(path)
+        # "x": an existing file belongs to another model.
         self._file = open(self.path, "xb", buffering=0)
         self._stored: dict[str, StoredTensor] = {}
         self._missing = dict(specs)
@@ -252,11 +255,13 @@ class SafetensorsWriter:
             self._stored[name] = StoredTensor(spec, position)
             position = end
         text = json.dumps(entries, separators=(",", ":")).encode()
+        # Spaces after the JSON align the data to 8 bytes, as the reference writer does.
         text += b" " * (-len(text) % _LENGTH_BYTES)
         self._data_start = _LENGTH_BYTES + len(text)
         return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor at its offset. Raises ValueError for a repeated or unknown name, or another shape or type."""
         spec = self._missing.pop(name, None)
         if spec is None:
             raise ValueError(

@@ -38,6 +38,7 @@ def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: s
         raise ValueError(f"check-loss: {model} holds no config.json; give a Hugging Face model directory")
     settings = CheckLossSettings(model=str(Path(model).resolve()) if model else "", dtype=dtype)
     start = time.monotonic()
+    # More than one: torchrun or srun has started this process as a rank.
     launched = process_environment().world_size
     result = _join_and_check(settings) if launched > 1 else _start_and_check(settings, num_processes)
     return CheckLossReport(

@@ -44,6 +44,7 @@ def compare_gradients(
     for shard in layout.shards(rank):
         wanted = _cut(expected[shard.tensor], *shard.bounds).double()
         ours = shard_view(gradients[shard.local], shard).to(wanted.device, torch.float64)
+        # Every replica adds to both sums, so one deviating replica changes the result.
         sums[0, index[shard.tensor]] += (ours - wanted).square().sum()
         sums[1, index[shard.tensor]] += wanted.square().sum()
     totals = sum_over({"sums": sums, "padding": _padding_sum(gradients, layout, rank)})

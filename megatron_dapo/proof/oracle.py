@@ -120,6 +120,7 @@ def solve(model: PreTrainedModel, batch: ProofBatch) -> tuple[list[TrainSample],
         logprobs = _response_logprobs(model, sample)
         sample = replace(sample, rollout_logprobs=(logprobs.detach() - ratios.log()).float())
         token_losses = sample.loss_mask.double() * _token_losses(logprobs, sample)
+        # Unweighted; the weights of each aggregation multiply them below.
         gradients.append(torch.autograd.grad(token_losses.sum(), parameters))
         losses.append(float(token_losses.detach().sum()))
         scales.append(float(token_losses.detach().abs().sum()))

@@ -133,6 +133,7 @@ def build_actor(problem: LossProblem, layout: ParallelLayout, dtype: str) -> Meg
 
 def check_layout(problem: LossProblem, layout: ParallelLayout, dtype: str) -> list[LossCheckRow]:
     """Check all cuts and aggregations of one layout."""
+    # One actor serves all cuts: gradients are cleared between them, parameters never change.
     actor = build_actor(problem, layout, dtype)
     return [
         check_cut(problem, actor, cut, aggregation, weight_fn_of(aggregation))
@@ -181,6 +182,7 @@ def check_all(settings: CheckLossSettings) -> dict[str, Any]:
         (problem, layout) for problem, candidates in _problems(settings, dist.get_world_size()) for layout in candidates
     ]
     for number, (problem, layout) in enumerate(candidates, 1):
+        # Checked before building, because a rank that fails alone would leave the others in a collective.
         try:
             megatron_layout(problem.architecture, layout, DTYPES[settings.dtype])
             transformer_config(problem.architecture, layout, ModelSettings(dtype=settings.dtype))

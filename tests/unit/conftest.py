@@ -1,4 +1,4 @@
-"""Tiny model folders made by transformers: four families, tied and untied, a vocabulary that no padding fits."""
+"""Tiny model directories made by transformers: four families, tied and untied, a vocabulary that no padding fits."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ SIZES = {
 
 
 @pytest.fixture
-def make_folder(tmp_path: Path) -> Callable[..., Path]:
-    """make_folder(family, tied=..., dtype=..., name=..., shard=..., **sizes) -> folder with random weights."""
+def make_model_directory(tmp_path: Path) -> Callable[..., Path]:
+    """make_model_directory(family, tied=..., dtype=..., name=..., shard=..., **sizes) -> directory with random weights."""
 
     def make(
         family: str, *, tied: bool = False, dtype=torch.float32, name: str = "model", shard: str = "50GB", **sizes
@@ -57,8 +57,8 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
         model = model_class(config_class(**fields))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
-        folder = tmp_path / name
-        model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-        return folder
+        directory = tmp_path / name
+        model.to(dtype).save_pretrained(directory, max_shard_size=shard)
+        return directory
 
     return make

@@ -17,8 +17,8 @@ from megatron_dapo.reshard.planner import plan
 
 
 @pytest.fixture
-def loaded(make_folder):
-    folder = make_folder("qwen2", tied=True)
+def loaded(make_model_directory):
+    folder = make_model_directory("qwen2", tied=True)
     layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
     load_from_huggingface(folder, layout, 0, parameters)
@@ -72,9 +72,9 @@ def test_digest_depends_on_both_layouts(loaded):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_megatron_to_megatron_in_memory(family, make_folder):
+def test_megatron_to_megatron_in_memory(family, make_model_directory):
     """TP2 PP2 -> TP4 -> PP2 VPP2, every rank as if loaded directly."""
-    folder = make_folder(family, tied=True)
+    folder = make_model_directory(family, tied=True)
     architecture = ModelArchitecture.from_directory(folder)
     layouts = [
         megatron_layout(architecture, parallel, torch.float32)

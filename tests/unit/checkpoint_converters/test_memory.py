@@ -46,10 +46,10 @@ print(before, middle, memory("VmHWM:"))
 """
 
 
-def _synthetic(folder: Path, shard_bytes: int) -> tuple[int, int, int]:
+def _synthetic(directory: Path, shard_bytes: int) -> tuple[int, int, int]:
     """(bytes, largest shard, one layer) of a model of random bits."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
     architecture = ModelArchitecture.from_config(CONFIG)
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, shape in architecture.shapes().items():
@@ -59,11 +59,11 @@ def _synthetic(folder: Path, shard_bytes: int) -> tuple[int, int, int]:
         shards[-1][name] = tensor
     files = [f"model-{number}.safetensors" for number in range(len(shards))]
     for file, shard in zip(files, shards):
-        save_file(shard, folder / file)
+        save_file(shard, directory / file)
     weight_map = {name: file for file, shard in zip(files, shards) for name in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     layer = sum(2 * torch.Size(shape).numel() for shape in architecture.layer_shapes(0).values())
-    return 2 * architecture.num_parameters, max((folder / file).stat().st_size for file in files), layer
+    return 2 * architecture.num_parameters, max((directory / file).stat().st_size for file in files), layer
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")

@@ -29,9 +29,11 @@ def _program(name: str):
 hf_to_megatron, megatron_to_hf, verify = (_program(name) for name in ("hf_to_megatron", "megatron_to_hf", "verify"))
 
 
-def _stored(folder: Path) -> dict[str, torch.Tensor]:
+def _stored(directory: Path) -> dict[str, torch.Tensor]:
     return {
-        name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
+        name: tensor
+        for file in sorted(directory.glob("model*.safetensors"))
+        for name, tensor in load_file(file).items()
     }
 
 
@@ -44,19 +46,19 @@ def _change(file: Path, name: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_bit_identical_through_every_layout(family, tied, make_folder, tmp_path, capsys):
-    folder = make_folder(family, tied=tied, dtype=torch.bfloat16, shard="20KB")
-    before = _stored(folder)
+def test_bit_identical_through_every_layout(family, tied, make_model_directory, tmp_path, capsys):
+    directory = make_model_directory(family, tied=tied, dtype=torch.bfloat16, shard="20KB")
+    before = _stored(directory)
     for tensor, pipeline, virtual in LAYOUTS:
         cut, back = (tmp_path / f"{name}{tensor}{pipeline}{virtual}" for name in ("cut", "back"))
         sizes = ("--tensor", tensor, "--pipeline", pipeline, "--virtual-pipeline", virtual)
-        assert hf_to_megatron(folder, cut, *sizes) == 0
-        assert verify(folder, cut) == 0 and verify(cut, folder) == 0
+        assert hf_to_megatron(directory, cut, *sizes) == 0
+        assert verify(directory, cut) == 0 and verify(cut, directory) == 0
         assert megatron_to_hf(cut, back, "--shard-bytes", 40_000) == 0
-        assert verify(folder, back) == 0
+        assert verify(directory, back) == 0
         after = _stored(back)
         assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-        assert (back / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+        assert (back / "config.json").read_bytes() == (directory / "config.json").read_bytes()
     assert "different" not in capsys.readouterr().out
 
 
@@ -69,70 +71,70 @@ def test_bit_identical_through_every_layout(family, tied, make_folder, tmp_path,
         "--tensor 4 --expert 2 --expert-tensor 2 --pipeline 2 --virtual-pipeline 2",
     ],
 )
-def test_experts_are_bit_identical(sizes, make_folder, tmp_path, capsys):
-    folder = make_folder("qwen3_moe", dtype=torch.bfloat16, shard="20KB")
-    assert hf_to_megatron(folder, tmp_path / "cut", *sizes.split()) == 0
-    assert verify(folder, tmp_path / "cut") == 0
+def test_experts_are_bit_identical(sizes, make_model_directory, tmp_path, capsys):
+    directory = make_model_directory("qwen3_moe", dtype=torch.bfloat16, shard="20KB")
+    assert hf_to_megatron(directory, tmp_path / "cut", *sizes.split()) == 0
+    assert verify(directory, tmp_path / "cut") == 0
     assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 0
-    before, after = _stored(folder), _stored(tmp_path / "back")
+    before, after = _stored(directory), _stored(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     assert any("mlp.experts.7.up_proj" in name for name in after)
 
 
-def test_a_change_in_the_last_expert_is_found(make_folder, tmp_path, capsys):
-    folder = make_folder("qwen3_moe")
-    assert hf_to_megatron(folder, tmp_path / "cut", "--expert", 2) == 0
-    _change(folder / "model.safetensors", "model.layers.3.mlp.experts.7.down_proj.weight")
-    assert verify(folder, tmp_path / "cut") == 1
+def test_a_change_in_the_last_expert_is_found(make_model_directory, tmp_path, capsys):
+    directory = make_model_directory("qwen3_moe")
+    assert hf_to_megatron(directory, tmp_path / "cut", "--expert", 2) == 0
+    _change(directory / "model.safetensors", "model.layers.3.mlp.experts.7.down_proj.weight")
+    assert verify(directory, tmp_path / "cut") == 1
     assert (
         "rank_00001.safetensors 0.decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight: 1 of"
         in capsys.readouterr().out
     )
 
 
-def test_a_folder_from_before_experts_is_read(make_folder, tmp_path):
-    folder = make_folder("qwen2")
-    assert hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2) == 0
+def test_a_directory_from_before_experts_is_read(make_model_directory, tmp_path):
+    directory = make_model_directory("qwen2")
+    assert hf_to_megatron(directory, tmp_path / "cut", "--tensor", 2) == 0
     layout = json.loads((tmp_path / "cut" / "layout.json").read_text())
     del layout["parallel"]["expert"], layout["parallel"]["expert_tensor"]
     (tmp_path / "cut" / "layout.json").write_text(json.dumps(layout))
-    assert verify(folder, tmp_path / "cut") == 0
+    assert verify(directory, tmp_path / "cut") == 0
 
 
-def test_files_are_what_each_rank_loads(make_folder, tmp_path):
+def test_files_are_what_each_rank_loads(make_model_directory, tmp_path):
     """The conversion and the loader agree buffer by buffer, padding included."""
-    folder = make_folder("qwen2", tied=True)
-    hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2, "--pipeline", 2)
+    directory = make_model_directory("qwen2", tied=True)
+    hf_to_megatron(directory, tmp_path / "cut", "--tensor", 2, "--pipeline", 2)
     layout = megatron_layout(
-        ModelArchitecture.from_directory(folder), ParallelLayout(4, tensor=2, pipeline=2), torch.float32
+        ModelArchitecture.from_directory(directory), ParallelLayout(4, tensor=2, pipeline=2), torch.float32
     )
     for rank in range(4):
         parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(rank).items()}
-        load_from_huggingface(folder, layout, rank, parameters)
+        load_from_huggingface(directory, layout, rank, parameters)
         stored = load_file(tmp_path / "cut" / f"rank_{rank:05d}.safetensors")
         assert stored.keys() == parameters.keys() and all(torch.equal(stored[n], parameters[n]) for n in stored)
 
 
-def test_bytes_are_read_once(make_folder, tmp_path, capsys):
+def test_bytes_are_read_once(make_model_directory, tmp_path, capsys):
     """Only norms and biases of norms, which every tensor rank holds, are read more than once."""
-    folder = make_folder("llama")
-    architecture = ModelArchitecture.from_directory(folder)
-    hf_to_megatron(folder, tmp_path / "cut", "--tensor", 4)
+    directory = make_model_directory("llama")
+    architecture = ModelArchitecture.from_directory(directory)
+    hf_to_megatron(directory, tmp_path / "cut", "--tensor", 4)
     norms = sum(shape[0] for name, shape in architecture.shapes().items() if "norm" in name)
     assert f"{4 * (architecture.num_parameters + 3 * norms):,} bytes read" in capsys.readouterr().out
 
 
-def test_aliases_and_derived_buffers_survive(make_folder, tmp_path):
-    folder = make_folder("llama", tied=True)
-    tensors = load_file(folder / "model.safetensors")
+def test_aliases_and_derived_buffers_survive(make_model_directory, tmp_path):
+    directory = make_model_directory("llama", tied=True)
+    tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
-    save_file(tensors, folder / "model.safetensors")
-    assert hf_to_megatron(folder, tmp_path / "cut", "--pipeline", 2) == 0
-    assert verify(tmp_path / "cut", folder) == 0
+    save_file(tensors, directory / "model.safetensors")
+    assert hf_to_megatron(directory, tmp_path / "cut", "--pipeline", 2) == 0
+    assert verify(tmp_path / "cut", directory) == 0
     assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 0
     assert _stored(tmp_path / "back").keys() == tensors.keys()
-    assert verify(tmp_path / "back", folder) == 0
+    assert verify(tmp_path / "back", directory) == 0
 
 
 @pytest.mark.parametrize(
@@ -144,9 +146,9 @@ def test_aliases_and_derived_buffers_survive(make_folder, tmp_path):
         ("rank_00002.safetensors", "0.decoder.layers.0.self_attention.linear_qkv.bias"),
     ],
 )
-def test_verify_finds_one_bit_anywhere(file, buffer, make_folder, tmp_path, capsys):
-    folder = make_folder("qwen2", tied=True)
-    hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2, "--pipeline", 2)
+def test_verify_finds_one_bit_anywhere(file, buffer, make_model_directory, tmp_path, capsys):
+    directory = make_model_directory("qwen2", tied=True)
+    hf_to_megatron(directory, tmp_path / "cut", "--tensor", 2, "--pipeline", 2)
     tensors = load_file(tmp_path / "cut" / file)
     tensors[buffer].view(-1)[-1] += 1
     # In place, so that the header and the file's size stay as they are.
@@ -155,41 +157,41 @@ def test_verify_finds_one_bit_anywhere(file, buffer, make_folder, tmp_path, caps
     end = 8 + int.from_bytes(data[:8], "little") + header[buffer]["data_offsets"][1]
     changed = data[: end - 4] + tensors[buffer].view(-1)[-1:].numpy().tobytes() + data[end:]
     (tmp_path / "cut" / file).write_bytes(changed)
-    assert verify(folder, tmp_path / "cut") == 1
+    assert verify(directory, tmp_path / "cut") == 1
     assert f"different: {file} {buffer}: 1 of" in capsys.readouterr().out
 
 
-def test_verify_names_the_first_difference(make_folder, tmp_path, capsys):
-    first, second = make_folder("llama", name="a"), make_folder("llama", name="b")
+def test_verify_names_the_first_difference(make_model_directory, tmp_path, capsys):
+    first, second = make_model_directory("llama", name="a"), make_model_directory("llama", name="b")
     _change(second / "model.safetensors", "model.norm.weight")
     assert verify(first, second) == 1
     assert "model.norm.weight: 1 of 32 elements differ in their bits, first at flat index 31" in capsys.readouterr().out
-    third = make_folder("llama", name="c", dtype=torch.bfloat16)
+    third = make_model_directory("llama", name="c", dtype=torch.bfloat16)
     assert verify(first, third) == 1 and "torch.float32 and torch.bfloat16" in capsys.readouterr().out
-    fourth = make_folder("llama", name="d", tied=True)
+    fourth = make_model_directory("llama", name="d", tied=True)
     assert verify(first, fourth) == 1 and "lm_head.weight: only in" in capsys.readouterr().out
-    fifth = make_folder("llama", name="e", intermediate_size=64)
+    fifth = make_model_directory("llama", name="e", intermediate_size=64)
     assert verify(first, fifth) == 1 and "down_proj.weight: shape (32, 48) and (32, 64)" in capsys.readouterr().out
     assert verify(first, tmp_path / "nowhere") == 2
 
 
-def test_incomplete_input_fails_and_leaves_nothing(make_folder, tmp_path, capsys):
-    folder = make_folder("llama", shard="20KB")
-    shard = sorted(folder.glob("model-*.safetensors"))[2]
+def test_incomplete_input_fails_and_leaves_nothing(make_model_directory, tmp_path, capsys):
+    directory = make_model_directory("llama", shard="20KB")
+    shard = sorted(directory.glob("model-*.safetensors"))[2]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    assert hf_to_megatron(folder, tmp_path / "cut") == 1
+    assert hf_to_megatron(directory, tmp_path / "cut") == 1
     message = capsys.readouterr().err
     assert shard.name in message and f"{len(whole) - 1} bytes" in message and str(len(whole)) in message
     shard.unlink()
-    assert hf_to_megatron(folder, tmp_path / "cut") == 1
+    assert hf_to_megatron(directory, tmp_path / "cut") == 1
     assert f"{shard.name}: the file is missing" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
-def test_incomplete_megatron_folder_fails(make_folder, tmp_path, capsys):
-    folder = make_folder("llama")
-    hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2)
+def test_incomplete_megatron_directory_fails(make_model_directory, tmp_path, capsys):
+    directory = make_model_directory("llama")
+    hf_to_megatron(directory, tmp_path / "cut", "--tensor", 2)
     path = tmp_path / "cut" / "layout.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "files": {**manifest["files"], "rank_00001.safetensors": 17}}))
@@ -209,29 +211,29 @@ def test_incomplete_megatron_folder_fails(make_folder, tmp_path, capsys):
     assert not (tmp_path / "back").exists()
 
 
-def test_layout_or_target_that_does_not_fit(make_folder, tmp_path, capsys):
-    folder = make_folder("llama")
-    assert hf_to_megatron(folder, tmp_path / "cut", "--tensor", 3) == 1
+def test_layout_or_target_that_does_not_fit(make_model_directory, tmp_path, capsys):
+    directory = make_model_directory("llama")
+    assert hf_to_megatron(directory, tmp_path / "cut", "--tensor", 3) == 1
     assert "3 does not divide num_attention_heads 8" in capsys.readouterr().err
     (tmp_path / "cut").mkdir()
-    assert hf_to_megatron(folder, tmp_path / "cut") == 1
+    assert hf_to_megatron(directory, tmp_path / "cut") == 1
     assert "exists already" in capsys.readouterr().err
     assert list((tmp_path / "cut").iterdir()) == []
 
 
-def test_fused_tensors_of_two_types_are_refused(make_folder, tmp_path, capsys):
-    folder = make_folder("llama")
-    tensors = load_file(folder / "model.safetensors")
+def test_fused_tensors_of_two_types_are_refused(make_model_directory, tmp_path, capsys):
+    directory = make_model_directory("llama")
+    tensors = load_file(directory / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
-    save_file({**tensors, name: tensors[name].bfloat16()}, folder / "model.safetensors")
-    assert hf_to_megatron(folder, tmp_path / "cut") == 1
+    save_file({**tensors, name: tensors[name].bfloat16()}, directory / "model.safetensors")
+    assert hf_to_megatron(directory, tmp_path / "cut") == 1
     assert "fuses tensors of different types" in capsys.readouterr().err and not (tmp_path / "cut").exists()
 
 
-def test_norms_may_have_another_type(make_folder, tmp_path):
-    folder = make_folder("llama", dtype=torch.bfloat16)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({n: t.float() if "norm" in n else t for n, t in tensors.items()}, folder / "model.safetensors")
-    assert hf_to_megatron(folder, tmp_path / "cut", "--tensor", 2) == 0
+def test_norms_may_have_another_type(make_model_directory, tmp_path):
+    directory = make_model_directory("llama", dtype=torch.bfloat16)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({n: t.float() if "norm" in n else t for n, t in tensors.items()}, directory / "model.safetensors")
+    assert hf_to_megatron(directory, tmp_path / "cut", "--tensor", 2) == 0
     assert megatron_to_hf(tmp_path / "cut", tmp_path / "back") == 0
-    assert verify(folder, tmp_path / "back") == 0
+    assert verify(directory, tmp_path / "back") == 0

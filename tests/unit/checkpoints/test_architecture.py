@@ -272,7 +272,7 @@ def test_an_unset_unknown_field_is_neutral():
     assert ModelArchitecture.from_config(_with(trained_by=None, packed=False)).vocab_size == 152064
 
 
-def test_folder_without_config(tmp_path: Path):
+def test_directory_without_config(tmp_path: Path):
     with pytest.raises(ValueError, match="no config.json"):
         ModelArchitecture.from_directory(tmp_path)
     (tmp_path / "config.json").write_text("{")

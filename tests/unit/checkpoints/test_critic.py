@@ -1,4 +1,4 @@
-"""Where a critic starts from and the folder it becomes, against transformers."""
+"""Where a critic starts from and the directory it becomes, against transformers."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ START = ValueHeadInit(seed=5, scale=0.02)
 SINGLE = ParallelLayout(world_size=1)
 
 
-def make(folder: Path, head: str = "ForCausalLM", family: str = "Qwen2", dtype=torch.float32, **fields: Any) -> Path:
-    """A folder of a transformers model with random weights, biases included."""
+def make(directory: Path, head: str = "ForCausalLM", family: str = "Qwen2", dtype=torch.float32, **fields: Any) -> Path:
+    """A directory of a transformers model with random weights, biases included."""
     torch.manual_seed(0)
     model = getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**{**SIZES, **fields}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    model.to(dtype).save_pretrained(folder)
-    return folder
+    model.to(dtype).save_pretrained(directory)
+    return directory
 
 
-def load(folder: Path, parallel: ParallelLayout = SINGLE, start: ValueHeadInit = START):
+def load(directory: Path, parallel: ParallelLayout = SINGLE, start: ValueHeadInit = START):
     """(layout, each rank's parameters, rank 0's report)."""
-    layout = megatron_layout(critic_architecture(folder), parallel, torch.float32)
+    layout = megatron_layout(critic_architecture(directory), parallel, torch.float32)
     ranks = [empty(layout, rank) for rank in range(parallel.world_size)]
-    reports = [load_critic(folder, layout, rank, buffers, start) for rank, buffers in enumerate(ranks)]
+    reports = [load_critic(directory, layout, rank, buffers, start) for rank, buffers in enumerate(ranks)]
     return layout, ranks, reports[0]
 
 
@@ -68,10 +68,10 @@ def empty(layout: MegatronLayout, rank: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_from_a_policy_only_the_head_is_fresh_small_and_logged(tmp_path, tied, caplog) -> None:
-    folder = make(tmp_path / "policy", tie_word_embeddings=tied)
-    stored = load_file(folder / "model.safetensors")
+    directory = make(tmp_path / "policy", tie_word_embeddings=tied)
+    stored = load_file(directory / "model.safetensors")
     with caplog.at_level(logging.WARNING):
-        layout, ranks, report = load(folder, ParallelLayout(world_size=4, tensor=2, pipeline=2))
+        layout, ranks, report = load(directory, ParallelLayout(world_size=4, tensor=2, pipeline=2))
     assert "fresh value head, standard deviation 0.02 / sqrt(hidden size) from seed 5" in caplog.text
     assert report.fresh == ("score.weight", "score.bias")
     assert "lm_head.weight" not in layout.tensors and layout.tensors["score.weight"].shape == (1, 32)
@@ -89,33 +89,33 @@ def test_from_a_policy_only_the_head_is_fresh_small_and_logged(tmp_path, tied, c
     assert torch.equal(first, second) and "0.output_layer.weight" not in ranks[0]
     assert 0.5 < first.std() * 32**0.5 / 0.02 < 1.5
     assert torch.equal(ranks[2]["0.output_layer.bias"], torch.zeros(1))
-    [again] = load(folder)[1]
+    [again] = load(directory)[1]
     assert torch.equal(again["0.output_layer.weight"], first)  # the seed alone decides, not the layout
-    [other] = load(folder, start=ValueHeadInit(seed=6))[1]
+    [other] = load(directory, start=ValueHeadInit(seed=6))[1]
     assert not torch.equal(other["0.output_layer.weight"], first)
 
 
 def test_a_reward_models_head_is_taken_and_its_bias_is_zero(tmp_path, caplog) -> None:
-    folder = make(tmp_path / "reward", "ForSequenceClassification", "Llama", num_labels=1)
+    directory = make(tmp_path / "reward", "ForSequenceClassification", "Llama", num_labels=1)
     with caplog.at_level(logging.INFO):
-        _, [buffers], report = load(folder)
+        _, [buffers], report = load(directory)
     assert report.fresh == ("score.bias",) and "has no bias, which starts at 0" in caplog.text
-    stored = load_file(folder / "model.safetensors")
+    stored = load_file(directory / "model.safetensors")
     assert torch.equal(buffers["0.output_layer.weight"], stored["score.weight"])
     assert report.bytes_read == sum(tensor.nbytes for tensor in stored.values())
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("Qwen2", torch.float32), ("Qwen3", torch.bfloat16)])
 def test_a_critic_comes_and_goes_bit_for_bit(tmp_path, family, dtype) -> None:
-    folder = make(tmp_path / "critic", "ForTokenClassification", family, dtype, num_labels=1)
-    layout, [buffers], report = load(folder)
+    directory = make(tmp_path / "critic", "ForTokenClassification", family, dtype, num_labels=1)
+    layout, [buffers], report = load(directory)
     assert report.fresh == ()
-    export_critic(tmp_path / "again", folder, layout, buffers, None)
-    assert first_difference(folder, tmp_path / "again") is None
-    huggingface_to_megatron(folder, tmp_path / "megatron", tensor=2, pipeline=2)
+    export_critic(tmp_path / "again", directory, layout, buffers, None)
+    assert first_difference(directory, tmp_path / "again") is None
+    huggingface_to_megatron(directory, tmp_path / "megatron", tensor=2, pipeline=2)
     megatron_to_huggingface(tmp_path / "megatron", tmp_path / "back")
-    assert first_difference(folder, tmp_path / "back") is None
-    assert first_difference(folder, tmp_path / "megatron") is None
+    assert first_difference(directory, tmp_path / "back") is None
+    assert first_difference(directory, tmp_path / "megatron") is None
 
 
 @pytest.mark.parametrize(
@@ -127,20 +127,20 @@ def test_a_critic_comes_and_goes_bit_for_bit(tmp_path, family, dtype) -> None:
     ],
 )
 def test_what_started_elsewhere_is_exported_as_a_critic_that_transformers_loads(tmp_path, head, fields) -> None:
-    folder = make(tmp_path / "source", head, dtype=torch.bfloat16, **fields)
-    layout, [buffers], _ = load(folder)
-    report = export_critic(tmp_path / "critic", folder, layout, buffers, None)
+    directory = make(tmp_path / "source", head, dtype=torch.bfloat16, **fields)
+    layout, [buffers], _ = load(directory)
+    report = export_critic(tmp_path / "critic", directory, layout, buffers, None)
     assert report.num_tensors == len(layout.tensors)
     model, found = transformers.AutoModelForTokenClassification.from_pretrained(
         tmp_path / "critic", output_loading_info=True
     )
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
     assert model.config.num_labels == 1 and model.config.architectures == ["Qwen2ForTokenClassification"]
-    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "critic" / "model.safetensors")
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "critic" / "model.safetensors")
     assert after.keys() == layout.tensors.keys() and all(t.dtype == torch.bfloat16 for t in after.values())
     assert all(torch.equal(after[name], before[name]) for name in after.keys() & before.keys())
     assert torch.equal(after["score.weight"], buffers["0.output_layer.weight"].to(torch.bfloat16))
-    assert critic_architecture(tmp_path / "critic", folder if head == "ForCausalLM" else None)
+    assert critic_architecture(tmp_path / "critic", directory if head == "ForCausalLM" else None)
     _, [again], _ = load(tmp_path / "critic")
     assert torch.equal(again["0.decoder.final_layernorm.weight"], buffers["0.decoder.final_layernorm.weight"])
 
@@ -158,9 +158,9 @@ def test_random_layers_are_the_random_policys(tmp_path) -> None:
 
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification"])
 def test_a_head_of_several_labels_is_refused(tmp_path, head) -> None:
-    folder = make(tmp_path / "many", head, num_labels=3)
+    directory = make(tmp_path / "many", head, num_labels=3)
     with pytest.raises(ValueError, match=r"score.weight is \(3, 32\), a critic's is \(1, 32\)"):
-        critic_architecture(folder)
+        critic_architecture(directory)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ def test_a_critic_of_another_model_is_refused_with_both_numbers(tmp_path, fields
 def test_a_critic_with_another_tokenizer_is_refused_with_both_numbers(tmp_path) -> None:
     policy, critic = make(tmp_path / "policy"), make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
 
-    def tokenizer(folder: Path, words: list[str]) -> None:
+    def tokenizer(directory: Path, words: list[str]) -> None:
         content = {"model": {"vocab": {word: i for i, word in enumerate(words)}}, "added_tokens": []}
         content["added_tokens"] = [{"id": len(words), "content": "<end>"}]
-        (folder / "tokenizer.json").write_text(json.dumps(content))
+        (directory / "tokenizer.json").write_text(json.dumps(content))
 
     tokenizer(policy, ["a", "b", "c"])
-    assert critic_architecture(critic, policy)  # a folder without a tokenizer says nothing about it
+    assert critic_architecture(critic, policy)  # a directory without a tokenizer says nothing about it
     tokenizer(critic, ["a", "b", "c"])
     assert critic_architecture(critic, policy)
     tokenizer(critic, ["a", "c"])
@@ -198,20 +198,20 @@ def test_a_critic_with_another_tokenizer_is_refused_with_both_numbers(tmp_path) 
         critic_architecture(critic, policy)
 
 
-def test_broken_folders_are_refused(tmp_path) -> None:
-    folder = make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if n != "score.weight"}, folder / "model.safetensors")
+def test_broken_directories_are_refused(tmp_path) -> None:
+    directory = make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if n != "score.weight"}, directory / "model.safetensors")
     with pytest.raises(ValueError, match="Qwen2ForTokenClassification without score.weight"):
-        critic_architecture(folder)
-    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, folder / "model.safetensors")
+        critic_architecture(directory)
+    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, directory / "model.safetensors")
     with pytest.raises(ValueError, match="1 missing: model.norm.weight"):
-        load(folder)
+        load(directory)
     with pytest.raises(ValueError, match="no config.json"):
         critic_architecture(tmp_path / "nowhere")
 
 
 def test_a_critic_is_no_policy(tmp_path) -> None:
-    folder = make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
+    directory = make(tmp_path / "critic", "ForTokenClassification", num_labels=1)
     with pytest.raises(ValueError, match="Qwen2ForTokenClassification.*only"):
-        ModelArchitecture.from_directory(folder)
+        ModelArchitecture.from_directory(directory)

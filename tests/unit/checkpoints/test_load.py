@@ -1,4 +1,4 @@
-"""Hugging Face folder -> Megatron shards: against tensors chunked, interleaved and padded by hand."""
+"""Hugging Face directory -> Megatron shards: against tensors chunked, interleaved and padded by hand."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ def _expected_experts(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_folder):
-    folder = make_folder(family, tied=tied)
-    architecture, hf = ModelArchitecture.from_directory(folder), load_file(folder / "model.safetensors")
+def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_model_directory):
+    directory = make_model_directory(family, tied=tied)
+    architecture, hf = ModelArchitecture.from_directory(directory), load_file(directory / "model.safetensors")
     for parallel in PARALLEL + (EXPERT_PARALLEL if architecture.experts else []):
         layout = megatron_layout(architecture, parallel, torch.float32)
         check_layout(layout)
         for rank in range(parallel.world_size):
             parameters = _empty_parameters(layout, rank)
-            report = load_from_huggingface(folder, layout, rank, parameters)
+            report = load_from_huggingface(directory, layout, rank, parameters)
             expected = _expected(hf, architecture, parallel, rank)
             assert list(parameters) == list(expected)
             for name, value in expected.items():
@@ -139,55 +139,55 @@ def test_every_layout_loads_what_chunking_by_hand_gives(family, tied, make_folde
         ("qwen3_moe", ParallelLayout(8, tensor=8), "size 8 does not divide moe_intermediate_size 20"),
     ],
 )
-def test_experts_that_do_not_divide_are_an_error(family, parallel, message, make_folder):
-    architecture = ModelArchitecture.from_directory(make_folder(family))
+def test_experts_that_do_not_divide_are_an_error(family, parallel, message, make_model_directory):
+    architecture = ModelArchitecture.from_directory(make_model_directory(family))
     with pytest.raises(ValueError, match=message):
         megatron_layout(architecture, parallel, torch.float32)
 
 
-def test_experts_fused_in_one_tensor_are_refused_with_the_way_out(make_folder):
-    folder = make_folder("qwen3_moe")
-    tensors = load_file(folder / "model.safetensors")
+def test_experts_fused_in_one_tensor_are_refused_with_the_way_out(make_model_directory):
+    directory = make_model_directory("qwen3_moe")
+    tensors = load_file(directory / "model.safetensors")
     prefix = "model.layers.0.mlp.experts."
     experts = [tensors.pop(f"{prefix}{expert}.down_proj.weight") for expert in range(8)]
-    save_file({**tensors, prefix + "down_proj": torch.stack(experts)}, folder / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+    save_file({**tensors, prefix + "down_proj": torch.stack(experts)}, directory / "model.safetensors")
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
     with pytest.raises(ValueError, match="experts.down_proj.*save_pretrained"):
-        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+        load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
 
 
-def test_fewer_key_value_heads_than_tensor_ranks(make_folder):
+def test_fewer_key_value_heads_than_tensor_ranks(make_model_directory):
     """Megatron-core cuts the interleaved rows evenly, through a head's group."""
-    folder = make_folder("qwen2", num_key_value_heads=2)
-    architecture, hf = ModelArchitecture.from_directory(folder), load_file(folder / "model.safetensors")
+    directory = make_model_directory("qwen2", num_key_value_heads=2)
+    architecture, hf = ModelArchitecture.from_directory(directory), load_file(directory / "model.safetensors")
     parallel = ParallelLayout(4, tensor=4)
     layout = megatron_layout(architecture, parallel, torch.float32)
     check_layout(layout)
     for rank in range(4):
         parameters = _empty_parameters(layout, rank)
-        load_from_huggingface(folder, layout, rank, parameters)
+        load_from_huggingface(directory, layout, rank, parameters)
         for name, value in _expected(hf, architecture, parallel, rank).items():
             assert torch.equal(parameters[name], value), name
 
 
-def test_values_are_cast_to_the_parameters_type(make_folder):
-    folder = make_folder("qwen3", dtype=torch.bfloat16, shard="20KB")
-    architecture = ModelArchitecture.from_directory(folder)
+def test_values_are_cast_to_the_parameters_type(make_model_directory):
+    directory = make_model_directory("qwen3", dtype=torch.bfloat16, shard="20KB")
+    architecture = ModelArchitecture.from_directory(directory)
     layout = megatron_layout(architecture, ParallelLayout(2, tensor=2), torch.float32)
     parameters = _empty_parameters(layout, 1)
-    load_from_huggingface(folder, layout, 1, parameters)
-    stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    load_from_huggingface(directory, layout, 1, parameters)
+    stored = {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}
     assert stored["model.norm.weight"].dtype == torch.bfloat16
     columns = stored["model.layers.2.mlp.down_proj.weight"][:, 24:]
     assert torch.equal(parameters["0.decoder.layers.2.mlp.linear_fc2.weight"], columns.float())
 
 
-def test_rank_of_padding_only(make_folder):
+def test_rank_of_padding_only(make_model_directory):
     """A vocabulary of 301 over four ranks is padded to 512: the last rank's 128 rows are all padding."""
-    folder = make_folder("llama", tied=True)
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(4, tensor=4), torch.float32)
+    directory = make_model_directory("llama", tied=True)
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(4, tensor=4), torch.float32)
     parameters = _empty_parameters(layout, 3)
-    assert load_from_huggingface(folder, layout, 3, parameters).num_padding_elements == 128 * 32
+    assert load_from_huggingface(directory, layout, 3, parameters).num_padding_elements == 128 * 32
     assert not parameters["0.embedding.word_embeddings.weight"].any()
 
 
@@ -205,63 +205,63 @@ def test_rank_of_padding_only(make_folder):
         (ParallelLayout(2, expert=2), {}, "llama is dense"),
     ],
 )
-def test_layouts_that_do_not_fit(parallel, sizes, message, make_folder):
-    architecture = ModelArchitecture.from_directory(make_folder("llama", **sizes))
+def test_layouts_that_do_not_fit(parallel, sizes, message, make_model_directory):
+    architecture = ModelArchitecture.from_directory(make_model_directory("llama", **sizes))
     with pytest.raises(ValueError, match=message):
         megatron_layout(architecture, parallel, torch.float32)
 
 
-def test_parameters_that_are_not_the_layouts(make_folder):
-    folder = make_folder("llama")
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+def test_parameters_that_are_not_the_layouts(make_model_directory):
+    directory = make_model_directory("llama")
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
     parameters = _empty_parameters(layout, 0)
     lost = parameters.pop("0.output_layer.weight")
     with pytest.raises(ValueError, match=r"1 parameters of the layout are missing \['0.output_layer.weight'\]"):
-        load_from_huggingface(folder, layout, 0, parameters)
+        load_from_huggingface(directory, layout, 0, parameters)
     with pytest.raises(ValueError, match=r"not in it \['0.extra'\]"):
-        load_from_huggingface(folder, layout, 0, {**parameters, "0.output_layer.weight": lost, "0.extra": lost})
+        load_from_huggingface(directory, layout, 0, {**parameters, "0.output_layer.weight": lost, "0.extra": lost})
     with pytest.raises(ValueError, match=r"0.output_layer.weight is \(301, 32\), the layout says \(384, 32\)"):
-        load_from_huggingface(folder, layout, 0, {**parameters, "0.output_layer.weight": lost[:301]})
+        load_from_huggingface(directory, layout, 0, {**parameters, "0.output_layer.weight": lost[:301]})
 
 
-def test_tied_model_with_a_stored_head(make_folder):
+def test_tied_model_with_a_stored_head(make_model_directory):
     """Equal copies are accepted; different ones are an error, not a choice."""
-    folder = make_folder("qwen2", tied=True)
-    tensors = load_file(folder / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+    directory = make_model_directory("qwen2", tied=True)
+    tensors = load_file(directory / "model.safetensors")
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, folder / "model.safetensors")
-    load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+    save_file(tensors, directory / "model.safetensors")
+    load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
     tensors["lm_head.weight"][300, 31] += 1
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ValueError, match="lm_head.weight and model.embed_tokens.weight differ"):
-        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+        load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
 
 
-def test_missing_and_unknown_tensors_are_named(make_folder):
-    folder = make_folder("qwen2")
-    tensors = load_file(folder / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+def test_missing_and_unknown_tensors_are_named(make_model_directory):
+    directory = make_model_directory("qwen2")
+    tensors = load_file(directory / "model.safetensors")
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
     moved = {("score.weight" if name == "lm_head.weight" else name): tensor for name, tensor in tensors.items()}
-    save_file(moved, folder / "model.safetensors")
+    save_file(moved, directory / "model.safetensors")
     with pytest.raises(ValueError, match=r"1 missing: lm_head.weight; 1 unknown: score.weight"):
-        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+        load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
 
 
-def test_config_of_another_size_is_named(make_folder):
-    folder = make_folder("llama")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+def test_config_of_another_size_is_named(make_model_directory):
+    directory = make_model_directory("llama")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
     with pytest.raises(ValueError, match=r"gate_proj.weight \(48, 32\) instead of \(64, 32\)"):
-        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+        load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))
 
 
-def test_int8_weights_are_not_loaded_as_floats(make_folder):
-    folder = make_folder("qwen2")
-    tensors = load_file(folder / "model.safetensors")
+def test_int8_weights_are_not_loaded_as_floats(make_model_directory):
+    directory = make_model_directory("qwen2")
+    tensors = load_file(directory / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
-    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, directory / "model.safetensors")
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
     with pytest.raises(ValueError, match=f"{name} is int8 .*dequantize this one"):
-        load_from_huggingface(folder, layout, 0, _empty_parameters(layout, 0))
+        load_from_huggingface(directory, layout, 0, _empty_parameters(layout, 0))

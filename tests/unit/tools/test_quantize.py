@@ -40,14 +40,14 @@ EXPERTS = {
 }
 
 
-def save_model(folder: Path, repository: Path, config_class: Any, model_class: Any, **fields: Any) -> Path:
+def save_model(directory: Path, repository: Path, config_class: Any, model_class: Any, **fields: Any) -> Path:
     """Random weights with the quickstart's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(repository / "examples/quickstart/base_model")
     config = config_class(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SHAPE, **fields)
     torch.manual_seed(0)
-    model_class(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    model_class(config).to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def source(tmp_path_factory, repository: Path) -> Path:
 @pytest.fixture(scope="module")
 def expert_source(tmp_path_factory, repository: Path) -> Path:
     """In the shape of Qwen3-MoE."""
-    folder = tmp_path_factory.mktemp("experts") / "trained"
-    return save_model(folder, repository, Qwen3MoeConfig, Qwen3MoeForCausalLM, **EXPERTS)
+    directory = tmp_path_factory.mktemp("experts") / "trained"
+    return save_model(directory, repository, Qwen3MoeConfig, Qwen3MoeForCausalLM, **EXPERTS)
 
 
 @pytest.fixture
@@ -124,9 +124,9 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
     assert what in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_folder_is_named(tmp_path, prompts, capsys) -> None:
+def test_a_missing_directory_is_named(tmp_path, prompts, capsys) -> None:
     assert run_tool(tmp_path / "nothing", tmp_path / "out", "fp8", prompts) == quantize.FAILED
-    assert "nothing is no folder" in capsys.readouterr().err
+    assert "nothing is no directory" in capsys.readouterr().err
 
 
 def test_a_shape_that_does_not_fit(repository, tmp_path, prompts, capsys) -> None:

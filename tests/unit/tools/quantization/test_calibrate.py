@@ -22,7 +22,7 @@ NUM_MATRICES = 14  # 7 a layer
 
 @pytest.fixture
 def written(model, samples, tmp_path):
-    """`written(format)`: (the model as it was, ModelOpt's simulation's log-probs, the folder)."""
+    """`written(format)`: (the model as it was, ModelOpt's simulation's log-probs, the directory)."""
 
     def write(name: str):
         before = copy.deepcopy(model)
@@ -35,8 +35,8 @@ def written(model, samples, tmp_path):
 
 
 def test_one_scale_a_matrix_is_what_modelopt_simulates(written, samples) -> None:
-    before, simulated, folder = written("fp8")
-    read = load_dequantized(folder, "fp8", torch.float32, CPU)
+    before, simulated, directory = written("fp8")
+    read = load_dequantized(directory, "fp8", torch.float32, CPU)
     found = compare(simulated, [logprobs_of(read, sample) for sample in samples])
     rounding = compare(simulated, [logprobs_of(before, sample) for sample in samples])
     # What is left: values next to a tie, which fall to either side by whether one divides or multiplies.
@@ -44,8 +44,8 @@ def test_one_scale_a_matrix_is_what_modelopt_simulates(written, samples) -> None
 
 
 def test_one_scale_a_matrix_rounds_to_the_nearest(written) -> None:
-    before, _, folder = written("fp8")
-    stored = quantized_matrices(folder)
+    before, _, directory = written("fp8")
+    stored = quantized_matrices(directory)
     assert len(stored) == NUM_MATRICES
     for name, tensors in stored.items():
         nearest = (before.get_submodule(name).weight / tensors["weight_scale"]).to(torch.float8_e4m3fn)
@@ -54,8 +54,8 @@ def test_one_scale_a_matrix_rounds_to_the_nearest(written) -> None:
 
 
 def test_blocks_are_the_trainers_bit_for_bit(written) -> None:
-    before, _, folder = written("fp8_blockwise")
-    stored = quantized_matrices(folder)
+    before, _, directory = written("fp8_blockwise")
+    stored = quantized_matrices(directory)
     assert len(stored) == NUM_MATRICES
     for name, tensors in stored.items():
         ours = quantize_weight(before.get_submodule(name).weight)
@@ -64,12 +64,12 @@ def test_blocks_are_the_trainers_bit_for_bit(written) -> None:
 
 
 def test_transformers_own_reader_sees_the_same_blocks(written) -> None:
-    pytest.importorskip("accelerate", reason="transformers reads FP8 folders with accelerate only")
-    _, _, folder = written("fp8_blockwise")
+    pytest.importorskip("accelerate", reason="transformers reads FP8 directories with accelerate only")
+    _, _, directory = written("fp8_blockwise")
     theirs = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
+        directory, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
     )
-    ours = load_dequantized(folder, "fp8_blockwise", torch.float32, CPU)
+    ours = load_dequantized(directory, "fp8_blockwise", torch.float32, CPU)
     expected = dict(ours.named_parameters())
     for name, parameter in theirs.named_parameters():
         assert torch.equal(parameter, expected[name]), name
@@ -77,9 +77,9 @@ def test_transformers_own_reader_sees_the_same_blocks(written) -> None:
 
 def test_four_bits_with_their_scaled_inputs_give_the_matrix_back(written) -> None:
     """Scales of shared inputs lie in the norm before them, the others beside their matrix."""
-    before, _, folder = written("int4_awq")
-    stored, widen = quantized_matrices(folder), ALGORITHMS["int4_awq"][0]
-    read = load_dequantized(folder, "int4_awq", torch.float32, CPU)
+    before, _, directory = written("int4_awq")
+    stored, widen = quantized_matrices(directory), ALGORITHMS["int4_awq"][0]
+    read = load_dequantized(directory, "int4_awq", torch.float32, CPU)
     norms = {"q_proj": "input_layernorm", "k_proj": "input_layernorm", "v_proj": "input_layernorm"}
     norms |= {"gate_proj": "post_attention_layernorm", "up_proj": "post_attention_layernorm"}
     assert len(stored) == NUM_MATRICES

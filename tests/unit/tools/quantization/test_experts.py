@@ -47,7 +47,7 @@ def test_a_dense_model_stays_as_it_is(model) -> None:
 
 @pytest.fixture
 def written(modelopt, separated, samples, tmp_path):
-    """`written(format)`: the folder."""
+    """`written(format)`: the directory."""
 
     def write(name: str):
         quantized = copy.deepcopy(separated)
@@ -76,8 +76,8 @@ def test_every_expert_s_matrix_is_rounded_to_the_nearest(written, separated, nam
 
 def test_four_bits_give_every_expert_s_matrix_back(written, separated) -> None:
     """The scales of an expert's inputs lie beside its matrix, or in the norm that all experts and the router share."""
-    folder = written("int4_awq")
-    stored, widen = quantized_matrices(folder), ALGORITHMS["int4_awq"][0]
+    directory = written("int4_awq")
+    stored, widen = quantized_matrices(directory), ALGORITHMS["int4_awq"][0]
     experts = {name: tensors for name, tensors in stored.items() if ".experts." in name}
     assert len(experts) == NUM_MATRICES - 8
     for name, tensors in experts.items():

@@ -64,7 +64,7 @@ def test_nvfp4_weights_and_inputs() -> None:
     assert ((rounded - inputs).abs() <= amax * (1 / 6 + 1 / 16)).all() and not torch.equal(rounded, inputs)
 
 
-def _store_fp8(model, folder, change=lambda tensors: None) -> None:
+def _store_fp8(model, directory, change=lambda tensors: None) -> None:
     tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         base = name.removesuffix("weight")
@@ -72,13 +72,13 @@ def _store_fp8(model, folder, change=lambda tensors: None) -> None:
         tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
         tensors |= {base + "weight_scale": scale, base + "input_scale": torch.tensor(0.05)}
     change(tensors)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict() | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def test_a_folder_is_the_model_of_its_stored_numbers(model, samples, tmp_path) -> None:
+def test_a_directory_is_the_model_of_its_stored_numbers(model, samples, tmp_path) -> None:
     _store_fp8(model, tmp_path / "fp8")
     read = load_dequantized(tmp_path / "fp8", "fp8", torch.float32, torch.device("cpu"))
     found = compare([logprobs_of(model, s) for s in samples], [logprobs_of(read, s) for s in samples])
@@ -96,7 +96,7 @@ def test_a_folder_is_the_model_of_its_stored_numbers(model, samples, tmp_path) -
         (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3, 256)}), r"lm_head.weight is \(3, 256\)"),
     ],
 )
-def test_a_folder_that_does_not_fit_is_refused(model, tmp_path, change, what) -> None:
+def test_a_directory_that_does_not_fit_is_refused(model, tmp_path, change, what) -> None:
     _store_fp8(model, tmp_path / "fp8", change)
     with pytest.raises(ValueError, match=what):
         load_dequantized(tmp_path / "fp8", "fp8", torch.float32, torch.device("cpu"))

@@ -22,10 +22,10 @@ def write_json(path: Path, value: object) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A small run folder."""
-    folder = tmp_path / "first"
+    """A small run directory."""
+    directory = tmp_path / "first"
     for step in (1, 2):
-        checkpoint = folder / "checkpoints" / f"step_{step:06d}"
+        checkpoint = directory / "checkpoints" / f"step_{step:06d}"
         checkpoint.mkdir(parents=True)
         save_file(
             {"exp_avg/a": torch.tensor([1.0, 2.0]), "parameter/a": torch.tensor([0.0])},
@@ -35,10 +35,10 @@ def run(tmp_path: Path) -> Path:
         write_json(checkpoint / "collector.json", {"buffer": {"groups": [{"logprobs": [-0.25, -0.5]}]}})
         write_json(checkpoint / "manifest.json", {"hash": step})
     metrics = [{"train_step": step, "actor/loss": 0.5, "time/step": 1.0} for step in (1, 2)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
-    (folder / "samples.jsonl").write_text(json.dumps({"train_step": 1, "sample_id": "0/0"}) + "\n")
-    write_json(folder / "huggingface" / "config.json", {"hidden_size": 8})
-    return folder
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
+    (directory / "samples.jsonl").write_text(json.dumps({"train_step": 1, "sample_id": "0/0"}) + "\n")
+    write_json(directory / "huggingface" / "config.json", {"hidden_size": 8})
+    return directory
 
 
 @pytest.fixture
@@ -63,29 +63,29 @@ def test_clocks_memory_and_an_older_checkpoint_do_not_count(run: Path, other: Pa
     assert is_clocked("memory/host_rss_mib") and not is_clocked("throughput/generated_tokens")
 
 
-def one_bit(folder: Path) -> None:
-    file = folder / "checkpoints" / "step_000002" / "rank_0.safetensors"
+def one_bit(directory: Path) -> None:
+    file = directory / "checkpoints" / "step_000002" / "rank_0.safetensors"
     tensors = load_file(file)
     tensors["exp_avg/a"].view(torch.int32)[1] ^= 1
     save_file(tensors, file)
 
 
-def negative_zero(folder: Path) -> None:
-    file = folder / "checkpoints" / "step_000001" / "rank_0.safetensors"
+def negative_zero(directory: Path) -> None:
+    file = directory / "checkpoints" / "step_000001" / "rank_0.safetensors"
     save_file({**load_file(file), "parameter/a": torch.tensor([-0.0])}, file)
 
 
 def replace_in(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        text = (folder / name).read_text()
+    def change(directory: Path) -> None:
+        text = (directory / name).read_text()
         assert old in text
-        (folder / name).write_text(text.replace(old, new))
+        (directory / name).write_text(text.replace(old, new))
 
     return change
 
 
-def step_twice(folder: Path) -> None:
-    file = folder / "metrics.jsonl"
+def step_twice(directory: Path) -> None:
+    file = directory / "metrics.jsonl"
     file.write_text(file.read_text() + file.read_text().splitlines()[-1] + "\n")
 
 
@@ -100,13 +100,13 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
         replace_in("checkpoints/step_000002/collector.json", "-0.5", "-0.5000000000000001"),
         "collector.json: buffer: groups[0]: logprobs[1]",
     ),
-    "the last checkpoint": (lambda folder: shutil.rmtree(folder / "checkpoints" / "step_000002"), "the last one"),
+    "the last checkpoint": (lambda directory: shutil.rmtree(directory / "checkpoints" / "step_000002"), "the last one"),
     "a metric": (replace_in("metrics.jsonl", "0.5", "0.25"), "metrics.jsonl line 1 (step 1): actor/loss"),
     "a step twice": (step_twice, "metrics.jsonl: records of steps [1, 2] and [1, 2, 2]"),
     "another sample": (replace_in("samples.jsonl", "0/0", "0/1"), "samples.jsonl line 1 (step 1): sample_id"),
-    "no samples": (lambda folder: (folder / "samples.jsonl").unlink(), "samples.jsonl: in one run only"),
+    "no samples": (lambda directory: (directory / "samples.jsonl").unlink(), "samples.jsonl: in one run only"),
     "the export": (replace_in("huggingface/config.json", "8", "9"), "huggingface/config.json: other bytes"),
-    "no export": (lambda folder: shutil.rmtree(folder / "huggingface"), "huggingface: files"),
+    "no export": (lambda directory: shutil.rmtree(directory / "huggingface"), "huggingface: files"),
 }
 
 
