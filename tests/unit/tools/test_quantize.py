@@ -114,7 +114,7 @@ def test_a_target_that_exists_is_not_touched(source, tmp_path, prompts, capsys) 
     [
         ("fp7", FEW, "unknown format 'fp7', choose one of fp8"),
         ("nvfp4", FEW, "kernels for cuda, and the device is cpu"),
-        ("int4_awq", [*FEW, "--engine-python", "python"], "SGLang has no reader"),
+        ("int4_awq", [*FEW, "--engine-python", "python"], "SGLang cannot read it"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
@@ -126,7 +126,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
 
 def test_a_missing_directory_is_named(tmp_path, prompts, capsys) -> None:
     assert run_tool(tmp_path / "nothing", tmp_path / "out", "fp8", prompts) == quantize.FAILED
-    assert "nothing is no directory" in capsys.readouterr().err
+    assert "nothing is not a directory" in capsys.readouterr().err
 
 
 def test_a_shape_that_does_not_fit(repository, tmp_path, prompts, capsys) -> None:
