@@ -163,7 +163,7 @@ def test_the_coroutine_fails_alike(server: FakeServer) -> None:
     async def try_all() -> dict[str, EngineError]:
         errors = {}
         async with client.open_async(4) as http:
-            for fault in ("hang", "reset", "500", "nan"):
+            for fault in ("reset", "500", "nan"):  # a hang is the dispatcher's to end
                 server.faults["/generate"] = fault
                 try:
                     await client.generate(http, REQUEST, f"{fault}.", vocab_size=100)
@@ -175,7 +175,7 @@ def test_the_coroutine_fails_alike(server: FakeServer) -> None:
 
     errors = asyncio.run(try_all())
     assert {fault: type(error) for fault, error in errors.items()} == {
-        fault: EXPECTED[fault][0] for fault in ("hang", "reset", "500", "nan")
+        fault: EXPECTED[fault][0] for fault in ("reset", "500", "nan")
     }
 
 
