@@ -80,7 +80,7 @@ def test_retention_after_resume_and_with_leftovers(store: CheckpointStore) -> No
     again = CheckpointStore(store.directory, keep=1)
     assert is_of(newest_valid(again), 2)
     save_checkpoint(again, 4, content(4))
-    assert sorted(os.listdir(again.folder)) == ["notes", "step_000004"]
+    assert sorted(os.listdir(again.directory)) == ["notes", "step_000004"]
 
 
 def test_a_broken_checkpoint_does_not_count_as_kept(store: CheckpointStore) -> None:

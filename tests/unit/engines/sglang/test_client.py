@@ -134,8 +134,8 @@ EXPECTED = {
     "other_vocabulary": (EngineAnswerError, "vocabulary is 0..99: the server serves another model"),
     "unknown_reason": (EngineAnswerError, "unknown finish reason 'tired'"),
     "nan_stop": (EngineAnswerError, "stopped at 'NaN happened'"),
-    "short": (EngineAnswerError, "at 2 tokens, 8 were asked for"),
-    "behind_stop": (EngineAnswerError, "goes on behind the stop ids"),
+    "short": (EngineAnswerError, "at 2 tokens, 8 were requested"),
+    "behind_stop": (EngineAnswerError, "continues behind the stop ids"),
     "unsuccessful": (EngineHttpError, "success: false: the loader refused"),
 }
 

@@ -35,7 +35,7 @@ class OneAtATime(SglangClient):
 def outcomes(client: SglangClient, count: int) -> Sequence[Outcome]:
     dispatcher, arrived = HttpDispatcher(10, 8), []
     try:
-        request = GenerationRequest("r", (1,), SamplingParams())
+        request = GenerationRequest("r", (1,), SamplingParams(), seed=0)
         dispatcher.send([RequestAttempt(number, client, request) for number in range(count)])
         end = time.monotonic() + 20
         while len(arrived) < count and time.monotonic() < end:
