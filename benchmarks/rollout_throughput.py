@@ -98,7 +98,7 @@ def start_servers(
         python=python,
         model_path=traffic.model_directory,
         key_file=create_key(directory),
-        log_folder=directory / "logs",
+        log_dir=directory / "logs",
         max_running_requests=traffic.max_running,
         max_total_tokens=traffic.max_running * (traffic.max_length + SPARE_POSITIONS),
         start_timeout_s=600.0,

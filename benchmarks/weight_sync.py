@@ -95,7 +95,7 @@ def start_server(python: Path, directory: Path, dtype: str, stack: ExitStack) ->
         python=python,
         model_path=directory / "model",
         key_file=key_file,
-        log_folder=directory,
+        log_dir=directory,
         tensor_parallel=ENGINE_TENSOR,
         dtype=dtype,
         max_running_requests=4,

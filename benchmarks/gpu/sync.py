@@ -176,7 +176,7 @@ def start_server(
         python=python,
         model_path=directory / "model",
         key_file=create_key(directory),
-        log_folder=directory,
+        log_dir=directory,
         device=device.type,  # type: ignore[arg-type]
         dtype="bfloat16",
         max_running_requests=4,

@@ -253,7 +253,8 @@ class SglangConfig(Section):
     """Seconds a server may take to come up."""
 
     request_timeout_seconds: PositiveFloat = 1800.0
-    """Seconds one response may take, its time in the queue included."""
+    """Seconds in which a server may finish no response at all. A request's time in the queue does not count while others
+    finish."""
 
     weight_sync_timeout_seconds: PositiveFloat = 600.0
     """Seconds each state of a weight update (pause, flush, transfer, verify) may take."""

@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class PrefixReuse:
-    """The contexts (prompt and tokens so far) behind which responses went on, and how much of them was still there."""
+    """Tokens of the contexts (prompt and response so far) of continued responses, and how many of them were cached."""
 
     num_tokens: int = 0
     num_cached: int = 0  # of those: keys and values that were not computed again
@@ -27,7 +27,7 @@ class PrefixReuse:
 
     @property
     def cached_share(self) -> float:
-        """0 for nothing."""
+        """Share of cached tokens; 0 if there are none."""
         return self.num_cached / max(1, self.num_tokens)
 
 
@@ -44,10 +44,10 @@ class RolloutEngine(Protocol):
         """
 
     def poll(self) -> list[Completion]:
-        """Advance (or wait for) the generation a little; what finished since the last call, possibly nothing."""
+        """Advance (or wait for) the generation a little and return what finished since the last call, possibly nothing."""
 
     def abort(self) -> list[Completion]:
-        """Stop everything: one completion for each unfinished request. It has finish_reason "abort" and the tokens so
+        """Stop everything and return one completion for each unfinished request. It has finish_reason "abort" and the tokens so
         far, those of the request's prefix included; a request that an engine of other processes finished in the
         meantime comes back as finished.
         """
@@ -62,7 +62,7 @@ class RolloutEngine(Protocol):
 
     @property
     def prefix_reuse(self) -> PrefixReuse:
-        """Of all requests with a prefix since the engine began."""
+        """Totals over all requests with a prefix since the engine began."""
 
 
 class CollectiveEngine(RolloutEngine, Protocol):
@@ -135,11 +135,11 @@ def _check_prefix(request: GenerationRequest, prefix: Completion, vocab_size: in
             f"but the model's vocabulary is 0..{vocab_size - 1}"
         )
     if behind := set(request.sampling.stop_token_ids).intersection(token_ids[:-1]):
-        raise ValueError(f"request {name!r}: the prefix goes on behind the stop ids {sorted(behind)}")
+        raise ValueError(f"request {name!r}: the prefix continues behind the stop ids {sorted(behind)}")
 
 
 def finish_reason_of(request: GenerationRequest, token_ids: Sequence[int]) -> FinishReason:
-    """How a response with these tokens ends by the request's own rules; "abort" where it does not."""
+    """Return how a response with these tokens ends by the request's own rules; "abort" if it does not end."""
     if token_ids and token_ids[-1] in request.sampling.stop_token_ids:
         return "stop"
     return "length" if len(token_ids) >= request.sampling.max_new_tokens else "abort"
@@ -168,7 +168,7 @@ def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
 
 
 def _merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...]:
-    """Neighboring ranges of one version as one; empty ones left out."""
+    """Merge neighboring ranges of one version and leave out empty ones."""
     merged: list[VersionRange] = []
     for entry in versions:
         if merged and merged[-1].version == entry.version:

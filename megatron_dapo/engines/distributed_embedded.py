@@ -71,7 +71,7 @@ class DistributedEmbeddedEngine:
 
     @property
     def prefix_reuse(self) -> PrefixReuse:
-        """Of all ranks, as of the last poll."""
+        """Totals over all ranks, as of the last poll."""
         return self._prefix_reuse
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -81,7 +81,7 @@ class DistributedEmbeddedEngine:
         self._new.extend(requests)
 
     def poll(self) -> list[Completion]:
-        """Advance every rank by the engine's ticks_per_poll; what finished, by rank and then in the order it did."""
+        """Advance every rank by the engine's ticks_per_poll; return what finished, by rank and then in that order."""
         return self._all_ranks("advance") if self.num_unfinished else []
 
     def abort(self) -> list[Completion]:

@@ -6,8 +6,8 @@ last active row, then by a waiting request), so short responses never wait for l
 one prompt, computed and kept once.
 
 A prompt is prefilled without its last token; that one goes through the first ordinary tick. So there is one place where
-tokens are drawn, and a request with the same prompt as a running one costs nothing to start. A request that goes on
-behind an aborted completion has its prompt and those tokens as its context, which is prefilled like a prompt. Random
+tokens are drawn, and a request with the same prompt as a running one costs nothing to start. A request that continues
+an aborted completion has its prompt and those tokens as its context, which is prefilled like a prompt. Random
 numbers are keyed by the absolute position: under unchanged weights it becomes the response it would have been.
 """
 
@@ -68,7 +68,7 @@ class EmbeddedEngineSettings:
 class _Prefix:
     """A context whose keys and values, without the last token, stand in prefix slot `index`, by one version."""
 
-    tokens: tuple[int, ...]  # of the whole context: the prompt, for requests that go on the tokens so far as well
+    tokens: tuple[int, ...]  # of the whole context: the prompt, for continued requests the tokens so far as well
     index: int = -1
     num_rows: int = 0
 
@@ -91,7 +91,7 @@ class _Row:
 class EmbeddedEngine:
     """`RolloutEngine` over one transformers causal language model.
 
-    The weights start as NaN: whoever owns the engine writes every tensor of `parameters_by_name` and then calls
+    The weights start as NaN: the owner of the engine writes every tensor of `parameters_by_name` and then calls
     `set_policy_version`, which refuses tensors that are not finite. Nothing is generated before that.
     """
 
@@ -114,8 +114,8 @@ class EmbeddedEngine:
     def from_folder(
         cls, model_folder: str | Path, settings: EmbeddedEngineSettings, *, trust_remote_code: bool = False
     ) -> EmbeddedEngine:
-        """An engine with the architecture of a Hugging Face folder. Its weights are not read: they come through the
-        bridge.
+        """Return an engine with the architecture of a Hugging Face checkpoint. Its weights are not read: a weight sync
+        brings them.
         """
         config = AutoConfig.from_pretrained(str(model_folder), trust_remote_code=trust_remote_code)
         return cls(config, settings)
@@ -164,7 +164,7 @@ class EmbeddedEngine:
     def set_policy_version(self, version: int) -> None:
         """Declare that the weights now in place are policy `version`; ValueError names tensors that are not finite.
 
-        Running responses go on with the new weights (their earlier keys and values stay): their tokens from here on
+        Running responses continue with the new weights (their earlier keys and values stay): their tokens from here on
         belong to the new version. No later request shares the prefill of the old one.
         """
         broken = [name for name, tensor in self.parameters_by_name().items() if not bool(torch.isfinite(tensor).all())]
@@ -434,7 +434,7 @@ class EmbeddedEngine:
 
 
 def _context(request: GenerationRequest) -> tuple[int, ...]:
-    """What the first new token depends on."""
+    """Return the tokens that the first new one depends on."""
     return request.prompt_ids + (request.prefix.token_ids if request.prefix else ())
 
 

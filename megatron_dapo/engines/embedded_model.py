@@ -1,4 +1,4 @@
-"""transformers' model as the embedded engine holds it: empty until the bridge fills it, under the names of folders."""
+"""transformers' model as the embedded engine holds it: empty until the bridge fills it, under the names of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def stored_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A parameter under the names that folders have. transformers holds a layer's experts in one tensor; folders, and
-    so the bridge, know each expert's matrices, which are views of it."""
+    """Yield a parameter under its names in a checkpoint. transformers holds a layer's experts in one tensor; checkpoints,
+    and so the weight sync, know each expert's matrices, which are views of it."""
     prefix, _, kind = name.rpartition(".")
     if not prefix.endswith(".mlp.experts"):
         yield name, tensor

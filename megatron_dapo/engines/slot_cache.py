@@ -47,8 +47,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which rows share which prefix. Rows that go on behind their own tokens share with nobody and have long prefixes,
-    those of a fresh group all share one short prompt: runs of slots keep the one from being padded to the other, in
+    """The rows that share each prefix. Rows that continue their own tokens share with no other and have long prefixes;
+    those of a fresh group all share one short prompt. Runs of slots keep the one from being padded to the other, in
     rows and in columns.
     """
 
@@ -57,7 +57,7 @@ class Sharing:
 
     @classmethod
     def of(cls, prefix_of_row: Sequence[int], lengths: Sequence[int], device: str) -> Sharing:
-        """From the prefix slot of every row and the columns in use of every slot."""
+        """Build it from the prefix slot of every row and the columns in use of every slot."""
         members: list[list[int]] = [[] for _ in lengths]
         for row, prefix in enumerate(prefix_of_row):
             members[prefix].append(row)

@@ -1,1 +1,1 @@
-"""From a recipe to running processes: the local launcher and the worker that torchrun or srun starts."""
+"""Start of a run's processes: the local launcher and the worker that torchrun or srun starts."""

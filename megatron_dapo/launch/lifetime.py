@@ -1,4 +1,4 @@
-"""One run a folder, processes that end with the one that started them, and stacks of a running one."""
+"""One run an output directory, processes that end with the one that started them, and stacks of a running one."""
 
 from __future__ import annotations
 
@@ -8,31 +8,27 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def end_with_parent(signum: int) -> Callable[[], None]:
-    """A function that asks the kernel to send the calling process `signum` when its parent dies, however it dies.
+def end_with_parent(signum: int) -> partial[object]:
+    """Return a function that asks the kernel to send the calling process `signum` when its parent dies, however it dies.
 
-    It may run between fork and exec: the C library is found here, not there. Only Linux has this; elsewhere it does
-    nothing.
+    Only Linux has this; on other systems the function does nothing.
     """
     if not sys.platform.startswith("linux"):
-        return lambda: None
+        return partial(int)
+    # Looked up here, because the function may run between fork and exec.
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-
-    return ask
+    return partial(prctl, _PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
 
 
-class FolderLock:
-    """Held by rank 0 while it lives, so that no second run writes into the folder. Any death releases it."""
+class DirectoryLock:
+    """Held by rank 0 while it lives, so that no second run writes into the directory. Any death releases it."""
 
     def __init__(self, run_folder: Path) -> None:
         """Take the lock. RuntimeError, naming the process, where another run holds it."""
@@ -64,14 +60,14 @@ def _lock(run_folder: Path) -> TextIO:
         holder = stream.read() or "unknown"
         stream.close()
         raise RuntimeError(
-            f"run folder {run_folder} is in use by process {holder}: wait for that run, stop it, or choose another "
+            f"output directory {run_folder} is in use by process {holder}: wait for that run, stop it, or choose another "
             "run.output_dir"
         ) from None
     return stream
 
 
 def stacks_on_request(file: Path) -> None:
-    """From now on SIGUSR1 appends the stacks of all threads to `file`, also while native code runs."""
+    """Let SIGUSR1 append the stacks of all threads to `file`, also while native code runs."""
     file.parent.mkdir(parents=True, exist_ok=True)
     # Stays open for the life of the process: faulthandler keeps the descriptor only.
     stream = open(file, "w", encoding="utf-8")  # noqa: SIM115

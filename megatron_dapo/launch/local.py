@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def worker_pid_file(run_folder: Path, rank: int) -> Path:
-    """Where the worker of `rank` leaves its process id."""
+    """Return the file in which the worker of `rank` leaves its process id."""
     return run_folder / "workers" / f"{rank}.pid"
 
 
@@ -39,7 +39,7 @@ def write_worker_pid(run_folder: Path, rank: int) -> None:
 def torchrun_command(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
     """Return the command that runs `module` in `num_processes` local workers, which meet on loopback.
 
-    Static rendezvous: the store of `--standalone` holds its state as a pickle, and whoever reaches its port runs code.
+    Static rendezvous: the store of `--standalone` holds its state as a pickle, and any process that reaches its port can run code.
     """
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=static", "--nnodes=1", "--node-rank=0"),

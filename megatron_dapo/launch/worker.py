@@ -19,7 +19,7 @@ from megatron_dapo.launch.environment import (
     process_environment,
     raise_open_files_limit,
 )
-from megatron_dapo.launch.lifetime import FolderLock, end_with_parent, stacks_on_request
+from megatron_dapo.launch.lifetime import DirectoryLock, end_with_parent, stacks_on_request
 from megatron_dapo.launch.local import worker_pid_file, write_worker_pid
 
 _STARTED = time.time()  # seconds since 1970; near the start of the process, before heavy imports
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         loaded = replace(loaded, config=pretraining_config(loaded.config, folder))
     run_folder = loaded.config.run.output_dir
     # Until the process ends: a second run must not write into the same folder.
-    lock = FolderLock(run_folder) if process.rank == 0 else None
+    lock = DirectoryLock(run_folder) if process.rank == 0 else None
     if process.rank == 0:
         begin_attempt(run_folder, _STARTED)
     write_worker_pid(run_folder, process.rank)

@@ -31,14 +31,14 @@ ALIGNMENT_BYTES = 16  # of each tensor in the common buffer; at least the larges
 
 
 def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where tensors must live to travel over `group`: the current CUDA device for NCCL, else the CPU."""
+    """Return the device on which tensors travel over `group`: the current CUDA device for NCCL, else the CPU."""
     return (
         torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
     )
 
 
 def computing_device() -> torch.device:
-    """Where this process computes: the current CUDA device where it talks NCCL, else the CPU."""
+    """Return the device on which this process computes: the current CUDA device where it talks NCCL, else the CPU."""
     return communication_device() if dist.is_initialized() else torch.device("cpu")
 
 

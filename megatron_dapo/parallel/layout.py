@@ -1,4 +1,4 @@
-"""Where a rank stands in TP x CP x DP x PP, and which layers it holds, as arithmetic: no process group is needed."""
+"""Coordinates of ranks in TP x CP x DP x PP and the layers they hold, as arithmetic without process groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class ExpertCoordinates:
-    """Where a rank stands among the ranks of its pipeline stage for the weights of experts."""
+    """Coordinates of a rank within its pipeline stage for the weights of experts."""
 
     tensor: int  # part of each expert
     expert: int  # which experts

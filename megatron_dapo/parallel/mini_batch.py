@@ -1,4 +1,4 @@
-"""From a rollout batch to the micro-batches of its optimizer steps.
+"""Mini-batches of a rollout batch, one optimizer step each, and their micro-batches.
 
 A rollout batch is cut into mini-batches, one optimizer step each, by a rule from a table; then every mini-batch's loss
 weights are computed once, from all of its samples on all ranks, and only then is it cut into micro-batches. So no later
@@ -48,10 +48,7 @@ def split_by_samples(
     return _even_parts(samples, -(-len(samples) // samples_per_mini_batch))
 
 
-SPLITS: dict[str, Callable[[Sequence[int], int, Random | None], list[list[int]]]] = {
-    "groups": split_by_groups,
-    "samples": split_by_samples,
-}
+SPLITS = {"groups": split_by_groups, "samples": split_by_samples}
 
 
 def _even_parts(items: list[T], num_parts: int) -> list[list[T]]:

@@ -1,4 +1,4 @@
-"""Which ranks share a machine: who may share memory, and who starts the machine's servers."""
+"""Ranks and nodes: ranks of one node may share memory, and the first of them starts the node's servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_dapo.parallel.collectives import all_gather_json
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """The machines of a run, numbered in order of their first rank; every one holds equally many consecutive ranks."""
+    """The nodes of a run, numbered in order of their first rank; every one holds equally many consecutive ranks."""
 
     num_ranks: int
     ranks_per_node: int
@@ -30,19 +30,19 @@ class NodeTopology:
 
 
 def node_topology(names: Sequence[str]) -> NodeTopology:
-    """Nodes from the machine name of every rank. ValueError where one has more ranks than another, or ranks apart."""
+    """Return the nodes from the host name of every rank. ValueError where one has more ranks than another, or ranks apart."""
     order = list(dict.fromkeys(names))
     per_node = len(names) // len(order)
     expected = [name for name in order for _ in range(per_node)]
     if expected != list(names):
         counts = {name: names.count(name) for name in order}
         raise ValueError(
-            f"ranks must lie on the machines one machine after the other, equally many on each, but there are {counts}; "
-            "start the same number of processes on every machine, with block distribution"
+            f"ranks must lie on the nodes one node after the other, equally many on each, but there are {counts}; "
+            "start the same number of processes on every node, with block distribution"
         )
     return NodeTopology(len(names), per_node)
 
 
 def host_names() -> list[str]:
-    """The machine of every rank of the default group. Collective."""
+    """Return the host name of every rank of the default group. Collective."""
     return all_gather_json(socket.gethostname(), dist.group.WORLD)

@@ -1,5 +1,4 @@
-"""From sequences to packed micro-batches: which sequences go together on which data-parallel rank, and how they are
-laid out.
+"""Packed micro-batches: the assignment of sequences to data-parallel ranks and micro-batches, and their memory layout.
 
 Planning is arithmetic on lengths, the same on every rank. It keeps: an equal number of micro-batches on every
 data-parallel rank (a multiple of the pipeline size under virtual pipelining), every sequence exactly once, no
@@ -32,7 +31,7 @@ MicroBatchPlan = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """What one micro-batch may hold, before context parallelism cuts it: padded tokens, sequences, or both. 0: no
+    """Limits of one micro-batch, before context parallelism cuts it: padded tokens, sequences, or both. 0: no
     limit."""
 
     max_tokens: int = 0
@@ -151,7 +150,7 @@ def pack(
 
 
 def _write_estimates(sample: TrainSample, start: int, estimates: torch.Tensor) -> None:
-    """Put what a critic said of one sample at its place, where the log-prob of the token it is about stands."""
+    """Write the critic's estimates of one sample to the positions of its tokens' log-probs."""
     place = slice(start + sample.prompt_length - 1, start + sample.num_tokens - 1)
     for row, per_token in enumerate((sample.values, sample.returns)):
         if per_token is not None:

@@ -3,7 +3,7 @@
     rank 0                          others
     run_on_rank0(body)              run_on_rank0(body): wait
       body calls command("x")   ->  handlers["x"] on every rank
-      report_progress()         ->  the wait goes on with a new deadline
+      report_progress()         ->  the wait continues with a new deadline
     finish                      ->  run_on_rank0 returns
 
 A failure on rank 0 reaches every rank as an error. A rank without a handler for a command ignores it: ranks that hold

@@ -1,4 +1,4 @@
-"""Which processes of the world hold a model: neighboring ranks, numbered from 0 among themselves, and their group.
+"""The processes of the world that hold a model: neighboring ranks, numbered from 0 among themselves, and their group.
 
 A layout is arithmetic over its own ranks; where these stand in the world is said here and nowhere else.
 """
@@ -30,7 +30,7 @@ class RankSet:
 
     @property
     def is_member(self) -> bool:
-        """Whether this process is one of them."""
+        """True if this process is one of them."""
         return self.world_rank in self.ranks
 
     @property
@@ -41,7 +41,7 @@ class RankSet:
 
     @property
     def collective_group(self) -> dist.ProcessGroup | None:
-        """The group for collectives among more than one rank; None where there is nobody to speak to."""
+        """The group for collectives among more than one rank; None if there is only one."""
         return self.group if self.num_ranks > 1 else None
 
 

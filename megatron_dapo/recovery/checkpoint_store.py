@@ -1,10 +1,10 @@
 """Checkpoints that are whole or not there: written beside, verified, renamed into place, the newest valid one is
 loaded.
 
-    <folder>/step_000123.tmp/     while ranks write: their files, and one part of the manifest a rank
-    <folder>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file) and renamed
+    <directory>/step_000123.tmp/     while ranks write: their files, and one part of the manifest a rank
+    <directory>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file) and renamed
 
-A kill at any point leaves either the old folder or the new one. Old checkpoints are deleted only after the new one is
+A kill at any point leaves either the old directory or the new one. Old checkpoints are deleted only after the new one is
 in place. This module knows neither torch.distributed nor what is saved: ranks agree through a callable, content comes
 from a callable.
 """
@@ -19,10 +19,11 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.recovery.durable_files import FileEntry, hash_file, sync_folder, write_json, write_tensors
+from megatron_dapo.recovery.durable_files import FileEntry, hash_file, sync_directory, write_json, write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ class Checkpoint:
     """A complete checkpoint on disk."""
 
     step: int
-    folder: Path
+    directory: Path
     files: Mapping[str, FileEntry]
     metadata: Mapping[str, Any]
 
@@ -79,16 +80,16 @@ class Checkpoint:
     def _path(self, name: str) -> Path:
         if name not in self.files:
             raise CheckpointError(
-                f"checkpoint {self.folder}: no file {name!r}; it holds {', '.join(sorted(self.files))}"
+                f"checkpoint {self.directory}: no file {name!r}; it holds {', '.join(sorted(self.files))}"
             )
-        return self.folder / name
+        return self.directory / name
 
 
 class CheckpointWriter:
-    """What one rank writes into the folder of an unfinished checkpoint."""
+    """The files one rank writes into the directory of an unfinished checkpoint."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory = directory
         self._rank = rank
         self._entries: list[FileEntry] = []
 
@@ -104,41 +105,41 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Declare this rank's files complete."""
-        write_json(self._folder / f"manifest_rank_{self._rank}.json", [entry.to_json() for entry in self._entries])
+        write_json(self._directory / f"manifest_rank_{self._rank}.json", [entry.to_json() for entry in self._entries])
 
     def _new_path(self, name: str) -> Path:
         if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST or _PART.fullmatch(name):
             raise ValueError(f"checkpoint file {name!r}: use letters, digits, '_', '-', '.', and not a manifest's name")
-        path = self._folder / name
+        path = self._directory / name
         if path.exists():
             raise ValueError(f"checkpoint file {name!r} is written twice; put the rank into its name")
         return path
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Only rank 0 calls what changes the folder (`begin`, `commit`, `abandon`, `clean`)."""
+    """The checkpoints of one run. Only rank 0 calls what changes the directory (`begin`, `commit`, `abandon`, `clean`)."""
 
-    def __init__(self, folder: str | Path, keep: int) -> None:
+    def __init__(self, directory: str | Path, keep: int) -> None:
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: keep at least 1")
-        self.folder = Path(folder)
+        self.directory = Path(directory)
         self.keep = keep
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step_{step:06d}"
+        return self.directory / f"step_{step:06d}"
 
     def partial_path(self, step: int) -> Path:
-        return self.folder / f"step_{step:06d}.tmp"
+        return self.directory / f"step_{step:06d}.tmp"
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoint folders there are, valid or not, newest first."""
-        if not self.folder.is_dir():
+        """Steps of the checkpoint directories there are, valid or not, newest first."""
+        if not self.directory.is_dir():
             return []
-        matches = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
+        matches = (_STEP.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir())
         return sorted((int(match.group(1)) for match in matches if match), reverse=True)
 
     def begin(self, step: int) -> None:
-        """Make the empty folder that ranks write into."""
+        """Make the empty directory that ranks write into."""
         self.clean()
         self.partial_path(step).mkdir(parents=True)
 
@@ -158,12 +159,12 @@ class CheckpointStore:
         write_json(partial / MANIFEST, document)
         for rank in range(num_ranks):
             (partial / f"manifest_rank_{rank}.json").unlink()
-        sync_folder(partial)
+        sync_directory(partial)
         if final.exists():
             # The same step again, e.g. over a corrupt one: `clean` undoes this if the next rename never happens.
             os.replace(final, self._replaced_path(final))
         os.replace(partial, final)
-        sync_folder(self.folder)
+        sync_directory(self.directory)
         checkpoint = self.open(step)
         self._delete_old(step)
         return checkpoint
@@ -175,12 +176,12 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Undo or finish what a killed process left half done."""
-        if not self.folder.is_dir():
+        if not self.directory.is_dir():
             return
-        for entry in sorted(self.folder.iterdir()):
+        for entry in sorted(self.directory.iterdir()):
             name, _, suffix = entry.name.rpartition(".")
-            if suffix == "replaced" and _STEP.fullmatch(name) and not (self.folder / name).exists():
-                os.replace(entry, self.folder / name)
+            if suffix == "replaced" and _STEP.fullmatch(name) and not (self.directory / name).exists():
+                os.replace(entry, self.directory / name)
             elif suffix in ("tmp", "replaced", "deleting") and _STEP.fullmatch(name):
                 logger.info("removing %s, left by an interrupted run", entry)
                 shutil.rmtree(entry, ignore_errors=True)
@@ -190,15 +191,15 @@ class CheckpointStore:
 
         Raises CheckpointError with the reason where it is not whole.
         """
-        folder = self.path(step)
-        checkpoint = _read_manifest(folder, step)
+        directory = self.path(step)
+        checkpoint = _read_manifest(directory, step)
         for entry in checkpoint.files.values():
-            path = folder / entry.name
+            path = directory / entry.name
             size = path.stat().st_size if path.is_file() else None
             if size != entry.size:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise CheckpointError(
-                    f"checkpoint {folder}: {entry.name} {found}, the manifest says {entry.size} bytes"
+                    f"checkpoint {directory}: {entry.name} {found}, the manifest says {entry.size} bytes"
                 )
         return checkpoint
 
@@ -220,8 +221,8 @@ class CheckpointStore:
         return True
 
     def _delete(self, step: int) -> None:
-        # Renamed first: a kill in the middle must not leave a folder that looks like a checkpoint.
-        doomed = self.folder / f"{self.path(step).name}.deleting"
+        # Renamed first: a kill in the middle must not leave a directory that looks like a checkpoint.
+        doomed = self.directory / f"{self.path(step).name}.deleting"
         try:
             os.replace(self.path(step), doomed)
         except OSError as error:  # the new checkpoint is in place: not a reason to fail
@@ -235,7 +236,7 @@ class CheckpointStore:
 
 def wrong_files(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     """Those of `names` whose contents are not what was written (a full read)."""
-    return [name for name in names if hash_file(checkpoint.folder / name) != checkpoint.files[name].sha256]
+    return [name for name in names if hash_file(checkpoint.directory / name) != checkpoint.files[name].sha256]
 
 
 def save_checkpoint(
@@ -248,9 +249,9 @@ def save_checkpoint(
     num_ranks: int = 1,
     agree: Agree = alone,
 ) -> Path:
-    """Every rank calls this; `write` saves this rank's files. Returns the folder once the checkpoint is in place.
+    """Every rank calls this; `write` saves this rank's files. Returns the directory once the checkpoint is in place.
 
-    If anything fails on any rank (a full disk, a bug in `write`), all ranks raise, the unfinished folder is gone, and
+    If anything fails on any rank (a full disk, a bug in `write`), all ranks raise, the unfinished directory is gone, and
     earlier checkpoints are as they were.
     """
 
@@ -259,13 +260,15 @@ def save_checkpoint(
         write(writer)
         writer.finish()
 
-    phases: list[tuple[bool, Callable[[], object]]] = [
-        (rank == 0, lambda: store.begin(step)),
-        (True, write_own),
-        (rank == 0, lambda: store.commit(step, num_ranks, metadata)),
-    ]
-    for mine, phase in phases:
-        problem = _attempt(phase) if mine else None
+    begin, commit = partial(store.begin, step), partial(store.commit, step, num_ranks, metadata)
+    for is_mine, phase in ((rank == 0, begin), (True, write_own), (rank == 0, commit)):
+        problem = None
+        try:
+            if is_mine:
+                phase()
+        except Exception as error:
+            # Agreed on before it is raised, or the other ranks would wait for this one.
+            problem = error
         if not agree(problem is None):
             if rank == 0:
                 store.abandon(step)
@@ -276,24 +279,15 @@ def save_checkpoint(
     return store.path(step)
 
 
-def _attempt(phase: Callable[[], object]) -> Exception | None:
-    """Whatever goes wrong here must be agreed on before it is raised, or the other ranks would wait for this one."""
-    try:
-        phase()
-    except Exception as error:
-        return error
-    return None
-
-
 def _save_message(store: CheckpointStore, step: int, problem: Exception | None) -> str:
     what = "another rank failed; its own message says why" if problem is None else str(problem)
     if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
-        free = shutil.disk_usage(store.folder if store.folder.is_dir() else Path.cwd()).free
+        free = shutil.disk_usage(store.directory if store.directory.is_dir() else Path.cwd()).free
         fix = "free space, lower checkpoint.keep, or move checkpoint.output_dir"
         what = f"the disk is full ({free / 2**20:.0f} MiB free); {fix}"
     earlier = [other for other in store.steps() if other != step]
     left = f"the newest earlier checkpoint is {store.path(earlier[0])}" if earlier else "there is no earlier checkpoint"
-    return f"checkpoint of step {step} was not saved in {store.folder}: {what}; {left}"
+    return f"checkpoint of step {step} was not saved in {store.directory}: {what}; {left}"
 
 
 def newest_valid(
@@ -301,7 +295,7 @@ def newest_valid(
 ) -> Checkpoint | None:
     """The newest checkpoint whose every byte is what was written; each rank reads its share of the files.
 
-    None where there is no checkpoint folder at all. A broken newer one is reported and skipped; if all are broken,
+    None where there is no checkpoint directory at all. A broken newer one is reported and skipped; if all are broken,
     CheckpointError.
     """
     if rank == 0:
@@ -319,7 +313,7 @@ def newest_valid(
         found_here = found_here or problem is not None
     if reasons:
         message = (
-            f"none of the checkpoints in {store.folder} can be loaded: {'; '.join(reasons)}. "
+            f"none of the checkpoints in {store.directory} can be loaded: {'; '.join(reasons)}. "
             "Restore one, or start anew with another run.output_dir"
         )
         raise CheckpointError(message) if found_here else _consequence(message)
@@ -333,7 +327,7 @@ def _problem(store: CheckpointStore, step: int, rank: int, num_ranks: int) -> st
     except (CheckpointError, OSError) as error:
         return str(error)
     return (
-        f"checkpoint {checkpoint.folder}: contents of {', '.join(wrong)} changed since they were written"
+        f"checkpoint {checkpoint.directory}: contents of {', '.join(wrong)} changed since they were written"
         if wrong
         else None
     )
@@ -352,14 +346,14 @@ def find_resume(
     if mode == "never":
         if store.steps():
             raise CheckpointError(
-                f'checkpoint.resume = "never", but {store.folder} holds checkpoints of steps {store.steps()}; '
+                f'checkpoint.resume = "never", but {store.directory} holds checkpoints of steps {store.steps()}; '
                 "choose another run.output_dir, or resume"
             )
         return None
     found = newest_valid(store, rank=rank, num_ranks=num_ranks, agree=agree)
     if found is None and mode == "must":
         raise CheckpointError(
-            f'checkpoint.resume = "must", but there is no checkpoint in {store.folder}; check run.output_dir'
+            f'checkpoint.resume = "must", but there is no checkpoint in {store.directory}; check run.output_dir'
         )
     return found
 
@@ -369,28 +363,28 @@ def _merged_entries(partial: Path, num_ranks: int) -> Iterator[FileEntry]:
     missing = sorted(set(range(num_ranks)) - parts)
     if missing:
         raise CheckpointError(
-            f"checkpoint {partial}: ranks {missing} of {num_ranks} wrote nothing; is the folder shared by all nodes?"
+            f"checkpoint {partial}: ranks {missing} of {num_ranks} wrote nothing; is the directory shared by all nodes?"
         )
     for rank in range(num_ranks):
         for entry in json.loads((partial / f"manifest_rank_{rank}.json").read_text(encoding="utf-8")):
             yield FileEntry(**entry)
 
 
-def _read_manifest(folder: Path, step: int) -> Checkpoint:
-    path = folder / MANIFEST
+def _read_manifest(directory: Path, step: int) -> Checkpoint:
+    path = directory / MANIFEST
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         entries = [FileEntry(str(e["name"]), int(e["size"]), str(e["sha256"])) for e in document["files"]]
         form, stated, metadata = document["format"], document["step"], document["metadata"]
     except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {folder}: no {MANIFEST}") from None
+        raise CheckpointError(f"checkpoint {directory}: no {MANIFEST}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {folder}: {MANIFEST} is not readable ({error!r})") from None
+        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} is not readable ({error!r})") from None
     if form != FORMAT or stated != step:
         raise CheckpointError(
-            f"checkpoint {folder}: manifest of format {form}, step {stated}; expected format {FORMAT}, step {step}"
+            f"checkpoint {directory}: manifest of format {form}, step {stated}; expected format {FORMAT}, step {step}"
         )
     bad = [entry.name for entry in entries if not _PLAIN_NAME.fullmatch(entry.name)]
     if bad:
-        raise CheckpointError(f"checkpoint {folder}: {MANIFEST} names files outside the folder: {bad}")
-    return Checkpoint(step, folder, {entry.name: entry for entry in entries}, metadata)
+        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} names files outside the directory: {bad}")
+    return Checkpoint(step, directory, {entry.name: entry for entry in entries}, metadata)

@@ -22,7 +22,7 @@ _READ_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be: name within its folder, bytes, SHA-256 in hex."""
+    """Identity of a file: name within its directory, bytes, SHA-256 in hex."""
 
     name: str
     size: int
@@ -120,9 +120,9 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries (creations and renames in it) to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_directory(directory: Path) -> None:
+    """Flush a directory's entries (creations and renames in it) to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

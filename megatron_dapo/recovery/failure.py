@@ -1,7 +1,7 @@
 """The first root cause of a failed run, in failure.json and as the last line printed.
 
 Once one rank fails, the others fail because of it. The first to record wins; every rank's own record is kept beside it.
-An error that says of itself that its cause is elsewhere (`is_consequence`) never wins.
+An error that another rank caused (`is_consequence`) never wins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["exception", "consequence", "deadline", "signal"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process ended."""
+    """The end of a process and its reason."""
 
     rank: int
     kind: Kind

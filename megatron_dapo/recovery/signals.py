@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish to save and exit, asked for at step boundaries."""
+"""SIGTERM and Ctrl-C: the current step finishes, a checkpoint is written, and the run exits."""
 
 from __future__ import annotations
 

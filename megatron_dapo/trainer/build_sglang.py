@@ -36,7 +36,7 @@ from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.ports import listen_address, require_reachable
 from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter
 from megatron_dapo.engines.sglang.served import Expectation
-from megatron_dapo.engines.sglang.server import EngineServer, SglangServer
+from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, Servers, StartedServers
 from megatron_dapo.launch.environment import rendezvous_host
@@ -175,12 +175,12 @@ def _servers(site: _Site) -> Servers:
     )
 
 
-def _attach(site: _Site, expectation: Expectation, index: int) -> EngineServer:
+def _attach(site: _Site, expectation: Expectation, index: int) -> AttachedServer:
     sglang = site.config.sglang
     return SglangServer.attach(sglang.urls[index], site.key_file, expectation, index, sglang.start_timeout_seconds)
 
 
-def _spawn(site: _Site, index: int, place: int) -> EngineServer:
+def _spawn(site: _Site, index: int, place: int) -> SglangServer:
     return SglangServer.start(_settings(site, place), index)
 
 
@@ -197,7 +197,7 @@ def _settings(site: _Site, place: int) -> ServerSettings:
         python=_python(config),
         model_path=config.model.path,
         key_file=site.key_file,
-        log_folder=config.run.output_dir / "engines",
+        log_dir=config.run.output_dir / "engines",
         device=site.device,
         tensor_parallel=sglang.tp_size,
         dtype=config.model.dtype,

@@ -162,13 +162,13 @@ def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any])
     saved = checkpoint.metadata.get(name)
     if saved is None:
         raise ValueError(
-            f"checkpoint {checkpoint.folder} holds no {name}: it was written by an algorithm without a critic; start a "
+            f"checkpoint {checkpoint.directory} holds no {name}: it was written by an algorithm without a critic; start a "
             "new run from its Hugging Face export"
         )
     if saved != current:
         different = {key: (saved.get(key), current[key]) for key in current if saved.get(key) != current[key]}
         raise ValueError(
-            f"checkpoint {checkpoint.folder} was written under another {name} (saved, asked for): {different}; "
+            f"checkpoint {checkpoint.directory} was written under another {name} (saved, asked for): {different}; "
             "resume with the layout it was written under, or start a new run from its Hugging Face export"
         )
 

@@ -237,7 +237,7 @@ def _restore(config: Config, store: CheckpointStore, checkpoints: Checkpoints, w
     )
     if found is not None:
         checkpoints.restore(found)
-        logger.info("continuing from %s", found.folder)
+        logger.info("continuing from %s", found.directory)
     return found
 
 

@@ -93,7 +93,7 @@ class Servers:
                 "python": self._python,
                 "model_path": model_path,
                 "key_file": self._key_file,
-                "log_folder": self._logs(),
+                "log_dir": self._logs(),
                 "start_timeout_s": START_TIMEOUT_S,
                 **fields,
             }

@@ -139,7 +139,7 @@ def test_the_longest_sequence_is_served_and_a_longer_one_is_not_cut_silently(cli
     longest = replace(request, sampling=SamplingParams(max_new_tokens=room))
     assert len(clients[0].generate_now(longest, "longest.", vocab_size=VOCAB_SIZE).token_ids) == room
     longer = replace(request, sampling=SamplingParams(max_new_tokens=room + 1))
-    with pytest.raises(EngineAnswerError, match=f"at {room} tokens, {room + 1} were asked for"):
+    with pytest.raises(EngineAnswerError, match=f"at {room} tokens, {room + 1} were requested"):
         clients[0].generate_now(longer, "longer.", vocab_size=VOCAB_SIZE)
 
 

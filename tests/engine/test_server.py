@@ -232,7 +232,7 @@ from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
 python, model, folder = map(Path, sys.argv[1:])
 settings = ServerSettings(
-    python=python, model_path=model, key_file=create_key(folder), log_folder=folder, random_weights=True,
+    python=python, model_path=model, key_file=create_key(folder), log_dir=folder, random_weights=True,
     start_timeout_s=280,
 )
 server = SglangServer.start(settings)

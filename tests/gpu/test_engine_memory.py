@@ -27,7 +27,8 @@ def free_bytes() -> int:
 
 
 def test_memory_is_released_measured_and_taken_back(device, model, engine_python, tmp_path) -> None:
-    from megatron_dapo.engines.sglang.client import ColocatedClient, wait_for_memory
+    from megatron_dapo.engines.sglang.client import ColocatedClient
+    from megatron_dapo.engines.sglang.cluster import SharedDevice
     from megatron_dapo.engines.sglang.keys import create_key, read_key
     from megatron_dapo.engines.sglang.server import SglangServer
     from megatron_dapo.engines.sglang.server_settings import ServerSettings
@@ -37,7 +38,7 @@ def test_memory_is_released_measured_and_taken_back(device, model, engine_python
         python=engine_python,
         model_path=model,
         key_file=create_key(tmp_path),
-        log_folder=tmp_path,
+        log_dir=tmp_path,
         device="cuda",
         dtype="bfloat16",
         memory_fraction=MEMORY_FRACTION,
@@ -53,7 +54,7 @@ def test_memory_is_released_measured_and_taken_back(device, model, engine_python
         serving = free_bytes()
         client.sleep()
         weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-        freed = wait_for_memory(free_bytes, serving, weights, timeout_s=30.0)
+        freed = SharedDevice(weights, timeout_s=30.0).wait_for_memory(serving)
         # Weights and cache are what the fraction is of; graphs and workspaces stay.
         assert freed > 0.5 * MEMORY_FRACTION * total, f"{freed / 1e9:.2f} GB of {MEMORY_FRACTION * total / 1e9:.2f}"
         client.begin_weight_update()

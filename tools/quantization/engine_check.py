@@ -23,7 +23,7 @@ def engine_logprobs(
             python=python,
             model_path=directory,
             key_file=create_key(Path(scratch)),
-            log_folder=Path(scratch),
+            log_dir=Path(scratch),
             device=device,  # type: ignore[arg-type]
             dtype=dtype,
             max_running_requests=8,

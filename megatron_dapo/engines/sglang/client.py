@@ -6,12 +6,12 @@ fix:
     EngineGone         refused, reset or closed: the server has ended (or is not there yet)
     EngineTimeout      no answer within the deadline
     EngineHttpError    an HTTP status other than 200, or success: false
-    EngineAnswerError  an answer that does not fit what was asked for
+    EngineAnswerError  an answer that does not fit the request
 
 Retries: control calls that change nothing when repeated are tried again after a lost connection, a few times within
-their deadline. Updates of weights never are: whoever drives the update knows what a repetition means. A generation is
-not either: the server may still be working on the first try, and refuses its rid until it has noticed that nobody waits
-for it any more; send it again under another rid.
+their deadline. Weight updates never are: the weight sync decides about a repetition. A generation is
+not either: the server may still be working on the first try and refuses its rid until it notices the closed connection;
+send it again under another rid.
 
 The API key goes into one header and nowhere else: no message, log line or repr shows it.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 import base64
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,7 +41,7 @@ from megatron_dapo.types import GenerationRequest, SamplingParams
 if TYPE_CHECKING:
     from megatron_dapo.engines.sglang.versions import ApiVersion
 
-# One line a request at INFO would bury the run's own log.
+# One line a request at INFO would drown the run's own log.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
 PauseMode = Literal["abort", "in_place", "retract"]
@@ -59,7 +59,7 @@ class Timeouts:
     """Deadlines in seconds."""
 
     connect_s: float = 10.0  # until the TCP connection stands
-    generate_s: float = 3600.0  # one response, its time in the server's queue included
+    generate_s: float = 3600.0  # without an answer to any request of the server
     control_s: float = 60.0  # abort, pause, resume, server_info, version, begin and end of an update
     flush_s: float = 60.0  # all tries together
     update_s: float = 600.0  # one call that moves weights
@@ -152,8 +152,8 @@ class SglangClient:
         self._http.close()
 
     def is_fatal(self, error: EngineError) -> bool:
-        """Whether an error of `generate` says that this server is of no more use. A lost connection or a deadline does
-        not: its health decides.
+        """Return True if an error of `generate` means that this server has failed. After a lost connection or a deadline its
+        health decides.
         """
         return not isinstance(error, (EngineGone, EngineTimeout))
 
@@ -169,13 +169,12 @@ class SglangClient:
         """Generate one response (or its rest, behind a prefix).
 
         `rid` names it on the server, among those running and for `abort`; aborting a rid aborts every rid that begins
-        with it, so no rid may begin another. Raises EngineError.
+        with it, so no rid may begin another. The caller bounds the wait. Raises EngineError.
         """
-        deadline = self.timeouts.generate_s
-        with self._errors("POST /generate", deadline):
-            response = await http.post(
-                self.url + "/generate", json=generate_body(request, rid), timeout=self._timeout(deadline)
-            )
+        # httpx's read timeout would cut off a request that waits in the server's queue.
+        timeout = httpx.Timeout(None, connect=self.timeouts.connect_s)
+        with self._errors("POST /generate", self.timeouts.generate_s):
+            response = await http.post(self.url + "/generate", json=generate_body(request, rid), timeout=timeout)
             if _was_aborted(response):
                 return Generation((), (), "abort", "")
             answer = self._answer("POST /generate", response)
@@ -296,11 +295,11 @@ class SglangClient:
         body = {"serialized_named_tensors": encoded, "load_format": load_format, "flush_cache": flush_cache}
         self._post("/update_weights_from_tensor", body, self.timeouts.update_s)
 
-    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
-        """Load a Hugging Face folder as the server sees it. Never repeated."""
+    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None:
+        """Load a Hugging Face checkpoint by its path on the server's node. Never repeated."""
         # The format by name: a server started with random weights would make some again.
         body = {
-            "model_path": str(folder),
+            "model_path": str(directory),
             "load_format": "auto",
             "flush_cache": flush_cache,
             "abort_all_requests": False,
@@ -416,7 +415,6 @@ def _was_aborted(response: httpx.Response) -> bool:
 
 
 WEIGHTS, CACHE = "weights", "kv_cache"
-_MEMORY_POLL_S = 0.05
 
 
 class ColocatedClient(SglangClient):
@@ -453,20 +451,3 @@ class ColocatedClient(SglangClient):
         if tag in self._released:
             self.resume_memory((tag,))
             self._released -= {tag}
-
-
-def wait_for_memory(free_bytes: Callable[[], int], before: int, expected: int, timeout_s: float) -> int:
-    """Until `expected` more bytes are free than `before`; returns how many are. A release is over only when the device
-    says so.
-
-    MemoryError with both numbers where they are not within `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    while (freed := free_bytes() - before) < expected:
-        if time.monotonic() >= deadline:
-            raise MemoryError(
-                f"the servers on this device released {freed} bytes within {timeout_s:g} s, their weights alone are "
-                f"{expected}: they run without the memory saver, or another process took the memory"
-            )
-        time.sleep(_MEMORY_POLL_S)
-    return freed

@@ -1,4 +1,4 @@
-"""What a stock SGLang needs to import and to sample on a machine without CUDA. With CUDA it changes nothing.
+"""Stand-ins that let a stock SGLang import and sample on a node without CUDA. With CUDA they change nothing.
 
 SGLang has a CPU mode of plain torch layers ("native"), taken when the CPU build of its kernel package is missing. Some
 modules nevertheless import names of that package, and of a torchvision built for CUDA, when they are imported. The
@@ -13,7 +13,6 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
 
 import torch
 
@@ -36,7 +35,7 @@ _WORD = 0xFFFFFFFF
 
 
 def is_needed() -> bool:
-    """Whether this machine has no CUDA device."""
+    """Return True if this node has no CUDA device."""
     return not torch.cuda.is_available()
 
 
@@ -108,7 +107,7 @@ def _kernel_package() -> types.ModuleType:
     return package
 
 
-def _missing(name: str) -> Callable[..., None]:
+def _missing(name: str) -> types.FunctionType:
     def raise_missing(*arguments: object, **keywords: object) -> None:
         raise NotImplementedError(f"sgl_kernel.{name}: SGLang's kernels for CPUs are not installed")
 

@@ -2,14 +2,13 @@
 
 A layer's e4m3 weight is multiplied by its blocks' scales, rounded to the type of the activations, and used in a plain
 product, experts' weights in SGLang's own native loop over experts; activations are not quantized. SGLang's CPU kernels
-do the same in one piece, but repack the weights in place first; here they stay as they were loaded, so that the loader
-of deliveries finds them. Slow, and for tests: every product widens its weight again.
+do the same in one piece, but repack the weights in place first; here they stay as they were loaded, so that the weight
+sync finds them. Slow, and for tests: every product widens its weight again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def widened(weight: torch.Tensor, block_size: list[int], scales: torch.Tensor) -
     return weight.float() * scales[..., :columns]
 
 
-def _choose_product(**conditions: Any) -> Callable[..., torch.Tensor]:
+def _choose_product(**conditions: Any) -> FunctionType:
     """In place of SGLang's choice among kernels of GPUs; later versions tell the size of blocks."""
     return block_linear
 

@@ -1,7 +1,7 @@
-"""Carries generations to servers and their outcomes back: one background thread with an event loop.
+"""HTTP dispatcher of generations: one background thread with an event loop carries requests out and outcomes back.
 
-The engine's own thread keeps all the books; this one only waits for HTTP. Every delivery has a number, and its outcome
-comes back under that number, so an answer to a delivery that the engine has given up is recognized and dropped.
+The engine's own thread keeps all the state; this one only waits for HTTP. Every attempt has a number, and its outcome
+comes back under that number, so the engine recognizes and drops an answer to an attempt it has given up.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_dapo.types import GenerationRequest
 
 
 @dataclass(frozen=True)
-class Delivery:
-    """One try of one request on one server."""
+class RequestAttempt:
+    """One attempt of one request on one server."""
 
     number: int
     client: SglangClient
@@ -29,13 +29,14 @@ class Delivery:
 
     @property
     def rid(self) -> str:
-        """The full stop keeps one rid from being the beginning of another: SGLang aborts by the beginning."""
+        """Name of the attempt on the server."""
+        # SGLang aborts every rid that begins with the one given; the full stop keeps one from beginning another.
         return f"{self.request.request_id}#{self.number}."
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of delivery `number`."""
+    """Result of attempt `number`."""
 
     number: int
     result: Generation | EngineError
@@ -43,36 +44,43 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a look at a server's health gave: None is well."""
+    """Result of a health probe; a problem of None means healthy."""
 
     client: SglangClient
     problem: EngineError | None
 
 
 class HttpDispatcher:
-    """Sends deliveries and hands out their outcomes in the order they arrive."""
+    """Sends attempts and returns their outcomes in the order they arrive.
+
+    An attempt fails once its server has answered nothing for the client's generate_s: a server with a small KV cache
+    queues requests, and one that waits behind others that finish is not late.
+    """
 
     def __init__(self, vocab_size: int, max_connections: int):
+        """max_connections: to one server."""
         self._vocab_size = vocab_size
         self._max_connections = max_connections
         self._arrived: queue.SimpleQueue[Outcome | Probed] = queue.SimpleQueue()
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by delivery, in the loop's thread
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by attempt, in the loop's thread
         self._background: set[asyncio.Task[None]] = set()  # keeps probes from being collected
         self._connections: dict[SglangClient, httpx.AsyncClient] = {}
+        self._answered_at: dict[SglangClient, float] = {}  # last answer of each server, on the loop's clock
         self._loop = asyncio.new_event_loop()
         # A daemon: a process that ends by an error does not wait for answers.
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-dispatcher", daemon=True)
         self._thread.start()
 
-    def send(self, deliveries: Sequence[Delivery]) -> None:
-        self._loop.call_soon_threadsafe(self._start, list(deliveries))
+    def send(self, attempts: Sequence[RequestAttempt]) -> None:
+        """Start the attempts."""
+        self._loop.call_soon_threadsafe(self._start, list(attempts))
 
     def give_up(self, numbers: Sequence[int]) -> None:
-        """Drop connections of deliveries whose answers are no longer wanted. An outcome may still be on its way."""
+        """Drop the connections of attempts whose answers are no longer wanted. An outcome may still be on its way."""
         self._loop.call_soon_threadsafe(self._cancel, list(numbers))
 
     def probe(self, client: SglangClient) -> None:
-        """Look whether a server is well; the answer arrives as `Probed`."""
+        """Ask a server for its health; the answer arrives as `Probed`."""
         self._loop.call_soon_threadsafe(lambda: self._keep(self._probe(client)))
 
     def forget(self, client: SglangClient) -> None:
@@ -80,7 +88,7 @@ class HttpDispatcher:
         self._loop.call_soon_threadsafe(lambda: self._keep(self._close(client)))
 
     def receive(self, wait_s: float) -> list[Outcome | Probed]:
-        """What has arrived; waits up to `wait_s` for the first."""
+        """Return what has arrived; wait up to `wait_s` seconds for the first."""
         arrived: list[Outcome | Probed] = []
         try:
             arrived.append(self._arrived.get(timeout=wait_s) if wait_s > 0 else self._arrived.get_nowait())
@@ -100,9 +108,9 @@ class HttpDispatcher:
 
     # In the loop's thread
 
-    def _start(self, deliveries: list[Delivery]) -> None:
-        for delivery in deliveries:
-            self._tasks[delivery.number] = self._loop.create_task(self._deliver(delivery))
+    def _start(self, attempts: list[RequestAttempt]) -> None:
+        for attempt in attempts:
+            self._tasks[attempt.number] = self._loop.create_task(self._run(attempt))
 
     def _cancel(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -119,20 +127,36 @@ class HttpDispatcher:
             self._connections[client] = client.open_async(self._max_connections)
         return self._connections[client]
 
-    async def _deliver(self, delivery: Delivery) -> None:
+    async def _run(self, attempt: RequestAttempt) -> None:
         result: Generation | EngineError
-        client, deadline = delivery.client, delivery.client.timeouts.generate_s
+        client = attempt.client
         try:
-            answer = client.generate(self._http(client), delivery.request, delivery.rid, vocab_size=self._vocab_size)
-            result = await asyncio.wait_for(answer, deadline + 1)
-        except asyncio.TimeoutError:
-            result = EngineTimeout(client.name, "POST /generate", f"no whole answer within {deadline:g} s")
+            result = await self._generate(attempt)
+            self._answered_at[client] = self._loop.time()
         except EngineError as error:
             result = error
         except Exception as error:  # a mistake of ours must surface in poll, not die in this thread
             result = EngineError(client.name, "POST /generate", f"{type(error).__name__}: {error}")
-        self._tasks.pop(delivery.number, None)
-        self._arrived.put(Outcome(delivery.number, result))
+        self._tasks.pop(attempt.number, None)
+        self._arrived.put(Outcome(attempt.number, result))
+
+    async def _generate(self, attempt: RequestAttempt) -> Generation:
+        """Return the answer; EngineTimeout once the server has answered no request at all for generate_s."""
+        client, sent_at = attempt.client, self._loop.time()
+        limit = client.timeouts.generate_s
+        answer = self._loop.create_task(
+            client.generate(self._http(client), attempt.request, attempt.rid, vocab_size=self._vocab_size)
+        )
+        try:
+            while not answer.done():
+                idle = self._loop.time() - max(sent_at, self._answered_at.get(client, sent_at))
+                if idle >= limit:
+                    problem = f"no answer to any request for {idle:.1f} s (request_timeout_seconds {limit:g})"
+                    raise EngineTimeout(client.name, "POST /generate", problem)
+                await asyncio.wait({answer}, timeout=limit - idle)
+            return answer.result()
+        finally:
+            answer.cancel()
 
     async def _probe(self, client: SglangClient) -> None:
         problem: EngineError | None = None
@@ -143,6 +167,7 @@ class HttpDispatcher:
         self._arrived.put(Probed(client, problem))
 
     async def _close(self, client: SglangClient) -> None:
+        self._answered_at.pop(client, None)
         if connections := self._connections.pop(client, None):
             await connections.aclose()
 

@@ -4,8 +4,8 @@
                  ^            |  lost connection, hang, 5xx, nonsense
                  +------------+
 
-A request is at any time waiting, in flight on one server under one delivery number, or ready: so it comes back exactly
-once. When a server dies its deliveries are given up (a late answer bears a number nobody waits for) and their requests
+A request is at any time waiting, in flight on one server under one attempt number, or ready: so it comes back exactly
+once. When a server dies its attempts are given up (a late answer has a number that is no longer known) and their requests
 wait again. A server that is dying tells nothing of what it had generated, so a response starts over from where it was
 handed in: from its prefix where it has one. On a server started with `seeded` sampling it then becomes the same
 response; otherwise it is a fresh draw, which favors short responses a little (long ones are likelier to be hit).
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -38,12 +39,14 @@ from megatron_dapo.engines.sglang.client import (
     EngineTimeout,
     SglangClient,
 )
-from megatron_dapo.engines.sglang.dispatcher import Delivery, HttpDispatcher, Outcome, Probed
+from megatron_dapo.engines.sglang.dispatcher import HttpDispatcher, Outcome, Probed, RequestAttempt
 from megatron_dapo.engines.sglang.wire import Generation, input_ids_of
 from megatron_dapo.types import Completion, GenerationRequest, VersionRange
 
 logger = logging.getLogger(__name__)
 
+_SPARE_CONNECTIONS = 4  # to each server: health probes beside the requests
+_RESERVED_FILES = 256  # data, logs, sockets of process groups
 # Weight of one response in the running mean of response lengths.
 _LENGTH_MEMORY = 1 / 32
 
@@ -72,8 +75,8 @@ class EngineStatistics:
     """Counts since the engine began."""
 
     num_deaths: int = 0
-    num_redispatched: int = 0  # deliveries that were lost and made again
-    num_late_answers: int = 0  # answers to deliveries given up, dropped
+    num_redispatched: int = 0  # attempts that were lost and made again
+    num_late_answers: int = 0  # answers to attempts given up, dropped
     num_completions: int = 0
     num_tokens: int = 0  # generated, prefixes not counted
     num_prompt_tokens: int = 0  # read by requests without a prefix
@@ -100,7 +103,7 @@ class _Job:
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     """A job on its way, with the policy version that serves it and its expected tokens."""
 
     job: _Job
@@ -116,7 +119,7 @@ class _Server:
     problem: EngineError | None = None  # why it is dead
     is_suspect: bool = False  # its health is being looked at
     last_sign: float = 0.0  # of life, on the monotonic clock
-    flights: dict[int, _Flight] = field(default_factory=dict)  # by delivery number
+    in_flight: dict[int, _InFlight] = field(default_factory=dict)  # by attempt number
     num_tokens: int = 0  # in flight
 
     @property
@@ -136,15 +139,24 @@ class SglangEngine:
         self.settings = settings
         self.statistics = EngineStatistics()
         self._servers = [_Server(index, client) for index, client in enumerate(clients)]
-        self._dispatcher = HttpDispatcher(settings.vocab_size, settings.max_in_flight + 4)
+        self._max_in_flight = min(settings.max_in_flight, _affordable_connections(len(clients)))
+        if self._max_in_flight < settings.max_in_flight:
+            logger.warning(
+                "%d servers with %d requests in flight each need more connections than the limit of open files allows: "
+                "%d each; raise the hard limit (ulimit -Hn)",
+                len(clients),
+                settings.max_in_flight,
+                self._max_in_flight,
+            )
+        self._dispatcher = HttpDispatcher(settings.vocab_size, self._max_in_flight + _SPARE_CONNECTIONS)
         self._version = -1
         self._num_submitted = 0
-        self._num_deliveries = 0
+        self._num_attempts = 0
         self._jobs: dict[str, _Job] = {}  # waiting or in flight
         self._waiting: list[tuple[int, str]] = []  # heap of (order, request id)
-        self._flights: dict[int, _Flight] = {}  # by delivery number
+        self._in_flight: dict[int, _InFlight] = {}  # by attempt number
         self._ready: list[tuple[int, Completion]] = []
-        self._home: dict[tuple[int, ...], _Server] = {}  # where a prompt was last sent
+        self._affinity: dict[tuple[int, ...], _Server] = {}  # where a prompt was last sent
         self._mean_length = 0.0  # of responses, 0 before the first
         self._refusal: EngineError | None = None
         self._first_problem: EngineError | None = None
@@ -171,9 +183,9 @@ class SglangEngine:
         """
         if version < self._version:
             raise ValueError(f"policy version {version} comes after {self._version}: versions never go backwards")
-        if self._flights and version != self._version:
+        if self._in_flight and version != self._version:
             raise RuntimeError(
-                f"policy version {version}: {len(self._flights)} requests are being generated by version "
+                f"policy version {version}: {len(self._in_flight)} requests are being generated by version "
                 f"{self._version}; abort them before the weights change"
             )
         self._version = version
@@ -182,17 +194,17 @@ class SglangEngine:
 
     @property
     def failed_servers(self) -> dict[int, str]:
-        """Why each dead server died, by its index."""
+        """Reasons of the failed servers, by index."""
         return {server.index: str(server.problem) for server in self._servers if not server.is_alive}
 
     def mark_failed(self, index: int, reason: str) -> None:
-        """What the owner knows of a server first, e.g. that its process has ended."""
+        """Record a failure that the owner sees first, e.g. that a server's process has ended."""
         server = self._servers[index]
         if server.is_alive:
-            self._bury(server, EngineGone(server.client.name, "process", reason))
+            self._fail(server, EngineGone(server.client.name, "process", reason))
 
     def restore(self, index: int, client: SglangClient) -> None:
-        """Server `index` is back, perhaps elsewhere, and serves the current policy version (the caller has verified
+        """Server `index` is back, perhaps at another URL, and serves the current policy version (the caller has verified
         that).
         """
         if self._servers[index].is_alive:
@@ -221,7 +233,7 @@ class SglangEngine:
         self._dispatch()
 
     def poll(self) -> list[Completion]:
-        """What finished, in the order of submission; waits up to poll_wait_s for something.
+        """Return what finished, in the order of submission; wait up to poll_wait_s for something.
 
         Raises AllEnginesGone, RequestGivenUp, or the EngineHttpError of a request that a server refused. Nothing is
         lost by any of them.
@@ -243,7 +255,7 @@ class SglangEngine:
         deadline = time.monotonic() + self.settings.abort_s
         while self._expects_news:
             if time.monotonic() >= deadline:
-                self._bury_silent()
+                self._fail_silent()
                 break
             self._send_aborts()
             # A request may have reached its server after the abort did: so abort again until all have answered. A look
@@ -278,35 +290,35 @@ class SglangEngine:
         alive = [server for server in self._servers if server.is_alive]
         costs = sum(self._cost(self._jobs[name].request) for _, name in self._waiting)
         even = (sum(server.num_tokens for server in alive) + costs) / max(1, len(alive))
-        deliveries = []
+        attempts = []
         while self._waiting and (server := self._choose(self._jobs[self._waiting[0][1]].request, even)):
             job = self._jobs[self._waiting[0][1]]
             if job.num_tries >= self.settings.max_tries:
                 break  # poll says so
             heapq.heappop(self._waiting)
-            deliveries.append(self._launch(job, server))
-        if deliveries:
-            self._dispatcher.send(deliveries)
+            attempts.append(self._launch(job, server))
+        if attempts:
+            self._dispatcher.send(attempts)
 
     def _choose(self, request: GenerationRequest, even: float) -> _Server | None:
         """The server for a request: its prompt's, unless that would carry over 1/8 more than `even` tokens; then the
         least loaded one. None: no room anywhere.
         """
         has_room = self._with_room()
-        home = self._home.get(request.prompt_ids)
-        if home in has_room and home.num_tokens + self._cost(request) <= even * 9 / 8:
-            return home
+        preferred = self._affinity.get(request.prompt_ids)
+        if preferred in has_room and preferred.num_tokens + self._cost(request) <= even * 9 / 8:
+            return preferred
         return min(has_room, key=lambda server: server.num_tokens, default=None)
 
     @property
     def _expects_news(self) -> bool:
-        return bool(self._flights) or any(server.is_suspect for server in self._servers)
+        return bool(self._in_flight) or any(server.is_suspect for server in self._servers)
 
     def _with_room(self) -> list[_Server]:
         return [
             server
             for server in self._servers
-            if server.is_alive and not server.is_suspect and len(server.flights) < self.settings.max_in_flight
+            if server.is_alive and not server.is_suspect and len(server.in_flight) < self._max_in_flight
         ]
 
     def _cost(self, request: GenerationRequest) -> int:
@@ -316,18 +328,18 @@ class SglangEngine:
         expected = min(longest, max(so_far + 1, self._mean_length)) if self._mean_length else longest
         return len(request.prompt_ids) + int(expected)
 
-    def _launch(self, job: _Job, server: _Server) -> Delivery:
-        number = self._num_deliveries
-        self._num_deliveries += 1
+    def _launch(self, job: _Job, server: _Server) -> RequestAttempt:
+        number = self._num_attempts
+        self._num_attempts += 1
         self.statistics.num_redispatched += job.num_tries > 0
         job.num_tries += 1
-        flight = _Flight(job, server, self._version, self._cost(job.request))
-        if not server.flights:
+        attempt = _InFlight(job, server, self._version, self._cost(job.request))
+        if not server.in_flight:
             server.last_sign = time.monotonic()
-        server.flights[number] = self._flights[number] = flight
-        server.num_tokens += flight.num_tokens
-        self._home[job.request.prompt_ids] = server
-        return Delivery(number, server.client, job.request)
+        server.in_flight[number] = self._in_flight[number] = attempt
+        server.num_tokens += attempt.num_tokens
+        self._affinity[job.request.prompt_ids] = server
+        return RequestAttempt(number, server.client, job.request)
 
     # Receiving
 
@@ -335,35 +347,35 @@ class SglangEngine:
         for event in arrived:
             if isinstance(event, Probed):
                 self._handle_probe(event)
-            elif (flight := self._land(event.number)) is None:
+            elif (attempt := self._take(event.number)) is None:
                 self.statistics.num_late_answers += 1
             elif isinstance(event.result, Generation):
-                self._handle_generation(flight, event.result)
+                self._handle_generation(attempt, event.result)
             else:
-                self._handle_error(flight, event.result)
+                self._handle_error(attempt, event.result)
 
-    def _land(self, number: int) -> _Flight | None:
-        """Take a delivery off the books; None where it was given up."""
-        flight = self._flights.pop(number, None)
-        if flight is not None:
-            del flight.server.flights[number]
-            flight.server.num_tokens -= flight.num_tokens
-            flight.server.last_sign = time.monotonic()
-        return flight
+    def _take(self, number: int) -> _InFlight | None:
+        """Remove an attempt from the engine's state and return it; None if it was given up."""
+        attempt = self._in_flight.pop(number, None)
+        if attempt is not None:
+            del attempt.server.in_flight[number]
+            attempt.server.num_tokens -= attempt.num_tokens
+            attempt.server.last_sign = time.monotonic()
+        return attempt
 
-    def _handle_generation(self, flight: _Flight, generation: Generation) -> None:
-        job, expected = flight.job, str(flight.version)
+    def _handle_generation(self, attempt: _InFlight, generation: Generation) -> None:
+        job, expected = attempt.job, str(attempt.version)
         if self.settings.check_weight_version and generation.token_ids and generation.weight_version != expected:
             problem = EngineAnswerError(
-                flight.server.client.name,
+                attempt.server.client.name,
                 "POST /generate",
                 f"it serves weights labeled {generation.weight_version!r}, not policy version {expected}: "
                 "it was restarted or updated by somebody else; synchronize it again",
             )
             self._requeue(job, problem)
-            self._bury(flight.server, problem)
+            self._fail(attempt.server, problem)
             return
-        completion = join(job.request, generation, flight.version)
+        completion = join(job.request, generation, attempt.version)
         self._count(job.request, generation)
         if completion.finish_reason == "abort":
             # Somebody's abort; in `abort` itself the request ends here, with this prefix.
@@ -386,15 +398,15 @@ class SglangEngine:
             counts.num_prompt_tokens += num_read
             counts.num_cached_prompt_tokens += generation.num_cached
 
-    def _handle_error(self, flight: _Flight, error: EngineError) -> None:
-        self._requeue(flight.job, error)
-        server = flight.server
+    def _handle_error(self, attempt: _InFlight, error: EngineError) -> None:
+        self._requeue(attempt.job, error)
+        server = attempt.server
         if isinstance(error, EngineHttpError) and error.is_refusal:
             self._refusal = self._refusal or error
         elif not server.client.is_fatal(error):
             self._suspect(server)
         elif server.is_alive:
-            self._bury(server, error)
+            self._fail(server, error)
 
     def _requeue(self, job: _Job, problem: EngineError) -> None:
         job.problem = problem
@@ -412,27 +424,27 @@ class SglangEngine:
                 server.is_suspect = False
                 server.last_sign = time.monotonic()
                 if probed.problem is not None:
-                    self._bury(server, probed.problem)
+                    self._fail(server, probed.problem)
 
-    def _bury(self, server: _Server, problem: EngineError) -> None:
-        """A server is dead: its requests wait again, their old deliveries are given up."""
-        logger.warning("%s; %d requests are sent elsewhere", problem, len(server.flights))
+    def _fail(self, server: _Server, problem: EngineError) -> None:
+        """A server is dead: its requests wait again, their old attempts are given up."""
+        logger.warning("%s; %d requests go to other servers", problem, len(server.in_flight))
         server.problem, server.is_suspect = problem, False
         self._first_problem = self._first_problem or problem
         self.statistics.num_deaths += 1
-        numbers = list(server.flights)
+        numbers = list(server.in_flight)
         for number in numbers:
-            flight = self._land(number)
-            assert flight is not None, f"delivery {number} is on a server's books but not on the engine's"
-            self._requeue(flight.job, problem)
-        self._home = {prompt: home for prompt, home in self._home.items() if home is not server}
+            attempt = self._take(number)
+            assert attempt is not None, f"attempt {number} is in flight on a server but unknown to the engine"
+            self._requeue(attempt.job, problem)
+        self._affinity = {prompt: preferred for prompt, preferred in self._affinity.items() if preferred is not server}
         self._dispatcher.give_up(numbers)
         self._dispatcher.forget(server.client)
 
     def _look_after_stalls(self) -> None:
         now = time.monotonic()
         for server in self._servers:
-            if server.flights and now - server.last_sign > self.settings.stall_s:
+            if server.in_flight and now - server.last_sign > self.settings.stall_s:
                 self._suspect(server)
 
     def _raise_if_stuck(self) -> None:
@@ -454,28 +466,34 @@ class SglangEngine:
         ready = sorted(self._ready, key=lambda entry: entry[0])
         self._ready = []
         if not self._jobs:
-            self._home.clear()
+            self._affinity.clear()
         return [completion for _, completion in ready]
 
     # Aborting
 
     def _send_aborts(self) -> None:
         for server in self._servers:
-            if server.flights:
+            if server.in_flight:
                 try:
                     server.client.abort()
                 except EngineError as error:
-                    self._bury(server, error)
+                    self._fail(server, error)
 
     def _receive_until(self, end: float) -> None:
         while self._expects_news and (left := end - time.monotonic()) > 0:
             self._handle(self._dispatcher.receive(left))
 
-    def _bury_silent(self) -> None:
+    def _fail_silent(self) -> None:
         for server in self._servers:
-            if server.flights or server.is_suspect:
-                problem = f"{len(server.flights)} aborted requests not answered within {self.settings.abort_s:g} s"
-                self._bury(server, EngineTimeout(server.client.name, "POST /abort_request", problem))
+            if server.in_flight or server.is_suspect:
+                problem = f"{len(server.in_flight)} aborted requests not answered within {self.settings.abort_s:g} s"
+                self._fail(server, EngineTimeout(server.client.name, "POST /abort_request", problem))
+
+
+def _affordable_connections(num_servers: int) -> int:
+    """Return how many requests may be in flight at each server within this process's limit of open files."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(1, (limit - _RESERVED_FILES) // num_servers - _SPARE_CONNECTIONS)
 
 
 def join(request: GenerationRequest, generation: Generation, version: int) -> Completion:

@@ -1,10 +1,9 @@
-"""What stands between rank 0's rollout engine and the servers: nothing, or SGLang's router."""
+"""Rank 0's way to the servers: directly, or through SGLang's router."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import SglangEngine
@@ -16,23 +15,6 @@ logger = logging.getLogger(__name__)
 BuildEngine = Callable[[Sequence[SglangClient]], SglangEngine]
 
 
-class Frontend(Protocol):
-    """Rank 0's way to the servers."""
-
-    engine: SglangEngine
-
-    def dead(self) -> Mapping[int, str]:
-        """Servers that generation has found dead, and why."""
-
-    def lose(self, index: int, reason: str) -> None:
-        """Server `index` is gone: nothing more is sent there."""
-
-    def serve(self, version: int, clients: Mapping[int, SglangClient]) -> None:
-        """All servers serve policy `version`, verified; those that were lost are back as `clients`."""
-
-    def close(self) -> None: ...
-
-
 class DirectFrontend:
     """The engine balances over the servers by itself."""
 
@@ -40,12 +22,15 @@ class DirectFrontend:
         self.engine = build([clients[index] for index in sorted(clients)])
 
     def dead(self) -> Mapping[int, str]:
+        """Return the servers that generation has found dead, and why."""
         return self.engine.failed_servers
 
     def lose(self, index: int, reason: str) -> None:
+        """Send nothing more to server `index`, which is gone."""
         self.engine.mark_failed(index, reason)
 
     def serve(self, version: int, clients: Mapping[int, SglangClient]) -> None:
+        """Generate with policy `version`, which all servers serve, verified; those that were lost are back as `clients`."""
         self.engine.set_policy_version(version)
         for index in self.engine.failed_servers:
             self.engine.restore(index, clients[index])
@@ -105,3 +90,6 @@ class RouterFrontend:
 
     def _client(self) -> RoutedClient:
         return self._routed(self._router.url, list(self._clients.values()))
+
+
+Frontend = DirectFrontend | RouterFrontend

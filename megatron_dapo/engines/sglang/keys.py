@@ -12,14 +12,14 @@ _NUM_BYTES = 32
 _MAX_BYTES = 4096
 
 
-def create_key(folder: Path) -> Path:
-    """Write a fresh key into `folder` (made if missing) and return the file, mode 0600 from its first byte.
+def create_key(directory: Path) -> Path:
+    """Write a fresh key into `directory` (made if missing) and return the file, mode 0600 from its first byte.
 
-    A key that is there already is replaced: a run that goes on has servers of its own.
+    A key that is there already is replaced: a resumed run has servers of its own.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _NAME
-    scratch = folder / f".{_NAME}.{os.getpid()}"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / _NAME
+    scratch = directory / f".{_NAME}.{os.getpid()}"
     scratch.unlink(missing_ok=True)
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as stream:

@@ -66,7 +66,7 @@ class ReservedPort:
     """A port on `host`, held by a bound socket until `release`.
 
     The socket was bound for us alone. `hand_over` then marks it reusable: a server that asks for SO_REUSEADDR (all do)
-    can bind and listen while we go on holding the port, and everybody who wants it for himself is still refused, also
+    can bind and listen while we keep holding the port, and everybody who wants it for himself is still refused, also
     between the death of a server and its restart.
     """
 

@@ -45,11 +45,11 @@ class _Status:
 
 
 def end_with_parent() -> None:
-    """From now on the kernel kills this process when its parent, of the same session, dies. Only Linux has this."""
+    """Let the kernel kill this process when its parent, of the same session, dies. Only Linux has this."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # It may have died before the request: then whoever takes orphans in is the parent, in a session of its own.
+    # It may have died before the request: then the process that adopts orphans is the parent, in a session of its own.
     if os.getsid(os.getppid()) != os.getsid(0):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -90,7 +90,7 @@ class ProcessTree:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the leader (negative: the signal that ended it), None while it runs.
+        """Exit code of the leader (negative: the signal that ended it), None while it runs.
 
         Asking does not reap it: its number stays taken until `kill`.
         """
@@ -133,7 +133,7 @@ class ProcessTree:
         return sorted(process.pid for process in running)
 
     def _look(self) -> None:
-        """Add what is there now. The leader is not reaped before `kill`, so its session's number is nobody else's."""
+        """Add what is there now. The leader is not reaped before `kill`, so no other session takes its number."""
         for process in _members(self._leader.pid, self._seen):
             self._seen.add(process)
             self._files |= leftovers(process.pid)

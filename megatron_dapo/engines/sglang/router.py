@@ -1,4 +1,4 @@
-"""SGLang's router in front of several servers, where it is installed and asked for.
+"""SGLang's router in front of several servers, where it is installed and configured.
 
     engine -> RoutedClient.generate -> router -> the less loaded of two servers
                           .abort    -> every server
@@ -41,13 +41,13 @@ class RouterSettings:
 
     python: Path  # of the environment sglang_router is installed in
     key_file: Path  # the servers' key: the router asks for it and hands it on
-    log_folder: Path
+    log_dir: Path
     host: str = "127.0.0.1"
     start_timeout_s: float = 120.0
 
 
 def is_installed(python: Path) -> bool:
-    """Whether the environment of `python` has SGLang's router."""
+    """Return True if the environment of `python` has SGLang's router."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang_router') is None)"
     return subprocess.run([str(python), "-c", code], check=False, capture_output=True, timeout=60).returncode == 0
 
@@ -60,7 +60,7 @@ class SglangRouter:
         self.settings = settings
         self.url = f"http://{settings.host}:{ports[0].number}"
         self._process, self._ports = process, ports
-        self._log = settings.log_folder / "router.log"
+        self._log = settings.log_dir / "router.log"
         headers = httpx.Headers({"Authorization": f"Bearer {read_key(settings.key_file)}"})
         self._http = httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=10.0)
 
@@ -75,13 +75,13 @@ class SglangRouter:
                 "sglang-router==0.3.2), or leave the router out: the engine balances by itself"
             )
         ports = (reserve_port(settings.host), reserve_port("127.0.0.1"))
-        settings.log_folder.mkdir(parents=True, exist_ok=True)
+        settings.log_dir.mkdir(parents=True, exist_ok=True)
         command = [
             str(settings.python), "-m", _MODULE, "--api-key-file", str(settings.key_file.resolve()),
             "--host", settings.host, "--port", str(ports[0].hand_over()), "--metrics-port", str(ports[1].hand_over()),
             *workers,
         ]  # fmt: skip
-        with open(settings.log_folder / "router.log", "ab") as log:
+        with open(settings.log_dir / "router.log", "ab") as log:
             process = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": str(_PACKAGE_ROOT)},
@@ -114,7 +114,7 @@ class SglangRouter:
             time.sleep(_POLL_S)
 
     def workers(self) -> dict[str, bool]:
-        """Whether each server, by its URL, is in the rotation."""
+        """Return the servers' URLs and whether each is in the rotation."""
         return {worker["url"]: bool(worker["is_healthy"]) for worker in self._list()}
 
     def add_worker(self, url: str) -> None:
@@ -158,14 +158,14 @@ class SglangRouter:
 
 
 class RoutedClient(SglangClient):
-    """What the engine sees of a router: one server that generates. Aborts go to the servers behind it."""
+    """Client of a router, which the engine sees as one server. Aborts go to the servers behind it."""
 
     def __init__(self, url: str, key: str | None, workers: Sequence[SglangClient], timeouts: Timeouts | None = None):
         super().__init__(url, key, timeouts, name=f"router {url}")
         self.workers = list(workers)
 
     def is_fatal(self, error: EngineError) -> bool:
-        """A 5xx is the router's word on a server it has lost; the router itself is well."""
+        """The router answers 5xx for a server it has lost and is healthy itself."""
         return super().is_fatal(error) and not isinstance(error, EngineHttpError)
 
     def abort(self, rid: str | None = None) -> None:

@@ -1,6 +1,6 @@
 """A stock SGLang server whose API key comes from a file and whose processes end with the one that started it.
 
-    python -m megatron_dapo.engines.sglang.serve --api-key-file FILE --scratch FOLDER [arguments of SGLang's own server]
+    python -m megatron_dapo.engines.sglang.serve --api-key-file FILE --scratch DIRECTORY [arguments of SGLang's own server]
 
 SGLang spawns its scheduler and detokenizer, and each of them imports this module again before it imports sglang: what
 must hold in every process of the engine is done where the module is run, not where it is imported as a library.
@@ -46,7 +46,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def end_with_starter(scratch: Path) -> None:
-    """End this process's session, and remove `scratch`, as soon as nobody holds the other end of its standard input.
+    """End this process's session, and remove `scratch`, as soon as the other end of its standard input closes.
 
     The starter's end closes however the starter dies. PR_SET_PDEATHSIG would not do here: the kernel sends it already
     when the THREAD that started this process ends.

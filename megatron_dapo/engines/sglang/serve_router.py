@@ -2,7 +2,7 @@
 
     python -m megatron_dapo.engines.sglang.serve_router --api-key-file FILE --host H --port P --metrics-port M URL ...
 
-Its key comes from a file, and it ends when its standard input closes: whoever started it holds the other end.
+Its key comes from a file, and it ends when its standard input closes: the process that started it holds the other end.
 """
 
 from __future__ import annotations

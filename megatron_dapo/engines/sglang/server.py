@@ -16,7 +16,6 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import httpx
 
@@ -28,26 +27,8 @@ from megatron_dapo.engines.sglang.server_log import exit_reason
 from megatron_dapo.engines.sglang.server_settings import ServerSettings, command, environment
 
 _POLL_S = 0.1
-# A question after its health that stays unanswered is asked again: whoever holds the port may not be the server.
+# A question after its health that stays unanswered is asked again: the process that holds the port may not be the server.
 _HEALTH_S = 15.0
-
-
-class EngineServer(Protocol):
-    """A server, ours or not."""
-
-    index: int
-    url: str
-    key_file: Path
-
-    def is_alive(self) -> bool: ...
-
-    def wait_until_healthy(self) -> ServerInfo: ...
-
-    def stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def exit_reason(self) -> str: ...
 
 
 class SglangServer:
@@ -80,7 +61,7 @@ class SglangServer:
         ports = (reserve_port(settings.host), reserve_port(settings.host))
         scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
         try:
-            log = _new_log(settings.log_folder, index)
+            log = _new_log(settings.log_dir, index)
             process = _spawn(settings, ports, scratch, log)
         except BaseException:
             _discard(ports, scratch)
@@ -96,15 +77,15 @@ class SglangServer:
 
     @property
     def pid(self) -> int:
-        """Of the server's main process."""
+        """Process id of the server's main process."""
         return self._process.pid
 
     def pids(self) -> list[int]:
-        """Of all its processes."""
+        """Return the process ids of the server."""
         return [] if self._is_closed else self._tree.pids()
 
     def is_alive(self) -> bool:
-        """Whether the main process and all of SGLang's workers run. Says nothing about whether they answer."""
+        """Return True if the main process and all of SGLang's workers run, whether they answer or not."""
         return not self._is_closed and self._tree.exit_code is None and self._tree.ended_worker() is None
 
     def wait_until_healthy(self) -> ServerInfo:
@@ -140,7 +121,7 @@ class SglangServer:
         _discard(self._ports, self._scratch)
 
     def exit_reason(self) -> str:
-        """How it ended, the end of its log and, last, the first error in it."""
+        """Describe how it ended, with the end of its log and, last, the first error in it."""
         code, worker = self._tree.exit_code, self._tree.ended_worker()
         if code is not None:
             return self._describe(f"it ended with {_exit_text(code)}")
@@ -175,12 +156,12 @@ class AttachedServer:
     info: ServerInfo | None = field(default=None, init=False)
 
     def is_alive(self) -> bool:
-        """Whether it answers within 5 s (the HTTP process alone: a paused engine answers as well)."""
+        """Return True if it answers within 5 s (the HTTP process alone: a paused engine answers as well)."""
         with open_http(self.url, self.key_file) as http:
             return _answers(http, "/model_info", 5.0)
 
     def wait_until_healthy(self) -> ServerInfo:
-        """As for a server of ours, within `timeout_s`."""
+        """Wait as for a server of ours, within `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         with open_http(self.url, self.key_file) as http:
             while not _answers(http, "/health", min(_HEALTH_S, max(_POLL_S, deadline - time.monotonic()))):
@@ -196,13 +177,13 @@ class AttachedServer:
         return self.info
 
     def stop(self) -> None:
-        """It goes on: somebody else runs it."""
+        """Do nothing: the server belongs to its own operator."""
 
     def kill(self) -> None:
-        """It goes on: somebody else runs it."""
+        """Do nothing: the server belongs to its own operator."""
 
     def exit_reason(self) -> str:
-        return f"engine {self.index} at {self.url} was not started here: its log is with whoever runs it"
+        return f"engine {self.index} at {self.url} was not started here: its log is with its operator"
 
 
 def _spawn(
@@ -225,12 +206,12 @@ def _spawn(
             raise ValueError(f"engine python {settings.python} cannot be run: {error.strerror}") from error
 
 
-def _new_log(folder: Path, index: int) -> Path:
+def _new_log(directory: Path, index: int) -> Path:
     """A file of its own for every start: the log of the one that died stays."""
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     attempt = 0
     while True:
-        path = folder / f"engine_{index}{f'.{attempt}' if attempt else ''}.log"
+        path = directory / f"engine_{index}{f'.{attempt}' if attempt else ''}.log"
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         except FileExistsError:

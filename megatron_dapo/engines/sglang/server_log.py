@@ -1,4 +1,4 @@
-"""What the log of a server says about its end."""
+"""The end of a server's log and the first error in it."""
 
 from __future__ import annotations
 

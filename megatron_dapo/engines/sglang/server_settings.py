@@ -1,4 +1,4 @@
-"""What a SGLang server is started with: its settings, command line and environment, as pure functions."""
+"""Settings, command line and environment of an SGLang server, as pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 # SGLang's names of element types -> ours.
 DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 Quantization = Literal["none", "fp8"]
-# What takes the place of fields of the folder's config.json.
+# Overrides of fields in the checkpoint's config.json.
 _MODEL_OVERRIDES = {
     "none": None,
     "fp8": json.dumps(
@@ -46,9 +46,9 @@ class ServerSettings:
     python: Path
     """Interpreter of the environment SGLang is installed in."""
     model_path: Path
-    """Hugging Face folder. Its weights are not read with `random_weights`."""
+    """Hugging Face checkpoint. Its weights are not read with `random_weights`."""
     key_file: Path
-    log_folder: Path
+    log_dir: Path
     device: Literal["cpu", "cuda"] = "cpu"
     tensor_parallel: int = 1
     dtype: str = "float32"
@@ -68,9 +68,9 @@ class ServerSettings:
     seeded: bool = False
     """Tokens depend on the request's seed and not on what else runs in the batch (SGLang's deterministic mode)."""
     quantization: Quantization = "none"
-    """fp8: linear layers in e4m3 with a scale for every 128 x 128 values, whatever the folder's config.json says."""
+    """fp8: linear layers in e4m3 with a scale for every 128 x 128 values, whatever the checkpoint's config.json says."""
     random_weights: bool = False
-    """Start with random weights instead of the folder's: for engines that are filled by a first update."""
+    """Start with random weights instead of the checkpoint's: for engines that are filled by a first update."""
     random_seed: int = 0
     start_timeout_s: float = 300.0
     gpus: tuple[int, ...] = ()
@@ -142,7 +142,7 @@ def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: 
 
 
 def environment(settings: ServerSettings, scratch: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What the server's processes find in their environment."""
+    """Return the environment variables of the server's processes."""
     kept = {name: value for name, value in inherited.items() if not _NOT_INHERITED.match(name)}
     kept |= {
         "PYTHONPATH": str(_PACKAGE_ROOT),

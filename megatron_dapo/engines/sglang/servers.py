@@ -1,4 +1,4 @@
-"""The SGLang servers of a run seen from all ranks: the first rank of each machine starts, watches and replaces its own.
+"""The SGLang servers of a run seen from all ranks: the first rank of each node starts, watches and replaces its own.
 
 Every method but `close` is collective. A server that dies is replaced within a budget that holds for the whole run; the
 error beyond it ends with the first root cause.
@@ -7,11 +7,12 @@ error beyond it ends with the first root cause.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_dapo.engines.sglang.server import EngineServer
+from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.engines.sglang.versions import ApiVersion
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadyServer:
-    """Where a server answers; the same on every rank."""
+    """Address and leader of a server that is up; the same on every rank."""
 
     index: int
     url: str
@@ -32,36 +33,20 @@ class ServersFailed(RuntimeError):
     """A server did not come up, or one died that may not be replaced."""
 
 
-class Servers(Protocol):
-    """The servers of a run. Indices are the same on every rank."""
+class Servers(ABC):
+    """Registry of the servers of a run: each rank has its own, and all ranks learn of all. Indices are the same everywhere.
 
-    leaders: Sequence[int]  # server -> rank
-
-    def ready(self) -> list[ReadyServer]:
-        """All servers, once they are up."""
-
-    def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
-        """Servers that have ended, and why, with those that rank 0 knows to be lost."""
-
-    def replace(self, lost: Mapping[int, str]) -> None:
-        """Put fresh servers, without weights, in the place of lost ones."""
-
-    def api_version(self, index: int) -> ApiVersion | None:
-        """What a server of this rank's needs; None for those of others."""
-
-    def close(self) -> None: ...
-
-
-class _ServerRegistry:
-    """This rank's servers, and how all ranks learn of everybody's."""
+    `leaders` maps a server to the rank that speaks to it for weight updates.
+    """
 
     def __init__(self, leaders: Sequence[int], coordination: Coordination) -> None:
         self.leaders = leaders
         self._coordination = coordination
-        self._own: dict[int, EngineServer] = {}
+        self._own: dict[int, SglangServer | AttachedServer] = {}
         self._api_versions: dict[int, ApiVersion] = {}
 
     def ready(self) -> list[ReadyServer]:
+        """Wait until all servers are up and return them."""
         entries, problems = [], []
         for index, server in self._own.items():
             try:
@@ -74,26 +59,36 @@ class _ServerRegistry:
         return [ReadyServer(leader=self.leaders[entry["index"]], **entry) for entry in gathered]
 
     def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
+        """Return the servers that have ended and their reasons, with those that rank 0 knows to be lost."""
         own = [[index, server.exit_reason()] for index, server in self._own.items() if not server.is_alive()]
         return _merge(own, suspected, self._coordination)
 
     def api_version(self, index: int) -> ApiVersion | None:
+        """Return the API version of this rank's server; None for servers of other ranks."""
         return self._api_versions.get(index)
 
+    @abstractmethod
+    def replace(self, lost: Mapping[int, str]) -> None:
+        """Put fresh servers, without weights, in the place of lost ones."""
 
-class StartedServers(_ServerRegistry):
-    """Servers this run starts: `per_node` on every machine."""
+    @abstractmethod
+    def close(self) -> None:
+        """End the servers this rank started. The only method that is not collective."""
+
+
+class StartedServers(Servers):
+    """Servers this run starts: `per_node` on every node."""
 
     def __init__(
         self,
-        start: Callable[[int, int], EngineServer],
+        start: Callable[[int, int], SglangServer],
         nodes: NodeTopology,
         rank: int,
         per_node: int,
         restart_budget: int,
         coordination: Coordination,
     ) -> None:
-        """`start(index, place)` spawns server `index`, the `place`-th of its machine, and does not wait for it. `group`:
+        """`start(index, slot)` spawns server `index`, the `slot`-th of its node, and does not wait for it. `group`:
         of the ranks that have servers (None: all there are)."""
         super().__init__(
             [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)], coordination
@@ -126,12 +121,12 @@ class StartedServers(_ServerRegistry):
             server.stop()
 
 
-class ExternalServers(_ServerRegistry):
+class ExternalServers(Servers):
     """Servers that run already; rank 0 speaks to all of them. They are never replaced and never ended."""
 
     def __init__(
         self,
-        attach: Callable[[int], EngineServer],
+        attach: Callable[[int], AttachedServer],
         num_servers: int,
         rank: int,
         coordination: Coordination,
@@ -145,7 +140,7 @@ class ExternalServers(_ServerRegistry):
         raise ServersFailed(f"server {index}, given by sglang.urls, is lost; the first root cause: {reason}")
 
     def close(self) -> None:
-        """They belong to somebody else."""
+        """Do nothing: they belong to their operator."""
 
 
 def _together(entries: list[dict[str, Any]], problems: list[str], coordination: Coordination) -> list[dict[str, Any]]:
@@ -158,7 +153,7 @@ def _together(entries: list[dict[str, Any]], problems: list[str], coordination: 
 
 
 def _merge(own: list[list[Any]], suspected: Mapping[int, str], coordination: Coordination) -> dict[int, str]:
-    """What every rank knows to be lost; what a server said itself counts more than a suspicion."""
+    """Merge what every rank knows to be lost; a server's own report counts more than a suspicion."""
     everyone = coordination.gather({"own": own, "suspected": [list(entry) for entry in suspected.items()]})
     lost = {index: reason for rank in everyone for index, reason in rank["suspected"]}
     lost.update({index: reason for rank in everyone for index, reason in rank["own"]})

@@ -1,4 +1,4 @@
-"""Which SGLang servers are supported, and everything in which they differ for us."""
+"""Supported versions of SGLang, and the differences between them that matter here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUPPORTED = (OLDEST, NEWEST)
 
 @dataclass(frozen=True)
 class ApiVersion:
-    """How one version of SGLang wants to be spoken to."""
+    """The HTTP interface of one version of SGLang."""
 
     version: str
     needs_update_session: bool  # update_weights_from_tensor and _distributed only between begin_ and end_weight_update

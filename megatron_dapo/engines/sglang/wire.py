@@ -1,4 +1,4 @@
-"""What goes over the wire to SGLang's /generate and what must come back, as pure functions.
+"""Bodies for SGLang's /generate and checks of its answers, as pure functions.
 
 Token ids in, token ids and log-probs out; text is never read. SGLang draws from softmax(logits / temperature) and
 reports log softmax(logits / temperature)[token] over the whole vocabulary, before top-p and top-k; a greedy request
@@ -6,7 +6,7 @@ reports log softmax(logits / temperature)[token] over the whole vocabulary, befo
 SGLANG_RETURN_ORIGINAL_LOGPROB would change that to temperature 1 always, so it must not be set in a server of ours.
 
 Seeds: under --enable-deterministic-inference SGLang draws by a hash of (seed, position of the last input token,
-vocabulary entry). The position is absolute, so a response that goes on behind its prefix with the same seed draws the
+vocabulary entry). The position is absolute, so a response that continues its prefix with the same seed draws the
 numbers it would have drawn, none twice. Without that option SGLang ignores the seed.
 """
 
@@ -26,7 +26,7 @@ _SEED_MASK = (1 << 63) - 1
 
 
 class AnswerError(ValueError):
-    """A server's answer is not what the request asked for."""
+    """A server's answer does not fit the request."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Generation:
 
 
 def input_ids_of(request: GenerationRequest) -> list[int]:
-    """What the server reads: the prompt and, where the request goes on, the tokens so far."""
+    """Return the tokens the server reads: the prompt and, for a continued response, the tokens so far."""
     return [*request.prompt_ids, *(request.prefix.token_ids if request.prefix else ())]
 
 
@@ -110,8 +110,8 @@ def parse_prompt_logprobs(answer: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def _shown_as_they_are(entries: list[Any], token_ids: Sequence[int]) -> list[Any]:
-    """Prompt entries with their token ids. SGLang (0.5.17) shows the highest id of the vocabulary, a place holder of
-    images elsewhere, as 0; the log-prob is that of the token itself."""
+    """Prompt entries with their token ids. SGLang (0.5.17) shows the highest id of the vocabulary, which stands for
+    images in other models, as 0; the log-prob is that of the token itself."""
     highest = max(token_ids)
     return [
         [entry[0], token, *entry[2:]] if isinstance(entry, list) and entry[1:2] == [0] and token == highest else entry
@@ -160,7 +160,7 @@ def _check_count(value: Any, expected: int, what: str) -> None:
 
 
 def _num_cached(value: Any, num_read: int) -> int:
-    """What the server says it found in its prefix cache; nothing for requests it never started."""
+    """Return how many tokens the server found in its prefix cache; 0 for requests it never started."""
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value <= num_read:
@@ -176,9 +176,9 @@ def _finish_reason(value: Any, token_ids: tuple[int, ...], request: GenerationRe
     stops = set(request.sampling.stop_token_ids)
     num_left = max_new_tokens_of(request)
     if len(token_ids) > num_left:
-        raise AnswerError(f"{len(token_ids)} tokens, at most {num_left} were asked for")
+        raise AnswerError(f"{len(token_ids)} tokens, at most {num_left} were requested")
     if behind := stops.intersection(token_ids[:-1]):
-        raise AnswerError(f"the response goes on behind the stop ids {sorted(behind)}")
+        raise AnswerError(f"the response continues behind the stop ids {sorted(behind)}")
     _FINISH_CHECKS[kind](reason, token_ids, num_left)
     # SGLang tests the length before the stop ids, and an abort before either.
     if token_ids and token_ids[-1] in stops:
@@ -187,7 +187,7 @@ def _finish_reason(value: Any, token_ids: tuple[int, ...], request: GenerationRe
 
 
 def _check_stop(reason: Mapping[str, Any], token_ids: tuple[int, ...], num_left: int) -> None:
-    """A stop by text is one nobody asked for: SGLang reports not-a-number logits that way."""
+    """Refuse a stop by text, which no request wants: SGLang reports not-a-number logits that way."""
     if not token_ids or reason.get("matched") != token_ids[-1]:
         raise AnswerError(f"stopped at {reason.get('matched')!r}, which is not the last token")
 
@@ -195,7 +195,7 @@ def _check_stop(reason: Mapping[str, Any], token_ids: tuple[int, ...], num_left:
 def _check_length(reason: Mapping[str, Any], token_ids: tuple[int, ...], num_left: int) -> None:
     if len(token_ids) != num_left:
         raise AnswerError(
-            f"stopped for its length at {len(token_ids)} tokens, {num_left} were asked for: "
+            f"stopped for its length at {len(token_ids)} tokens, {num_left} were requested: "
             "raise the server's context_length or max_total_tokens"
         )
 

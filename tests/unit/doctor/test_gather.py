@@ -13,7 +13,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.doctor import gather
 from megatron_dapo.doctor.gather import ProbeFailure, ask, run
 from megatron_dapo.doctor.machine import ApexFacts, TransformerEngineFacts
-from megatron_dapo.launch.lifetime import FolderLock
+from megatron_dapo.launch.lifetime import DirectoryLock
 
 MODEL = gather.ROOT / "examples" / "quickstart" / "base_model"
 
@@ -152,7 +152,7 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_a_folder_another_run_works_in(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
+    lock = DirectoryLock(tmp_path)
     assert "is in use" in gather.output_dir_problem(tmp_path)
     lock.release()
     assert gather.output_dir_problem(tmp_path) == ""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.launch.lifetime import FolderLock, require_unused
+from megatron_dapo.launch.lifetime import DirectoryLock, require_unused
 
 DEADLINE_S = 20.0
 
@@ -38,8 +38,8 @@ def is_running(pid: int) -> bool:
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_dapo.launch.lifetime import FolderLock
-lock = FolderLock(Path(sys.argv[1]))
+from megatron_dapo.launch.lifetime import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
@@ -49,14 +49,14 @@ def test_a_folder_in_use_is_refused_until_its_holder_dies(tmp_path: Path) -> Non
     holder = start(HOLD, str(tmp_path))
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        for attempt in (require_unused, FolderLock):
+        for attempt in (require_unused, DirectoryLock):
             with pytest.raises(RuntimeError, match=rf"{tmp_path} is in use by process {holder.pid}:"):
                 attempt(tmp_path)
     finally:
         holder.kill()
         holder.wait()
     require_unused(tmp_path)
-    FolderLock(tmp_path).release()
+    DirectoryLock(tmp_path).release()
 
 
 def test_a_folder_nobody_used_is_left_alone(tmp_path: Path) -> None:

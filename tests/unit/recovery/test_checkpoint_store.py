@@ -54,7 +54,7 @@ def test_save_and_load(store: CheckpointStore) -> None:
     assert newest_valid(store) is None
     folder = save_checkpoint(store, 7, content(7), metadata={"layout": "TP2"})
     found = newest_valid(store)
-    assert is_of(found, 7) and found.folder == folder == store.folder / "step_000007"
+    assert is_of(found, 7) and found.directory == folder == store.directory / "step_000007"
     assert found.metadata == {"layout": "TP2"}
     assert sorted(os.listdir(folder)) == ["manifest.json", "model.safetensors", "trainer.json"]
 
@@ -74,13 +74,13 @@ def test_retention(store: CheckpointStore) -> None:
 def test_retention_after_resume_and_with_leftovers(store: CheckpointStore) -> None:
     for step in (1, 2):
         save_checkpoint(store, step, content(step))
-    (store.folder / "step_000003.tmp").mkdir()
-    (store.folder / "step_000000.deleting").mkdir()
-    (store.folder / "notes").mkdir()
-    again = CheckpointStore(store.folder, keep=1)
+    (store.directory / "step_000003.tmp").mkdir()
+    (store.directory / "step_000000.deleting").mkdir()
+    (store.directory / "notes").mkdir()
+    again = CheckpointStore(store.directory, keep=1)
     assert is_of(newest_valid(again), 2)
     save_checkpoint(again, 4, content(4))
-    assert sorted(os.listdir(again.folder)) == ["notes", "step_000004"]
+    assert sorted(os.listdir(again.directory)) == ["notes", "step_000004"]
 
 
 def test_a_broken_checkpoint_does_not_count_as_kept(store: CheckpointStore) -> None:
@@ -206,7 +206,7 @@ def test_full_disk_at_every_write_point(tmp_path: Path) -> None:
         found = newest_valid(store)
         assert is_of(found, 2 if found is not None and found.step == 2 else 1)
         assert failed or is_of(found, 2), f"point {point}: reported as saved, but it is not"
-        assert [path.name for path in store.folder.iterdir() if path.suffix] == []
+        assert [path.name for path in store.directory.iterdir() if path.suffix] == []
         save_checkpoint(store, 3, content(3))
         assert is_of(newest_valid(store), 3)
 
@@ -326,7 +326,7 @@ def test_one_failing_rank_fails_all_and_leaves_the_old(store: CheckpointStore) -
     results = save(2, bad=1)
     assert all(isinstance(result, CheckpointError) for result in results)
     assert "another rank failed" in str(results[0]) and "the disk is full" in str(results[1])
-    assert sorted(os.listdir(store.folder)) == ["step_000001"]
+    assert sorted(os.listdir(store.directory)) == ["step_000001"]
     assert newest_valid(store).load_json("rank_1.json") == 1
 
 

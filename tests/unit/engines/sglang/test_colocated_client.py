@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.engines.sglang.client import ColocatedClient, wait_for_memory
+from megatron_dapo.engines.sglang.client import ColocatedClient
+from megatron_dapo.engines.sglang.cluster import SharedDevice
 
 
 class Recorded(ColocatedClient):
@@ -66,11 +67,13 @@ def test_an_update_that_is_begun_again_brings_nothing_back_twice() -> None:
     ]
 
 
-def test_release_is_over_when_the_device_says_so() -> None:
+def test_release_is_over_when_the_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([100, 100, 350, 420])
-    assert wait_for_memory(lambda: next(readings), before=100, expected=300, timeout_s=5.0) == 320
+    monkeypatch.setattr(SharedDevice, "free_bytes", lambda device: next(readings))
+    assert SharedDevice(expected_bytes=300, timeout_s=5.0).wait_for_memory(before=100) == 320
 
 
-def test_memory_that_does_not_come_back_is_an_error_with_both_numbers() -> None:
+def test_memory_that_does_not_come_back_is_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedDevice, "free_bytes", lambda device: 150)
     with pytest.raises(MemoryError, match="released 50 bytes within 0.1 s, their weights alone are 300"):
-        wait_for_memory(lambda: 150, before=100, expected=300, timeout_s=0.1)
+        SharedDevice(expected_bytes=300, timeout_s=0.1).wait_for_memory(before=100)

@@ -92,7 +92,7 @@ def settings(tmp_path: Path) -> Callable[..., ServerSettings]:
                 "python": script,
                 "model_path": model,
                 "key_file": create_key(tmp_path),
-                "log_folder": tmp_path / "logs",
+                "log_dir": tmp_path / "logs",
                 "start_timeout_s": 60.0,
                 **fields,
             }

@@ -18,7 +18,7 @@ def settings(tmp_path: Path) -> Callable[..., ServerSettings]:
     """settings(**fields)."""
 
     def make(**fields: Any) -> ServerSettings:
-        known = {"python": tmp_path / "python", "model_path": tmp_path, "log_folder": tmp_path}
+        known = {"python": tmp_path / "python", "model_path": tmp_path, "log_dir": tmp_path}
         return ServerSettings(**{**known, "key_file": create_key(tmp_path), **fields})
 
     return make
