@@ -19,7 +19,6 @@ from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import WeightSync
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
-from megatron_dapo.megatron.optimizer import OptimizerSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.planner import plan
@@ -61,9 +60,7 @@ def _tensors(values: list[Any]) -> Iterator[torch.Tensor]:
 
 def trace(arguments: dict[str, Any]) -> list[str]:
     """Sync an actor of one rank into one engine; return the files that saw the marked shard."""
-    actor = MegatronActor.build(
-        arguments["model"], ParallelLayout(1), ActorSettings(optimizer=OptimizerSettings(distributed=False))
-    )
+    actor = MegatronActor.build(arguments["model"], ParallelLayout(1), ActorSettings(use_distributed_optimizer=False))
     with torch.no_grad():
         actor.named_local_parameters()[SHARD].view(-1)[: len(MARKER)] = MARKER
     layout = sglang_layout(actor.architecture, 1, torch.float32, 1, device="cpu")
