@@ -100,8 +100,8 @@ def largest_memory() -> int:
 def fill(source: Layout, engine: EngineLayout, sources: Mapping[str, torch.Tensor], slot: torch.Tensor) -> float:
     """CPU seconds in which every bucket of the one engine rank is written, each into the same memory."""
     sync_plan = SyncPlan(plan(source, engine), engine, BUCKET_BYTES)
-    checksums, specs, buckets = ExpectedChecksums(sync_plan), engine.local_specs(0), sync_plan.buckets(0)
-    return cpu_seconds(lambda: [write_chunks(bucket, 0, sources, slot, specs, checksums) for bucket in buckets])[0]
+    checksums, buckets = ExpectedChecksums(sync_plan), sync_plan.buckets(0)
+    return cpu_seconds(lambda: [write_chunks(sync_plan, bucket, 0, sources, slot, checksums) for bucket in buckets])[0]
 
 
 def gigabytes(engine: EngineLayout) -> float:

@@ -21,11 +21,10 @@ from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena, remove_arena
 from megatron_dapo.bridge.protocol.peer_group import Address, RendezvousStore, join
-from megatron_dapo.bridge.replica_sync import replica_sync
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
-from megatron_dapo.bridge.transports.base import EngineControl, GroupCoordinator, SyncDeadline, SyncRequest
+from megatron_dapo.bridge.transports.base import EngineControl, GroupCoordinator, SyncDeadline, SyncRequest, transfer
 from megatron_dapo.bridge.transports.p2p import P2PTransport
-from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_folder
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import initialize_randomly
@@ -38,7 +37,8 @@ from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.parallel.collectives import broadcast_json
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
-from megatron_dapo.reshard.layout import ShiftedLayout
+from megatron_dapo.reshard.execution import execute_distributed
+from megatron_dapo.reshard.layout import ReplicatedLayout, ShiftedLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 
 SEED = 0
@@ -121,18 +121,18 @@ class Trainer:
         with without_trainer_checksums():
             dist.barrier()
             start = time.perf_counter()
-            outcome = update.transport.deliver(order, self.parameters(), SyncDeadline(DEADLINE_S))
+            outcome = transfer(update.transport, order, self.parameters(), SyncDeadline(DEADLINE_S))
             seconds = time.perf_counter() - start
         if outcome.failures:
             raise RuntimeError(f"{name}: {outcome.failures}")
         if control is not None:
             control.end_weight_update()
-        return seconds - max((report.seconds for report in outcome.reports.get(0, ())), default=0.0)
+        return seconds - max((report.seconds for report in outcome.replies.get(0, ())), default=0.0)
 
 
 @contextlib.contextmanager
 def without_trainer_checksums() -> Iterator[None]:
-    names = ("add", "add_bucket", "add_plan")
+    names = ("add", "add_plan")
     originals = {name: getattr(ExpectedChecksums, name) for name in names}
     for name in names:
         setattr(ExpectedChecksums, name, lambda *unused: None)
@@ -170,7 +170,7 @@ class SharedFloor:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         made = [
-            create_arena(default_folder(), f"floor{rank}", sync_plan.num_bytes(rank), 1)
+            create_arena(default_directory(), f"floor{rank}", sync_plan.num_bytes(rank), 1)
             for rank in range(len(trainer.sinks))
         ]
         specs = [ArenaSpec.from_json(value) for value in broadcast_json([spec.to_json() for spec in made])]
@@ -246,8 +246,8 @@ FLOORS: dict[str, Callable[[Trainer, SyncPlan], Any]] = {"peer": Floor, "colocat
 
 
 def _bytes_between(sync_plan: SyncPlan, source: int, engine_rank: int) -> int:
-    segments = (bucket.segments.get(source) for bucket in sync_plan.buckets(engine_rank))
-    return sum(segment.stop - segment.start for segment in segments if segment)
+    segments = (bucket.segments.get(source, (0, 0)) for bucket in sync_plan.buckets(engine_rank))
+    return sum(stop - start for start, stop in segments)
 
 
 # ---- measuring
@@ -290,10 +290,11 @@ def measure(trainer: Trainer, num_runs: int) -> dict[str, Any]:
 
 def check_mbridge(trainer: Trainer) -> None:
     """mbridge exports exactly the actor's weights, all of them, in their type."""
-    sync = replica_sync(trainer.actor.tensors, trainer.dtype, dist.group.WORLD)
     shapes = trainer.architecture.shapes()
+    specs = {name: TensorSpec(shape, trainer.dtype) for name, shape in shapes.items()}
     model = {name: torch.empty(shape, dtype=trainer.dtype) for name, shape in shapes.items()}
-    sync.execute(trainer.parameters(), model)
+    whole = plan(trainer.actor.tensors, ReplicatedLayout(specs, trainer.size))
+    execute_distributed(whole, trainer.parameters(), model, dist.group.WORLD)
     seen = set()
     for name, tensor in trainer.mbridge.tensors():
         seen.add(name)

@@ -1,4 +1,4 @@
-"""The weight sync: moves the actor's weights into the rollout engines.
+"""The weight sync: new policy versions from the actor's shards into the engines, verified.
 
-Imports neither megatron nor sglang nor transformers.
+`weight_sync` is the state machine, `sync_plan` the buckets, `transports/` carry them, `protocol/` also runs in engines.
 """

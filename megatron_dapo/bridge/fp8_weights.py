@@ -1,8 +1,8 @@
-"""The trainer's parameters as an FP8 engine holds them, quantized part by part while buckets are filled.
+"""The trainer's parameters as an FP8 engine holds them, quantized chunk by chunk while buckets are filled.
 
-The rounding is that of `ops.fp8`, the trainer's own: the same multiplier of a block, the same values, whichever rank
-holds which part of it. Scales are computed when an `Fp8Weights` is made (4 bytes for 16,384 values); values when a part
-of a bucket is asked for, in shards of a few MiB. Nothing the size of the model is ever held twice.
+The rounding is that of `ops.fp8`, the trainer's own: a block has the same multiplier and the same values whichever rank
+holds which part of it. Scales are computed when an `Fp8Weights` is made (4 bytes for 16,384 values); values when a chunk
+is read, a few MiB at a time. No second copy of the model ever exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Shard, shard_view
 from megatron_dapo.reshard.slices import Slice
 
-# The largest of every element over all trainer ranks, in place.
+# Replaces every element by its largest over all trainer ranks, in place.
 LargestOverRanks = Callable[[torch.Tensor], None]
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -41,16 +41,16 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
         self._rank = rank
         self._parameters = parameters
         self._touched = layout.touched(rank)
-        self._pieces: dict[str, list[Shard]] = {}  # quantized buffer -> its shards
+        self._shards: dict[str, list[Shard]] = {}  # quantized buffer -> its shards
         for shard in layout.trainer.shards(rank):
             if shard.tensor in layout.quantized:
-                self._pieces.setdefault(shard.local, []).append(shard)
+                self._shards.setdefault(shard.local, []).append(shard)
         self._multipliers = {n: block_multiplier(m) for n, m in self._magnitudes(largest).items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self._pieces:
+        if name in self._shards:
             values = torch.zeros_like(self._parameters[name], dtype=E4M3)
-            for shard in self._pieces[name]:
+            for shard in self._shards[name]:
                 shard_view(values, shard).copy_(self.chunk(shard, shard.bounds))
             return values
         if name in self._parameters:
@@ -68,8 +68,8 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
         return len(self.layout.buffer_names(self._rank))
 
     def chunk(self, shard: Shard, bounds: Slice) -> torch.Tensor:
-        """Global slice `bounds`, which lies in `shard` of this rank, as it is delivered."""
-        if shard.local not in self._pieces:
+        """Return global slice `bounds` of `shard` as it is sent."""
+        if shard.local not in self._shards:
             return shard_view(self[shard.local], shard, bounds)
         values = shard_view(self._parameters[shard.local], shard, bounds)
         quantized = torch.empty(values.shape, dtype=E4M3, device=values.device)
@@ -78,7 +78,7 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
         return quantized
 
     def widened_chunk(self, shard: Shard, bounds: Slice) -> torch.Tensor:
-        """What the engine multiplies by in place of `bounds`: values times scales, float32."""
+        """Return the values the engine computes with in place of `bounds`: quantized values times scales, float32."""
         quantized = self.chunk(shard, bounds)
         widened = torch.empty(quantized.shape, dtype=torch.float32, device=quantized.device)
         for rows, factors in self._factors(shard.tensor, bounds, quantized.device):
@@ -87,14 +87,14 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The trainer's own parameters hold the engine's values inside, and their own again behind it, bit by bit.
+        """Give the trainer's own parameters the engine's values inside the context, and restore them bit by bit after it.
 
-        Needs the machine's memory for one copy of this rank's quantized parameters.
+        Needs host memory for one copy of this rank's quantized parameters.
         """
-        own = {name: self._parameters[name].detach().to("cpu", copy=True) for name in self._pieces}
+        own = {name: self._parameters[name].detach().to("cpu", copy=True) for name in self._shards}
         try:
             with torch.no_grad():
-                for name, shards in self._pieces.items():
+                for name, shards in self._shards.items():
                     for shard in shards:
                         widened = self.widened_chunk(shard, shard.bounds)
                         shard_view(self._parameters[name], shard).copy_(widened)
@@ -105,7 +105,7 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
                     self._parameters[name].detach().copy_(values)
 
     def _factors(self, tensor: str, bounds: Slice, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Runs of rows of a slice, counted from its first, and the multipliers of each row's blocks [rows, blocks]."""
+        """Yield runs of rows of a slice, counted from its first, and the multipliers of each row's blocks [rows, blocks]."""
         table, touched, wanted = self._multipliers[tensor], self._touched[tensor], block_slice(*bounds)
         first = wanted.offset[1] - touched.offset[1]
         table = table[:, first : first + wanted.shape[1]].to(device)
@@ -116,9 +116,9 @@ class Fp8Weights(Mapping[str, torch.Tensor]):
             yield slice(start, stop), table[numbers - touched.offset[0]]
 
     def _magnitudes(self, largest: LargestOverRanks) -> dict[str, torch.Tensor]:
-        """Largest magnitude of every block that this rank holds a part of, whoever holds the rest."""
+        """Return the largest magnitude of every block of which this rank holds a part, over all ranks."""
         found: dict[str, torch.Tensor] = {}
-        for local, shards in self._pieces.items():
+        for local, shards in self._shards.items():
             for shard in shards:
                 table = torch.zeros(self._touched[shard.tensor].shape, device=self._parameters[local].device)
                 self._add_magnitudes(shard, found.setdefault(shard.tensor, table))

@@ -1,29 +1,30 @@
-"""Buckets of a delivery: which trainer rank writes which part of which bucket of which engine rank.
+"""Buckets of a weight sync: which trainer rank writes which chunk of which bucket of which engine rank.
 
-Pure arithmetic on a `ReshardPlan` from the trainer's layout to the engines': every rank computes the same and needs no
-communication for it but one comparison of the 32-byte `digest`.
+Pure arithmetic on a `ReshardPlan` from the trainer's layout to the engines'. Every rank computes the same plan; ranks
+compare its 32-byte digest once.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_dapo.bridge.protocol.receiver import CHUNK_ALIGNMENT, Bucket, Chunk, Manifest, ParameterManifest
-from megatron_dapo.reshard import layout
+from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT, Bucket, Chunk, Manifest, ParameterManifest
 from megatron_dapo.reshard.checksum import signed, slice_checksum
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, Shard, TensorSpec, shard_view
+from megatron_dapo.reshard.layout import local_slice as slice_of_buffer
 from megatron_dapo.reshard.planner import ReshardPlan, Transfer
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 _FORMAT_VERSION = 2  # part of the digest
+Specs = Mapping[str, TensorSpec]  # parameter name -> shape and element type
 
 
 class EngineLayout(Layout, Protocol):
@@ -36,65 +37,34 @@ class EngineLayout(Layout, Protocol):
         """Shape and element type of every parameter of an engine rank, in model order."""
 
 
-@runtime_checkable
-class ChunkSource(Protocol):
-    """`Buffers` that are not in memory as they are delivered, and are better read part by part than whole."""
-
-    def chunk(self, shard: Shard, bounds: Slice) -> torch.Tensor:
-        """Global slice `bounds`, which lies in `shard`."""
-
-
 class Write(NamedTuple):
-    """Trainer rank `source` puts global slice `bounds`, which lies in its `shard`, into `chunk` of a bucket."""
+    """A chunk of a bucket and the trainer's shard that fills it."""
 
     chunk: Chunk
-    source: int
-    shard: Shard
-    bounds: Slice
+    source: int  # trainer rank
+    shard: Shard  # of the source
+    bounds: Slice  # global, inside the shard
 
+    def view(self, sources: Buffers) -> torch.Tensor:
+        """Return the values as the trainer holds them, in the shape of `bounds`."""
+        # FP8 weights compute a chunk on request; the whole quantized parameter never exists in memory.
+        if isinstance(sources, Fp8Weights):
+            return sources.chunk(self.shard, self.bounds)
+        return shard_view(sources[self.shard.local], self.shard, self.bounds)
 
-class Segment(NamedTuple):
-    """Bytes [start, stop) of a bucket, all written by one trainer rank."""
-
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class PlannedBucket:
-    """One bucket of one engine rank. What a trainer rank writes lies together: one `Segment` a source."""
-
-    engine_rank: int
-    index: int
-    num_bytes: int
-    writes: tuple[Write, ...]  # by source, each source's in the order in which it sends
-
-    @property
-    def header(self) -> Bucket:
-        """What the engine rank is told about it."""
-        return Bucket(self.index, self.num_bytes, tuple(write.chunk for write in self.writes))
-
-    def writes_of(self, source: int) -> tuple[Write, ...]:
-        return tuple(write for write in self.writes if write.source == source)
-
-    @property
-    def segments(self) -> dict[int, Segment]:
-        """source -> its bytes."""
-        starts: dict[int, int] = {}
-        for write in self.writes:
-            starts.setdefault(write.source, write.chunk.byte_offset)
-        stops = [*list(starts.values())[1:], self.num_bytes]
-        return {source: Segment(start, stop) for (source, start), stop in zip(starts.items(), stops)}
+    def read(self, sources: Buffers, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values in the engine's type; a view if no cast is needed."""
+        return self.view(sources).to(dtype)
 
 
 class SyncPlan:
-    """The buckets of every engine rank, of at most `bucket_bytes` each; all its sources write into each of them.
+    """Buckets of every engine rank, of at most `bucket_bytes` each; all its sources write into each of them.
 
-    The parts of one parameter (a fused one included) stay in one bucket where they fit; a parameter larger than a
-    bucket is cut along its rows. Engine ranks of one engine may have different numbers of buckets.
+    The chunks of one parameter (a fused one included) stay in one bucket if they fit; a parameter larger than a bucket
+    is cut along its rows. Engine ranks of one engine may have different numbers of buckets.
 
-    Engine rank r is rank r + `rank_offset` of the reshard plan's destination: 0 where engines live on the trainer's
-    machines (rank r beside rank r), the trainer's world size (with a `ShiftedLayout`) where they have their own.
+    Engine rank r is rank r + `rank_offset` of the reshard plan's destination: 0 if engines share the trainer's nodes
+    (rank r beside rank r), the trainer's world size (with a `ShiftedLayout`) if they have their own.
     """
 
     def __init__(
@@ -110,57 +80,64 @@ class SyncPlan:
         self.engines = engines
         self.bucket_bytes = bucket_bytes
         self.rank_offset = rank_offset
-        self._buckets: dict[int, tuple[PlannedBucket, ...]] = {}
+        self._packed: dict[int, tuple[tuple[Bucket, tuple[Write, ...]], ...]] = {}
 
     @property
     def digest(self) -> bytes:
-        """32 bytes, equal exactly where the plans are."""
+        """32 bytes, equal exactly if the plans are."""
         numbers = (_FORMAT_VERSION, self.bucket_bytes, self.engines.tensor_parallel, self.rank_offset)
-        return hashlib.sha256(f"delivery plan {numbers}".encode() + self.reshard.digest).digest()
+        return hashlib.sha256(f"weight sync plan {numbers}".encode() + self.reshard.digest).digest()
 
     @property
     def num_engines(self) -> int:
         return self.engines.num_ranks // self.engines.tensor_parallel
 
     def ranks_of(self, engine: int) -> range:
-        """Engine ranks of one engine."""
+        """Return the engine ranks of one engine."""
         size = self.engines.tensor_parallel
         return range(engine * size, (engine + 1) * size)
 
     def num_buckets(self, engine: int) -> int:
-        """Rounds it takes to fill all ranks of an engine."""
-        return max(len(self.buckets(rank)) for rank in self.ranks_of(engine))
+        """Return the number of rounds that fill all ranks of an engine."""
+        return max(len(self._pack(rank)) for rank in self.ranks_of(engine))
 
-    def buckets(self, engine_rank: int) -> tuple[PlannedBucket, ...]:
-        if engine_rank not in self._buckets:
-            packed = _pack(list(self._writes(engine_rank)), self._itemsizes(engine_rank), self.bucket_bytes)
-            self._buckets[engine_rank] = tuple(
-                PlannedBucket(engine_rank, index, num_bytes, writes) for index, (num_bytes, writes) in enumerate(packed)
-            )
-        return self._buckets[engine_rank]
+    def buckets(self, engine_rank: int) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket, _ in self._pack(engine_rank))
+
+    def writes(self, bucket: Bucket, source: int | None = None) -> tuple[Write, ...]:
+        """Return what fills the chunks of a bucket, in their order; of one trainer rank if given."""
+        writes = self._pack(bucket.engine_rank)[bucket.index][1]
+        return writes if source is None else tuple(write for write in writes if write.source == source)
 
     def sources(self, engine_rank: int) -> tuple[int, ...]:
-        """Trainer ranks that write into an engine rank."""
-        return tuple(sorted({write.source for bucket in self.buckets(engine_rank) for write in bucket.writes}))
+        """Return the trainer ranks that write into an engine rank."""
+        return tuple(sorted({source for bucket, _ in self._pack(engine_rank) for source in bucket.segments}))
 
     def num_bytes(self, engine_rank: int) -> int:
-        """Bytes that an engine rank receives, in its own element type."""
-        return sum(bucket.num_bytes for bucket in self.buckets(engine_rank))
+        """Return the bytes that an engine rank receives, in its own element types."""
+        return sum(bucket.num_bytes for bucket, _ in self._pack(engine_rank))
 
-    def manifest(self, engine_rank: int, delivery: str, session: str, version: int, number: int = 0) -> Manifest:
-        """What `engine_rank` is promised."""
+    def manifest(self, engine_rank: int, sync_id: str, session: str, version: int, number: int = 0) -> Manifest:
+        """Return what a weight sync promises to an engine rank."""
         filled = dict.fromkeys(self.parameter_names(engine_rank), 0)
         for transfer in self.reshard.receives(engine_rank + self.rank_offset):
             filled[transfer.destination_shard.local] += transfer.bounds.volume
         specs = self.engines.local_specs(engine_rank)
         parameters = {n: ParameterManifest(tuple(s.shape), s.dtype, filled[n]) for n, s in specs.items()}
-        return Manifest(delivery, session, version, len(self.buckets(engine_rank)), parameters, number)
+        return Manifest(sync_id, session, version, len(self._pack(engine_rank)), parameters, number)
 
     def parameter_names(self, engine_rank: int) -> tuple[str, ...]:
         return tuple(self.engines.local_specs(engine_rank))
 
-    def _itemsizes(self, engine_rank: int) -> dict[str, int]:
-        return {name: spec.dtype.itemsize for name, spec in self.engines.local_specs(engine_rank).items()}
+    def _pack(self, engine_rank: int) -> tuple[tuple[Bucket, tuple[Write, ...]], ...]:
+        if engine_rank not in self._packed:
+            specs = self.engines.local_specs(engine_rank)
+            packed = _pack(list(self._writes(engine_rank)), specs, self.bucket_bytes)
+            self._packed[engine_rank] = tuple(
+                (_bucket(engine_rank, index, num_bytes, writes), writes)
+                for index, (num_bytes, writes) in enumerate(packed)
+            )
+        return self._packed[engine_rank]
 
     def _writes(self, engine_rank: int) -> Iterator[Write]:
         """Everything an engine rank receives, in the order of its parameters, no write larger than a bucket."""
@@ -177,39 +154,36 @@ class SyncPlan:
 
 
 class ExpectedChecksums:
-    """Sums of what this trainer rank has written, by engine rank and parameter; added over ranks they are the
-    engines'."""
+    """Checksums of everything this trainer rank has written, by engine rank and parameter.
+
+    Added over trainer ranks they equal the checksums that the engine reads back.
+    """
 
     def __init__(self, plan: SyncPlan) -> None:
         self._plan = plan
         self._sums: dict[int, dict[str, int]] = {}
 
-    def add(self, engine_rank: int, name: str, values: torch.Tensor, bounds: Slice) -> None:
-        """Count the chunk `bounds` of a parameter; `values` in the engine's element type."""
-        shape = tuple(self._plan.engines.local_specs(engine_rank)[name].shape)
+    def add(self, engine_rank: int, chunk: Chunk, values: torch.Tensor) -> None:
+        """Count a chunk; `values` in the engine's element type."""
+        shape = tuple(self._plan.engines.local_specs(engine_rank)[chunk.name].shape)
         sums = self._sums.setdefault(engine_rank, {})
-        sums[name] = signed(sums.get(name, 0) + slice_checksum(values, bounds, shape))
-
-    def add_bucket(self, bucket: PlannedBucket, source: int, data: torch.Tensor) -> None:
-        """Count what `source` wrote into the bytes of a bucket."""
-        specs = self._plan.engines.local_specs(bucket.engine_rank)
-        for write in bucket.writes_of(source):
-            self.add(bucket.engine_rank, write.chunk.name, chunk_values(data, write.chunk, specs), write.chunk.bounds)
+        part = slice_checksum(values.reshape(chunk.bounds.shape), chunk.bounds, shape)
+        sums[chunk.name] = signed(sums.get(chunk.name, 0) + part)
 
     def add_plan(self, engine_rank: int, source: int, sources: Buffers) -> None:
         """Count all that `source` would write into an engine rank, without a bucket (loads from disk)."""
         specs = self._plan.engines.local_specs(engine_rank)
         for bucket in self._plan.buckets(engine_rank):
-            for chunk, values in cast_chunks(bucket, source, sources, specs):
-                self.add(engine_rank, chunk.name, values.reshape(chunk.bounds.shape), chunk.bounds)
+            for write in self._plan.writes(bucket, source):
+                self.add(engine_rank, write.chunk, write.read(sources, specs[write.chunk.name].dtype))
 
     def merge(self, other: ExpectedChecksums) -> None:
-        """Take over what `other` has counted, of engine ranks that this one has not."""
+        """Take over the counts of `other`, which must be of other engine ranks."""
         assert not self._sums.keys() & other._sums.keys(), "an engine rank was counted twice"
         self._sums.update(other._sums)
 
     def vector(self, engine_ranks: Sequence[int]) -> torch.Tensor:
-        """int64, one number a parameter, engine rank by engine rank: to be added up over trainer ranks."""
+        """Return int64, one number a parameter, engine rank by engine rank: to be added up over trainer ranks."""
         return torch.tensor(
             [
                 self._sums.get(rank, {}).get(name, 0)
@@ -220,71 +194,56 @@ class ExpectedChecksums:
         )
 
     def named(self, engine_ranks: Sequence[int], vector: torch.Tensor) -> dict[int, dict[str, int]]:
-        """engine rank -> parameter -> sum, from a reduced `vector`."""
+        """Return engine rank -> parameter -> sum, from a reduced `vector`."""
         values = iter(vector.tolist())
         return {rank: {name: next(values) for name in self._plan.parameter_names(rank)} for rank in engine_ranks}
 
 
-def cast_chunks(
-    bucket: PlannedBucket, source: int, sources: Buffers, specs: Mapping[str, TensorSpec]
-) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """What `source` contributes to a bucket: each chunk with its values in the engine's type, in the shape of its
-    global slice; views of the buffers where no cast is needed."""
-    for chunk, _, shard, bounds in bucket.writes_of(source):
-        yield chunk, _read(sources, shard, bounds).to(specs[chunk.name].dtype)
-
-
-def _read(sources: Buffers, shard: Shard, bounds: Slice) -> torch.Tensor:
-    if isinstance(sources, ChunkSource):
-        return sources.chunk(shard, bounds)
-    return shard_view(sources[shard.local], shard, bounds)
-
-
 def write_chunks(
-    bucket: PlannedBucket,
+    plan: SyncPlan,
+    bucket: Bucket,
     source: int,
     sources: Buffers,
     data: torch.Tensor,
-    specs: Mapping[str, TensorSpec],
     expected: ExpectedChecksums | None = None,
+    *,
+    origin: int = 0,
 ) -> int:
-    """Puts what `source` contributes to a bucket into `data` (uint8, the whole bucket), cast to the engine's type.
+    """Write the chunks of trainer rank `source` into `data` (uint8, the bucket from byte `origin` on), cast to the
+    engine's types.
 
-    Returns the bytes written. `expected` counts the values before they are written, so that a fault on the way into the
-    bucket is noticed like any behind it.
+    Return the bytes written. `expected` counts the values before they are written, so that a fault on the way into the
+    bucket is noticed like any after it.
     """
-    num_bytes = 0
-    for chunk, values in cast_chunks(bucket, source, sources, specs):
-        chunk_values(data, chunk, specs).view(values.shape).copy_(values)
+    specs, num_bytes = plan.engines.local_specs(bucket.engine_rank), 0
+    for write in plan.writes(bucket, source):
+        chunk, dtype = write.chunk, specs[write.chunk.name].dtype
+        values = write.read(sources, dtype)
+        size = chunk.bounds.volume * dtype.itemsize
+        start = chunk.byte_offset - origin
+        data[start : start + size].view(dtype).view(values.shape).copy_(values)
         if expected is not None:
-            expected.add(bucket.engine_rank, chunk.name, values.reshape(chunk.bounds.shape), chunk.bounds)
-        num_bytes += values.numel() * values.dtype.itemsize
+            expected.add(bucket.engine_rank, chunk, values)
+        num_bytes += size
     return num_bytes
 
 
-def chunk_values(data: torch.Tensor, chunk: Chunk, specs: Mapping[str, TensorSpec]) -> torch.Tensor:
-    """View of a chunk in the bytes of its bucket: element type and shape of its slice."""
-    dtype = specs[chunk.name].dtype
-    stop = chunk.byte_offset + chunk.bounds.volume * dtype.itemsize
-    return data[chunk.byte_offset : stop].view(dtype).view(chunk.bounds.shape)
-
-
 def local_slice(shard: Shard, bounds: Slice, shape: Coordinates) -> Slice:
-    """Slice of the local buffer (`shape`) that holds global slice `bounds`, which lies in `shard`.
+    """Return the slice of the local buffer (`shape`) that holds global slice `bounds` of `shard`.
 
     A shard of fewer dimensions than the buffer (one expert's matrix in a stack of them), or given by a flat position,
-    must be a slice of the buffer. Raises ValueError where it is not.
+    must be a slice of the buffer. Raise ValueError if it is not.
     """
     relative = tuple(start - base for start, base in zip(bounds.offset, shard.global_offset))
     if len(shard.local_offset) == len(shape):
-        return layout.local_slice(shard, bounds)
+        return slice_of_buffer(shard, bounds)
     extra = len(shape) - len(shard.shape)
     if len(shard.local_offset) != 1 or extra < 0:
-        raise ValueError(f"delivery plan: {shard} is no slice of a buffer of shape {shape}")
+        raise ValueError(f"weight sync plan: {shard} is no slice of a buffer of shape {shape}")
     corner = _unravel(shard.local_offset[0], shape)
     inside = all(o + n <= size for o, n, size in zip(corner[extra:], shard.shape, shape[extra:]))
     if shard.shape[1:] != shape[extra + 1 :] or not inside:
-        raise ValueError(f"delivery plan: {shard} is no slice of a buffer of shape {shape}")
+        raise ValueError(f"weight sync plan: {shard} is no slice of a buffer of shape {shape}")
     offset = (*corner[:extra], *(o + r for o, r in zip(corner[extra:], relative)))
     return Slice(offset, (1,) * extra + tuple(bounds.shape))
 
@@ -294,7 +253,7 @@ def _unravel(index: int, shape: Coordinates) -> Coordinates:
 
 
 def _cut(bounds: Slice, limit: int) -> Iterator[Slice]:
-    """The slice in parts of at most `limit` elements, cut along its first dimensions."""
+    """Cut a slice along its first dimensions into slices of at most `limit` elements."""
     if bounds.volume <= limit:
         yield bounds
         return
@@ -306,78 +265,70 @@ def _cut(bounds: Slice, limit: int) -> Iterator[Slice]:
         yield from _cut(Slice(tuple(offset), tuple(shape)), limit)
 
 
-def _pack(
-    writes: Sequence[Write], itemsizes: Mapping[str, int], bucket_bytes: int
-) -> list[tuple[int, tuple[Write, ...]]]:
-    """Greedy runs of whole parameters, and of single writes of those that do not fit into one bucket."""
+def _pack(writes: Sequence[Write], specs: Specs, bucket_bytes: int) -> list[tuple[int, tuple[Write, ...]]]:
+    """Pack writes greedily: whole parameters together, single writes of parameters larger than a bucket."""
     buckets: list[list[Write]] = []
     filled = bucket_bytes + 1
-    for unit in _interleaved(_units(writes, itemsizes, bucket_bytes), itemsizes):
-        size = _num_bytes(unit, itemsizes)
-        # A write that its alignment makes larger than a bucket has one to itself: behind the last none is needed.
+    for unit in _interleaved(_units(writes, specs, bucket_bytes), specs):
+        size = _aligned_bytes(unit, specs)
+        # A write that alignment makes larger than a bucket gets one alone: no alignment is needed after the last chunk.
         if filled and filled + size > bucket_bytes:
             buckets.append([])
             filled = 0
         buckets[-1] += unit
         filled += size
-    return [_place(bucket, itemsizes) for bucket in buckets]
+    return [_with_offsets(bucket, specs) for bucket in buckets]
 
 
-def _units(writes: Sequence[Write], itemsizes: Mapping[str, int], limit: int) -> list[list[Write]]:
-    """What must not be torn apart: all writes of a parameter where they fit into a bucket, else each write."""
+def _units(writes: Sequence[Write], specs: Specs, limit: int) -> list[list[Write]]:
+    """Group writes that must share a bucket: all of a parameter if they fit, else each alone."""
     by_name: dict[str, list[Write]] = {}
     for write in writes:
         by_name.setdefault(write.chunk.name, []).append(write)
     units: list[list[Write]] = []
     for unit in by_name.values():
-        units += [unit] if _num_bytes(unit, itemsizes) <= limit else [[write] for write in unit]
+        units += [unit] if _aligned_bytes(unit, specs) <= limit else [[write] for write in unit]
     return units
 
 
-def _interleaved(units: Sequence[list[Write]], itemsizes: Mapping[str, int]) -> list[list[Write]]:
-    """The units in an order in which all trainer ranks write all the time, each in proportion to what it has.
+def _interleaved(units: Sequence[list[Write]], specs: Specs) -> list[list[Write]]:
+    """Order the units so that all trainer ranks write all the time, each in proportion to its share.
 
     In the order of the engine's layers one pipeline stage would write after the other. Units of the same writers keep
-    their order, and lie as evenly along the way as if they had it for themselves.
+    their order and are spread evenly.
     """
     totals: dict[frozenset[int], int] = {}
-    places: list[tuple[frozenset[int], float]] = []
+    middles: list[tuple[frozenset[int], float]] = []
     for unit in units:
-        writers, size = frozenset(write.source for write in unit), _num_bytes(unit, itemsizes)
-        places.append((writers, totals.get(writers, 0) + size / 2))
+        writers, size = frozenset(write.source for write in unit), _aligned_bytes(unit, specs)
+        middles.append((writers, totals.get(writers, 0) + size / 2))
         totals[writers] = totals.get(writers, 0) + size
-    shares = [middle / max(1, totals[writers]) for writers, middle in places]
+    shares = [middle / max(1, totals[writers]) for writers, middle in middles]
     return [units[index] for index in sorted(range(len(units)), key=shares.__getitem__)]
 
 
-def _num_bytes(unit: Sequence[Write], itemsizes: Mapping[str, int]) -> int:
-    return sum(_aligned(write.chunk.bounds.volume * itemsizes[write.chunk.name]) for write in unit)
+def _aligned_bytes(unit: Sequence[Write], specs: Specs) -> int:
+    return sum(_aligned(write.chunk.bounds.volume * specs[write.chunk.name].dtype.itemsize) for write in unit)
 
 
-def _place(writes: Sequence[Write], itemsizes: Mapping[str, int]) -> tuple[int, tuple[Write, ...]]:
-    """Byte offsets within one bucket: source after source."""
+def _with_offsets(writes: Sequence[Write], specs: Specs) -> tuple[int, tuple[Write, ...]]:
+    """Assign byte offsets within one bucket, source after source; return its bytes and the writes."""
     placed, position, end = [], 0, 0
     for write in sorted(writes, key=lambda write: write.source):
         placed.append(write._replace(chunk=write.chunk._replace(byte_offset=position)))
-        end = position + write.chunk.bounds.volume * itemsizes[write.chunk.name]
+        end = position + write.chunk.bounds.volume * specs[write.chunk.name].dtype.itemsize
         position = _aligned(end)
     return end, tuple(placed)
 
 
+def _bucket(engine_rank: int, index: int, num_bytes: int, writes: tuple[Write, ...]) -> Bucket:
+    starts: dict[int, int] = {}
+    for write in writes:
+        starts.setdefault(write.source, write.chunk.byte_offset)
+    stops = [*list(starts.values())[1:], num_bytes]
+    segments = {source: (start, stop) for (source, start), stop in zip(starts.items(), stops)}
+    return Bucket(index, num_bytes, tuple(write.chunk for write in writes), segments, engine_rank)
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-
-
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "SyncPlan",
-    "EngineLayout",
-    "ExpectedChecksums",
-    "PlannedBucket",
-    "Segment",
-    "Write",
-    "cast_chunks",
-    "local_slice",
-    "chunk_values",
-    "write_chunks",
-]

@@ -1,15 +1,15 @@
-"""A new version into all engines: paused, flushed, delivered, verified, served. Or not served at all.
+"""The weight sync: a new policy version in all engines, paused, flushed, transferred, verified, and only then served.
 
     SERVING -> PAUSED -> FLUSHED -> TRANSFERRING -> VERIFIED -> SERVING (the new version)
-                    any failure or deadline passed -> UNSERVED
+                    any failure or a missed deadline -> UNSERVED
 
-Collective over the trainer's ranks; each engine's leader speaks HTTP to it. An engine that fails stays paused and
-leaves the update; the others go on. It serves again only after a whole delivery of its own has been verified
-(`redeliver`), or it is restarted and then delivered to. A trainer rank that is gone or late ends the update on all
-other ranks with CoordinationError; no engine is resumed then. Every rank gets the same SyncReport.
+Collective over the trainer's ranks; each engine's leader controls it. An engine that fails stays paused and leaves the
+sync; the others continue. It serves again only after a whole sync of its own (`update_engines`), after a restart if it is
+dead. A trainer rank that is gone or late ends the sync on all other ranks with CoordinationError; no engine is resumed
+then. Every rank gets the same SyncReport.
 
-Verified means, for each rank of the engine: its ledger has counted every element of every parameter exactly once, and
-the checksum of every parameter, read back from the engine's memory, equals the sum of what the trainer's ranks wrote.
+Verified means, for each rank of the engine: every element of every parameter was written exactly once, and the checksum
+of every parameter, read back from the engine's memory, equals the sum over the trainer's ranks of what they wrote.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from megatron_dapo.bridge.sources import WeightSource
 from megatron_dapo.bridge.sync_plan import SyncPlan
 from megatron_dapo.bridge.transports.base import (
     Call,
-    CoordinationError,
     Coordinator,
     EngineControl,
     EngineFailure,
@@ -37,20 +37,9 @@ from megatron_dapo.bridge.transports.base import (
     Transport,
     call_within,
     reason_of,
+    transfer,
 )
 from megatron_dapo.reshard.execution import Buffers
-
-__all__ = [
-    "CoordinationError",
-    "EngineControl",
-    "EngineSyncReport",
-    "EngineState",
-    "WeightSync",
-    "EngineHandles",
-    "Transport",
-    "SyncReport",
-    "SyncTimeouts",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -68,34 +57,34 @@ class EngineState(str, Enum):
 class SyncTimeouts:
     """Deadlines of the states, in seconds."""
 
-    meet_s: float = 600.0  # until all trainer ranks have come to an update
+    meet_s: float = 600.0  # until all trainer ranks have come to a sync
     pause_s: float = 60.0
     flush_s: float = 60.0
     session_s: float = 60.0  # begin and end of the update session of newer servers
     transfer_s: float = 600.0  # all buckets and the verification inside the engine
-    resume_s: float = 60.0  # new version's label, and serving again
+    resume_s: float = 60.0  # the new version's label, and serving again
     grace_s: float = 10.0  # how much longer ranks wait for each other than an engine may take
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise ValueError(f"update timeouts: {name} = {value}, must be above 0")
+                raise ValueError(f"weight sync timeouts: {name} = {value}, must be above 0")
 
 
 @dataclass
 class EngineSyncReport:
-    """What became of one engine."""
+    """Outcome of a weight sync for one engine."""
 
     state: EngineState
-    version: int | None = None  # served from now on; None where nothing may be served
-    reason: str = ""  # why it is unserved
+    version: int | None = None  # served from now on; None if nothing may be served
+    reason: str = ""  # of being unserved
     num_bytes: int = 0  # copied into its parameters
     seconds: dict[str, float] = field(default_factory=dict)  # by step
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One update, the same on every rank."""
+    """Outcome of one weight sync, the same on every rank."""
 
     version: int
     engines: Mapping[int, EngineSyncReport]  # those that took part
@@ -104,32 +93,33 @@ class SyncReport:
 
     @property
     def is_complete(self) -> bool:
-        return all(report.state is EngineState.SERVING for report in self.engines.values())
+        return not self.failures
 
     @property
     def failures(self) -> dict[int, str]:
-        """engine -> why it is unserved."""
+        """engine -> reason it is unserved."""
         return {e: report.reason for e, report in self.engines.items() if report.state is not EngineState.SERVING}
 
     def describe(self) -> str:
-        """One line for people."""
-        good = [engine for engine, report in self.engines.items() if report.state is EngineState.SERVING]
-        text = f"version {self.version}: {len(good)} of {len(self.engines)} engines serve it ({self.seconds:.2f} s)"
+        """Return one line for a log."""
+        good = len(self.engines) - len(self.failures)
+        text = f"version {self.version}: {good} of {len(self.engines)} engines serve it ({self.seconds:.2f} s)"
         return text + "".join(f"; engine {engine} does not: {reason}" for engine, reason in self.failures.items())
 
 
 class WeightSync:
-    """Drives all engines of a run through updates. Collective: every trainer rank has one and calls the same.
+    """Drives all engines of a run through weight syncs. Collective: every trainer rank has one and makes the same calls.
 
-        update = WeightSync(plan, handles, transport, coordinator)
-        report = update.update(version, actor.named_local_parameters())
-        if not report.is_complete: ...   # restart report.failures, then update.redeliver(engines, version, parameters)
+        sync = WeightSync(plan, handles, transport, coordinator)
+        report = sync.update(version, actor.named_local_parameters())
+        if not report.is_complete: ...   # restart report.failures, then sync.update_engines(engines, version, parameters)
 
     Args:
         coordinator: all trainer ranks.
         session: name of this life of the trainer; versions must not go backwards within it. Rank 0's is taken.
         release_cache: called on every rank between the transfer and the engines' wake-up, if they share devices with
             the trainer.
+        weights: of this rank, for `publish`.
     """
 
     def __init__(
@@ -141,11 +131,10 @@ class WeightSync:
         timeouts: SyncTimeouts | None = None,
         session: str | None = None,
         release_cache: Callable[[], None] | None = None,
+        weights: WeightSource | None = None,
     ) -> None:
         if len(handles.leaders) != plan.num_engines:
-            raise ValueError(
-                f"engine update: leaders of {len(handles.leaders)} engines, the plan has {plan.num_engines}"
-            )
+            raise ValueError(f"weight sync: leaders of {len(handles.leaders)} engines, the plan has {plan.num_engines}")
         self.plan = plan
         self.handles = handles
         self.transport = transport
@@ -155,49 +144,58 @@ class WeightSync:
         self.versions: dict[int, int | None] = dict.fromkeys(range(plan.num_engines))
         self._session = session or secrets.token_hex(8)
         self._release_cache = release_cache
+        self._weights = weights
         self._agreed = False
 
     @property
     def serving(self) -> tuple[int, ...]:
-        """Engines that may be asked for generations."""
+        """Engines that may generate."""
         return tuple(engine for engine, state in self.states.items() if state is EngineState.SERVING)
 
-    def update(self, version: int, sources: Buffers) -> SyncReport:
-        """Brings `version` into all engines. CoordinationError where trainer ranks lose each other."""
-        return self.redeliver(range(self.plan.num_engines), version, sources)
+    def publish(self, version: int) -> None:
+        """Bring the current weights into all engines as `version`. Raise RuntimeError if one is left unserved."""
+        assert self._weights is not None, "publish needs a weight sync with weights"
+        report = self.update(version, self._weights.current())
+        if not report.is_complete:
+            raise RuntimeError(f"weight sync: {report.describe()}")
 
-    def redeliver(self, engines: Sequence[int], version: int, sources: Buffers) -> SyncReport:
-        """Brings `version` into some engines (restarted ones), the same on every rank. ValueError where `version` is
-        older than one that any engine serves: all engines serve one policy."""
+    def update(self, version: int, sources: Buffers) -> SyncReport:
+        """Bring `version` into all engines. Raise CoordinationError if trainer ranks lose each other."""
+        return self.update_engines(range(self.plan.num_engines), version, sources)
+
+    def update_engines(self, engines: Sequence[int], version: int, sources: Buffers) -> SyncReport:
+        """Bring `version` into some engines (restarted ones), the same on every rank.
+
+        Raise ValueError if `version` is older than one that any engine serves: all engines serve one policy.
+        """
         start = time.perf_counter()
         engines = tuple(sorted(engines))
         self._check_version(version)
-        order = self._agree(engines, version)
+        request = self._agree(engines, version)
         reports = {engine: EngineSyncReport(self.states[engine]) for engine in engines}
         try:
             self._prepare(reports)
-            delivered = self._transfer(order, reports, sources)
-            self._verify(reports, version, delivered)
+            result = self._transfer(request, reports, sources)
+            self._verify(reports, version, result)
             self._serve(reports, version)
         except BaseException:
-            # Ranks have lost each other, or this one is ending: nobody knows what the engines hold.
+            # Ranks have lost each other, or this one is ending: the engines may hold anything.
             for engine in engines:
-                self._drop(reports[engine], "the update was not brought to an end")
                 self.states[engine], self.versions[engine] = EngineState.UNSERVED, None
             raise
         for engine, report in reports.items():
             self.states[engine], self.versions[engine] = report.state, report.version
-        result = SyncReport(version, reports, delivered.peak_bytes, time.perf_counter() - start)
-        logger.info("weights: %s", result.describe())
-        return result
+        report = SyncReport(version, reports, result.peak_bytes, time.perf_counter() - start)
+        logger.info("weight sync: %s", report.describe())
+        return report
 
     # Steps
 
     def _prepare(self, reports: dict[int, EngineSyncReport]) -> None:
-        """Pause, flush and begin, each engine by its leader."""
+        """Pause, flush and open a session, each engine by its leader."""
         timeouts = self.timeouts
 
-        def steps(engine: int, control: EngineControl, report: EngineSyncReport) -> None:
+        def steps(control: EngineControl, report: EngineSyncReport) -> None:
             _step(report, "pause", timeouts.pause_s, lambda: control.pause("abort"))
             report.state = EngineState.PAUSED
             _step(report, "flush", timeouts.flush_s, control.flush_cache)
@@ -209,43 +207,43 @@ class WeightSync:
         self._each(reports, EngineState.TRANSFERRING, steps, seconds)
         self._share(reports, "pausing the engines", seconds)
 
-    def _transfer(self, order: SyncRequest, reports: dict[int, EngineSyncReport], sources: Buffers) -> TransferResult:
-        """All bytes, and the engines' own reports."""
+    def _transfer(self, request: SyncRequest, reports: dict[int, EngineSyncReport], sources: Buffers) -> TransferResult:
+        """Transfer all bytes and collect the engines' replies."""
         start = time.perf_counter()
         alive = self._in_state(reports, EngineState.TRANSFERRING)
-        order = replace(order, engines=alive)
-        delivered = self.transport.deliver(order, sources, SyncDeadline(self.timeouts.transfer_s))
-        for engine, reason in delivered.failures.items():
-            self._drop(reports[engine], reason)
-        for engine, num_bytes in delivered.num_bytes.items():
+        request = replace(request, engines=alive)
+        result = transfer(self.transport, request, sources, SyncDeadline(self.timeouts.transfer_s))
+        for engine, reason in result.failures.items():
+            _drop(reports[engine], reason)
+        for engine, num_bytes in result.num_bytes.items():
             reports[engine].num_bytes = num_bytes
         for engine in self.handles.led_by(self.coordinator.rank, alive):
             reports[engine].seconds["transfer"] = time.perf_counter() - start
         if self._release_cache is not None:
-            self._release_cache()  # before the exchange that every engine's resume waits for: KV caches come back then
+            # Before the exchange that every engine's resume waits for: KV caches need the memory then.
+            self._release_cache()
         self._share(reports, "the transfer", self.timeouts.transfer_s)
-        return delivered
+        return result
 
-    def _verify(self, reports: dict[int, EngineSyncReport], version: int, delivered: TransferResult) -> None:
-        """Compares the checksums the engines read back with the sums of what all ranks wrote."""
+    def _verify(self, reports: dict[int, EngineSyncReport], version: int, result: TransferResult) -> None:
+        """Compare the checksums the engines read back with the sums of what all ranks wrote."""
         alive = self._in_state(reports, EngineState.TRANSFERRING)
         ranks = [rank for engine in alive for rank in self.plan.ranks_of(engine)]
-        own = delivered.expected.vector(ranks)
-        total = self.coordinator.sum(own, "the checksums", self.timeouts.grace_s)
-        expected = delivered.expected.named(ranks, total)
+        total = self.coordinator.sum(result.expected.vector(ranks), "the checksums", self.timeouts.grace_s)
+        expected = result.expected.named(ranks, total)
         for engine in self.handles.led_by(self.coordinator.rank, alive):
-            problem = self._difference(engine, version, delivered, expected)
+            problem = self._difference(engine, version, result, expected)
             if problem:
-                self._drop(reports[engine], problem)
+                _drop(reports[engine], problem)
             else:
                 reports[engine].state = EngineState.VERIFIED
-        self._share(reports, "the verdict", 0.0)
+        self._share(reports, "the comparison of checksums", 0.0)
 
     def _serve(self, reports: dict[int, EngineSyncReport], version: int) -> None:
-        """End of the session, the version's label, and generation again."""
+        """Close the session, label the version, and resume generation."""
         timeouts = self.timeouts
 
-        def steps(engine: int, control: EngineControl, report: EngineSyncReport) -> None:
+        def steps(control: EngineControl, report: EngineSyncReport) -> None:
             _step(report, "end", timeouts.session_s, control.end_weight_update)
             _step(report, "label", timeouts.resume_s, lambda: control.update_weight_version(version))
             _step(report, "resume", timeouts.resume_s, control.resume)
@@ -256,23 +254,21 @@ class WeightSync:
         self._each(alive, EngineState.SERVING, steps, seconds)
         self._share(reports, "resuming the engines", seconds)
 
-    # Parts of steps
-
     def _difference(
-        self, engine: int, version: int, delivered: TransferResult, expected: Mapping[int, Mapping[str, int]]
+        self, engine: int, version: int, result: TransferResult, expected: Mapping[int, Mapping[str, int]]
     ) -> str:
-        """What is wrong with an engine's final reports; "" where nothing is."""
-        reports = delivered.reports.get(engine, ())
+        """Describe the first problem of an engine's final replies; "" if there is none."""
+        replies = result.replies.get(engine, ())
         size = self.plan.engines.tensor_parallel
-        if len(reports) != size:
-            return f"{len(reports)} of its {size} ranks reported at the end"
-        for number, (rank, report) in enumerate(zip(self.plan.ranks_of(engine), reports)):
-            if report.version != version:
-                return f"its rank {number} holds version {report.version} and not {version}"
+        if len(replies) != size:
+            return f"{len(replies)} of its {size} ranks replied at the end"
+        for number, (rank, reply) in enumerate(zip(self.plan.ranks_of(engine), replies)):
+            if reply.version != version:
+                return f"its rank {number} holds version {reply.version} and not {version}"
             wrong = sorted(
                 name
-                for name in expected[rank].keys() | report.checksums.keys()
-                if expected[rank].get(name) != report.checksums.get(name)
+                for name in expected[rank].keys() | reply.checksums.keys()
+                if expected[rank].get(name) != reply.checksums.get(name)
             )
             if wrong:
                 return (
@@ -285,16 +281,14 @@ class WeightSync:
         self,
         reports: Mapping[int, EngineSyncReport],
         goal: EngineState,
-        steps: Callable[[int, EngineControl, EngineSyncReport], None],
+        steps: Callable[[EngineControl, EngineSyncReport], None],
         seconds: float,
     ) -> None:
-        """Runs `steps` for every engine this rank leads, all at once; those that do not reach `goal` are dropped."""
+        """Run `steps` for every engine this rank leads, all at once; drop those that do not reach `goal`."""
         mine = self.handles.led_by(self.coordinator.rank, tuple(reports))
-        # A copy for the thread: one that is given up must not change the verdict later.
-        drafts = {
-            engine: EngineSyncReport(reports[engine].state, seconds=dict(reports[engine].seconds)) for engine in mine
-        }
-        calls = {e: Call(lambda e=e: steps(e, self.handles.controls[e], drafts[e])) for e in mine}
+        # Each thread gets a copy: one that misses its deadline must not change the report later.
+        drafts = {e: EngineSyncReport(reports[e].state, seconds=dict(reports[e].seconds)) for e in mine}
+        calls = {e: Call(lambda e=e: steps(self.handles.controls[e], drafts[e])) for e in mine}
         deadline = SyncDeadline(seconds + 0.5 * self.timeouts.grace_s)
         for engine, call in calls.items():
             report, draft = reports[engine], drafts[engine]
@@ -302,18 +296,16 @@ class WeightSync:
                 call.result(deadline, f"engine {engine}")
                 assert draft.state is goal, f"engine {engine} ended its steps in state {draft.state}"
                 report.state, report.version = draft.state, draft.version
-            # Whatever an engine's failure looks like, it must not end the update of the others.
+            # An engine can fail with any exception; that must not end the sync of the others.
             except Exception as error:
-                self._drop(report, reason_of(error))
+                _drop(report, reason_of(error))
             report.seconds = dict(draft.seconds)
 
-    def _drop(self, report: EngineSyncReport, reason: str) -> None:
-        if report.state is not EngineState.UNSERVED or not report.reason:
-            report.state, report.version, report.reason = EngineState.UNSERVED, None, reason
-
     def _share(self, reports: dict[int, EngineSyncReport], what: str, seconds: float) -> None:
-        """Every rank learns what each leader knows of its engines; a failure that any rank saw counts. `seconds`: how
-        long another rank may still be busy when this one is done."""
+        """Give every rank each leader's report of its engines; a failure that any rank saw counts.
+
+        Another rank may still be busy for `seconds` when this one is done.
+        """
         known: dict[str, dict[str, Any]] = {str(engine): asdict(report) for engine, report in reports.items()}
         everyone = self.coordinator.exchange(known, what, seconds + 2 * self.timeouts.grace_s)
         for engine, report in reports.items():
@@ -332,34 +324,38 @@ class WeightSync:
         newest = max((served for served in self.versions.values() if served is not None), default=None)
         if newest is not None and version < newest:
             raise ValueError(
-                f"engine update: version {version} is older than version {newest}, which engines serve; versions must "
-                "not go backwards"
+                f"weight sync: version {version} is older than version {newest}, which engines serve; versions must not go "
+                "backwards"
             )
 
     def _agree(self, engines: tuple[int, ...], version: int) -> SyncRequest:
-        """The order of this delivery. ValueError on every rank where ranks ask for different things."""
+        """Return the request of this sync. Raise ValueError on every rank if ranks ask for different things."""
         plan = "" if self._agreed else self.plan.digest.hex()
         own = [version, list(engines), plan, self._session, time.monotonic_ns()]
-        everyone = self.coordinator.exchange(own, "the start of an update", self.timeouts.meet_s)
+        everyone = self.coordinator.exchange(own, "the start of a weight sync", self.timeouts.meet_s)
         for rank, (its_version, its_engines, its_plan, _, _) in enumerate(everyone):
             if its_plan != everyone[0][2]:
-                raise ValueError(f"engine update: ranks 0 and {rank} have different plans; start all with one config")
+                raise ValueError(f"weight sync: ranks 0 and {rank} have different plans; start all with one config")
             if (its_version, its_engines) != (everyone[0][0], everyone[0][1]):
                 raise ValueError(
-                    f"engine update: rank 0 delivers version {everyone[0][0]} to engines {everyone[0][1]}, rank {rank} "
+                    f"weight sync: rank 0 sends version {everyone[0][0]} to engines {everyone[0][1]}, rank {rank} "
                     f"version {its_version} to engines {its_engines}"
                 )
         self._agreed, self._session, number = True, *everyone[0][3:]
-        # Unique also where a later life of the trainer takes the name of an earlier one.
-        delivery = f"{self._session}-{number:x}"
-        return SyncRequest(delivery, self._session, version, engines, number)
+        # Unique even if a later life of the trainer takes the name of an earlier one.
+        return SyncRequest(f"{self._session}-{number:x}", self._session, version, engines, number)
+
+
+def _drop(report: EngineSyncReport, reason: str) -> None:
+    if report.state is not EngineState.UNSERVED or not report.reason:
+        report.state, report.version, report.reason = EngineState.UNSERVED, None, reason
 
 
 def _begin_session(control: EngineControl) -> None:
-    """Opens an update session; one that a failed update, perhaps of a trainer long dead, left open is ended first."""
+    """Open an update session, ending first one that a failed sync, perhaps of a dead trainer, left open."""
     try:
         control.begin_weight_update()
-    # Which error it was matters only where the second try fails too.
+    # The kind of error matters only if the second try fails too.
     except Exception:
         with contextlib.suppress(Exception):
             control.end_weight_update()
@@ -367,7 +363,7 @@ def _begin_session(control: EngineControl) -> None:
 
 
 def _step(report: EngineSyncReport, name: str, seconds: float, action: Callable[[], None]) -> None:
-    """One call to an engine with its deadline; its time goes into the report, and its name into an error."""
+    """Call an engine with a deadline; record the time in the report, and name the step in an error."""
     start = time.perf_counter()
     try:
         call_within(action, seconds, name)

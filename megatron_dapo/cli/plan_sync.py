@@ -1,5 +1,7 @@
-"""What bringing the weights from a trainer layout into SGLang engines costs, without a GPU and without a process group:
-bytes of every rank, messages, memory and time, for up to tens of thousands of ranks."""
+"""Cost of a weight sync from a trainer layout into SGLang engines, computed without GPUs and process groups.
+
+Bytes of every rank, messages, memory and time, for up to tens of thousands of ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_dapo.bridge.sources import expected_layouts
 from megatron_dapo.checkpoints.architecture import DTYPES, ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
@@ -19,7 +22,6 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.reshard.layout import Layout, ShiftedLayout
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.traffic import Links, TrafficTable, traffic_table
-from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, EXPECTED_SOURCES
 from megatron_dapo.trainer.topology import parallel_layout
 
 GB, MIB = 1e9, 1 << 20
@@ -66,7 +68,7 @@ class SyncFigures:
     bytes_ratio: float  # largest (received + local) / shard
     top_senders: tuple[tuple[int, int], ...]  # (rank, bytes)
     pairs: int  # of ranks that exchange something
-    parts: int  # boxes that move between ranks
+    slices: int  # that move between ranks
     messages: int
     bucket_bytes: int
     peak_extra_bytes: int  # of an engine rank: two buckets and the largest parameter
@@ -99,8 +101,7 @@ def plan_sync(
         expert_parallel=engines.expert_parallel,
         device=engines.device,
     )
-    engine = EXPECTED_ENGINES[engines.quantization](plain)
-    source = EXPECTED_SOURCES[engines.quantization](master, engine)
+    source, engine = expected_layouts(engines.quantization, plain, master)
     # Engines apart start on a node of their own.
     offset = -(-source.num_ranks // ranks_per_node) * ranks_per_node if engines.apart else 0
     destination: Layout = ShiftedLayout(engine, offset) if offset else engine
@@ -128,7 +129,7 @@ def plan_sync(
         bytes_ratio=float(((received + local)[served] / shards).max()),
         top_senders=tuple((rank, int(sent[rank])) for rank in top),
         pairs=len(table.source),
-        parts=int(table.num_parts.sum()),
+        slices=int(table.num_overlaps.sum()),
         messages=table.num_messages(bucket_bytes),
         bucket_bytes=bucket_bytes,
         peak_extra_bytes=2 * bucket_bytes + largest,
@@ -154,7 +155,7 @@ def plan_sync_of_recipe(
     ranks_per_node: int = 8,
     links: Links = Links(400 * GB, 50 * GB),
 ) -> SyncFigures:
-    """Figures for a recipe's model; of its folder config.json alone is read. What is None is the recipe's.
+    """Return the figures for a recipe's model, whose config.json alone is read. Arguments that are None are the recipe's.
 
     Without a number of engines there are as many as fit the trainer's ranks. Raises ValueError for what does not fit.
     """
@@ -218,7 +219,7 @@ def describe_sync(figures: SyncFigures) -> list[str]:
         f"received by an engine rank: {_span(f.received)}; copied within the rank: {_span(f.local)}; "
         f"{f.bytes_ratio:.4f} of its shard",
         f"between nodes: {_size(f.sent_between_nodes)} in all",
-        f"messages: {f.messages} of at most {_size(f.bucket_bytes)} between {f.pairs} pairs of ranks, {f.parts} parts",
+        f"messages: {f.messages} of at most {_size(f.bucket_bytes)} between {f.pairs} pairs of ranks, {f.slices} slices",
         f"peak extra memory of an engine rank: {_size(f.peak_extra_bytes)} (two buckets and the largest parameter)",
         f"time: {f.seconds:.3f} s at {f.within_node_gb_s:g} GB/s within a node and {f.between_nodes_gb_s:g} GB/s "
         "between nodes, per rank and direction",

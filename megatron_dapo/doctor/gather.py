@@ -415,9 +415,9 @@ def _file_bytes(file: Path) -> int:
 
 def shared_memory_dir() -> Path:
     """Return the directory through which weights reach servers on this node."""
-    from megatron_dapo.bridge.transports.shared_memory import default_folder
+    from megatron_dapo.bridge.transports.shared_memory import default_directory
 
-    return default_folder()
+    return default_directory()
 
 
 def output_dir_problem(output_dir: Path) -> str:

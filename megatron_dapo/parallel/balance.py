@@ -10,21 +10,21 @@ from heapq import heapify, heappop, heappush
 Parts = list[list[int]]
 
 
-def balanced_partition(sizes: Sequence[int], num_parts: int, max_items: int | None = None) -> Parts:
-    """Indices of `sizes` in `num_parts` parts of nearly equal sums, each of at most `max_items` indices.
+def balanced_partition(sizes: Sequence[int], num_overlaps: int, max_items: int | None = None) -> Parts:
+    """Indices of `sizes` in `num_overlaps` parts of nearly equal sums, each of at most `max_items` indices.
 
     Longest processing time first (R. Graham, 1969): the largest size left goes to the part with the smallest sum, so
     the largest sum is at most 4/3 of the best possible where `max_items` does not bind. No part is empty unless there
     are fewer sizes than parts. Sizes are positive. ValueError where the parts cannot hold all sizes.
     """
     room = len(sizes) if max_items is None else max_items
-    if num_parts * room < len(sizes):
+    if num_overlaps * room < len(sizes):
         raise ValueError(
-            f"{len(sizes)} items do not fit into {num_parts} parts of at most {room}; allow at least "
-            f"{-(-len(sizes) // num_parts)}"
+            f"{len(sizes)} items do not fit into {num_overlaps} parts of at most {room}; allow at least "
+            f"{-(-len(sizes) // num_overlaps)}"
         )
-    parts: Parts = [[] for _ in range(num_parts)]
-    open_parts = [(0, part) for part in range(num_parts)]
+    parts: Parts = [[] for _ in range(num_overlaps)]
+    open_parts = [(0, part) for part in range(num_overlaps)]
     heapify(open_parts)
     for index in largest_first(sizes):
         load, part = heappop(open_parts)
@@ -55,17 +55,17 @@ def fewest_parts(sizes: Sequence[int], capacity: int, max_items: int | None = No
     return parts
 
 
-def spread(parts: Parts, sizes: Sequence[int], num_parts: int) -> Parts:
-    """The same indices in `num_parts` >= len(parts) parts, none empty and no sum larger than before: the smallest index
+def spread(parts: Parts, sizes: Sequence[int], num_overlaps: int) -> Parts:
+    """The same indices in `num_overlaps` >= len(parts) parts, none empty and no sum larger than before: the smallest index
     of the part with the largest sum among those that hold several moves into a part of its own, until there are
     enough."""
     parts = [sorted(part, key=lambda index: (-sizes[index], index)) for part in parts]
-    assert len(parts) <= num_parts <= sum(map(len, parts)), (
-        f"cannot spread {sum(map(len, parts))} items over {num_parts} parts"
+    assert len(parts) <= num_overlaps <= sum(map(len, parts)), (
+        f"cannot spread {sum(map(len, parts))} items over {num_overlaps} parts"
     )
     several = [(-sum(sizes[index] for index in part), place) for place, part in enumerate(parts) if len(part) > 1]
     heapify(several)
-    while len(parts) < num_parts:
+    while len(parts) < num_overlaps:
         negative_load, place = heappop(several)
         moved = parts[place].pop()
         parts.append([moved])

@@ -51,10 +51,10 @@ def split_by_samples(
 SPLITS = {"groups": split_by_groups, "samples": split_by_samples}
 
 
-def _even_parts(items: list[T], num_parts: int) -> list[list[T]]:
+def _even_parts(items: list[T], num_overlaps: int) -> list[list[T]]:
     """Consecutive parts whose sizes differ by at most one: a partial rollout batch leaves no tiny last mini-batch,
     which would give its few samples the weight of a full one."""
-    bounds = [len(items) * part // max(num_parts, 1) for part in range(num_parts + 1)]
+    bounds = [len(items) * part // max(num_overlaps, 1) for part in range(num_overlaps + 1)]
     return [items[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 
 

@@ -64,10 +64,10 @@ def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: M
     max_items = limits.max_sequences or None
     fewest = fewest_parts(sizes, capacity, max_items)
     per_rank = padded_length(-(-len(fewest) // num_ranks), layout.pipeline if layout.virtual_pipeline > 1 else 1)
-    num_parts = min(per_rank * num_ranks, len(sizes))
-    parts = balanced_partition(sizes, num_parts, max_items)
+    num_overlaps = min(per_rank * num_ranks, len(sizes))
+    parts = balanced_partition(sizes, num_overlaps, max_items)
     if max(_loads(parts, sizes)) > capacity:
-        parts = spread(fewest, sizes, num_parts)
+        parts = spread(fewest, sizes, num_overlaps)
     return _deal(parts, sizes, num_ranks, per_rank)
 
 

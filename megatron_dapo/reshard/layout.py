@@ -53,7 +53,7 @@ class Shard(NamedTuple):
 
 
 class Layout(Protocol):
-    """Where every element of some global tensors lives. Ranks that hold the same should share one tuple of shards."""
+    """Location of every element of some global tensors. Ranks that hold the same should share one tuple of shards."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -102,7 +102,7 @@ class ReplicatedLayout:
 
 
 class SingleHolderLayout:
-    """One rank of `num_ranks` holds every tensor whole: a folder of files, or the rank that writes one."""
+    """One rank of `num_ranks` holds every tensor whole: a checkpoint directory, or the rank that writes one."""
 
     def __init__(self, tensors: Mapping[str, TensorSpec], num_ranks: int = 1, holder: int = 0) -> None:
         assert 0 <= holder < num_ranks, f"holder {holder} outside {num_ranks} ranks"
@@ -198,12 +198,18 @@ def local_slice(shard: Shard, bounds: Slice | None = None) -> Slice:
 
 def shard_view(buffer: torch.Tensor, shard: Shard, bounds: Slice | None = None) -> torch.Tensor:
     """View of the part of local `buffer` that holds `shard`, or only of the shard's global slice `bounds`."""
-    region = _flat_view(buffer, shard) if _is_flat(shard) else _box_view(buffer, shard)
+    view = _flat_view(buffer, shard) if _is_flat(shard) else _slice_of_buffer(buffer, shard)
     if bounds is None:
-        return region
-    for dim, (start, size, base) in enumerate(zip(bounds.offset, bounds.shape, shard.global_offset)):
-        region = region.narrow(dim, start - base, size)
-    return region
+        return view
+    relative = tuple(start - base for start, base in zip(bounds.offset, shard.global_offset))
+    return slice_view(view, Slice(relative, bounds.shape))
+
+
+def slice_view(tensor: torch.Tensor, bounds: Slice) -> torch.Tensor:
+    """Return a view of a slice of a tensor."""
+    for dim, (start, size) in enumerate(zip(bounds.offset, bounds.shape)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def _flat_view(buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
@@ -212,14 +218,12 @@ def _flat_view(buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
     return buffer.detach().view(-1).narrow(0, start, size).view(shard.shape)
 
 
-def _box_view(buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
+def _slice_of_buffer(buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
     offset, shape = local_slice(shard)
     fits = len(buffer.shape) == len(shape) and all(o + n <= size for o, n, size in zip(offset, shape, buffer.shape))
     assert fits, f"{shard} does not fit its buffer of shape {tuple(buffer.shape)}"
-    region = buffer.detach()
-    for dim, (start, size) in enumerate(zip(offset, shape)):
-        region = region.narrow(dim, start, size)
-    return region.view(shard.shape) if len(shape) > len(shard.shape) else region
+    view = slice_view(buffer.detach(), Slice(offset, shape))
+    return view.view(shard.shape) if len(shape) > len(shard.shape) else view
 
 
 def local_holes(shards: Sequence[Shard], shapes: Mapping[str, Coordinates]) -> dict[str, tuple[Slice, ...]]:

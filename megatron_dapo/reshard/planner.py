@@ -1,9 +1,9 @@
-"""From two layouts to who sends which slice to whom: pure, deterministic, without communication.
+"""The plan between two layouts: which rank sends which slice to which. Pure, deterministic, without communication.
 
 The source is first cut into regions: disjoint slices, each with the set of ranks that hold it. A destination shard meets
-the regions it overlaps; each such part comes from exactly one holder: the destination itself if it holds it, else a
+the regions it overlaps; each such overlap comes from exactly one holder: the destination itself if it holds it, else a
 rank of the same node, else any. What all destinations want from one set of interchangeable holders is laid end to end
-and cut evenly among them (`Spread`), which bounds what a rank sends (`ReshardPlan.sent_bound`). Ranks that hold the
+and cut evenly among them (`LoadBalancer`), which bounds what a rank sends (`ReshardPlan.sent_bound`). Ranks that hold the
 same are planned once, so a plan for 16,384 ranks costs little more than one for a replica.
 """
 
@@ -47,19 +47,19 @@ class Traffic(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """What one region of the source gives to a destination shard."""
+    """The overlap of one region of the source with one shard of the destination."""
 
     bounds: Slice
-    holders: Mapping[int, Shard]  # holder group -> the group's shard that contains the slice
+    holders: Mapping[int, Shard]  # replica group -> the group's shard that contains the slice
     groups: frozenset[int]  # the keys of `holders`
     shard: Shard  # of the destination
     num_bytes: int
 
 
-class Demand(NamedTuple):
-    """What a destination rank wants from one set of holders, laid end to end. The arrays are of one length."""
+class SliceRequest(NamedTuple):
+    """All overlaps that a destination rank requests from one set of holders, laid end to end; arrays of one length."""
 
-    parts: array[int]  # indices into the parts of its holder group
+    overlaps: array[int]  # indices into the overlaps of its replica group
     sizes: array[int]  # bytes of each
     middles: array[int]  # twice the byte where the middle of each lies
 
@@ -68,28 +68,28 @@ class Demand(NamedTuple):
         return (self.middles[-1] + self.sizes[-1]) // 2
 
 
-Demands = Mapping[frozenset[int], Demand]  # by the holder groups that can serve it
+Requests = Mapping[frozenset[int], SliceRequest]  # by the replica groups that can serve it
 
 
-class Station(NamedTuple):
-    """All that decides where a destination rank gets its parts: what it wants, has, and what its node has."""
+class ReceiverClass(NamedTuple):
+    """Destination ranks that plan alike: equal requests, equal own shards, equal shards on their node."""
 
     group: int  # of the destination
-    own: int  # holder group of the source that the rank is in, -1 outside of the source
-    near: frozenset[int]  # holder groups of the source on its node
+    own: int  # replica group of the source that the rank is in, -1 outside of the source
+    near: frozenset[int]  # replica groups of the source on its node
 
 
-class Spread:
+class LoadBalancer:
     """One set of interchangeable holders, and the bytes that destinations want from it, in order of their ranks.
 
-    The bytes are cut evenly: holder k of n serves the parts whose middle lies in [k, k + 1) / n of them. So it sends at
-    most its even share and half of the largest part at either end, and few holders serve each destination.
+    The bytes are cut evenly: holder k of n serves the overlaps whose middle lies in [k, k + 1) / n of them. So it sends at
+    most its even share and half of the largest overlap at either end, and few holders serve each destination.
     """
 
-    def __init__(self, members: Sequence[int], wanted: Iterable[tuple[int, int]]) -> None:
-        """`wanted`: (destination rank, bytes)."""
+    def __init__(self, members: Sequence[int], requested: Iterable[tuple[int, int]]) -> None:
+        """`requested`: (destination rank, bytes)."""
         self.members = members
-        ordered = sorted(wanted)
+        ordered = sorted(requested)
         self.ranks = [rank for rank, _ in ordered]
         self.starts = [0, *accumulate(num_bytes for _, num_bytes in ordered)]
 
@@ -102,7 +102,7 @@ class Spread:
         return self.starts[bisect_left(self.ranks, rank)]
 
     def senders(self, rank: int, middles: Sequence[int]) -> list[int]:
-        """The holder that serves each part, given twice the byte of its middle within what `rank` wants."""
+        """The holder that serves each overlap, given twice the byte of its middle within what `rank` wants."""
         count, start, total = len(self.members), 2 * self.start(rank), 2 * self.num_bytes
         return [self.members[(start + middle) * count // total] for middle in middles]
 
@@ -114,11 +114,11 @@ class Spread:
         return self.ranks[first:last]
 
 
-Key = tuple[int, frozenset[int]]  # node (-1: any), holder groups: interchangeable holders
+Key = tuple[int, frozenset[int]]  # node (-1: any), replica groups: interchangeable holders
 
 
 class ReshardPlan:
-    """What every rank sends to and receives from every other; made by `plan`.
+    """Sends and receives of every rank; made by `plan`.
 
     Source and destination ranks are numbered in one world: rank r of both layouts is the same process.
     """
@@ -131,11 +131,11 @@ class ReshardPlan:
         self._destinations = ReplicaGroups(destination)
         self._itemsize = {name: _wire_itemsize(source, destination, name) for name in destination.tensors}
         self._regions = regions_of(source, self._sources, destination.tensors)
-        self._parts: dict[int, tuple[Overlap, ...]] = {}
-        self._wanted: dict[int, Demands] = {}
-        self._demands: dict[Station, tuple[Demands, Demands]] = {}
+        self._overlaps: dict[int, tuple[Overlap, ...]] = {}
+        self._requested: dict[int, Requests] = {}
+        self._requests: dict[ReceiverClass, tuple[Requests, Requests]] = {}
         self._near: dict[int, frozenset[int]] = {}
-        self._spreads: dict[Key, Spread] = {}
+        self._balancers: dict[Key, LoadBalancer] = {}
         self._received: dict[int, tuple[Transfer, ...]] = {}
         self._sent: dict[int, tuple[Transfer, ...]] = {}
 
@@ -177,108 +177,108 @@ class ReshardPlan:
         return transfer.bounds.volume * self._itemsize[transfer.tensor]
 
     def sent_bound(self, rank: int) -> int:
-        """Bytes that `rank` cannot exceed in sending: its even share of every set of holders it is in, and a part each.
+        """Bytes that `rank` cannot exceed in sending: its even share of every set of holders it is in, and one overlap each.
 
-        The sum over the sets of (bytes wanted from the set / ranks in it + the largest part wanted from it).
+        The sum over the sets of (bytes requested from the set / ranks in it + the largest overlap requested from it).
         """
         bound = 0
         for key in self._keys_of(rank):
-            spread = self.spread(key)
-            bound += -(-spread.num_bytes // len(spread.members)) + self._largest(key)
+            balancer = self.balancer(key)
+            bound += -(-balancer.num_bytes // len(balancer.members)) + self._largest(key)
         return bound
 
-    def parts(self, group: int) -> tuple[Overlap, ...]:
-        """The shards of a holder group of the destination, cut at the borders of the source's regions."""
-        if group not in self._parts:
-            self._parts[group] = tuple(self._cut(group))
-        return self._parts[group]
+    def overlaps(self, group: int) -> tuple[Overlap, ...]:
+        """The shards of a replica group of the destination, cut at the borders of the source's regions."""
+        if group not in self._overlaps:
+            self._overlaps[group] = tuple(self._cut(group))
+        return self._overlaps[group]
 
-    def wanted(self, group: int) -> Demands:
-        """All parts of a holder group of the destination, by the holder groups of the source that have them."""
-        if group not in self._wanted:
+    def requested(self, group: int) -> Requests:
+        """All overlaps of a replica group of the destination, by the replica groups of the source that have them."""
+        if group not in self._requested:
             found: dict[frozenset[int], list[tuple[int, int]]] = {}
-            for index, part in enumerate(self._parts.get(group) or self._cut(group)):
-                found.setdefault(part.groups, []).append((index, part.num_bytes))
-            self._wanted[group] = {groups: _demand(parts) for groups, parts in found.items()}
-        return self._wanted[group]
+            for index, overlap in enumerate(self._overlaps.get(group) or self._cut(group)):
+                found.setdefault(overlap.groups, []).append((index, overlap.num_bytes))
+            self._requested[group] = {groups: _request(overlaps) for groups, overlaps in found.items()}
+        return self._requested[group]
 
-    def station(self, destination: int) -> Station:
+    def receiver(self, destination: int) -> ReceiverClass:
         node, held = destination // self.ranks_per_node, self._sources.group_of
         if node not in self._near:
             self._near[node] = frozenset(held[node * self.ranks_per_node : (node + 1) * self.ranks_per_node])
         own = held[destination] if destination < len(held) else -1
-        return Station(self._destinations.group_of[destination], own, self._near[node])
+        return ReceiverClass(self._destinations.group_of[destination], own, self._near[node])
 
     @cached_property
-    def stations(self) -> dict[Station, list[int]]:
-        """Every station with its destination ranks, in order."""
-        found: dict[Station, list[int]] = {}
+    def receiver_classes(self) -> dict[ReceiverClass, list[int]]:
+        """Every receiver with its destination ranks, in order."""
+        found: dict[ReceiverClass, list[int]] = {}
         for rank in range(self.destination.num_ranks):
-            found.setdefault(self.station(rank), []).append(rank)
+            found.setdefault(self.receiver(rank), []).append(rank)
         return found
 
     def node_content(self, node: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Holder groups of a node's ranks in the source and in the destination: nodes of equal content plan alike."""
+        """Replica groups of a node's ranks in the source and in the destination: nodes of equal content plan alike."""
         ranks = slice(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
         return tuple(self._sources.group_of[ranks]), tuple(self._destinations.group_of[ranks])
 
-    def demands(self, station: Station) -> tuple[Demands, Demands]:
-        """What a station wants from holders of its own node, and from holders anywhere."""
-        if station not in self._demands:
-            near: dict[frozenset[int], Demand] = {}
-            far: dict[frozenset[int], Demand] = {}
-            for groups, demand in self.wanted(station.group).items():
-                if station.own in groups:
+    def requests(self, receiver: ReceiverClass) -> tuple[Requests, Requests]:
+        """Return the requests of a receiver class to holders of its own node, and to holders anywhere."""
+        if receiver not in self._requests:
+            near: dict[frozenset[int], SliceRequest] = {}
+            far: dict[frozenset[int], SliceRequest] = {}
+            for groups, request in self.requested(receiver.group).items():
+                if receiver.own in groups:
                     continue
-                neighbors = groups & station.near
+                neighbors = groups & receiver.near
                 if neighbors:
-                    near[neighbors] = _joined(near[neighbors], demand) if neighbors in near else demand
+                    near[neighbors] = _joined(near[neighbors], request) if neighbors in near else request
                 else:
-                    far[groups] = demand
-            self._demands[station] = (near, far)
-        return self._demands[station]
+                    far[groups] = request
+            self._requests[receiver] = (near, far)
+        return self._requests[receiver]
 
-    def demands_of(self, destination: int) -> Iterator[tuple[Key, Demand]]:
-        near, far = self.demands(self.station(destination))
+    def requests_of(self, destination: int) -> Iterator[tuple[Key, SliceRequest]]:
+        near, far = self.requests(self.receiver(destination))
         node = destination // self.ranks_per_node
-        yield from (((node, groups), demand) for groups, demand in near.items())
-        yield from (((ANYWHERE, groups), demand) for groups, demand in far.items())
+        yield from (((node, groups), request) for groups, request in near.items())
+        yield from (((ANYWHERE, groups), request) for groups, request in far.items())
 
-    def spread(self, key: Key) -> Spread:
-        """Who serves whom among interchangeable holders."""
-        if key not in self._spreads:
+    def balancer(self, key: Key) -> LoadBalancer:
+        """Return the balancer of one set of interchangeable holders."""
+        if key not in self._balancers:
             node, groups = key
             if node == ANYWHERE:
                 members = sorted(rank for group in groups for rank in self._sources.ranks[group])
-                wanted = [
-                    (rank, self.demands(station)[1][groups].num_bytes)
-                    for station in self._far_stations[groups]
-                    for rank in self.stations[station]
+                requested = [
+                    (rank, self.requests(receiver)[1][groups].num_bytes)
+                    for receiver in self._far_receivers[groups]
+                    for rank in self.receiver_classes[receiver]
                 ]
             else:
                 members = [rank for rank in self._node(node, self.source) if self._sources.group_of[rank] in groups]
-                wanted = [
-                    (rank, demand.num_bytes)
+                requested = [
+                    (rank, request.num_bytes)
                     for rank in self._node(node, self.destination)
-                    for other, demand in self.demands_of(rank)
+                    for other, request in self.requests_of(rank)
                     if other == key
                 ]
-            self._spreads[key] = Spread(members, wanted)
-        return self._spreads[key]
+            self._balancers[key] = LoadBalancer(members, requested)
+        return self._balancers[key]
 
     @cached_property
-    def _far_stations(self) -> dict[frozenset[int], list[Station]]:
-        """Holder groups -> the stations that want something from them across nodes."""
-        found: dict[frozenset[int], list[Station]] = {}
-        for station in self.stations:
-            for groups in self.demands(station)[1]:
-                found.setdefault(groups, []).append(station)
+    def _far_receivers(self) -> dict[frozenset[int], list[ReceiverClass]]:
+        """Replica groups -> the receiver_classes that want something from them across nodes."""
+        found: dict[frozenset[int], list[ReceiverClass]] = {}
+        for receiver in self.receiver_classes:
+            for groups in self.requests(receiver)[1]:
+                found.setdefault(groups, []).append(receiver)
         return found
 
     @cached_property
     def _far_keys_of_group(self) -> dict[int, list[Key]]:
         found: dict[int, list[Key]] = {}
-        for groups in self._far_stations:
+        for groups in self._far_receivers:
             for group in groups:
                 found.setdefault(group, []).append((ANYWHERE, groups))
         return found
@@ -288,54 +288,56 @@ class ReshardPlan:
         return range(start, min(start + self.ranks_per_node, layout.num_ranks))
 
     def _keys_of(self, rank: int) -> list[Key]:
-        """The sets of holders that are asked for something and that `rank` is in."""
+        """Sets of holders with requests that `rank` is in."""
         group, node = self._sources.group_of[rank], rank // self.ranks_per_node
         neighbors = self._node(node, self.destination)
-        near = {key: None for other in neighbors for key, _ in self.demands_of(other) if key[0] == node}
+        near = {key: None for other in neighbors for key, _ in self.requests_of(other) if key[0] == node}
         return [*(key for key in near if group in key[1]), *self._far_keys_of_group.get(group, ())]
 
     def _largest(self, key: Key) -> int:
-        """Bytes of the largest part that is wanted from a set of holders."""
+        """Bytes of the largest overlap that is requested from a set of holders."""
         node, groups = key
-        stations = (
-            self._far_stations[groups]
+        receiver_classes = (
+            self._far_receivers[groups]
             if node == ANYWHERE
-            else {self.station(rank) for rank in self._node(node, self.destination)}
+            else {self.receiver(rank) for rank in self._node(node, self.destination)}
         )
-        demands = (self.demands(station)[node == ANYWHERE].get(groups) for station in stations)
-        return max(max(demand.sizes) for demand in demands if demand is not None)
+        requests = (self.requests(receiver)[node == ANYWHERE].get(groups) for receiver in receiver_classes)
+        return max(max(request.sizes) for request in requests if request is not None)
 
     def _served_by(self, rank: int) -> set[int]:
         """Destinations that `rank` may have to send something to."""
-        found = {destination for key in self._keys_of(rank) for destination in self.spread(key).served_by(rank)}
+        found = {destination for key in self._keys_of(rank) for destination in self.balancer(key).served_by(rank)}
         return found | ({rank} if rank < self.destination.num_ranks else set())
 
     def _into(self, destination: int, only: int | None = None) -> Iterator[Transfer]:
         """Transfers into a destination (those from rank `only` where given), in the order of its shards."""
-        parts = self.parts(self._destinations.group_of[destination])
+        overlaps = self.overlaps(self._destinations.group_of[destination])
         for index, source in sorted(self._senders(destination, only)):
-            part = parts[index]
-            held = part.holders[self._sources.group_of[source]]
-            yield Transfer(part.shard.tensor, part.bounds, source, destination, held, part.shard)
+            overlap = overlaps[index]
+            held = overlap.holders[self._sources.group_of[source]]
+            yield Transfer(overlap.shard.tensor, overlap.bounds, source, destination, held, overlap.shard)
 
     def _senders(self, destination: int, only: int | None) -> Iterator[tuple[int, int]]:
-        """(index of a part, the rank that serves it): the destination itself, else one of its node, else any."""
-        station = self.station(destination)
+        """(index of an overlap, the rank that serves it): the destination itself, else one of its node, else any."""
+        receiver = self.receiver(destination)
         if only is None or only == destination:
-            kept = (demand.parts for groups, demand in self.wanted(station.group).items() if station.own in groups)
-            yield from ((index, destination) for parts in kept for index in parts)
-        for key, demand in self.demands_of(destination):
+            kept = (
+                request.overlaps for groups, request in self.requested(receiver.group).items() if receiver.own in groups
+            )
+            yield from ((index, destination) for overlaps in kept for index in overlaps)
+        for key, request in self.requests_of(destination):
             if only is None:
-                yield from zip(demand.parts, self._choose(key, destination, demand))
+                yield from zip(request.overlaps, self._choose(key, destination, request))
             elif self._sources.group_of[only] in key[1] and key[0] in (ANYWHERE, only // self.ranks_per_node):
-                chosen = zip(demand.parts, self._choose(key, destination, demand))
+                chosen = zip(request.overlaps, self._choose(key, destination, request))
                 yield from (pair for pair in chosen if pair[1] == only)
 
-    def _choose(self, key: Key, destination: int, demand: Demand) -> list[int]:
+    def _choose(self, key: Key, destination: int, request: SliceRequest) -> list[int]:
         only = self._only_member(key)
         if only is not None:
-            return [only] * len(demand.parts)
-        return self.spread(key).senders(destination, demand.middles)
+            return [only] * len(request.overlaps)
+        return self.balancer(key).senders(destination, request.middles)
 
     def _only_member(self, key: Key) -> int | None:
         """The rank, where there is no choice: what others want need not be known then."""
@@ -355,19 +357,19 @@ class ReshardPlan:
                     yield Overlap(bounds, region.holders, groups, shard, bounds.volume * itemsize)
 
 
-def _demand(parts: Iterable[tuple[int, int]]) -> Demand:
-    """From (index, bytes) of each part."""
-    indices, sizes = zip(*parts)
-    return Demand(array("q", indices), array("q", sizes), _middles(sizes))
+def _request(overlaps: Iterable[tuple[int, int]]) -> SliceRequest:
+    """Build a request from (index, bytes) of each overlap."""
+    indices, sizes = zip(*overlaps)
+    return SliceRequest(array("q", indices), array("q", sizes), _middles(sizes))
 
 
 def _middles(sizes: Iterable[int]) -> array[int]:
     return array("q", (2 * end - size for end, size in zip(accumulate(sizes), sizes)))
 
 
-def _joined(first: Demand, second: Demand) -> Demand:
+def _joined(first: SliceRequest, second: SliceRequest) -> SliceRequest:
     sizes = first.sizes + second.sizes
-    return Demand(first.parts + second.parts, sizes, _middles(sizes))
+    return SliceRequest(first.overlaps + second.overlaps, sizes, _middles(sizes))
 
 
 def _wire_itemsize(source: Layout, destination: Layout, tensor: str) -> int:

@@ -1,4 +1,4 @@
-"""What a plan moves, over all ranks at once: bytes, messages and time, without listing any transfer.
+"""Traffic of a plan over all ranks at once: bytes, messages and time, without listing any transfer.
 
 A plan for 16,384 ranks has tens of millions of transfers. Ranks that hold and want the same are counted together, so
 that the whole table is made in seconds.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dapo.reshard.planner import ANYWHERE, Demand, ReshardPlan, Spread
+from megatron_dapo.reshard.planner import ANYWHERE, LoadBalancer, ReshardPlan, SliceRequest
 
 _EXACT = 1 << 62  # products below it fit an int64
 
@@ -39,7 +39,7 @@ class TrafficTable:
     source: torch.Tensor
     destination: torch.Tensor
     num_bytes: torch.Tensor
-    num_parts: torch.Tensor
+    num_overlaps: torch.Tensor
     local: torch.Tensor
 
     @property
@@ -54,7 +54,7 @@ class TrafficTable:
 
     @property
     def crosses(self) -> torch.Tensor:
-        """Whether a pair is on two nodes, bool [num_pairs]."""
+        """True for pairs on two nodes, bool [num_pairs]."""
         return self.source // self.ranks_per_node != self.destination // self.ranks_per_node
 
     def num_messages(self, bucket_bytes: int) -> int:
@@ -78,12 +78,12 @@ class TrafficTable:
 
 
 class _Pairs(NamedTuple):
-    """Runs of parts between two ranks; int64 [num_runs] each."""
+    """Runs of overlaps between two ranks; int64 [num_runs] each."""
 
     source: torch.Tensor
     destination: torch.Tensor
     num_bytes: torch.Tensor
-    num_parts: torch.Tensor
+    num_overlaps: torch.Tensor
 
 
 def traffic_table(plan: ReshardPlan) -> TrafficTable:
@@ -93,7 +93,7 @@ def traffic_table(plan: ReshardPlan) -> TrafficTable:
     for run in chain(_across_nodes(plan), _within_nodes(plan)):
         for column, values in zip(columns, run):
             column.extend(values.tolist())
-    source, destination, num_bytes, num_parts = (torch.tensor(column, dtype=torch.int64) for column in columns)
+    source, destination, num_bytes, num_overlaps = (torch.tensor(column, dtype=torch.int64) for column in columns)
     pairs, index = torch.unique(destination * plan.num_ranks + source, return_inverse=True)
     return TrafficTable(
         num_ranks=plan.num_ranks,
@@ -101,23 +101,23 @@ def traffic_table(plan: ReshardPlan) -> TrafficTable:
         source=pairs % plan.num_ranks,
         destination=pairs // plan.num_ranks,
         num_bytes=torch.zeros_like(pairs).index_add_(0, index, num_bytes),
-        num_parts=torch.zeros_like(pairs).index_add_(0, index, num_parts),
+        num_overlaps=torch.zeros_like(pairs).index_add_(0, index, num_overlaps),
         local=_local(plan),
     )
 
 
 def _local(plan: ReshardPlan) -> torch.Tensor:
     local = torch.zeros(plan.num_ranks, dtype=torch.int64)
-    for station, ranks in plan.stations.items():
-        wanted = plan.wanted(station.group).items()
-        local[ranks] = sum(demand.num_bytes for groups, demand in wanted if station.own in groups)
+    for receiver, ranks in plan.receiver_classes.items():
+        requested = plan.requested(receiver.group).items()
+        local[ranks] = sum(request.num_bytes for groups, request in requested if receiver.own in groups)
     return local
 
 
 def _across_nodes(plan: ReshardPlan) -> Iterator[_Pairs]:
-    for station, ranks in plan.stations.items():
-        for groups, demand in plan.demands(station)[1].items():
-            yield _runs(plan.spread((ANYWHERE, groups)), demand, ranks)
+    for receiver, ranks in plan.receiver_classes.items():
+        for groups, request in plan.requests(receiver)[1].items():
+            yield _runs(plan.balancer((ANYWHERE, groups)), request, ranks)
 
 
 def _within_nodes(plan: ReshardPlan) -> Iterator[_Pairs]:
@@ -129,9 +129,9 @@ def _within_nodes(plan: ReshardPlan) -> Iterator[_Pairs]:
     for nodes in alike.values():
         first = nodes[0]
         found = [
-            _runs(plan.spread(key), demand, [rank])
+            _runs(plan.balancer(key), request, [rank])
             for rank in range(first * size, min((first + 1) * size, plan.destination.num_ranks))
-            for key, demand in plan.demands_of(rank)
+            for key, request in plan.requests_of(rank)
             if key[0] == first
         ]
         shifts = (torch.tensor(nodes) - first) * size
@@ -143,14 +143,14 @@ def _shifted(pairs: _Pairs, shifts: torch.Tensor) -> _Pairs:
         (pairs.source[None, :] + shifts[:, None]).flatten(),
         (pairs.destination[None, :] + shifts[:, None]).flatten(),
         pairs.num_bytes.repeat(len(shifts)),
-        pairs.num_parts.repeat(len(shifts)),
+        pairs.num_overlaps.repeat(len(shifts)),
     )
 
 
-def _runs(spread: Spread, demand: Demand, ranks: list[int]) -> _Pairs:
-    """Runs of parts that one holder serves, for destinations `ranks` that all have this demand."""
-    sizes, members = torch.tensor(demand.sizes), torch.tensor(spread.members)
-    keys = torch.arange(len(ranks))[:, None] * len(members) + _holders(spread, demand, ranks)
+def _runs(balancer: LoadBalancer, request: SliceRequest, ranks: list[int]) -> _Pairs:
+    """Runs of overlaps that one holder serves, for destinations `ranks` that all have this request."""
+    sizes, members = torch.tensor(request.sizes), torch.tensor(balancer.members)
+    keys = torch.arange(len(ranks))[:, None] * len(members) + _holders(balancer, request, ranks)
     runs, counts = torch.unique_consecutive(keys.flatten(), return_counts=True)
     ends = counts.cumsum(0)
     total = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.repeat(len(ranks)).cumsum(0)])
@@ -158,10 +158,10 @@ def _runs(spread: Spread, demand: Demand, ranks: list[int]) -> _Pairs:
     return _Pairs(members[runs % len(members)], destination, total[ends] - total[ends - counts], counts)
 
 
-def _holders(spread: Spread, demand: Demand, ranks: Iterable[int]) -> torch.Tensor:
-    """Index among the spread's members of the one that serves each part of each rank, [ranks, parts]."""
-    starts, count, total = [spread.start(rank) for rank in ranks], len(spread.members), spread.num_bytes
+def _holders(balancer: LoadBalancer, request: SliceRequest, ranks: Iterable[int]) -> torch.Tensor:
+    """Index among the balancer's members of the one that serves each overlap of each rank, [ranks, overlaps]."""
+    starts, count, total = [balancer.start(rank) for rank in ranks], len(balancer.members), balancer.num_bytes
     if 2 * total * count < _EXACT:
-        doubled = 2 * torch.tensor(starts)[:, None] + torch.tensor(demand.middles)[None, :]
+        doubled = 2 * torch.tensor(starts)[:, None] + torch.tensor(request.middles)[None, :]
         return doubled * count // (2 * total)
-    return torch.tensor([[(2 * start + m) * count // (2 * total) for m in demand.middles] for start in starts])
+    return torch.tensor([[(2 * start + m) * count // (2 * total) for m in request.middles] for start in starts])

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.bridge.replica_sync import replica_sync
+from megatron_dapo.bridge.sources import WeightSource
+from megatron_dapo.bridge.transports.base import GroupCoordinator
+from megatron_dapo.bridge.transports.local import local_weight_sync
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
@@ -19,7 +21,6 @@ from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.trainer.build_sglang import start_sglang
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.elsewhere import without_engines
-from megatron_dapo.trainer.publisher import EmbeddedPublisher
 
 Connect = Callable[[MegatronActor | None], Engines]
 
@@ -39,8 +40,9 @@ def _start_embedded(config: Config, part: RankSet, commands: Rank0Commands, stac
             return without_engines(commands)
         assert part.coordination is not None, "ranks with an actor hold the policy"
         engine = DistributedEmbeddedEngine(build_local_engine(config, config.model.path), part.coordination, commands)
-        sync = replica_sync(actor.tensors, DTYPES[config.model.dtype], part.group)
-        return Engines(engine, EmbeddedPublisher(sync, actor.named_local_parameters, engine))
+        weights = WeightSource(actor, part.rank, part.coordination.group)
+        coordinator = GroupCoordinator(part.coordination.group)
+        return Engines(engine, local_weight_sync(actor.tensors, engine, part.group, coordinator, weights=weights))
 
     return connect
 

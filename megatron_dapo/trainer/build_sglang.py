@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_dapo.bridge.protocol.description import specs_from_json, specs_to_json
 from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, Address, PeerGroup, RendezvousStore, join
 from megatron_dapo.bridge.served_parameters import served_parameters
+from megatron_dapo.bridge.sources import SOURCES, WeightSource, expected_layouts
 from megatron_dapo.bridge.sync_plan import EngineLayout, SyncPlan
 from megatron_dapo.bridge.transports.base import GroupCoordinator
 from megatron_dapo.bridge.transports.disk import DiskTransport
@@ -51,7 +52,6 @@ from megatron_dapo.reshard.layout import Layout, ShiftedLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.trainer.driven_engine import Engines
 from megatron_dapo.trainer.elsewhere import without_engines
-from megatron_dapo.trainer.served_weights import EXPECTED_ENGINES, WEIGHTS, ServedWeights
 
 MEBIBYTE = 1 << 20
 # SGLang keeps a few positions of a sequence free; a server that is short of them cuts responses silently.
@@ -105,16 +105,15 @@ def start_sglang(
 
     def connect(actor: MegatronActor | None) -> Engines:
         assert actor is not None, "ranks with servers hold the policy"
-        weights = WEIGHTS[config.sglang.quantization](
-            actor.tensors, site.rank, actor.named_local_parameters, partial(_largest, site)
-        )
+        weights = SOURCES[config.sglang.quantization](actor, site.rank, site.coordination.group)
         engines.attach(
             partial(_update, site, servers, actor, weights, device),
             partial(_frontend, site, architecture.vocab_size) if site.rank == 0 else None,
             weights.current,
         )
         sleep = engines.sleep if device else None
-        return Engines(engines, engines, engines, engines.recover, sleep, weights.as_served)
+        as_served = weights.as_served if weights.needs_description else None
+        return Engines(engines, engines, engines, engines.recover, sleep, as_served)
 
     return connect
 
@@ -138,13 +137,9 @@ def _site(config: Config, part: RankSet) -> _Site | None:
     return _Site(config, part, nodes, processes_here, part.coordination, groups[nodes.node_of(part.rank)], key_file)
 
 
-def _largest(site: _Site, magnitudes: torch.Tensor) -> None:
-    dist.all_reduce(magnitudes, dist.ReduceOp.MAX, group=site.coordination.group)
-
-
 def _expected(site: _Site, architecture: ModelArchitecture) -> EngineLayout:
     """One engine, as it will be."""
-    return EXPECTED_ENGINES[site.config.sglang.quantization](_engines(site, architecture, 1))
+    return expected_layouts(site.config.sglang.quantization, _engines(site, architecture, 1))[1]
 
 
 def _engines(site: _Site, architecture: ModelArchitecture, number: int) -> SglangLayout:
@@ -209,7 +204,7 @@ def _settings(site: _Site, place: int) -> ServerSettings:
         memory_saver=_shares_devices(site),
         seeded=sglang.enable_deterministic_inference,
         quantization=sglang.quantization,
-        random_weights=True,  # the first delivery fills them, and is checked
+        random_weights=True,  # the first weight sync fills them, and is checked
         random_seed=config.run.seed % (1 << 31),
         start_timeout_s=sglang.start_timeout_seconds,
         more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
@@ -294,20 +289,20 @@ def _update(
     site: _Site,
     servers: Servers,
     actor: MegatronActor,
-    weights: ServedWeights,
+    weights: WeightSource,
     device: SharedDevice | None,
     controls: dict[int, SglangClient],
 ) -> WeightSync:
     """The state machine of updates over the configured transport."""
     engines = _engines(site, actor.architecture, len(servers.leaders))
-    pair = weights.layouts(engines, partial(_describe, site, controls))
+    pair = weights.layouts(engines, _describe(site, controls) if weights.needs_description else ())
     handles = EngineHandles(servers.leaders, controls)
-    delivery, transport = _TRANSPORTS[site.config.sglang.weight_sync_transport](site, handles, *pair)
+    sync_plan, transport = _TRANSPORTS[site.config.sglang.weight_sync_transport](site, handles, *pair)
     seconds = site.config.sglang.weight_sync_timeout_seconds
     timeouts = SyncTimeouts(pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds)
     release_cache = device.release_cache if device else None
     return WeightSync(
-        delivery, handles, transport, GroupCoordinator(site.coordination.group), timeouts, release_cache=release_cache
+        sync_plan, handles, transport, GroupCoordinator(site.coordination.group), timeouts, release_cache=release_cache
     )
 
 
@@ -337,10 +332,10 @@ def _by_memory(
     site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout
 ) -> tuple[SyncPlan, Transport]:
     reshard = plan(source, engines, ranks_per_node=site.nodes.ranks_per_node)
-    delivery = SyncPlan(reshard, engines, _bucket_bytes(site))
+    sync_plan = SyncPlan(reshard, engines, _bucket_bytes(site))
     peers = _all_ranks(site) if site.nodes.num_nodes > 1 else None
     transport = SharedMemoryTransport(
-        delivery,
+        sync_plan,
         handles,
         site.rank,
         site.nodes,
@@ -349,7 +344,7 @@ def _by_memory(
         message_timeout_s=site.config.sglang.weight_sync_timeout_seconds,
         device=_shared_device(site.config.sglang.shared_memory),
     )
-    return delivery, transport
+    return sync_plan, transport
 
 
 def _shared_device(where: str) -> torch.device:
@@ -383,21 +378,21 @@ def _own_address(site: _Site) -> str:
 def _by_peers(site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
     offset = site.num_ranks
     reshard = plan(source, ShiftedLayout(engines, offset), ranks_per_node=site.nodes.ranks_per_node)
-    delivery = SyncPlan(reshard, engines, _bucket_bytes(site), rank_offset=offset)
+    sync_plan = SyncPlan(reshard, engines, _bucket_bytes(site), rank_offset=offset)
     settings = P2PSettings(host=_own_address(site), backend="nccl" if site.device == "cuda" else "gloo")
-    return delivery, P2PTransport(delivery, handles, GroupCoordinator(site.coordination.group), settings)
+    return sync_plan, P2PTransport(sync_plan, handles, GroupCoordinator(site.coordination.group), settings)
 
 
 def _by_disk(site: _Site, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
     config = site.config
-    delivery = SyncPlan(plan(source, engines, ranks_per_node=site.nodes.ranks_per_node), engines, _bucket_bytes(site))
+    sync_plan = SyncPlan(plan(source, engines, ranks_per_node=site.nodes.ranks_per_node), engines, _bucket_bytes(site))
 
-    def export(folder: Path, sources: Buffers) -> None:
-        export_to_huggingface(folder, config.model.path, source, sources, site.part.group)
+    def export(directory: Path, sources: Buffers) -> None:
+        export_to_huggingface(directory, config.model.path, source, sources, site.part.group)
 
     assert isinstance(source, MegatronLayout), "a folder holds the trained weights, config refuses others"
     folder = config.run.output_dir / "weights"
-    return delivery, DiskTransport(delivery, handles, folder, export, GroupCoordinator(site.coordination.group))
+    return sync_plan, DiskTransport(sync_plan, handles, folder, export, GroupCoordinator(site.coordination.group))
 
 
 _TRANSPORTS: dict[str, Callable[..., tuple[SyncPlan, Transport]]] = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_dapo.reshard.checksum import slice_checksum
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, shard_view
-from megatron_dapo.reshard.regions import ReplicaGroups, held_regions
+from megatron_dapo.reshard.regions import ReplicaGroups, partition
 
 
 def drifted_replicas(layout: Layout, parameters: Buffers, group: dist.ProcessGroup | None) -> list[str]:
@@ -20,7 +20,12 @@ def drifted_replicas(layout: Layout, parameters: Buffers, group: dist.ProcessGro
         return []
     rank = dist.get_rank(group)
     groups = ReplicaGroups(layout)
-    regions = held_regions(layout, groups)
+    held = groups.by_tensor()
+    regions = [
+        (tensor, region)
+        for tensor in layout.tensors
+        for region in partition((group, shard) for group, _, shard in held.get(tensor, ()))
+    ]
     limits = torch.iinfo(torch.int64)
     low = torch.full((len(regions),), limits.max, dtype=torch.int64)
     high = torch.full((len(regions),), limits.min, dtype=torch.int64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -11,14 +12,16 @@ import torch.distributed as dist
 from replica_checks import drifted_replicas
 from safetensors.torch import load_file
 
-from megatron_dapo.bridge.replica_sync import ReplicaSync, replica_sync
+from megatron_dapo.bridge.protocol.receiver import Receiver
+from megatron_dapo.bridge.transports.local import local_weight_sync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.load import load_from_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.reshard.execution import execute_distributed
 from megatron_dapo.reshard.layout import ExplicitLayout, Shard, TensorSpec, flat_range_shards
-from megatron_dapo.reshard.regions import owned_slices
+from megatron_dapo.reshard.planner import plan
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,8 +41,24 @@ def fails(error: type[Exception], action: Callable[[], object]) -> str:
     raise AssertionError(f"no {error.__name__}")
 
 
+class Engine:
+    """Stand-in of an embedded engine: its tensors, full of NaN, and the version it declares."""
+
+    def __init__(self, layout, dtype: torch.dtype) -> None:
+        self.tensors = {
+            name: torch.full(spec.shape, float("nan"), dtype=dtype) for name, spec in layout.tensors.items()
+        }
+        self.version: int | None = None
+
+    def parameters_by_name(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def set_policy_version(self, version: int) -> None:
+        self.version = version
+
+
 def sync(rank: int, world: int, folder: Path, output: Path) -> None:
-    """Every rank gets the whole model, twice, whatever the layout and the bucket; a broken copy is found everywhere."""
+    """Every rank gets the whole model, twice, whatever the layout and the bucket; a broken copy is not served."""
     stored = load_file(folder / "model.safetensors")
     for parallel in (
         ParallelLayout(world, tensor=2, pipeline=2),
@@ -48,20 +67,36 @@ def sync(rank: int, world: int, folder: Path, output: Path) -> None:
     ):
         layout, parameters = loaded(folder, parallel, rank)
         for bucket_bytes, dtype in ((3_000, torch.float32), (1 << 20, torch.bfloat16)):
-            update = replica_sync(layout, dtype, dist.group.WORLD, bucket_bytes=bucket_bytes)
-            engine = {name: torch.full(spec.shape, float("nan"), dtype=dtype) for name, spec in layout.tensors.items()}
-            for scale in (1.0, 2.0):
-                report = update.execute({name: tensor * scale for name, tensor in parameters.items()}, engine)
-                assert all(torch.equal(engine[name], (tensor * scale).to(dtype)) for name, tensor in stored.items())
-            local = sum(t.bounds.volume for t in update.plan.receives(rank) if t.source == rank)
-            assert report.bytes_received == dtype.itemsize * (layout.architecture.num_parameters - local)
-            assert report.bytes_local == 4 * local
-            doubled = {name: tensor * 2 for name, tensor in parameters.items()}
-            update.verify(doubled, engine)
-            if rank == 2:
-                engine["model.norm.weight"][3] += 1
-            message = fails(RuntimeError, partial(update.verify, doubled, engine))
-            assert ("model.norm.weight" in message) == (rank == 2), message
+            engine = Engine(layout, dtype)
+            update = local_weight_sync(layout, engine, dist.group.WORLD, bucket_bytes=bucket_bytes)
+            for version, scale in enumerate((1.0, 2.0)):
+                report = update.update(version, {name: tensor * scale for name, tensor in parameters.items()})
+                assert report.is_complete and engine.version == version
+                assert all(
+                    torch.equal(engine.tensors[name], (tensor * scale).to(dtype)) for name, tensor in stored.items()
+                )
+                total = dtype.itemsize * layout.architecture.num_parameters
+                assert [report.engines[other].num_bytes for other in range(world)] == [total] * world
+            with spoiled(rank == 2):
+                report = update.update(2, parameters)
+            assert set(report.failures) == {2} and "model.norm.weight" in report.failures[2], report.failures
+            assert engine.version == (1 if rank == 2 else 2)
+
+
+@contextmanager
+def spoiled(is_spoiled: bool) -> Iterator[None]:
+    """One element of this rank's engine changes after its last bucket, before its checksums are read."""
+    original = Receiver.finish
+
+    def finish(self: Receiver, sync_id: str) -> dict[str, int]:
+        self.parameters["model.norm.weight"][3] += 1
+        return original(self, sync_id)
+
+    Receiver.finish = finish if is_spoiled else original
+    try:
+        yield
+    finally:
+        Receiver.finish = original
 
 
 def replicas(rank: int, world: int, folder: Path, output: Path) -> None:
@@ -86,7 +121,7 @@ def replicas(rank: int, world: int, folder: Path, output: Path) -> None:
 
 
 def megatron(rank: int, world: int, folder: Path, output: Path) -> None:
-    """From layout to layout in a circle, every rank as if loaded directly, checksums equal although tensors are cut."""
+    """From layout to layout in a circle, every rank as if loaded directly."""
     parallels = [
         ParallelLayout(world, tensor=2, pipeline=2),
         ParallelLayout(world, tensor=4),
@@ -98,17 +133,9 @@ def megatron(rank: int, world: int, folder: Path, output: Path) -> None:
     for parallel in parallels:
         destination, expected = loaded(folder, parallel, rank)
         filled = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-        update = ReplicaSync(layout, destination, dist.group.WORLD, bucket_bytes=5_000)
-        update.execute(parameters, filled)
+        execute_distributed(plan(layout, destination), parameters, filled, dist.group.WORLD, bucket_bytes=5_000)
         assert all(torch.equal(filled[name], expected[name]) for name in expected), parallel.describe()
-        update.verify(parameters, filled)
         layout, parameters = destination, filled
-    name = next(n for n in parameters if n.endswith("linear_proj.weight"))
-    owner = next(r for r in range(world) if any(shard.local == name for _, shard in owned_slices(destination)[r]))
-    if rank == owner:
-        parameters[name][0, 0] += 1
-    same = ReplicaSync(destination, destination, dist.group.WORLD)
-    fails(RuntimeError, lambda: same.verify(expected, parameters))
 
 
 def export(rank: int, world: int, folder: Path, output: Path) -> None:
@@ -135,13 +162,13 @@ def export(rank: int, world: int, folder: Path, output: Path) -> None:
 
 
 def mismatch(rank: int, world: int, folder: Path, output: Path) -> None:
-    """A rank with another plan is an error on every rank that sees it, before anything moves."""
+    """A rank with another plan is an error on every rank, before anything moves."""
     parallel = ParallelLayout(world, tensor=4) if rank == 3 else ParallelLayout(world, tensor=2, pipeline=2)
     layout, parameters = loaded(folder, parallel, rank)
-    update = replica_sync(layout, torch.float32, dist.group.WORLD)
-    engine = {name: torch.zeros(spec.shape) for name, spec in layout.tensors.items()}
-    assert "have another plan" in fails(ValueError, lambda: update.execute(parameters, engine))
-    assert not any(tensor.any() for tensor in engine.values())
+    engine = Engine(layout, torch.float32)
+    update = local_weight_sync(layout, engine, dist.group.WORLD)
+    assert "have different plans" in fails(ValueError, lambda: update.update(1, parameters))
+    assert engine.version is None and all(bool(tensor.isnan().all()) for tensor in engine.tensors.values())
 
 
 def ranges(rank: int, world: int, folder: Path, output: Path) -> None:
@@ -166,9 +193,7 @@ def ranges(rank: int, world: int, folder: Path, output: Path) -> None:
             "b": torch.zeros(11, dtype=dtype),
             "s": torch.zeros((), dtype=dtype),
         }
-        update = ReplicaSync(source, destination, dist.group.WORLD, bucket_bytes=20)
-        update.execute(held, filled)
-        update.verify(held, filled)
+        execute_distributed(plan(source, destination), held, filled, dist.group.WORLD, bucket_bytes=20)
         assert torch.equal(filled["w"], values["w"][rows[rank] : rows[rank + 1]])
         assert torch.equal(filled["b"], values["b"]) and torch.equal(filled["s"], values["s"])
 
@@ -179,12 +204,10 @@ def subgroup(rank: int, world: int, folder: Path, output: Path) -> None:
     if rank < 2:
         return
     layout, parameters = loaded(folder, ParallelLayout(2, tensor=2), dist.get_rank(group))
-    engine = {name: torch.zeros(spec.shape) for name, spec in layout.tensors.items()}
-    update = replica_sync(layout, torch.float32, group)
-    update.execute(parameters, engine)
-    update.verify(parameters, engine)
+    engine = Engine(layout, torch.float32)
+    assert local_weight_sync(layout, engine, group).update(1, parameters).is_complete
     stored = load_file(folder / "model.safetensors")
-    assert all(torch.equal(engine[name], tensor) for name, tensor in stored.items())
+    assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in stored.items())
     export_to_huggingface(output / "subgroup", folder, layout, parameters, group)
 
 

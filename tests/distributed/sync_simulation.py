@@ -298,7 +298,7 @@ class World:
                 self.nodes,
                 ThreadCoordinator(machines[node], rank - self.nodes.ranks_of(node)[0]),
                 peers=None if peers is None else peers[rank],
-                folder=folder,
+                directory=folder,
                 message_timeout_s=message_timeout_s,
                 grace_s=timeouts.grace_s,
             )

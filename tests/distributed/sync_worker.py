@@ -48,7 +48,7 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, folder
         world.nodes,
         GroupCoordinator(groups[world.nodes.node_of(rank)]),
         peers=peers,
-        folder=folder,
+        directory=folder,
         grace_s=timeouts.grace_s,
     )
     update = WeightSync(world.plan, handles, transport, GroupCoordinator(dist.group.WORLD), timeouts)

@@ -162,5 +162,5 @@ def test_an_engine_that_does_not_see_the_folder(world, tmp_path) -> None:
     assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))
     engine.load = lambda model, payload: None
     reports = update_all(everyone, 2, world.weights(2))
-    assert all("left no report" in report.failures[0] for report in reports)
+    assert all("left no reply" in report.failures[0] for report in reports)
     assert len(list(tmp_path.iterdir())) == 2

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from one_stream import OneStream
 from sync_simulation import (
     PATIENT,
     Meeting,
@@ -45,15 +46,19 @@ class PeerEngine(SimulatedEngine):
 
 
 def updates(
-    world: World, engines: Sequence[PeerEngine], timeouts: SyncTimeouts = PATIENT, connect_s: float = 10.0
+    world: World,
+    engines: Sequence[PeerEngine],
+    timeouts: SyncTimeouts = PATIENT,
+    connect_s: float = 10.0,
+    backend: str = "gloo",
 ) -> list[WeightSync]:
-    """One a trainer rank, all by the peer transport."""
+    """One WeightSync a trainer rank, all by point-to-point."""
     meeting = Meeting(world.size)
     result = []
     for rank in range(world.size):
         handles = EngineHandles(world.leaders, {e: c for e, c in enumerate(engines) if world.leaders[e] == rank})
         coordinator = ThreadCoordinator(meeting, rank)
-        transport = P2PTransport(world.plan, handles, coordinator, P2PSettings(connect_s=connect_s))
+        transport = P2PTransport(world.plan, handles, coordinator, P2PSettings(connect_s=connect_s, backend=backend))
         result.append(WeightSync(world.plan, handles, transport, coordinator, timeouts, "session"))
     return result
 
@@ -105,6 +110,37 @@ def test_every_byte_again_and_again(parallel, tensor_parallel, num_engines, dtyp
     close_all(everyone)
 
 
+@pytest.mark.parametrize(("tensor_parallel", "num_engines"), [(2, 1), (1, 2)])
+def test_a_backend_of_one_stream_carries_bytes_alone(tensor_parallel, num_engines, monkeypatch) -> None:
+    """NCCL runs operations one after the other: replies that it carried would block the bytes sent after them."""
+    monkeypatch.setitem(peer_group.BACKENDS, "nccl", (OneStream, "cpu"))
+    monkeypatch.setattr(p2p_stream, "DIRECT_BYTES", 200)
+    world = World(
+        small_architecture(), TP2_PP2, tensor_parallel=tensor_parallel, num_engines=num_engines, bucket_bytes=1500
+    )
+    engines = [PeerEngine(world.layout, index) for index in range(num_engines)]
+    everyone = updates(world, engines, backend="nccl")
+    for version in (1, 2):
+        weights = world.weights(version)
+        for report in update_all(everyone, version, weights):
+            assert report.is_complete, report.describe()
+        expected = world.expected(weights)
+        assert all(world.holds(engine, index, expected) for index, engine in enumerate(engines))
+    close_all(everyone)
+
+
+def test_a_lost_engine_rank_ends_a_sync_of_one_stream(monkeypatch) -> None:
+    """Control connections tell senders of a lost engine rank, whose bytes would be waited for until the deadline."""
+    monkeypatch.setitem(peer_group.BACKENDS, "nccl", (OneStream, "cpu"))
+    world = World(small_architecture(), ParallelLayout(2, tensor=2), tensor_parallel=2, bucket_bytes=2048)
+    everyone = updates(world, [PeerEngine(world.layout)], backend="nccl")
+    broken(monkeypatch, "receive", 2, 2, lambda group: group.close())
+    start = time.monotonic()
+    reports = update_all(everyone, 1, world.weights(1))
+    assert time.monotonic() - start < 10 and not any(report.is_complete for report in reports)
+    close_all(everyone)
+
+
 def test_a_restarted_engine_gets_a_new_group() -> None:
     world = World(small_architecture(), TP2_PP2, tensor_parallel=2)
     engines = [PeerEngine(world.layout)]
@@ -112,8 +148,8 @@ def test_a_restarted_engine_gets_a_new_group() -> None:
     assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))
     # Another process: the loader's state and its end of the group are gone, the trainer's objects are not.
     for model in engines[0].models:
-        model.megatron_dapo_delivery.peer._close()
-        del model.megatron_dapo_delivery
+        model.megatron_dapo_weight_sync.p2p._close()
+        del model.megatron_dapo_weight_sync
     weights = world.weights(2)
     assert all(report.is_complete for report in update_all(everyone, 2, weights))
     assert world.holds(engines[0], 0, world.expected(weights))

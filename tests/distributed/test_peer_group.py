@@ -141,7 +141,7 @@ def test_nobody_at_the_address() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     place = RendezvousStore()
-    with pytest.raises(PeerError, match="nobody answers"):
+    with pytest.raises(PeerError, match="no rendezvous store answers"):
         join(type(place.address)(LOOPBACK, port), "name", 0, 2, timeout_s=1.5)
 
 

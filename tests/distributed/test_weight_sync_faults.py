@@ -26,7 +26,8 @@ from sync_simulation import SimulatedEngine, World, at_once, run_ranks, small_ar
 
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec
-from megatron_dapo.bridge.protocol.receiver import Bucket, BucketSource, Command, Receiver, Reply
+from megatron_dapo.bridge.protocol.messages import Bucket, Command, Reply
+from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
 from megatron_dapo.bridge.transports.base import CoordinationError
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineState, SyncTimeouts
@@ -173,7 +174,7 @@ def around(strike: EngineStrike, before: Callable[[], None], after: Callable[[],
     """Something happens in the struck rank right before and right after it carries out the command."""
     receiver, original, struck = strike.receiver(), strike.receiver().handle, strike.command["id"]
 
-    def handle(command: Command, source: BucketSource) -> Reply:
+    def handle(command: Command, source: Channel) -> Reply:
         if command.id == struck:
             before()
         report = original(command, source)
@@ -231,7 +232,7 @@ def stale_report(strike: EngineStrike) -> None:
     strike.carry_out()
     command = strike.command
     report = {"id": command["id"] + "0", "op": command["op"], "ok": True}
-    _arena(strike.engine, strike.rank, command).write_report(json.dumps(report))
+    _arena(strike.engine, strike.rank, command).write_reply(json.dumps(report))
 
 
 def loader_fails(strike: EngineStrike) -> None:
@@ -251,7 +252,7 @@ def loader_fails(strike: EngineStrike) -> None:
 
 def _arena(engine: FaultyEngine, rank: int, command: dict) -> Arena:
     """As the engine sees it: its file may be unlinked."""
-    return weight_loader._state_of(engine.models[rank]).arenas.mapped(ArenaSpec.from_json(command["channel"]["arena"]))
+    return weight_loader._state_of(engine.models[rank]).mapped.map(ArenaSpec.from_json(command["channel"]["arena"]))
 
 
 MESSAGE_FAULTS: dict[str, Callable[[EngineStrike], None]] = {
@@ -287,8 +288,8 @@ class FaultyTransport(SharedMemoryTransport):
                 fault.fired = True
                 raise SystemExit
             if fault.kind == "sender fails":
-                buckets = self._places.buckets(state.engines, index)
-                fault.fired = any(bucket.writes_of(self.rank) for bucket in buckets)
+                buckets = self._nodes.buckets(state.engines, index)
+                fault.fired = any(self.rank in bucket.segments for bucket in buckets)
                 sources = {}
         super()._round(state, index, sources)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from sync_simulation import World, run_ranks
 
-from megatron_dapo.bridge.transports.shared_memory import default_folder
+from megatron_dapo.bridge.transports.shared_memory import default_directory
 from megatron_dapo.bridge.weight_sync import SyncTimeouts
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
@@ -66,7 +66,7 @@ def test_experts_arrive(server_factory: Callable[..., SglangServer], moe_model: 
         ModelArchitecture.from_directory(moe_model), layout, tensor_parallel=tensor_parallel, bucket_bytes=64 << 10
     )
     state = load_file(moe_model / "model.safetensors")
-    updates = world.updates([client], default_folder(), PATIENT, message_timeout_s=100.0, session="moe")
+    updates = world.updates([client], default_directory(), PATIENT, message_timeout_s=100.0, session="moe")
     reports = run_ranks(4, lambda rank: updates[rank].update(1, world.shards(state, rank)), 280)
     assert all(report.is_complete for report in reports), reports
     model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)

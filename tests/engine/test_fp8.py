@@ -16,7 +16,7 @@ from fp8_world import Fp8World, in_fp8, save_model, transformers_logprobs, weigh
 from sync_simulation import World, run_ranks
 
 from megatron_dapo.bridge.served_parameters import served_parameters
-from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_folder
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.fp8_layout import SCALES, expected_parameters, read_parameters
@@ -56,7 +56,12 @@ class Setup:
         chosen = world or self.world
         arguments = (PATIENT,)
         updates = chosen.updates(
-            [self.client], default_folder(), *arguments, message_timeout_s=100.0, transport_of=transport_of, session="t"
+            [self.client],
+            default_directory(),
+            *arguments,
+            message_timeout_s=100.0,
+            transport_of=transport_of,
+            session="t",
         )
         state, version = weights_of(self.folder, scale), next(VERSIONS)
         sources = self.world.sources(state) if world is None else [chosen.shards(state, r) for r in range(chosen.size)]
@@ -124,9 +129,9 @@ class CorruptedScale(SharedMemoryTransport):
     """One bit of the first scale changes between the trainer's write and the engine's read."""
 
     def _announce(self, state, bucket) -> None:
-        for write in bucket.writes_of(self.rank):
-            if write.part.name.endswith("layers.0.self_attn.qkv_proj.weight" + SCALES) and bucket.engine_rank == 0:
-                state.memory.slots[0][bucket.index % 2][write.part.byte_offset] ^= 1
+        for write in self.plan.writes(bucket, self.rank):
+            if write.chunk.name.endswith("layers.0.self_attn.qkv_proj.weight" + SCALES) and bucket.engine_rank == 0:
+                state.memory.slots[0][bucket.index % 2][write.chunk.byte_offset] ^= 1
         super()._announce(state, bucket)
 
 

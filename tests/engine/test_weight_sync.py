@@ -20,7 +20,7 @@ from sync_simulation import World, run_ranks
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.bridge.protocol.arena import PREFIX
-from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_folder
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import EngineState, SyncReport, SyncTimeouts
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
@@ -63,7 +63,7 @@ class Setup:
         """One update by all ranks, through `control` where given; the same on each."""
         updates = self.world.updates(
             [control or self.client],
-            default_folder(),
+            default_directory(),
             timeouts,
             message_timeout_s=message_timeout_s,
             transport_of=transport_of,
@@ -117,7 +117,7 @@ def test_an_engine_full_of_random_weights_serves_what_it_is_given(setup):
         rank_bytes = [setup.world.plan.num_bytes(rank) for rank in setup.world.plan.ranks_of(0)]
         assert 0.95 * sum(rank_bytes) < report.engines[0].num_bytes <= sum(rank_bytes)
     assert report.peak_bytes < 2 * (64 << 10) + (2 << 20)
-    assert not list(default_folder().glob(f"{PREFIX}{os.getpid()}-*"))
+    assert not list(default_directory().glob(f"{PREFIX}{os.getpid()}-*"))
 
 
 class CountingControl:
@@ -136,7 +136,7 @@ class CountingControl:
 
 def test_one_message_brings_all_buckets_through_memory_that_is_kept(setup):
     control = CountingControl(setup.client)
-    updates = setup.world.updates([control], default_folder(), PATIENT, message_timeout_s=100.0, session="test")
+    updates = setup.world.updates([control], default_directory(), PATIENT, message_timeout_s=100.0, session="test")
     for scale, num_messages in ((1.3, 2), (0.7, 3), (1.1, 4)):
         version, shards = next(VERSIONS), setup.shards(scale)
         outcomes = run_ranks(NUM_RANKS, lambda r, v=version, s=shards: updates[r].update(v, s[r]), 280)
@@ -149,7 +149,7 @@ class CorruptedTransport(SharedMemoryTransport):
     """One bit of the second bucket changes between the trainer's write and the engine's read."""
 
     def _announce(self, state, bucket) -> None:
-        own = bucket.writes_of(self.rank)
+        own = self.plan.writes(bucket, self.rank)
         if (bucket.engine_rank, bucket.index) == (0, 1) and own:
             state.memory.slots[0][1][own[0].chunk.byte_offset] ^= 1
         super()._announce(state, bucket)
@@ -255,4 +255,4 @@ def test_a_killed_scheduler_ends_the_update_in_time(setup):
     hasty = SglangClient(setup.server.url, read_key(setup.server.key_file), Timeouts(generate_s=3.0))
     with pytest.raises(RuntimeError):
         hasty.prompt_logprobs(TOKENS)
-    assert not list(default_folder().glob(f"{PREFIX}{os.getpid()}-*"))
+    assert not list(default_directory().glob(f"{PREFIX}{os.getpid()}-*"))

@@ -15,7 +15,7 @@ from message_faults import HARMLESS_AT_TIMES, PAYLOAD_FAULTS, Strike, payload_of
 from sync_simulation import World, run_ranks
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.bridge.transports.shared_memory import default_folder
+from megatron_dapo.bridge.transports.shared_memory import default_directory
 from megatron_dapo.bridge.weight_sync import SyncReport, SyncTimeouts
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.engines.sglang.client import SglangClient, Timeouts
@@ -72,7 +72,7 @@ def test_faults_on_the_way_to_a_server(tensor_parallel: int, filled_server, tiny
     model = AutoModelForCausalLM.from_pretrained(tiny_model_untied, dtype=torch.float32)
     state = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     control = FaultyControl(client)
-    updates = world.updates([control], default_folder(), PATIENT, message_timeout_s=100.0, session="faults")
+    updates = world.updates([control], default_directory(), PATIENT, message_timeout_s=100.0, session="faults")
 
     def update(version: int) -> SyncReport:
         weights = {name: tensor * (1 + 0.01 * version) for name, tensor in state.items()}

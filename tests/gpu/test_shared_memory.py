@@ -105,8 +105,8 @@ def test_a_byte_that_is_changed_on_the_way_is_noticed(colocated, monkeypatch) ->
     """Otherwise the test above would prove nothing."""
     from megatron_dapo.bridge.transports import shared_memory as transport
 
-    def spoil(bucket: Any, source: int, sources: Any, data: torch.Tensor, *more: Any) -> int:
-        written = original(bucket, source, sources, data, *more)
+    def spoil(plan: Any, bucket: Any, source: int, sources: Any, data: torch.Tensor, *more: Any) -> int:
+        written = original(plan, bucket, source, sources, data, *more)
         data[0] += 1
         return written
 

@@ -4,6 +4,7 @@ folder each."""
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,3 +121,16 @@ def test_every_package_with_a_layer_exists() -> None:
 def test_nothing_is_unpickled(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert "pickle.load" not in text and "Unpickler" not in text, f"{module_name(path)} reads a pickle"
+
+
+def test_the_protocol_needs_torch_alone() -> None:
+    """bridge/protocol also runs inside the engine's processes: torch, the standard library, and reshard/ like it."""
+    own = [path for path in MODULES if module_name(path).startswith("megatron_dapo.bridge.protocol")]
+    own += [path for path in MODULES if package_of(module_name(path)) == "reshard"]
+    allowed = ("megatron_dapo.bridge.protocol", "megatron_dapo.reshard")
+    for path in own:
+        for imported in imports_of(path):
+            root = imported.split(".")[0]
+            known = root in sys.stdlib_module_names or root == "torch" or imported.startswith(allowed)
+            assert known, f"{module_name(path)} imports {imported}"
+    assert (PACKAGE / "bridge" / "__init__.py").read_text(encoding="utf-8").count("import ") == 0, "it runs there too"

@@ -1,8 +1,7 @@
-"""Memory that trainer and engine processes of one host share, one arena an engine rank: a report area, counters of the
-delivery's progress, and bucket slots.
+"""Memory that trainer and engine processes of one node share, one arena an engine rank: reply area, counters, slots.
 
-A file in a memory file system, readable by its owner alone. The trainer creates it and unlinks it as soon as all have
-mapped it; what a killed process left behind is removed by the next `remove_stale` (the name carries the creator's pid).
+An arena is a file in a memory file system, readable by its owner alone. The trainer creates it and unlinks it as soon as
+all have mapped it. `remove_stale` removes the files of killed processes; the name carries the creator's pid.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from zlib import crc32
 
 import torch
 
-from megatron_dapo.bridge.protocol.progress import NUM_SLOTS, NUM_WORDS, Progress
+from megatron_dapo.bridge.protocol.progress import NUM_SLOTS, NUM_WORDS, ArenaProgress
 
 PREFIX = "megatron_dapo-arena-"
-REPORT_BYTES = 1 << 20
-_SLOTS_BEGIN = REPORT_BYTES + 8 * NUM_WORDS
-_HEADER_BYTES = 16  # length and check sum of the report, 8 bytes each, little-endian
+REPLY_BYTES = 1 << 20
+_SLOTS_BEGIN = REPLY_BYTES + 8 * NUM_WORDS
+_HEADER_BYTES = 16  # length and checksum of the reply, 8 bytes each, little-endian
 
 
 @dataclass(frozen=True)
 class ArenaSpec:
-    """Where an arena is and how it is divided."""
+    """Path and division of an arena."""
 
     path: str
     slot_bytes: int
@@ -51,7 +50,7 @@ class Arena:
 
     def __init__(self, spec: ArenaSpec) -> None:
         self.spec = spec
-        # By its descriptor: from_file would create the file anew where it has been unlinked since the check.
+        # Map the open descriptor: from_file would create the file again if it has been unlinked since the check.
         descriptor = os.open(spec.path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             _check_owner(spec, os.fstat(descriptor))
@@ -59,34 +58,34 @@ class Arena:
             memory = torch.from_file(path, shared=True, size=spec.num_bytes, dtype=torch.uint8)
         finally:
             os.close(descriptor)
-        self.report = memory[:REPORT_BYTES]
-        self.progress = Progress(memory[REPORT_BYTES:_SLOTS_BEGIN].view(torch.int64))
+        self.reply = memory[:REPLY_BYTES]
+        self.progress = ArenaProgress(memory[REPLY_BYTES:_SLOTS_BEGIN].view(torch.int64))
         self.slots = memory[_SLOTS_BEGIN:].view(spec.num_slots, spec.slot_bytes)
 
-    def write_report(self, text: str) -> None:
-        write_report(self.report, text)
+    def write_reply(self, text: str) -> None:
+        write_reply(self.reply, text)
 
-    def read_report(self) -> str:
-        return read_report(self.report)
+    def read_reply(self) -> str:
+        return read_reply(self.reply)
 
-    def clear_report(self) -> None:
-        """Forget the last report, so that a silent engine is not mistaken for an answering one."""
-        self.report[:_HEADER_BYTES].zero_()
+    def clear_reply(self) -> None:
+        """Forget the last reply, so that a silent engine is not mistaken for an answering one."""
+        self.reply[:_HEADER_BYTES].zero_()
 
 
-def create_arena(folder: Path, name: str, slot_bytes: int, num_slots: int = NUM_SLOTS) -> ArenaSpec:
-    """A new file in `folder`, its memory reserved. ValueError where there is not enough: without the reservation, the
-    first write beyond it would kill the process."""
-    path = folder / f"{PREFIX}{os.getpid()}-{name}"
+def create_arena(directory: Path, name: str, slot_bytes: int, num_slots: int = NUM_SLOTS) -> ArenaSpec:
+    """Create a file in `directory` and reserve its memory. Raise ValueError if there is not enough."""
+    path = directory / f"{PREFIX}{os.getpid()}-{name}"
     spec = ArenaSpec(str(path), slot_bytes, num_slots)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
+        # Without the reservation, the first write beyond the free memory would kill the process (SIGBUS).
         os.posix_fallocate(descriptor, 0, spec.num_bytes)
     except OSError as error:
         remove_arena(spec)
-        free = os.statvfs(folder)
+        free = os.statvfs(directory)
         raise ValueError(
-            f"arena of {spec.num_bytes} bytes in {folder}, which has {free.f_bavail * free.f_frsize} free: "
+            f"arena of {spec.num_bytes} bytes in {directory}, which has {free.f_bavail * free.f_frsize} free: "
             f"{error.strerror}; give it more memory or take smaller buckets"
         ) from error
     finally:
@@ -95,15 +94,15 @@ def create_arena(folder: Path, name: str, slot_bytes: int, num_slots: int = NUM_
 
 
 def remove_arena(spec: ArenaSpec) -> None:
-    """Unlink; mappings stay valid. Nothing happens where it is gone already."""
+    """Unlink an arena; mappings stay valid. One that is gone already is ignored."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(spec.path)
 
 
-def remove_stale(folder: Path) -> list[Path]:
-    """Unlink the arenas of this user whose creator is dead."""
+def remove_stale(directory: Path) -> list[Path]:
+    """Unlink the arenas of this user whose creator is dead; return their paths."""
     removed = []
-    for path in folder.glob(PREFIX + "*"):
+    for path in directory.glob(PREFIX + "*"):
         match = re.match(re.escape(PREFIX) + r"(\d+)-", path.name)
         with contextlib.suppress(FileNotFoundError):
             if match and path.stat().st_uid == os.getuid() and not is_running(int(match[1])):
@@ -112,24 +111,25 @@ def remove_stale(folder: Path) -> list[Path]:
     return removed
 
 
-def write_report(area: torch.Tensor, text: str) -> None:
-    """Put a report into a report area. ValueError where it does not fit."""
+def write_reply(area: torch.Tensor, text: str) -> None:
+    """Write a reply into a reply area. Raise ValueError if it does not fit."""
     payload = text.encode()
     if len(payload) > area.numel() - _HEADER_BYTES:
-        raise ValueError(f"report of {len(payload)} bytes, the report area has {area.numel() - _HEADER_BYTES}")
+        raise ValueError(f"reply of {len(payload)} bytes, the reply area has {area.numel() - _HEADER_BYTES}")
     area[:_HEADER_BYTES].zero_()
     area[_HEADER_BYTES : _HEADER_BYTES + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    # The header last: a reader never sees the length of a reply that is not all there.
     area[:_HEADER_BYTES] = torch.tensor([len(payload), crc32(payload)], dtype=torch.int64).view(torch.uint8)
 
 
-def read_report(area: torch.Tensor) -> str:
-    """The report in a report area. ValueError where there is none, or a broken one."""
+def read_reply(area: torch.Tensor) -> str:
+    """Return the reply in a reply area. Raise ValueError if there is none, or a broken one."""
     length, check = area[:_HEADER_BYTES].clone().view(torch.int64).tolist()
     if not 0 < length <= area.numel() - _HEADER_BYTES:
-        raise ValueError("the engine left no report")
+        raise ValueError("the engine left no reply")
     payload = bytes(area[_HEADER_BYTES : _HEADER_BYTES + length].tolist())
     if crc32(payload) != check:
-        raise ValueError(f"the engine's report of {length} bytes is broken")
+        raise ValueError(f"the engine's reply of {length} bytes is broken")
     return payload.decode()
 
 
@@ -144,7 +144,7 @@ def _check_owner(spec: ArenaSpec, status: os.stat_result) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this machine lives; one that has ended and waits for its parent does not."""
+    """Return True if a process of this node is alive; a zombie is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
-"""GPU memory that processes of one machine share by CUDA IPC handles, which travel as JSON.
+"""GPU memory that processes of one node share by CUDA IPC handles, which travel as JSON.
 
-Written from PyTorch's own reductions (torch/multiprocessing/reductions.py); it has not run on a GPU yet. The owner must
-keep its tensor until all others have dropped theirs: torch counts one opening a handle, so that the first of several
-that drops it would set the memory free. Devices are named by their UUID: processes may number them differently.
+Written after PyTorch's reductions (torch/multiprocessing/reductions.py). The owner must keep its tensor until all others
+have dropped theirs: torch counts one opening per handle, so the first of several that drops it frees the memory. Devices
+are named by UUID, because processes may number them differently.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ _BYTES_FIELDS = ("handle", "counter", "event")
 
 
 def share(tensor: torch.Tensor) -> dict[str, Any]:
-    """What another process needs to open the whole storage of a CUDA tensor (uint8). ValueError where the memory cannot be
-    shared."""
+    """Return the handle that opens the whole storage of a CUDA tensor (uint8). Raise ValueError if it cannot be shared."""
     try:
         chunks = tensor.untyped_storage()._share_cuda_()
     except RuntimeError as error:
@@ -39,7 +38,7 @@ def share(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def open_shared(shared: Mapping[str, Any]) -> torch.Tensor:
-    """The memory of `share` in this process: uint8, flat. ValueError where the GPU is not visible here."""
+    """Open the memory of `share` in this process: uint8, flat. Raise ValueError if the GPU is not visible here."""
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if shared["device"] not in uuids:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""What an engine rank's parameters are, told to the trainer on request: name, shape and element type of each.
+"""Name, shape and element type of an engine rank's parameters, which it describes to the trainer on request.
 
-The request comes as a `Command` of op "describe" whose `channel` says where to leave the answer and under which key;
-the key is made for one request and known to nobody else.
+The request is a `Command` of op "describe" whose `channel` names the trainer's rendezvous store and a key made for this
+one request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.bridge.protocol.messages import dtype_name
 from megatron_dapo.bridge.protocol.peer_group import Address, RendezvousClient
 from megatron_dapo.reshard.layout import TensorSpec
 
@@ -21,9 +22,9 @@ DESCRIBE = "describe"
 
 @dataclass(frozen=True)
 class DescriptionChannel:
-    """Where a description goes."""
+    """Destination of a description."""
 
-    address: Address  # of the trainer's meeting place
+    address: Address  # of the trainer's rendezvous store
     key: str
     seconds: float  # an engine rank may take to reach it
 
@@ -36,15 +37,15 @@ class DescriptionChannel:
         return DescriptionChannel(address, str(value["key"]), float(value["seconds"]))
 
 
-def leave_description(channel: DescriptionChannel, parameters: Mapping[str, torch.Tensor]) -> None:
-    """The engine rank's side. PeerError where the trainer cannot be reached."""
+def put_description(channel: DescriptionChannel, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Send the description, from an engine rank. Raise PeerError if the trainer cannot be reached."""
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in parameters.items()}
     text = json.dumps(specs_to_json(specs), separators=(",", ":"))
     RendezvousClient(channel.address, channel.seconds).put(channel.key, text)
 
 
-def read_description(channel: DescriptionChannel, timeout_s: float) -> dict[str, TensorSpec]:
-    """The trainer's side: waits for it. PeerError after `timeout_s`, ValueError where it is no description."""
+def get_description(channel: DescriptionChannel, timeout_s: float) -> dict[str, TensorSpec]:
+    """Wait for a description, in the trainer. Raise PeerError after `timeout_s`, ValueError if it cannot be read."""
     text = RendezvousClient(channel.address, channel.seconds).get(channel.key, timeout_s)
     try:
         return specs_from_json(json.loads(text))
@@ -53,15 +54,17 @@ def read_description(channel: DescriptionChannel, timeout_s: float) -> dict[str,
 
 
 def specs_to_json(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """{name: [shape, type]}."""
-    return {name: [list(spec.shape), str(spec.dtype).removeprefix("torch.")] for name, spec in specs.items()}
+    """Return {name: [shape, type]}."""
+    return {name: [list(spec.shape), dtype_name(spec.dtype)] for name, spec in specs.items()}
 
 
 def specs_from_json(value: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Inverse of `specs_to_json`."""
     return {str(name): TensorSpec(tuple(map(int, shape)), _dtype(dtype)) for name, (shape, dtype) in value.items()}
 
 
 def _dtype(name: str) -> torch.dtype:
+    # Any type of torch, not only those a weight sync carries: the caller's error names the parameter of an odd type.
     dtype = vars(torch).get(name)
     if isinstance(dtype, torch.dtype):
         return dtype

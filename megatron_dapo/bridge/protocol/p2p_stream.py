@@ -1,35 +1,67 @@
-"""A delivery as a stream of messages between the members of a `PeerGroup`: senders' shards to one engine rank.
+"""The point-to-point stream of a weight sync: from the shards of several trainer ranks to one engine rank.
 
-    senders: send_buckets(group, outgoing)  ->  engine rank: receive_buckets(group, routed)
+    trainer ranks: send_buckets(group, outgoing)  ->  engine rank: receive_buckets(group, incoming)
 
 Both ends cut a bucket into the same messages: a large chunk is a message of its own, smaller neighbors of one sender
-travel together. A large chunk that is contiguous at an end needs no staging there: it leaves straight from the shard and
-arrives straight in the parameter. All senders of a bucket send at once; the next buckets are on their way while the last
-one is copied into its parameters.
+travel together. A large chunk that is contiguous at an end needs no staging there: it leaves from the shard and arrives
+in the parameter. All senders of a bucket send at once, and the next buckets are in flight while one is copied into its
+parameters.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dapo.bridge.protocol.peer_group import ANSWER_TAG, Address, PeerGroup, Pending
-from megatron_dapo.bridge.protocol.receiver import Bucket, Chunk, Reply
+from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, Reply
+from megatron_dapo.bridge.protocol.peer_group import ACKNOWLEDGE_TAG, REPLY_TAG, Address, PeerGroup, Pending
+from megatron_dapo.bridge.protocol.receiver import Receiver
 
-DIRECT_BYTES = 256 << 10  # parts of at least this many bytes are messages of their own
+DIRECT_BYTES = 256 << 10  # chunks of at least this many bytes are messages of their own
 STAGED_BUCKETS = 2  # as many bytes may be staged at either end
-WINDOW = 16  # buckets under way at either end; those that need no staging take no memory
-MAX_REPORT_BYTES = 64 << 20
-RECEIVE = "receive"  # the operation of a command that stands for a whole delivery
+WINDOW = 16  # buckets in flight at either end; those that need no staging take no memory
+MAX_REPLY_BYTES = 64 << 20
+RECEIVE = "receive"  # the operation of a command that stands for a whole weight sync
+READY = "ready"
+_ACKNOWLEDGE_S = 5.0
+
+
+@dataclass(frozen=True)
+class P2PChannel:
+    """The leader's instructions to an engine rank: the group, and all buckets in order."""
+
+    address: Address
+    group: str  # name
+    fresh: bool  # join the group; else use the one of an earlier sync
+    trainers: tuple[int, ...]  # trainer ranks, members 0, 1, ...
+    member: int  # this engine rank
+    size: int
+    leader: int  # member
+    backend: str
+    connect_s: float
+    seconds: float  # in which everything must have ended
+    buckets: tuple[Bucket, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        value = {**self.__dict__, "kind": "p2p", "address": [self.address.host, self.address.port]}
+        return {**value, "buckets": [bucket.to_json() for bucket in self.buckets]}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> P2PChannel:
+        """Raise ValueError if the segments of a bucket do not cover it."""
+        fields = {name: value[name] for name in P2PChannel.__dataclass_fields__}
+        buckets = tuple(Bucket.from_json(bucket) for bucket in value["buckets"])
+        address, trainers = Address(*value["address"]), tuple(value["trainers"])
+        return P2PChannel(**{**fields, "address": address, "trainers": trainers, "buckets": buckets})
 
 
 class Message(NamedTuple):
-    """Bytes [start, stop) of a bucket, sent by one member; one chunk where it is large."""
+    """Bytes [start, stop) of a bucket, exchanged with one member; a large chunk alone, or small ones together."""
 
     member: int
     start: int
@@ -37,103 +69,37 @@ class Message(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True)
-class RoutedBucket:
-    """A bucket and which member of the group sends which bytes of it."""
-
-    bucket: Bucket
-    segments: Mapping[int, tuple[int, int]]  # member -> [start, stop), in the order of the bytes
-
-    def to_json(self) -> dict[str, Any]:
-        return {"bucket": self.bucket.to_json(), "segments": [[m, *segment] for m, segment in self.segments.items()]}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> RoutedBucket:
-        """ValueError where the segments are not the whole bucket, one behind the other."""
-        bucket = Bucket.from_json(value["bucket"])
-        segments = {int(member): (int(start), int(stop)) for member, start, stop in value["segments"]}
-        position = 0
-        for member, (start, stop) in segments.items():
-            if start != position or stop < start:
-                raise ValueError(
-                    f"delivery: member {member} sends bytes [{start}, {stop}), {position} was to come next"
-                )
-            position = stop
-        if position != bucket.num_bytes:
-            raise ValueError(f"delivery: members send {position} of {bucket.num_bytes} bytes of bucket {bucket.index}")
-        return RoutedBucket(bucket, segments)
-
-
-@dataclass(frozen=True)
-class P2PChannel:
-    """What the leader tells an engine rank about the way of a delivery."""
-
-    address: Address
-    group: str  # name
-    fresh: bool  # the group is to be joined; else it is the one of an earlier delivery
-    member: int
-    size: int
-    leader: int  # member
-    backend: str
-    connect_s: float
-    seconds: float  # in which everything must have ended
-    buckets: tuple[RoutedBucket, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        value = {**self.__dict__, "kind": "peer", "address": [self.address.host, self.address.port]}
-        return {**value, "buckets": [bucket.to_json() for bucket in self.buckets]}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> P2PChannel:
-        """ValueError where a bucket's segments do not fit it."""
-        fields = {name: value[name] for name in P2PChannel.__dataclass_fields__}
-        buckets = tuple(RoutedBucket.from_json(bucket) for bucket in value["buckets"])
-        return P2PChannel(**{**fields, "address": Address(*value["address"]), "buckets": buckets})
-
-
-def messages(routed: RoutedBucket, itemsizes: Mapping[str, int]) -> list[Message]:
-    """The messages of a bucket by sender, then in the order of its bytes; element sizes are the engine's."""
-    chunks = sorted(routed.bucket.chunks, key=lambda chunk: chunk.byte_offset)
+def messages(bucket: Bucket, trainers: Sequence[int], itemsizes: Mapping[str, int]) -> list[Message]:
+    """Return the messages of a bucket by sender, then in the order of its bytes; element sizes are the engine's."""
     result: list[Message] = []
-    position = 0
-    for member, (_, stop) in routed.segments.items():
+    position, chunks = 0, bucket.chunks
+    for rank, (_, stop) in bucket.segments.items():
         first = position
         while position < len(chunks) and chunks[position].byte_offset < stop:
             position += 1
-        result += messages_of(member, chunks[first:position], itemsizes)
+        result += messages_of(trainers.index(rank), chunks[first:position], itemsizes)
     if position != len(chunks):
-        raise ValueError(f"delivery: the chunk {chunks[position]} of bucket {routed.bucket.index} has no sender")
+        raise ValueError(f"weight sync: the chunk {chunks[position]} of bucket {bucket.index} has no sender")
     return result
 
 
 def messages_of(member: int, chunks: Iterable[Chunk], itemsizes: Mapping[str, int]) -> list[Message]:
-    """The messages of one sender; `parts` in the order of their bytes."""
-    return [Message(member, *run) for run in _runs(chunks, itemsizes)]
-
-
-def _runs(chunks: Iterable[Chunk], itemsizes: Mapping[str, int]) -> Iterator[tuple[int, int, tuple[Chunk, ...]]]:
-    small: list[Chunk] = []
+    """Return the messages of one sender; `chunks` in the order of their bytes."""
+    runs: list[list[Chunk]] = []
+    joins = False
     for chunk in chunks:
-        if _num_bytes(chunk, itemsizes) < DIRECT_BYTES:
-            small.append(chunk)
-            continue
-        yield from _together(small, itemsizes)
-        small = []
-        yield chunk.byte_offset, chunk.byte_offset + _num_bytes(chunk, itemsizes), (chunk,)
-    yield from _together(small, itemsizes)
-
-
-def _together(chunks: Sequence[Chunk], itemsizes: Mapping[str, int]) -> Iterator[tuple[int, int, tuple[Chunk, ...]]]:
-    if chunks:
-        yield chunks[0].byte_offset, chunks[-1].byte_offset + _num_bytes(chunks[-1], itemsizes), tuple(chunks)
-
-
-def _num_bytes(chunk: Chunk, itemsizes: Mapping[str, int]) -> int:
-    return chunk.bounds.volume * itemsizes[chunk.name]
+        is_small = chunk.bounds.volume * itemsizes[chunk.name] < DIRECT_BYTES
+        if is_small and joins:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+        joins = is_small
+    ends = [run[-1].byte_offset + run[-1].bounds.volume * itemsizes[run[-1].name] for run in runs]
+    return [Message(member, run[0].byte_offset, end, tuple(run)) for run, end in zip(runs, ends)]
 
 
 class Staging:
-    """Memory for what cannot leave from or arrive in its own place: at most `budget` bytes at a time, used again."""
+    """Memory for messages that cannot leave from or arrive in place: at most `budget` bytes at a time, reused."""
 
     def __init__(self, device: torch.device, budget: int) -> None:
         self._device = device
@@ -142,11 +108,11 @@ class Staging:
         self._taken = 0
 
     def has(self, num_bytes: int) -> bool:
-        """Whether so much may be taken now; where nothing is taken, anything may."""
+        """Return True if so many bytes may be taken now; if nothing is taken, any number may."""
         return not self._taken or self._taken + num_bytes <= self._budget
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """uint8 of at least `num_bytes`, contents unknown."""
+        """Return uint8 of at least `num_bytes`, contents unknown."""
         fitting = [n for n, block in enumerate(self._free) if num_bytes <= block.numel() <= 2 * num_bytes]
         if fitting:
             block = self._free.pop(min(fitting, key=lambda n: self._free[n].numel()))
@@ -162,182 +128,196 @@ class Staging:
         self._trim()
 
     def _trim(self) -> None:
-        """Give up free blocks beyond the budget. What is taken may exceed it: one message may be larger, and a block that
-        is used again may be larger than its message."""
+        # Taken blocks may exceed the budget: one message may be larger, and a reused block larger than its message.
         while self._free and sum(free.numel() for free in self._free) + self._taken > self._budget:
             self._free.pop(0)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as flat bytes, without a copy."""
+    """Return a contiguous tensor as flat bytes, without a copy."""
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+class _Flight:
+    """Buckets in flight at one end: at most WINDOW, and as many as staging has room for."""
+
+    def __init__(self, group: PeerGroup, staging: Staging, deadline: float) -> None:
+        self.group = group
+        self.staging = staging
+        self._deadline = deadline
+        self._buckets: deque[tuple[list[Pending], Any]] = deque()
+
+    def make_room(self, num_bytes: int) -> Iterator[Any]:
+        """Wait for the oldest buckets until `num_bytes` can be staged; yield what was attached to each."""
+        while self._buckets and (len(self._buckets) == WINDOW or not self.staging.has(num_bytes)):
+            yield self._oldest()
+
+    def drain(self) -> Iterator[Any]:
+        while self._buckets:
+            yield self._oldest()
+
+    def add(self, pending: list[Pending], attached: Any) -> None:
+        self._buckets.append((pending, attached))
+
+    def _oldest(self) -> Any:
+        pending, attached = self._buckets.popleft()
+        self.group.wait(pending, self._deadline)
+        return attached
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What one sender contributes to a bucket of one engine rank."""
+    """One sender's contribution to a bucket of one engine rank."""
 
-    to: int  # member
-    messages: Sequence[Message]
-    values: Callable[[Chunk], torch.Tensor]  # the chunk as the sender holds it: strided, of its own type
+    messages: Sequence[Message]  # to the engine rank's member
+    values: Mapping[Chunk, torch.Tensor]  # as the sender holds them: strided, of its own type
     dtypes: Mapping[str, torch.dtype]  # of the engine's parameters
+
+    def leaves_directly(self, message: Message) -> bool:
+        """Return True if the shard holds the message as it travels: one chunk, contiguous, in the engine's type."""
+        values = self.values[message.chunks[0]]
+        same = values.dtype == self.dtypes[message.chunks[0].name]
+        return len(message.chunks) == 1 and same and values.is_contiguous()
+
+    def pack(self, message: Message, out: torch.Tensor) -> torch.Tensor:
+        """Write the chunks of a message into `out`, cast to the engine's types."""
+        for chunk in message.chunks:
+            values, dtype = self.values[chunk], self.dtypes[chunk.name]
+            start = chunk.byte_offset - message.start
+            out[start : start + values.numel() * dtype.itemsize].view(dtype).view(values.shape).copy_(values)
+        return out
 
 
 def send_buckets(group: PeerGroup, buckets: Iterable[Outgoing], staging: Staging, deadline: float) -> int:
-    """Sends every bucket, at most `WINDOW` under way and as many as `staging` has room for; returns the bytes that left.
+    """Send every bucket; return the bytes that left. Raise PeerError if a receiver is gone or late.
 
-    All senders of a group must list buckets in one order (by index, then by engine rank). PeerError where a receiver is
-    gone or late.
+    All senders of a group must list buckets in one order (by index, then by engine rank): on NCCL they leave one after
+    the other, and two orders would deadlock.
     """
-    num_bytes = 0
-    under_way: deque[tuple[list[Pending], list[torch.Tensor]]] = deque()
+    num_bytes, flight = 0, _Flight(group, staging, deadline)
 
-    def leave() -> None:
-        pending, blocks = under_way.popleft()
-        group.wait(pending, deadline)
+    def free(blocks: list[torch.Tensor]) -> None:
         for block in blocks:
             staging.give_back(block)
 
     for outgoing in buckets:
-        staged = [message for message in outgoing.messages if not _leaves_directly(outgoing, message)]
-        need = sum(message.stop - message.start for message in staged)
-        while under_way and (len(under_way) == WINDOW or not staging.has(need)):
-            leave()
-        pending, blocks = [], []
+        staged = [message for message in outgoing.messages if not outgoing.leaves_directly(message)]
+        for blocks in flight.make_room(sum(message.stop - message.start for message in staged)):
+            free(blocks)
+        views, blocks = [], []
         for message in outgoing.messages:
             if message in staged:
                 blocks.append(staging.take(message.stop - message.start))
-                view = _pack(outgoing, message, blocks[-1][: message.stop - message.start])
+                views.append(outgoing.pack(message, blocks[-1][: message.stop - message.start]))
             else:
-                view = as_bytes(outgoing.values(message.chunks[0]))
-            pending.append(group.send(view, outgoing.to))
-            num_bytes += view.numel()
-        under_way.append((pending, blocks))
-    while under_way:
-        leave()
+                views.append(as_bytes(outgoing.values[message.chunks[0]]))
+        with group.batch():
+            pending = [group.send(view, message.member) for view, message in zip(views, outgoing.messages)]
+        num_bytes += sum(view.numel() for view in views)
+        flight.add(pending, blocks)
+    for blocks in flight.drain():
+        free(blocks)
     return num_bytes
 
 
-def _leaves_directly(outgoing: Outgoing, message: Message) -> bool:
-    """Whether the shard holds the message as it travels: one chunk, contiguous, in the engine's type."""
-    chunk = message.chunks[0]
-    if len(message.chunks) > 1:
-        return False
-    values = outgoing.values(chunk)
-    return values.dtype == outgoing.dtypes[chunk.name] and values.is_contiguous()
-
-
-def _pack(outgoing: Outgoing, message: Message, out: torch.Tensor) -> torch.Tensor:
-    for chunk in message.chunks:
-        values, dtype = outgoing.values(chunk), outgoing.dtypes[chunk.name]
-        start = chunk.byte_offset - message.start
-        out[start : start + values.numel() * dtype.itemsize].view(dtype).view(values.shape).copy_(values)
-    return out
-
-
-@dataclass(frozen=True)
-class Landing:
-    """Where one message arrives: in its parameter, or in a block of staging, from which its chunks are copied."""
+class _Landing(NamedTuple):
+    """Destination of one message: its parameter, or a block of staging from which its chunks are copied."""
 
     message: Message
-    target: torch.Tensor  # uint8
+    data: torch.Tensor  # uint8
     block: torch.Tensor | None
 
 
-def _lands_directly(message: Message, places: Mapping[Chunk, torch.Tensor]) -> bool:
-    return len(message.chunks) == 1 and places[message.chunks[0]].is_contiguous()
-
-
-def _landing(message: Message, places: Mapping[Chunk, torch.Tensor], staging: Staging) -> Landing:
-    if _lands_directly(message, places):
-        return Landing(message, as_bytes(places[message.chunks[0]]), None)
-    block = staging.take(message.stop - message.start)
-    return Landing(message, block[: message.stop - message.start], block)
-
-
-def _unpack(landing: Landing, places: Mapping[Chunk, torch.Tensor]) -> None:
-    for chunk in landing.message.chunks:
-        place = places[chunk]
-        start = chunk.byte_offset - landing.message.start
-        values = landing.target[start : start + place.numel() * place.dtype.itemsize]
-        place.copy_(values.view(place.dtype).view(place.shape))
+class _Incoming(NamedTuple):
+    bucket: Bucket
+    targets: Mapping[Chunk, torch.Tensor]
+    landings: list[_Landing]
 
 
 def receive_buckets(
-    group: PeerGroup,
-    routed: Sequence[RoutedBucket],
-    places: Callable[[Bucket], Mapping[Chunk, torch.Tensor]],
-    filled: Callable[[Bucket], None],
-    staging: Staging,
-    deadline: float,
+    group: PeerGroup, channel: P2PChannel, receiver: Receiver, sync_id: str, staging: Staging, deadline: float
 ) -> int:
-    """Receives all buckets in order, at most `WINDOW` under way and as many as `staging` has room for; returns bytes.
+    """Receive all buckets in order into the receiver's parameters; return the bytes.
 
-    `places(bucket)` checks a bucket and says where its chunks belong; `filled(bucket)` hears when they are there.
-    PeerError where a sender is gone or late.
+    Raise PeerError if a sender is gone or late, ValueError for a bucket that does not fit.
     """
-    num_bytes = 0
-    under_way: deque[tuple[Bucket, Mapping[Chunk, torch.Tensor], list[Landing], list[Pending]]] = deque()
+    num_bytes, flight = 0, _Flight(group, staging, deadline)
 
-    def land() -> int:
-        bucket, where, landings, pending = under_way.popleft()
-        group.wait(pending, deadline)
-        for landing in landings:
+    def land(arrived: _Incoming) -> int:
+        for landing in arrived.landings:
             if landing.block is not None:
-                _unpack(landing, where)
+                _unpack(landing, arrived.targets)
                 staging.give_back(landing.block)
-        filled(bucket)
-        return sum(landing.target.numel() for landing in landings)
+        receiver.filled(sync_id, arrived.bucket)
+        return sum(landing.data.numel() for landing in arrived.landings)
 
-    for bucket in routed:
-        where = places(bucket.bucket)
-        coming = messages(bucket, {chunk.name: place.dtype.itemsize for chunk, place in where.items()})
-        need = sum(m.stop - m.start for m in coming if not _lands_directly(m, where))
-        while under_way and (len(under_way) == WINDOW or not staging.has(need)):
-            num_bytes += land()
-        landings = [_landing(message, where, staging) for message in coming]
-        pending = [group.receive(landing.target, landing.message.member) for landing in landings]
-        under_way.append((bucket.bucket, where, landings, pending))
-    while under_way:
-        num_bytes += land()
+    for bucket in channel.buckets:
+        targets = receiver.targets(bucket)
+        itemsizes = {chunk.name: target.dtype.itemsize for chunk, target in targets.items()}
+        coming = messages(bucket, channel.trainers, itemsizes)
+        need = sum(m.stop - m.start for m in coming if not _lands_directly(m, targets))
+        for arrived in flight.make_room(need):
+            num_bytes += land(arrived)
+        landings = [_landing(message, targets, staging) for message in coming]
+        with group.batch():
+            pending = [group.receive(landing.data, landing.message.member) for landing in landings]
+        flight.add(pending, _Incoming(bucket, targets, landings))
+    for arrived in flight.drain():
+        num_bytes += land(arrived)
     return num_bytes
 
 
-# Reports through the group
+def _lands_directly(message: Message, targets: Mapping[Chunk, torch.Tensor]) -> bool:
+    return len(message.chunks) == 1 and targets[message.chunks[0]].is_contiguous()
 
-READY = "ready"
-_ACKNOWLEDGE_S = 5.0
+
+def _landing(message: Message, targets: Mapping[Chunk, torch.Tensor], staging: Staging) -> _Landing:
+    if _lands_directly(message, targets):
+        return _Landing(message, as_bytes(targets[message.chunks[0]]), None)
+    block = staging.take(message.stop - message.start)
+    return _Landing(message, block[: message.stop - message.start], block)
+
+
+def _unpack(landing: _Landing, targets: Mapping[Chunk, torch.Tensor]) -> None:
+    for chunk in landing.message.chunks:
+        target = targets[chunk]
+        start = chunk.byte_offset - landing.message.start
+        values = landing.data[start : start + target.numel() * target.dtype.itemsize]
+        target.copy_(values.view(target.dtype).view(target.shape))
+
+
+# Replies through the group's control connections
 
 
 def ready_key(group: str, member: int) -> str:
-    """Under which an engine rank says that it is about to join, or its leader that it will not."""
+    """Return the key under which an engine rank says that it is about to join, or its leader that it will not."""
     return f"{group}/ready/{member}"
 
 
-def send_report(group: PeerGroup, leader: int, report: Reply, deadline: float) -> None:
-    payload = torch.frombuffer(bytearray(report.encode().encode()), dtype=torch.uint8).to(group.device)
-    group.send(torch.tensor([payload.numel()], device=group.device), leader).wait(deadline)
-    group.send(payload, leader).wait(deadline)
+def send_reply(group: PeerGroup, leader: int, reply: Reply, deadline: float) -> None:
+    """Send a reply to the leader: its length, then its text."""
+    payload = torch.frombuffer(bytearray(reply.encode().encode()), dtype=torch.uint8)
+    group.send(torch.tensor([payload.numel()]), leader, REPLY_TAG).wait(deadline)
+    group.send(payload, leader, REPLY_TAG).wait(deadline)
 
 
-def receive_report(group: PeerGroup, member: int, deadline: float) -> Reply:
-    """ValueError where what arrives is no report, PeerError where nothing does."""
-    size = torch.zeros(1, dtype=torch.int64, device=group.device)
-    group.receive(size, member).wait(deadline)
-    if not 0 < int(size) <= MAX_REPORT_BYTES:
-        raise ValueError(f"member {member} announces a report of {int(size)} bytes")
-    payload = torch.zeros(int(size), dtype=torch.uint8, device=group.device)
-    group.receive(payload, member).wait(deadline)
+def receive_reply(group: PeerGroup, member: int, deadline: float) -> Reply:
+    """Wait for an engine rank's reply. Raise ValueError if it cannot be read, PeerError if none arrives."""
+    size = torch.zeros(1, dtype=torch.int64)
+    group.receive(size, member, REPLY_TAG).wait(deadline)
+    if not 0 < int(size) <= MAX_REPLY_BYTES:
+        raise ValueError(f"member {member} announces a reply of {int(size)} bytes")
+    payload = torch.zeros(int(size), dtype=torch.uint8)
+    group.receive(payload, member, REPLY_TAG).wait(deadline)
     return Reply.decode(bytes(payload.tolist()).decode())
 
 
 def acknowledge(group: PeerGroup, member: int, deadline: float) -> None:
-    """Tells an engine rank that its last report has arrived. Where that failed, bytes of buckets may still be on their way
-    to it: what is waited for then must not be mistaken for them."""
-    group.send(torch.zeros(1, dtype=torch.uint8, device=group.device), member, ANSWER_TAG).wait(deadline)
+    """Tell an engine rank that its last reply has arrived."""
+    group.send(torch.zeros(1, dtype=torch.uint8), member, ACKNOWLEDGE_TAG).wait(deadline)
 
 
 def receive_acknowledgement(group: PeerGroup, leader: int, deadline: float) -> None:
-    """Waits shortly: connections that are closed too early can lose a report on its way."""
-    received = group.receive(torch.zeros(1, dtype=torch.uint8, device=group.device), leader, ANSWER_TAG)
+    """Wait briefly for the leader: connections that are closed too early can lose a reply on its way."""
+    received = group.receive(torch.zeros(1, dtype=torch.uint8), leader, ACKNOWLEDGE_TAG)
     received.wait(min(deadline, time.monotonic() + _ACKNOWLEDGE_S))

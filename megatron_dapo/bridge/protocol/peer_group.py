@@ -1,12 +1,16 @@
 """Point-to-point groups of processes that share no default process group: trainer ranks and the ranks of an engine.
 
-    place = RendezvousStore()                                        # one process; the others get place.address
-    group = join(place.address, name, rank, size, timeout_s=30)   # every member
+    store = RendezvousStore()                                        # one process; the others get store.address
+    group = join(store.address, name, rank, size, timeout_s=30)      # every member
     group.send(tensor, to=3).wait(deadline)
 
-Imports torch alone, so that it runs in an engine's process as well. Messages between two members arrive in the order in
-which they were sent. A member that is gone, late or closed makes `wait` raise PeerError in all that talk to it; such a
-group is of no more use: close it and join another one under a new name.
+Messages of one tag between two members arrive in the order they were sent. A member that is gone, late or closed makes
+`wait` raise PeerError in all that exchange with it; such a group is of no more use: close it and join another one under a
+new name.
+
+A group always has gloo connections. With the "nccl" backend they carry control messages only, and bytes (DATA_TAG) take
+NCCL: its operations on a pair of ranks ignore tags and run one after the other, so that a reply awaited there would block
+the bytes sent after it.
 
 The store and gloo's connections have no authentication of their own. They listen on the given host alone (loopback
 unless a caller names an interface); what arrives must be checked against what an authenticated channel announced.
@@ -20,7 +24,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,10 +33,10 @@ import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
-_SHORTEST_WAIT_S = 0.001  # a timeout of zero means "for ever" to the backends
+_SHORTEST_WAIT_S = 0.001  # a timeout of zero means "forever" to the backends
 _POLL_INTERVAL_S = 0.0005
 _LOOK_INTERVAL_S = 0.5
-DATA_TAG, ANSWER_TAG, _NEVER_SENT_TAG = 0, 1, 2
+DATA_TAG, ACKNOWLEDGE_TAG, _NEVER_SENT_TAG, REPLY_TAG = 0, 1, 2, 3
 
 
 class PeerError(RuntimeError):
@@ -41,26 +45,27 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where members meet."""
+    """Host and port of a rendezvous store."""
 
     host: str
     port: int
 
     def local_host(self) -> str:
-        """The address of this machine that faces the meeting place: where the other members can reach it.
+        """Return the address of this node that faces the store, on which the other members can reach it.
 
-        Loopback where the meeting place is on loopback. Nothing is sent to find out.
+        Loopback if the store is on loopback.
         """
+        # Connecting a UDP socket selects the route and sends nothing.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.host, self.port))
             return str(probe.getsockname()[0])
 
 
 class RendezvousClient:
-    """A short text that one process leaves at the meeting place for others, under a key used once."""
+    """Access to short texts in a rendezvous store, each under a key that is used once."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
-        """PeerError where nobody answers at the address within `timeout_s`."""
+        """Raise PeerError if no store answers at the address within `timeout_s`."""
         self._store = _connect(address, timeout_s)
 
     def put(self, key: str, text: str) -> None:
@@ -70,7 +75,7 @@ class RendezvousClient:
             raise PeerError(f"{key!r} could not be written: {_first_line(error)}") from error
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Waits until somebody has left it. PeerError after `timeout_s`."""
+        """Wait until the text is there. Raise PeerError after `timeout_s`."""
         try:
             self._store.set_timeout(timedelta(seconds=max(_SHORTEST_WAIT_S, timeout_s)))
             return self._store.get(key).decode()
@@ -82,7 +87,7 @@ class RendezvousStore:
     """The key-value store through which members find each other's addresses. It lives in one process, on one host."""
 
     def __init__(self, host: str = LOOPBACK, timeout_s: float = 60.0) -> None:
-        """Listens on `host` alone, on a port the operating system chooses. OSError where the host is not this machine."""
+        """Listen on `host` alone, on a free port. Raise OSError if the host is not this node."""
         listener = socket.create_server((host, 0))
         self.address = Address(host, listener.getsockname()[1])
         # The store takes the socket over: no moment in which another process could take the port.
@@ -98,17 +103,18 @@ class RendezvousStore:
 
     @staticmethod
     def new_name() -> str:
-        """A name for a group that nobody guesses and that no earlier group had."""
+        """Return a new name for a group that cannot be guessed."""
         return secrets.token_hex(16)
 
 
 class Pending:
-    """A message under way. Its tensor must not change before `wait` returned; the group keeps it alive until then."""
+    """A message in flight. Its tensor must not change before `wait` returned; the group keeps it alive until then."""
 
-    def __init__(self, group: PeerGroup, peer: int, work: Any, what: str, tensor: torch.Tensor) -> None:
+    def __init__(self, group: PeerGroup, peer: int, work: Any, what: str, tensor: torch.Tensor, tag: int) -> None:
         self.peer = peer
         self.work = work
         self.what = what
+        self.tag = tag
         self._group = group
         self._tensor = tensor
 
@@ -118,67 +124,138 @@ class Pending:
 
 
 class PeerGroup:
-    """One member's end of a group."""
+    """One member's end of a group. `data`: what carries bytes; the gloo connections themselves if None."""
 
-    def __init__(self, group: Any, name: str, rank: int, size: int, backend: str) -> None:
+    def __init__(self, control: Any, name: str, rank: int, size: int, data: Any = None, device: str = "cpu") -> None:
         self.name = name
         self.rank = rank
         self.size = size
-        self.backend = BACKENDS[backend]
-        # A gloo connection stalls, reports behind it included, when the buffer of a message it reads is given up.
-        self.under_way: set[Pending] = set()
-        self._group = group
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors must be."""
-        return torch.device(self.backend.device)
+        self.device = torch.device(device)  # of tensors sent with DATA_TAG
+        # A gloo connection stalls, including the replies behind it, once the buffer of a message it reads is freed.
+        self.in_flight: set[Pending] = set()
+        self._control = control
+        self._data = data
+        self._batch: list[Pending] | None = None
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = DATA_TAG) -> Pending:
-        """Starts sending a contiguous tensor. Messages of one tag arrive in the order they left, and gloo ends the
-        process where one is longer than what it is received into; NCCL knows no tags."""
+        """Start sending a contiguous tensor. gloo ends the process if it is longer than the receiver's tensor."""
         return self._start("send", tensor, to, tag, f"{tensor.nbytes} bytes to member {to}")
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = DATA_TAG) -> Pending:
-        """Starts receiving exactly `tensor.nbytes` bytes into a contiguous tensor."""
+        """Start receiving exactly `tensor.nbytes` bytes into a contiguous tensor."""
         return self._start("recv", tensor, source, tag, f"{tensor.nbytes} bytes from member {source}")
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Start the bytes sent and received inside together. Both ends must batch the same messages.
+
+        NCCL runs the operations of a batch at once. Outside of a batch they would run one after the other, so that two
+        senders to one engine rank, or two messages of a bucket, would wait for each other.
+        """
+        if self._data is None:
+            yield
+            return
+        data, self._batch = self._data, []
+        data._start_coalescing()
+        try:
+            yield
+        finally:
+            messages, self._batch = self._batch, None
+            work = data._end_coalescing()
+            for message in messages:
+                message.work = work
 
     def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Pending:
         assert tensor.is_contiguous(), f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous"
         assert 0 <= peer < self.size and peer != self.rank, f"member {self.rank} of {self.size} has no peer {peer}"
-        group = self._group  # another thread may close it
-        if group is None:
+        # Read once: another thread may close the group.
+        group = self._data if tag == DATA_TAG and self._data is not None else self._control
+        if self._control is None:
             raise PeerError(f"{what}: the group is closed")
         try:
             work = getattr(group, operation)([tensor.detach()], peer, tag)
         except RuntimeError as error:
             raise PeerError(f"{what}: {_first_line(error)}") from error
-        pending = Pending(self, peer, work, what, tensor)
-        self.under_way.add(pending)
+        pending = Pending(self, peer, work, what, tensor, tag)
+        if self._batch is not None and tag == DATA_TAG:
+            self._batch.append(pending)
+        self.in_flight.add(pending)
         return pending
 
     def wait(self, messages: Sequence[Pending], deadline: float) -> None:
-        """Returns when all messages have left or arrived; PeerError at `deadline` (of time.monotonic) or on a failure."""
-        self.backend.wait(self, messages, deadline)
-        self.under_way.difference_update(messages)
+        """Wait until all messages have left or arrived. Raise PeerError at `deadline` (of time.monotonic) or on a failure."""
+        bytes_apart = [message for message in messages if self._data is not None and message.tag == DATA_TAG]
+        if bytes_apart:
+            self._poll(bytes_apart, deadline)
+        self._wait_gloo([message for message in messages if message not in bytes_apart], deadline)
+        self.in_flight.difference_update(messages)
 
     def check(self, message: Pending) -> None:
-        """PeerError where the connection of a message is lost."""
-        group = self._group
+        """Raise PeerError if the connection of a message is lost."""
+        group = self._control
         if group is None:
             raise PeerError(f"{message.what}: the group is closed")
         try:
-            # Nobody sends it; where the connection is lost it cannot be asked for.
-            group.recv([torch.zeros(1, dtype=torch.uint8, device=self.device)], message.peer, _NEVER_SENT_TAG)
+            # No member ever sends it. On a lost connection the receive cannot even be started.
+            group.recv([torch.zeros(1, dtype=torch.uint8)], message.peer, _NEVER_SENT_TAG)
         except RuntimeError as error:
             raise _failed(message, error) from error
 
     def close(self) -> None:
-        """Closes the connections: whoever waits for this member fails at once. Harmless when repeated."""
-        group, self._group = self._group, None
-        if group is not None:
-            self.backend.close(group, self.rank, self.size)
-            self.under_way.clear()
+        """Close the connections: members that wait for this one fail at once. A second call does nothing."""
+        control, self._control = self._control, None
+        if control is not None:
+            if self._data is not None:
+                self._data.abort()
+            _close_gloo(control, self.rank, self.size)
+            self.in_flight.clear()
+
+    def _wait_gloo(self, messages: Sequence[Pending], deadline: float) -> None:
+        """Wait in another thread and check the connections meanwhile.
+
+        gloo forgets a message that it is writing when the connection breaks: the wait lasts to its deadline, and nothing
+        wakes it. Waiting in short turns would break all connections at the end of the first.
+        """
+        if not messages:
+            return
+        ended = threading.Event()
+        failures: list[PeerError] = []
+
+        def wait() -> None:
+            for message in messages:
+                try:
+                    message.work.wait(timedelta(seconds=max(_SHORTEST_WAIT_S, deadline - time.monotonic())))
+                except RuntimeError as error:
+                    failures.append(_failed(message, error))
+                    break
+            ended.set()
+
+        threading.Thread(target=wait, name="peer-wait", daemon=True).start()
+        while not ended.wait(_LOOK_INTERVAL_S):
+            self._check_all(messages)
+        if failures:
+            raise failures[0]
+
+    def _poll(self, messages: Sequence[Pending], deadline: float) -> None:
+        """Wait for bytes on NCCL, whose own wait orders streams and has no deadline for the host."""
+        start = looked = time.monotonic()
+        for message in messages:
+            try:
+                while not message.work.is_completed():
+                    now = time.monotonic()
+                    if now > deadline:
+                        raise RuntimeError(f"timed out after {now - start:.1f} s")
+                    if now - looked > _LOOK_INTERVAL_S:
+                        looked = now
+                        self._check_all(messages)
+                    time.sleep(_POLL_INTERVAL_S)
+                message.work.wait()
+            except RuntimeError as error:
+                raise error if isinstance(error, PeerError) else _failed(message, error) from error
+
+    def _check_all(self, messages: Sequence[Pending]) -> None:
+        for message in {message.peer: message for message in messages}.values():
+            self.check(message)
 
 
 def join(
@@ -191,25 +268,27 @@ def join(
     backend: str = "gloo",
     host: str = "",
 ) -> PeerGroup:
-    """Member `rank` of the `size` members of the group `name`; returns when all are connected.
+    """Join the group `name` as member `rank` of `size`; return when all are connected.
 
-    `host`: this machine's address on which the other members reach it (gloo; NCCL chooses its own network); by default
-    the one that faces the meeting place. `backend`: one of BACKENDS; "nccl" is for CUDA tensors, connects on the first message of a pair, and has not run yet: it needs
-    two GPUs. PeerError where not all came within `timeout_s`; ValueError for an unknown backend.
+    `host`: this node's address on which the other members reach it; by default the one that faces the store. `backend`:
+    one of BACKENDS, what carries the bytes: "nccl" is for CUDA tensors. Raise PeerError if not all came within
+    `timeout_s`, ValueError for an unknown backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"peer group: backend {backend!r} is not one of {', '.join(sorted(BACKENDS))}")
+    deadline = time.monotonic() + timeout_s
     timeout = timedelta(seconds=max(_SHORTEST_WAIT_S, timeout_s))
-    make = BACKENDS[backend].make
-    store = _connect(address, timeout_s)
+    store = dist.PrefixStore(name, _connect(address, timeout_s))
+    make, device = BACKENDS[backend]
     try:
-        group = make(dist.PrefixStore(name, store), rank, size, timeout, host or address.local_host())
+        control = _gloo(store, rank, size, timeout, host or address.local_host())
+        data = make(dist.PrefixStore("data", store), rank, size, timeout, deadline) if make else None
     except RuntimeError as error:
         raise PeerError(
             f"member {rank} of {size} did not meet the others at {address.host}:{address.port} "
             f"within {timeout_s:g} s: {_first_line(error)}"
         ) from error
-    return PeerGroup(group, name, rank, size, backend)
+    return PeerGroup(control, name, rank, size, data, device)
 
 
 def _connect(address: Address, timeout_s: float) -> dist.Store:
@@ -218,8 +297,7 @@ def _connect(address: Address, timeout_s: float) -> dist.Store:
         return dist.TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
     except RuntimeError as error:
         raise PeerError(
-            f"nobody answers at the meeting place {address.host}:{address.port} within {timeout_s:g} s: "
-            f"{_first_line(error)}"
+            f"no rendezvous store answers at {address.host}:{address.port} within {timeout_s:g} s: {_first_line(error)}"
         ) from error
 
 
@@ -230,58 +308,35 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, deadline: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    # Batches between some members use the communicator of all of them, which a first collective of all has to create.
+    work = group.allreduce([torch.zeros(1, device="cuda")])
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            group.abort()
+            raise RuntimeError("NCCL did not connect all members in time")
+        time.sleep(_POLL_INTERVAL_S)
+    return group
+
+
+# What carries bytes apart from gloo, and the device of the tensors.
+BACKENDS: Mapping[str, tuple[Any, str]] = {"gloo": (None, "cpu"), "nccl": (_nccl, "cuda")}
 
 
 def _failed(message: Pending, error: RuntimeError) -> PeerError:
     return PeerError(f"{message.what}: {_first_line(error)}")
 
 
-def _wait_gloo(group: PeerGroup, messages: Sequence[Pending], deadline: float) -> None:
-    """gloo forgets a message that it is writing at the moment in which the connection breaks: its wait lasts to the
-    deadline, and nothing wakes it (one that is made in shards would break all connections at the end of the first). So
-    another thread waits, and this one looks now and then whether the connections are there."""
-    ended = threading.Event()
-    failures: list[PeerError] = []
-
-    def wait() -> None:
-        for message in messages:
-            try:
-                message.work.wait(timedelta(seconds=max(_SHORTEST_WAIT_S, deadline - time.monotonic())))
-            except RuntimeError as error:
-                failures.append(_failed(message, error))
-                break
-        ended.set()
-
-    threading.Thread(target=wait, name="peer-wait", daemon=True).start()
-    while not ended.wait(_LOOK_INTERVAL_S):
-        for message in {message.peer: message for message in messages}.values():
-            group.check(message)
-    if failures:
-        raise failures[0]
-
-
-def _wait_nccl(group: PeerGroup, messages: Sequence[Pending], deadline: float) -> None:
-    """NCCL's own wait only orders streams; a deadline for the host needs the work to be watched."""
-    start = time.monotonic()
-    for message in messages:
-        try:
-            while not message.work.is_completed():
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"timed out after {time.monotonic() - start:.1f} s")
-                time.sleep(_POLL_INTERVAL_S)
-            message.work.wait()
-        except RuntimeError as error:
-            raise _failed(message, error) from error
-
-
 def _close_gloo(group: Any, rank: int, size: int) -> None:
-    """Connections live as long as any message that was started, so that giving up the group does not close them. A wait
-    that times out does: gloo then breaks all connections of this member. A connection that is broken already fails at
-    once and tells the others nothing, so that one wait would not do."""
+    """Break all connections of this member.
+
+    Connections live as long as any message on them, so dropping the group does not close them. A wait that times out
+    does: gloo then breaks all of this member's connections. A connection that is broken already fails at once and tells
+    the others nothing, so one wait is not enough.
+    """
     for peer in range(size):
         if peer != rank:
             with contextlib.suppress(RuntimeError):
@@ -289,27 +344,7 @@ def _close_gloo(group: Any, rank: int, size: int) -> None:
                 never_sent.wait(timedelta(seconds=_SHORTEST_WAIT_S))
 
 
-def _close_nccl(group: Any, rank: int, size: int) -> None:
-    group.abort()
-
-
-@dataclass(frozen=True)
-class Backend:
-    """How a member is made, waits and closes, and where its tensors are."""
-
-    make: Callable[[dist.Store, int, int, timedelta, str], Any]
-    wait: Callable[[PeerGroup, Sequence[Pending], float], None]
-    close: Callable[[Any, int, int], None]
-    device: str
-
-
-BACKENDS: Mapping[str, Backend] = {
-    "gloo": Backend(_gloo, _wait_gloo, _close_gloo, "cpu"),
-    "nccl": Backend(_nccl, _wait_nccl, _close_nccl, "cuda"),
-}
-
-
 def _first_line(error: Exception) -> str:
-    """The reason without the place in the library's source and its advice."""
+    """Return the reason without the place in the library's source and its advice."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^\]]*\] *", "", line).split(" This is typically")[0][:300]

@@ -1,11 +1,9 @@
-"""How far a delivery through shared memory has come: counters in it that writers and the reader of the slots poll.
+"""Progress of a weight sync through shared memory: counters that writers and the reader of the slots poll.
 
 Bucket k lies in slot k % 2. A writer may fill it when bucket k - 2 is loaded; the reader loads it when all writers have
-counted it. Nobody sends a message for that. Either side may stop the delivery, which ends all waiting at once: a writer
-that leaves it, and a reader that cannot go on.
+counted it. No message is needed. Either side may stop the sync, which ends all waiting at once.
 
-The counters order nothing but the work of processes that behave: that the bytes are the right ones is proved by their
-checksums. Needs torch and the standard library alone.
+The counters only order the work of processes that behave; checksums prove that the bytes are right.
 """
 
 from __future__ import annotations
@@ -17,31 +15,31 @@ import torch
 
 NUM_SLOTS = 2
 MAX_WRITERS = 1000
-LEFT = "it has left the delivery"  # why a writer ends its waiting; the reason is known elsewhere
-GIVEN_UP = "the trainer has given the delivery up"
+LEFT = "it has left the weight sync"  # a writer ends its waiting; the engine's messenger knows the reason
+ABANDONED = "the trainer has abandoned the weight sync"
 _NUMBER, _STOPPED, _LOADED, _BEGUN, _WRITTEN = 0, 1, 2, 3, 4
 NUM_WORDS = 1024
 # Looking costs time that writers and readers of one machine need: a wait is prolonged by at most a chunk of itself.
 _SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.00005, 0.002, 0.125
 
 
-class Progress:
-    """Over int64 words [NUM_WORDS] of shared memory."""
+class ArenaProgress:
+    """Counters in int64 words [NUM_WORDS] of shared memory."""
 
     def __init__(self, words: torch.Tensor) -> None:
         self._words = words
 
     def start(self, number: int) -> None:
-        """All counters at zero for the delivery `number`. Nobody may be working on an earlier one."""
+        """Reset all counters for weight sync `number`. No process may still work on an earlier one."""
         self._words.zero_()
         self._words[_NUMBER] = number
 
     def stop(self) -> None:
-        """The delivery is given up: nobody goes on with it."""
+        """Abandon the weight sync for all processes."""
         self._words[_STOPPED] = 1
 
-    def stop_delivery(self, number: int) -> None:
-        """`stop`, where the delivery that is under way is `number` and not a later one."""
+    def stop_sync(self, number: int) -> None:
+        """Stop weight sync `number`, but not a later one."""
         if int(self._words[_NUMBER]) == number:
             self.stop()
 
@@ -50,23 +48,23 @@ class Progress:
         return bool(self._words[_STOPPED])
 
     def begin(self, number: int) -> None:
-        """The reader begins with the delivery `number`. ValueError where that is over or was begun before: a message that
-        arrives twice finds bytes of other buckets in the slots."""
+        """Let the reader begin weight sync `number`. Raise ValueError if that is over or has begun already."""
         self._check(number)
         if self._words[_BEGUN]:
-            raise ValueError("the delivery has been begun already; its message arrived twice")
+            raise ValueError("the weight sync has begun already; its message arrived twice")
+        # A message that arrives twice would find bytes of other buckets in the slots.
         self._words[_BEGUN] = 1
 
     def _check(self, number: int) -> None:
         if int(self._words[_NUMBER]) != number or self.is_stopped:
-            raise ValueError(GIVEN_UP)
+            raise ValueError(ABANDONED)
 
     def count_written(self, writer: int, count: int) -> None:
-        """The first `count` buckets have all that this writer contributes."""
+        """Publish that this writer has written its share of the first `count` buckets."""
         self._words[_WRITTEN + writer] = count
 
     def count_loaded(self, count: int) -> None:
-        """The first `count` buckets are where they belong."""
+        """Publish that the first `count` buckets are in the parameters."""
         self._words[_LOADED] = count
 
     @property
@@ -74,7 +72,7 @@ class Progress:
         return int(self._words[_LOADED])
 
     def wait_for_slot(self, index: int, seconds: float) -> bool:
-        """Whether the slot of bucket `index` may be written, within `seconds`. ValueError where the delivery was stopped."""
+        """Return True once the slot of bucket `index` is free, False after `seconds`. Raise ValueError if the sync was stopped."""
 
         def is_free() -> bool:
             if self.is_stopped:
@@ -84,7 +82,7 @@ class Progress:
         return _poll(is_free, seconds)
 
     def wait_for_bucket(self, index: int, number: int, num_writers: int, seconds: float) -> None:
-        """Until bucket `index` of the delivery `number` is whole. ValueError where it never will be, TimeoutError."""
+        """Wait until bucket `index` of sync `number` is whole. Raise ValueError if the sync stops, TimeoutError if it is late."""
         written = self._words[_WRITTEN : _WRITTEN + num_writers]
 
         def is_whole() -> bool:

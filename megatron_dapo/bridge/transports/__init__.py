@@ -1,1 +1,1 @@
-"""How the bytes of a delivery reach the engines: `base.Transport` and what implements it."""
+"""Transports of the weight sync: implementations of `base.Transport`."""

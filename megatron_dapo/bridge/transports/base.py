@@ -1,20 +1,24 @@
-"""What transports and the state machine share: the orders, the outcome, engines, and agreement with a deadline.
+"""Shared parts of the transports and the state machine: requests, results, engines, and agreement with a deadline.
 
-A delivery is collective: every trainer rank calls `Transport.deliver` with the same `SyncRequest`. Each engine has one
-leader, the trainer rank that speaks HTTP to it. A failure of an engine is data (`TransferResult.failures`) and must not keep
-the other engines from their weights; a failure of a trainer rank is a `CoordinationError` on all others, within the
-deadline.
+A weight sync is collective: every trainer rank calls a transport's verbs with the same `SyncRequest`.
 
-What a transport does for each engine rank, in this order, whatever carries the bytes:
+    transport.begin(request, deadline)     # connect: memory, groups, and the engines' attention
+    transport.send(sources)                # every rank writes its chunks
+    transport.finish() -> TransferResult   # replies of the engines, with the checksums they read back
+
+Each engine has one leader, the trainer rank that speaks HTTP to it. A failure of an engine is data
+(`TransferResult.failures`) and must not keep the other engines from their weights; a failure of a trainer rank is a
+`CoordinationError` on all others, within the deadline.
+
+Every transport has each engine rank carry out the same commands:
 
     begin    Command(op="begin", manifest=plan.manifest(...))
-    bucket   Command(op="bucket", bucket=plan.buckets(...)[k].header) + its bytes, for every k in order
-    finish   Command(op="finish")                                  -> Reply with the checksums of all parameters
+    bucket   Command(op="bucket", bucket=plan.buckets(...)[k]) and its bytes, for every k in order
+    finish   Command(op="finish")                                -> Reply with the checksums of all parameters
 
-A message holds one or several commands and is answered by one Reply, on its last command or on the first one that
-failed: none is carried out behind that. A transport that has the weights loaded in another way sends
-Command(op="adopt", manifest=...) instead. A Reply whose id is not the last command's, or none, is a failure.
-`expected` sums what this rank wrote; the state machine adds it up over ranks and compares.
+A message holds one or several commands. One `Reply` answers it, to its last command or to the first one that failed; no
+command is carried out after a failure. A transport whose engines load the weights in another way sends
+Command(op="adopt", manifest=...) instead.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.bridge.protocol.receiver import Command, Reply
+from megatron_dapo.bridge.protocol.messages import Command, Reply
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums
 from megatron_dapo.parallel.collectives import communication_device
 from megatron_dapo.reshard.execution import Buffers
@@ -41,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class EngineControl(Protocol):
-    """What an update needs of a server. Every method returns when it is done and raises where it is not."""
+    """Control of one engine. Every method returns when the engine is done and raises if it fails."""
 
     def pause(self, mode: str) -> None: ...
 
@@ -53,7 +57,7 @@ class EngineControl(Protocol):
         self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
     ) -> None: ...
 
-    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None: ...
+    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None: ...
 
     def end_weight_update(self) -> None: ...
 
@@ -64,7 +68,7 @@ class EngineControl(Protocol):
 
 @dataclass(frozen=True)
 class EngineHandles:
-    """The engines and who speaks to them.
+    """The engines, and the trainer rank that leads each.
 
     `controls` are those of the engines that this rank leads; the mapping may change when an engine is restarted.
     """
@@ -77,7 +81,7 @@ class EngineHandles:
 
 
 class SyncDeadline:
-    """A moment on the monotonic clock that may not be passed."""
+    """A moment on the monotonic clock that a wait may not pass."""
 
     def __init__(self, seconds: float) -> None:
         self.at = time.monotonic() + seconds
@@ -85,7 +89,7 @@ class SyncDeadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left, at least a millisecond: zero means "for ever" to many waits."""
+        """Seconds left, at least a millisecond: zero means "forever" to many waits."""
         return max(1e-3, self.at - time.monotonic())
 
     @property
@@ -95,22 +99,22 @@ class SyncDeadline:
 
 @dataclass(frozen=True)
 class SyncRequest:
-    """One delivery, the same on every rank."""
+    """One weight sync, the same on every rank."""
 
-    delivery: str  # unique
+    sync_id: str  # unique
     session: str
     version: int
     engines: tuple[int, ...]
-    number: int = 0  # grows from delivery to delivery of a session
+    number: int = 0  # grows from sync to sync of a session
 
 
 @dataclass
 class TransferResult:
-    """What one rank knows after `Transport.deliver`."""
+    """One rank's view of a transfer."""
 
     expected: ExpectedChecksums
     failures: dict[int, str] = field(default_factory=dict)  # engine -> first reason this rank saw
-    reports: dict[int, tuple[Reply, ...]] = field(default_factory=dict)  # engines this rank leads: finish of each rank
+    replies: dict[int, tuple[Reply, ...]] = field(default_factory=dict)  # engines this rank leads: finish of each rank
     num_bytes: dict[int, int] = field(default_factory=dict)  # engines this rank leads: copied into parameters
     peak_bytes: int = 0  # largest extra memory for one engine rank
 
@@ -119,27 +123,45 @@ class TransferResult:
 
 
 class Transport(Protocol):
-    """Carries out deliveries. One object for the run; it may keep connections and memory between deliveries."""
+    """Carries the bytes of weight syncs. One object for the run; it may keep connections and memory between syncs.
 
-    def deliver(self, order: SyncRequest, sources: Buffers, deadline: SyncDeadline) -> TransferResult:
-        """Brings this rank's share to all engines of the order, and has them verify. Collective.
+    All verbs are collective over the trainer's ranks and raise CoordinationError if another rank did not take part.
+    """
 
-        Returns by the deadline; raises CoordinationError where another trainer rank did not take part.
-        """
+    def begin(self, request: SyncRequest, deadline: SyncDeadline) -> None:
+        """Connect to the engines of the request."""
 
-    def close(self) -> None: ...
+    def send(self, sources: Buffers) -> None:
+        """Bring this rank's share to the engines."""
+
+    def finish(self) -> TransferResult:
+        """Collect the engines' replies by the deadline."""
+
+    def close(self) -> None:
+        """Stop a sync in progress and release everything kept for the next one."""
+
+
+def transfer(transport: Transport, request: SyncRequest, sources: Buffers, deadline: SyncDeadline) -> TransferResult:
+    """Carry one weight sync through the three verbs. An exception closes the transport, so that no engine waits."""
+    try:
+        transport.begin(request, deadline)
+        transport.send(sources)
+        return transport.finish()
+    except BaseException:
+        transport.close()
+        raise
 
 
 class EngineFailure(RuntimeError):
-    """An engine did not do what it was told; the text says it all."""
+    """An engine failed a command; the text says how."""
 
 
 class CoordinationError(RuntimeError):
-    """Trainer ranks did not come to an agreement in time: one is gone or late."""
+    """Trainer ranks did not agree in time: one is gone or late."""
 
 
 class Coordinator(Protocol):
-    """Agreement among some trainer ranks, each with a deadline. Every rank of the group must call."""
+    """Agreement among some trainer ranks, with deadlines. Every rank of the group must call."""
 
     @property
     def rank(self) -> int: ...
@@ -148,50 +170,53 @@ class Coordinator(Protocol):
     def size(self) -> int: ...
 
     def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
-        """Every rank's JSON value, in rank order."""
+        """Return every rank's JSON value, in rank order."""
 
     def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
-        """Element-wise sum of int64 vectors of equal length; wraps modulo 2^64."""
+        """Return the element-wise sum of int64 vectors of equal length; wraps modulo 2^64."""
 
 
 class GroupCoordinator:
-    """Agreement over a torch.distributed group; a gloo group, whose waits have deadlines.
+    """Agreement over a torch.distributed group (None: this process alone); a gloo group, whose waits have deadlines.
 
     After a failure the group's state is unknown, so every later call fails at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._broken = ""
-        self._device = communication_device(group)
+        self._device = torch.device("cpu") if group is None else communication_device(group)
 
     @property
     def rank(self) -> int:
-        return dist.get_rank(self._group)
+        return 0 if self._group is None else dist.get_rank(self._group)
 
     @property
     def size(self) -> int:
-        return dist.get_world_size(self._group)
+        return 1 if self._group is None else dist.get_world_size(self._group)
 
     def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
-        deadline = SyncDeadline(timeout_s)
-        payload = _json_bytes(value)
-        # Short values, which most are, fit behind their length: one meeting instead of two.
-        chunks = self._gather(_framed(payload, _SHORT_BYTES), what, deadline)
-        longest = max(_length(chunk) for chunk in chunks)
+        deadline, payload = SyncDeadline(timeout_s), json.dumps(value).encode()
+        if self.size == 1:
+            return [json.loads(payload)]
+        # Most values are short and fit behind their length: one collective instead of two.
+        frames = self._gather(_framed(payload, _SHORT_BYTES), what, deadline)
+        longest = max(_length(frame) for frame in frames)
         if longest > _SHORT_BYTES - _LENGTH_BYTES:
-            chunks = self._gather(_framed(payload, _LENGTH_BYTES + longest), what, deadline)
-        return [json.loads(chunk[_LENGTH_BYTES : _LENGTH_BYTES + _length(chunk)]) for chunk in chunks]
+            frames = self._gather(_framed(payload, _LENGTH_BYTES + longest), what, deadline)
+        return [json.loads(frame[_LENGTH_BYTES : _LENGTH_BYTES + _length(frame)]) for frame in frames]
 
     def _gather(self, own: bytearray, what: str, deadline: SyncDeadline) -> list[bytes]:
-        """Every rank's bytes, equally many."""
+        """Return every rank's bytes, equally many."""
         tensor = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         self._finish(lambda: dist.all_gather(gathered, tensor, group=self._group, async_op=True), what, deadline)
-        return [bytes(chunk.tolist()) for chunk in gathered]
+        return [bytes(frame.tolist()) for frame in gathered]
 
     def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         total = values.to(self._device, copy=True)
+        if self.size == 1:
+            return total
         deadline = SyncDeadline(timeout_s)
         self._finish(lambda: dist.all_reduce(total, group=self._group, async_op=True), what, deadline)
         return total.to(values.device)
@@ -209,16 +234,12 @@ class GroupCoordinator:
             ) from error
 
 
-def _json_bytes(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
 _SHORT_BYTES = 1024
 _LENGTH_BYTES = 8  # of the length in front, little-endian
 
 
 def _framed(payload: bytes, num_bytes: int) -> bytearray:
-    """The length of a payload and as much of it as fits, in exactly `num_bytes`."""
+    """Return the length of a payload and as much of it as fits, in exactly `num_bytes`."""
     framed = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[: num_bytes - _LENGTH_BYTES]
     return bytearray(framed.ljust(num_bytes, b"\0"))
 
@@ -228,7 +249,7 @@ def _length(framed: bytes) -> int:
 
 
 class Call(Generic[Result]):
-    """A call in a thread of its own, so that waiting for it has a deadline. Nobody waits for one that is given up."""
+    """A call in a thread of its own, so that waiting for it has a deadline."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
         self._outcome: list[Result] = []
@@ -243,18 +264,18 @@ class Call(Generic[Result]):
             if gpu is not None:
                 torch.cuda.set_device(gpu)
             self._outcome.append(function())
-        # Carried to whoever waits.
+        # Raised again by `result`.
         except BaseException as error:  # noqa: BLE001
             self._error = error
         finally:
             self._done.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True once the call has ended, well or not."""
         return self._done.wait(seconds)
 
     def result(self, deadline: SyncDeadline, what: str) -> Result:
-        """What the call returned or raised; TimeoutError at the deadline."""
+        """Return or raise what the call did. Raise TimeoutError at the deadline."""
         if not self.wait(deadline.left_s):
             raise TimeoutError(f"{what} took longer than {deadline.seconds:.1f} s")
         if self._error is not None:
@@ -263,27 +284,29 @@ class Call(Generic[Result]):
 
 
 def call_within(function: Callable[[], Result], seconds: float, what: str) -> Result:
-    """`function()`, given up after `seconds`: TimeoutError that says what was waited for."""
+    """Return `function()`. Raise TimeoutError that names `what` after `seconds`."""
     return Call(function).result(SyncDeadline(seconds), what)
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for people."""
+    """Return one line that explains an error to a user."""
     text = str(error) or type(error).__name__
     return text if isinstance(error, (ValueError, TimeoutError, EngineFailure)) else f"{type(error).__name__}: {text}"
 
 
 def encode_payload(*commands: Command) -> bytes:
-    """One entry of SGLang's `serialized_named_tensors`: the stock pickle of [(name, tensor)], the names our commands."""
+    """Return one entry of SGLang's `serialized_named_tensors`: a pickle of [(name, tensor)], the names our commands."""
     return pickle.dumps([(command.encode(), torch.empty(0)) for command in commands], protocol=4)
 
 
-def check_report(text: str, *commands: Command) -> Reply:
-    """The report on a message of `commands`. ValueError where it belongs to another message, says that a command
-    failed, or does not reach the last one."""
-    report = Reply.decode(text)
-    if not report.ok and any(report.id == command.id for command in commands):
-        raise ValueError(f"{report.op}: {report.message or 'the engine reports a failure without a reason'}")
-    if report.id != commands[-1].id:
-        raise ValueError(f"{commands[-1].op}: the engine reports on {report.id!r}, not on {commands[-1].id!r}")
-    return report
+def check_reply(text: str, *commands: Command) -> Reply:
+    """Return the reply to a message of `commands`.
+
+    Raise ValueError if it answers another message, reports a failure, or does not reach the last command.
+    """
+    reply = Reply.decode(text)
+    if not reply.ok and any(reply.id == command.id for command in commands):
+        raise ValueError(f"{reply.op}: {reply.message or 'the engine reports a failure without a reason'}")
+    if reply.id != commands[-1].id:
+        raise ValueError(f"{commands[-1].op}: the engine replies to {reply.id!r}, not to {commands[-1].id!r}")
+    return reply

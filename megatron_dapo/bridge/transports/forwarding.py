@@ -1,91 +1,128 @@
-"""Parts of a delivery whose source is on another machine than the engine: they go to a deputy there first, which writes
-them into the engine's slot. One message a round and pair of ranks."""
+"""Placement of engines on nodes, and forwarding of chunks whose source is on another node than their engine.
+
+Such chunks go to a relay rank on the engine's node, which writes them into the engine's slot: one message a round and
+pair of ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from megatron_dapo.bridge.protocol.messages import Bucket
 from megatron_dapo.bridge.protocol.peer_group import PeerGroup, Pending
-from megatron_dapo.bridge.sync_plan import ExpectedChecksums, PlannedBucket, write_chunks
-from megatron_dapo.bridge.transports.base import SyncDeadline, SyncRequest
-from megatron_dapo.bridge.transports.engine_nodes import EngineNodes
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, write_chunks
+from megatron_dapo.bridge.transports.base import EngineHandles, SyncDeadline, SyncRequest
+from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.execution import Buffers
 
-# (engine rank, source on another machine) -> where its bytes of a bucket go, and their message
+# (engine rank, source on another node) -> memory for its bytes of a bucket, and their message
 Incoming = dict[tuple[int, int], tuple[torch.Tensor, Pending]]
 
 
-class Forwarding:
-    """This rank's messages to and from other machines; `peers`: all trainer ranks, None where there is one machine.
+@dataclass(frozen=True)
+class EngineNodes:
+    """Nodes of the engines, as one trainer rank sees them. An engine lives on the node of its leader."""
 
-    Every rank goes through the same rounds, also for engines that failed: the others do not know of it.
+    plan: SyncPlan
+    handles: EngineHandles
+    nodes: NodeTopology
+    rank: int
+
+    def node_of(self, engine: int) -> int:
+        return self.nodes.node_of(self.handles.leaders[engine])
+
+    def is_here(self, engine: int) -> bool:
+        """Return True if an engine is on this rank's node."""
+        return self.node_of(engine) == self.nodes.node_of(self.rank)
+
+    def engines_here(self, request: SyncRequest) -> tuple[int, ...]:
+        """Return the engines of a request that are on this rank's node."""
+        return tuple(engine for engine in request.engines if self.is_here(engine))
+
+    def engine_of(self, bucket: Bucket) -> int:
+        return bucket.engine_rank // self.plan.engines.tensor_parallel
+
+    def buckets(self, engines: Sequence[int], index: int) -> list[Bucket]:
+        """Return bucket number `index` of every rank of these engines that has so many."""
+        ranks = [rank for engine in engines for rank in self.plan.ranks_of(engine)]
+        return [self.plan.buckets(rank)[index] for rank in ranks if index < len(self.plan.buckets(rank))]
+
+    def beside(self, engine_rank: int) -> int:
+        """Return the trainer rank whose device an engine rank shares: engines fill the devices of their node in order."""
+        size = self.plan.engines.tensor_parallel
+        engine, number = divmod(engine_rank, size)
+        node = self.node_of(engine)
+        before = sum(self.node_of(other) == node for other in range(engine))
+        ranks = self.nodes.ranks_of(node)
+        return ranks[(before * size + number) % len(ranks)]
+
+
+class Forwarding:
+    """This rank's messages to and from other nodes; `peers`: all trainer ranks, None if there is one node.
+
+    Every rank goes through the same rounds, also for engines that failed: the other nodes do not know of the failure.
     """
 
-    def __init__(self, places: EngineNodes, peers: PeerGroup | None) -> None:
-        self._places = places
+    def __init__(self, nodes: EngineNodes, peers: PeerGroup | None) -> None:
+        self._nodes = nodes
         self._peers = peers
         self._sending: list[Pending] = []
 
     def begin(self) -> None:
-        """A delivery: what an earlier one that failed had under way is nobody's business any more."""
+        """Forget messages that an earlier, failed sync had in flight."""
         self._sending.clear()
 
-    def receive(self, order: SyncRequest, index: int) -> Incoming:
-        """Starts to receive what other machines send through this rank in round `index`."""
+    def receive(self, request: SyncRequest, index: int) -> Incoming:
+        """Start to receive what other nodes send through this rank in round `index`."""
         incoming: Incoming = {}
         if self._peers is None:
             return incoming
-        for bucket, source in self._forwarded(self._places.engines_here(order), index):
-            if self._deputy(bucket, source) == self._places.rank:
-                segment = bucket.segments[source]
-                data = torch.empty(segment.stop - segment.start, dtype=torch.uint8)
+        for bucket, source in self._forwarded(self._nodes.engines_here(request), index):
+            if self._relay(bucket, source) == self._nodes.rank:
+                start, stop = bucket.segments[source]
+                data = torch.empty(stop - start, dtype=torch.uint8)
                 incoming[bucket.engine_rank, source] = (data, self._peers.receive(data, source))
         return incoming
 
     def send(
-        self, order: SyncRequest, index: int, sources: Buffers, expected: ExpectedChecksums, deadline: SyncDeadline
+        self, request: SyncRequest, index: int, sources: Buffers, expected: ExpectedChecksums, deadline: SyncDeadline
     ) -> None:
-        """Starts to send this rank's parts for engines of other machines; those of the round before have left."""
+        """Start to send this rank's chunks for engines of other nodes, once those of the last round have left."""
         if self._peers is None:
             return
         self.wait(deadline)
-        away = [engine for engine in order.engines if not self._places.is_here(engine)]
+        away = [engine for engine in request.engines if not self._nodes.is_here(engine)]
         for bucket, source in self._forwarded(away, index):
-            if source == self._places.rank:
-                message = self._message(bucket, sources, expected)
-                self._sending.append(self._peers.send(message, self._deputy(bucket, source)))
+            if source == self._nodes.rank:
+                start, stop = bucket.segments[source]
+                data = torch.zeros(stop - start, dtype=torch.uint8)
+                write_chunks(self._nodes.plan, bucket, source, sources, data, expected, origin=start)
+                self._sending.append(self._peers.send(data, self._relay(bucket, source)))
 
     def wait(self, deadline: SyncDeadline) -> None:
-        """Until all that was sent has left."""
+        """Wait until everything sent has left."""
         for message in self._sending:
             message.wait(deadline.at)
         self._sending.clear()
 
-    def _message(self, bucket: PlannedBucket, sources: Buffers, expected: ExpectedChecksums) -> torch.Tensor:
-        """What this rank contributes to a bucket."""
-        segment = bucket.segments[self._places.rank]
-        data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-        specs = self._places.plan.engines.local_specs(bucket.engine_rank)
-        write_chunks(bucket, self._places.rank, sources, data, specs, expected)
-        return data[segment.start : segment.stop].clone()
-
-    def _forwarded(self, engines: Sequence[int], index: int) -> list[tuple[PlannedBucket, int]]:
-        """(bucket, source) pairs of round `index` whose source is not on the engine's machine, in one order for all."""
-        places, pairs = self._places, []
-        for bucket in places.buckets(engines, index):
-            node = places.node_of(places.engine_of(bucket))
-            pairs += [(bucket, source) for source in bucket.segments if places.nodes.node_of(source) != node]
+    def _forwarded(self, engines: Sequence[int], index: int) -> list[tuple[Bucket, int]]:
+        """(bucket, source) pairs of round `index` whose source is on another node, in one order on all ranks."""
+        nodes, pairs = self._nodes, []
+        for bucket in nodes.buckets(engines, index):
+            node = nodes.node_of(nodes.engine_of(bucket))
+            pairs += [(bucket, source) for source in bucket.segments if nodes.nodes.node_of(source) != node]
         return pairs
 
-    def _deputy(self, bucket: PlannedBucket, source: int) -> int:
-        """The rank of the engine's machine that takes a source's bytes in; sources are spread over its ranks."""
-        places = self._places
-        ranks = places.nodes.ranks_of(places.node_of(places.engine_of(bucket)))
+    def _relay(self, bucket: Bucket, source: int) -> int:
+        """Rank of the engine's node that receives a source's bytes; sources are spread over the node's ranks."""
+        nodes = self._nodes
+        ranks = nodes.nodes.ranks_of(nodes.node_of(nodes.engine_of(bucket)))
         return ranks[(source + bucket.engine_rank) % len(ranks)]
 
 
-def arrivals(bucket: PlannedBucket, incoming: Incoming) -> list[tuple[int, int]]:
-    """The keys of what comes for a bucket through this rank."""
+def arrivals(bucket: Bucket, incoming: Incoming) -> list[tuple[int, int]]:
+    """Return the keys of what comes for a bucket through this rank."""
     return [key for source in bucket.segments if (key := (bucket.engine_rank, source)) in incoming]

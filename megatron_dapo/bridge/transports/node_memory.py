@@ -1,11 +1,11 @@
-"""The memory through which the engine ranks of one machine get their weights: an arena each, and bucket slots.
+"""Memory through which the engine ranks of one node get their weights: an arena each, with bucket slots.
 
 On a CPU the slots are part of the arena. With a CUDA `device` they are memory of the GPU that the engine rank shares with
-a trainer rank, opened by all others through IPC handles; that form has not run on a GPU yet.
+a trainer rank, opened by all other ranks through IPC handles.
 
-Arenas are kept from one delivery to the next as long as their engine lives: pages that are there are written several
-times as fast as new ones. Slots on a GPU are kept until `close`: memory must not be freed while another process has it
-open, and nobody can tell when an engine that hangs or was killed has let go of it.
+Arenas are kept between weight syncs as long as their engine lives: existing pages are written several times as fast as
+new ones. Slots on a GPU are kept until `close`: memory must not be freed while another process has it open, and the
+trainer cannot know when an engine that hangs or was killed has closed it.
 """
 
 from __future__ import annotations
@@ -20,70 +20,72 @@ import torch
 
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena, remove_arena, remove_stale
 from megatron_dapo.bridge.protocol.cuda_memory import open_shared, share
+from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT
 from megatron_dapo.bridge.protocol.progress import NUM_SLOTS
-from megatron_dapo.bridge.protocol.receiver import CHUNK_ALIGNMENT
 from megatron_dapo.bridge.transports.base import Coordinator, EngineControl, SyncRequest, reason_of
-from megatron_dapo.bridge.transports.engine_nodes import EngineNodes
+from megatron_dapo.bridge.transports.forwarding import EngineNodes
 
 
 @dataclass
-class Memory:
-    """What one rank has for one delivery, by engine rank."""
+class SyncMemory:
+    """Memory of one rank for one weight sync, by engine rank."""
 
     arenas: dict[int, Arena] = field(default_factory=dict)
     slots: dict[int, torch.Tensor] = field(default_factory=dict)  # [2, bytes] uint8
     shared: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # IPC handle of the slots on a GPU
     linked: dict[int, ArenaSpec] = field(default_factory=dict)  # made here, and not mapped by their engine yet
-    failures: dict[int, str] = field(default_factory=dict)  # engine -> why it cannot be delivered to
-    pids: tuple[int, ...] = ()  # of the trainer's processes on this machine
-    is_new: bool = False  # on any rank of the machine: something had to be mapped, which may have failed
+    failures: dict[int, str] = field(default_factory=dict)  # engine -> reason it has no memory
+    pids: tuple[int, ...] = ()  # of the trainer's processes on this node
+    is_new: bool = False  # on any rank of the node: something had to be mapped, which may have failed
 
     @property
     def peak_bytes(self) -> int:
-        """Of the largest engine rank."""
-        reports = {rank: arena.report.numel() for rank, arena in self.arenas.items()}
-        return max((reports.get(rank, 0) + slots.numel() for rank, slots in self.slots.items()), default=0)
+        """Bytes of the largest engine rank."""
+        replies = {rank: arena.reply.numel() for rank, arena in self.arenas.items()}
+        return max((replies.get(rank, 0) + slots.numel() for rank, slots in self.slots.items()), default=0)
 
     def stop(self, engine_ranks: Iterable[int]) -> None:
-        """Nobody waits any longer for these engine ranks, nor they for us."""
+        """End all waiting for these engine ranks, and theirs for this rank."""
         for engine_rank in engine_ranks:
             if engine_rank in self.arenas:
                 self.arenas[engine_rank].progress.stop()
 
     def unlink(self, engine_ranks: Iterable[int]) -> None:
-        """All that use their arenas have mapped them, or never will."""
+        """Unlink arenas once every process that uses them has mapped them, or never will."""
         for engine_rank in engine_ranks:
             if engine_rank in self.linked:
                 remove_arena(self.linked[engine_rank])
 
 
 class NodeMemory:
-    """Makes, opens and keeps it. `folder`: where arenas lie; `device`: where this rank's slots lie."""
+    """Creates, opens and keeps the memory. `directory`: of the arenas; `device`: of this rank's slots."""
 
-    def __init__(self, places: EngineNodes, node_group: Coordinator, folder: Path, device: torch.device) -> None:
+    def __init__(self, nodes: EngineNodes, node_group: Coordinator, directory: Path, device: torch.device) -> None:
         self.device = device
-        self._places = places
+        self._nodes = nodes
         self._node_group = node_group
-        self._folder = folder
+        self._directory = directory
         self._kept: dict[int, Arena] = {}  # engine rank -> its arena, unlinked and mapped by all that use it
         self._kept_for: dict[int, EngineControl] = {}  # engines this rank leads: whose processes have mapped theirs
         self._own_slots: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}  # with their handles
         self._opened: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}
-        remove_stale(folder)
+        remove_stale(directory)
 
-    def open(self, order: SyncRequest, memory: Memory, timeout_s: float) -> None:
-        """Fills `memory`: creates what engines led by this rank have not got yet, and maps that of all engines of the
-        machine. Collective among its ranks."""
-        here = self._places.engines_here(order)
+    def open(self, request: SyncRequest, memory: SyncMemory, timeout_s: float) -> None:
+        """Fill `memory`: create arenas that engines led by this rank lack, and map those of all engines of the node.
+
+        Collective among the node's ranks.
+        """
+        here = self._nodes.engines_here(request)
         if not here:
             return
-        self._create(order, memory)
+        self._create(request, memory)
         announced = {
             "pid": os.getpid(),
             "arenas": {str(rank): spec.to_json() for rank, spec in memory.linked.items()},
             "slots": {str(rank): handle for rank, (handle, _) in self._make_slots(here).items()},
         }
-        what = f"delivery {order.delivery}, the arenas"
+        what = f"weight sync {request.sync_id}, the arenas"
         everyone = self._node_group.exchange(announced, what, timeout_s)
         memory.pids = tuple(int(others["pid"]) for others in everyone)
         memory.is_new = any(others["arenas"] or others["slots"] for others in everyone)
@@ -91,50 +93,50 @@ class NodeMemory:
             self._map(here, memory, everyone)
         # The other ranks must hear of it instead of waiting for this one.
         except (OSError, RuntimeError, ValueError) as error:
-            for engine in order.engines:
-                memory.failures.setdefault(engine, f"trainer rank {self._places.rank}: {reason_of(error)}")
+            for engine in request.engines:
+                memory.failures.setdefault(engine, f"trainer rank {self._nodes.rank}: {reason_of(error)}")
         for engine in here:
-            ranks = self._places.plan.ranks_of(engine)
+            ranks = self._nodes.plan.ranks_of(engine)
             if any(rank not in memory.arenas or rank not in memory.slots for rank in ranks):
-                memory.failures.setdefault(engine, "it has no memory to be delivered through")
+                memory.failures.setdefault(engine, "it has no shared memory on this node")
 
     def forget(self, engines: Iterable[int]) -> None:
-        """These get new arenas: one that failed may still work on a message that was given up, or has mapped nothing."""
+        """Give these engines new arenas next time: one that failed may still work on an old message, or has mapped nothing."""
         for engine in engines:
             self._kept_for.pop(engine, None)
-            for engine_rank in self._places.plan.ranks_of(engine):
+            for engine_rank in self._nodes.plan.ranks_of(engine):
                 self._kept.pop(engine_rank, None)
 
     def close(self) -> None:
-        """Give up all that was kept for the next delivery."""
+        """Release everything kept for the next weight sync."""
         for kept in (self._kept, self._kept_for, self._own_slots, self._opened):
             kept.clear()
 
-    def _create(self, order: SyncRequest, memory: Memory) -> None:
-        """Arenas of the engines this rank leads: those that are kept begin anew, the others are made."""
-        places = self._places
-        for engine in places.handles.led_by(places.rank, places.engines_here(order)):
-            control, ranks = places.handles.controls[engine], places.plan.ranks_of(engine)
+    def _create(self, request: SyncRequest, memory: SyncMemory) -> None:
+        """Reset the kept arenas of the engines this rank leads and create the others."""
+        nodes = self._nodes
+        for engine in nodes.handles.led_by(nodes.rank, nodes.engines_here(request)):
+            control, ranks = nodes.handles.controls[engine], nodes.plan.ranks_of(engine)
             if self._kept_for.get(engine) is control:
                 for engine_rank in ranks:
-                    self._kept[engine_rank].progress.start(order.number)
+                    self._kept[engine_rank].progress.start(request.number)
                 continue
             try:
                 for engine_rank in ranks:
                     slot_bytes = 0 if self.device.type == "cuda" else self._slot_bytes(engine_rank)
-                    spec = create_arena(self._folder, f"{order.delivery}-{engine_rank}", slot_bytes)
+                    spec = create_arena(self._directory, f"{request.sync_id}-{engine_rank}", slot_bytes)
                     memory.linked[engine_rank] = spec
-                    Arena(spec).progress.start(order.number)
+                    Arena(spec).progress.start(request.number)
                 self._kept_for[engine] = control
             except (OSError, RuntimeError, ValueError) as error:
                 memory.failures[engine] = reason_of(error)
 
-    def _map(self, here: Sequence[int], memory: Memory, everyone: Sequence[Mapping[str, Any]]) -> None:
+    def _map(self, here: Sequence[int], memory: SyncMemory, everyone: Sequence[Mapping[str, Any]]) -> None:
         for others in everyone:
             for engine_rank, spec in others["arenas"].items():
                 self._kept[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
             memory.shared.update((int(engine_rank), handle) for engine_rank, handle in others["slots"].items())
-        ranks_here = [rank for engine in here for rank in self._places.plan.ranks_of(engine)]
+        ranks_here = [rank for engine in here for rank in self._nodes.plan.ranks_of(engine)]
         memory.arenas.update((rank, self._kept[rank]) for rank in ranks_here if rank in self._kept)
         if self.device.type != "cuda":
             memory.slots.update((rank, arena.slots) for rank, arena in memory.arenas.items())
@@ -144,10 +146,10 @@ class NodeMemory:
     # Slots on a GPU
 
     def _make_slots(self, here: Sequence[int]) -> Mapping[int, tuple[Mapping[str, Any], torch.Tensor]]:
-        """Handles and slots on this rank's GPU, of the engine ranks of the machine that share it."""
-        places = self._places
-        ranks = [rank for engine in here for rank in places.plan.ranks_of(engine)] if self.device.type == "cuda" else []
-        beside = [rank for rank in ranks if places.beside(rank) == places.rank]
+        """Return handles and slots on this rank's GPU, of the engine ranks that share it."""
+        nodes = self._nodes
+        ranks = [rank for engine in here for rank in nodes.plan.ranks_of(engine)] if self.device.type == "cuda" else []
+        beside = [rank for rank in ranks if nodes.beside(rank) == nodes.rank]
         for rank in beside:
             if rank not in self._own_slots:
                 slots = torch.empty(NUM_SLOTS * self._slot_bytes(rank), dtype=torch.uint8, device=self.device)
@@ -155,7 +157,7 @@ class NodeMemory:
         return {rank: self._own_slots[rank] for rank in beside}
 
     def _slots_of(self, engine_rank: int, handle: Mapping[str, Any]) -> torch.Tensor:
-        """The slots behind a handle: a process can open none of its own, and opens another's once."""
+        """Return the slots of a handle. CUDA lets a process open no handle of its own, and another's once."""
         if engine_rank in self._own_slots:
             return self._own_slots[engine_rank][1]
         known = self._opened.get(engine_rank)
@@ -165,7 +167,7 @@ class NodeMemory:
         return self._opened[engine_rank][1]
 
     def _slot_bytes(self, engine_rank: int) -> int:
-        plan = self._places.plan
+        plan = self._nodes.plan
         num_bytes = max((bucket.num_bytes for bucket in plan.buckets(engine_rank)), default=0)
         assert num_bytes <= plan.bucket_bytes, f"{num_bytes} bytes, the limit is {plan.bucket_bytes}"
         return -(-num_bytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT

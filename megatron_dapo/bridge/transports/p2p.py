@@ -1,17 +1,15 @@
-"""Engines on machines of their own: every trainer rank sends its chunks straight from its shards to the engine ranks.
+"""Transport to engines on nodes of their own: every trainer rank sends its chunks from its shards to the engine ranks.
 
-One request to an engine and delivery starts a loader in each of its ranks; loader and trainer ranks meet in a
-`PeerGroup` of the engine, through which bytes and reports travel. All senders send at once, two buckets under way.
+One request to an engine starts a receiver in each of its ranks. Receivers and trainer ranks meet in a `PeerGroup` of the
+engine, through which bytes and replies travel. All senders send at once.
 
     leader    POST receive ------------------------------------------------> (answered at the end)
     senders   join | send 0 | send 1 | ...      | checksums of what was sent
-    engine    join | begin  | receive 0, 1, ... | report | finish: ledger and checksums | report
+    engine    join | begin  | receive 0, 1, ... | reply | finish: coverage and checksums | reply
 
-What arrives over the group's own connections, which know no key, is worth nothing by itself: places, sizes and the
+The group's own connections know no key, so nothing that arrives over them is trusted by itself: slices, sizes and the
 manifest come with the request, which needs the engine's key, and the trainer compares the checksums of all parameters
-with those of what it sent. Groups are used again by later deliveries, and joined anew after a failure or a restart.
-
-Runs with gloo on CPUs. The "nccl" form for CUDA is written and has not run.
+with those of what it sent. Groups are reused by later syncs, and joined anew after a failure or a restart.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.bridge.protocol.messages import Command, Reply
 from megatron_dapo.bridge.protocol.p2p_stream import (
     READY,
     RECEIVE,
     STAGED_BUCKETS,
     Outgoing,
     P2PChannel,
-    RoutedBucket,
     Staging,
     acknowledge,
     messages_of,
     ready_key,
-    receive_report,
+    receive_reply,
     send_buckets,
 )
 from megatron_dapo.bridge.protocol.peer_group import (
@@ -47,8 +45,7 @@ from megatron_dapo.bridge.protocol.peer_group import (
     RendezvousStore,
     join,
 )
-from megatron_dapo.bridge.protocol.receiver import Command, Reply
-from megatron_dapo.bridge.sync_plan import ExpectedChecksums, PlannedBucket, SyncPlan
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
     Call,
@@ -62,16 +59,18 @@ from megatron_dapo.bridge.transports.base import (
     reason_of,
 )
 from megatron_dapo.reshard.execution import Buffers
-from megatron_dapo.reshard.layout import shard_view
 
-_TOO_LONG = "took longer than"  # says `Call.result` at its deadline
-_CALL_GRACE_S = 5.0  # for the answer to a request once the reports are here
+_TOO_LONG = "took longer than"  # in the TimeoutError of `Call.result`
+_CALL_GRACE_S = 5.0  # for the answer to a request once the replies are here
 
 
 @dataclass(frozen=True)
 class P2PSettings:
-    """`host`: of this machine, where other machines reach its meeting place; loopback where all run on one.
-    `backend`: "gloo" or "nccl". `connect_s`: until all members of a group have met."""
+    """Settings of the groups.
+
+    `host`: of this node, on which other nodes reach its rendezvous store; loopback if all run on one. `backend`: what
+    carries the bytes, "gloo" or "nccl". `connect_s`: until all members of a group have met.
+    """
 
     host: str = LOOPBACK
     backend: str = "gloo"
@@ -79,12 +78,12 @@ class P2PSettings:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"peer transport: backend {self.backend!r} is not one of {', '.join(BACKENDS)}")
+            raise ValueError(f"p2p transport: backend {self.backend!r} is not one of {', '.join(BACKENDS)}")
 
 
 @dataclass(frozen=True)
 class Members:
-    """Who is who in the group of one engine: the trainer ranks that send or lead first, then the engine's ranks."""
+    """Members of the group of one engine: the trainer ranks that send or lead first, then the engine's ranks."""
 
     trainers: tuple[int, ...]
     engine_ranks: tuple[int, ...]
@@ -101,8 +100,8 @@ class Members:
 
 
 @dataclass(frozen=True)
-class _Meeting:
-    """How the group of one engine is to be had for one delivery."""
+class _Rendezvous:
+    """Name and store of the group of one engine for one sync; `fresh` if it has yet to be joined."""
 
     name: str
     address: Address
@@ -111,11 +110,16 @@ class _Meeting:
 
 @dataclass
 class _Share:
-    """What one rank did for one engine; filled in a thread of its own."""
+    """One rank's share in the sync of one engine; filled in a thread of its own.
 
+    It names its sync: a thread that misses the deadline must not take the next sync for its own.
+    """
+
+    request: SyncRequest
+    deadline: SyncDeadline
     sums: ExpectedChecksums
-    reports: tuple[Reply, ...] = ()  # of the leader
-    received: dict[int, int] = field(default_factory=dict)  # engine rank -> bytes by its report; of the leader
+    replies: tuple[Reply, ...] = ()  # of the leader
+    received: dict[int, int] = field(default_factory=dict)  # engine rank -> bytes by its reply; of the leader
     seconds: dict[str, float] = field(default_factory=dict)
     failure: str = ""
 
@@ -135,33 +139,51 @@ class P2PTransport:
         self.coordinator = coordinator
         self.rank = coordinator.rank
         self.settings = settings or P2PSettings()
-        self.seconds: dict[str, float] = {}  # of the last delivery on this rank, by phase; the slowest engine's
-        self.received: dict[int, int] = {}  # bytes an engine rank reports of the last delivery; of engines led here
-        self._place: RendezvousStore | None = None  # of leaders
+        self.seconds: dict[str, float] = {}  # of the last sync on this rank, by phase; the slowest engine's
+        self.received: dict[int, int] = {}  # bytes an engine rank reported in the last sync; of engines led here
+        self._store: RendezvousStore | None = None  # of leaders
         self._groups: dict[int, PeerGroup] = {}
-        self._joined_by: dict[int, EngineControl] = {}  # engines this rank leads: whose group it is
+        self._joined_by: dict[int, EngineControl] = {}  # of engines this rank leads: the process that joined the group
 
-    def deliver(self, order: SyncRequest, sources: Buffers, deadline: SyncDeadline) -> TransferResult:
-        """A group of an earlier delivery that turns out to be dead is replaced, and its engine tried again, once."""
+    def begin(self, request: SyncRequest, deadline: SyncDeadline) -> None:
+        """Agree on every engine's group."""
         self.seconds, self.received = {}, {}
-        shares, reused = self._attempt(order, order.engines, sources, deadline)
-        failed = self._failed_anywhere(order, shares, deadline)
-        again = tuple(engine for engine in reused if engine in failed)
-        if again and not deadline.is_over:
-            shares.update(self._attempt(order, again, sources, deadline)[0])
-            second = self._failed_anywhere(
-                order, {engine: shares[engine] for engine in again if engine in shares}, deadline
-            )
-            failed = {e: reasons for e, reasons in failed.items() if e not in again}
-            failed.update(second)
-        outcome = self._outcome(shares)
-        outcome.failures.update((engine, _first_cause(reasons)) for engine, reasons in failed.items())
-        return outcome
+        self._request, self._deadline = request, deadline
+        self._shares: dict[int, _Share] = {}
+        self._failed: dict[int, list[str]] = {}  # engine -> reasons, its leader's first
+        self._rendezvous = self._arrange(request.engines)
+
+    def send(self, sources: Buffers) -> None:
+        """Send to all engines at once. A reused group that turns out to be dead is replaced, and its engine tried again."""
+        self._attempt(self._request.engines, self._rendezvous, sources)
+        reused = [engine for engine in self._request.engines if not self._rendezvous[engine].fresh]
+        again = tuple(engine for engine in reused if engine in self._failed)
+        if again and not self._deadline.is_over:
+            self._attempt(again, self._arrange(again), sources)
+
+    def finish(self) -> TransferResult:
+        """Collect the shares of this rank, and the failures that any rank saw."""
+        result = TransferResult(ExpectedChecksums(self.plan))
+        for engine, share in self._shares.items():
+            if share.failure:
+                continue
+            result.expected.merge(share.sums)
+            result.peak_bytes = max(result.peak_bytes, self._peak_bytes(engine))
+            for phase, seconds in share.seconds.items():
+                self.seconds[phase] = max(self.seconds.get(phase, 0.0), seconds)
+            if share.replies:
+                result.replies[engine] = share.replies
+                result.num_bytes[engine] = sum(share.received.values())
+                self.received.update(share.received)
+        for engine, reasons in self._failed.items():
+            result.fail(engine, _first_cause(reasons))
+        return result
 
     def close(self) -> None:
+        """Leave all groups."""
         for engine in list(self._groups):
             self._drop(engine)
-        self._place = None
+        self._store = None
 
     def members(self, engine: int) -> Members:
         ranks = tuple(self.plan.ranks_of(engine))
@@ -169,87 +191,71 @@ class P2PTransport:
         return Members(tuple(sorted(trainers)), ranks)
 
     def _peak_bytes(self, engine: int) -> int:
-        """What either end may take for staging: less, where parts are contiguous."""
+        """Bytes that either end may stage."""
         buckets = (bucket for rank in self.plan.ranks_of(engine) for bucket in self.plan.buckets(rank))
         return STAGED_BUCKETS * max((bucket.num_bytes for bucket in buckets), default=0)
 
-    # Who meets whom
+    # Groups
 
-    def _attempt(
-        self, order: SyncRequest, engines: Sequence[int], sources: Buffers, deadline: SyncDeadline
-    ) -> tuple[dict[int, _Share], tuple[int, ...]]:
-        """Delivers to `engines`; returns this rank's shares, and the engines for which a group was used again."""
-        meetings = self._arrange(order, engines, deadline)
+    def _attempt(self, engines: Sequence[int], rendezvous: Mapping[int, _Rendezvous], sources: Buffers) -> None:
+        """Send to `engines` in one thread each; record this rank's shares and all ranks' failures."""
         mine = [engine for engine in engines if self.rank in self.members(engine).trainers]
-        shares = {engine: _Share(ExpectedChecksums(self.plan)) for engine in mine}
+        shares = {engine: self._new_share() for engine in mine}
         for engine in mine:
-            if meetings[engine].fresh:
+            if rendezvous[engine].fresh:
                 self._drop(engine)
-        calls = {
-            e: Call(lambda e=e: self._deliver_one(order, e, meetings[e], sources, deadline, shares[e])) for e in mine
-        }
+        calls = {e: Call(lambda e=e: self._sync_engine(e, rendezvous[e], sources, shares[e])) for e in mine}
         for engine, call in calls.items():
             try:
-                # Kept here and not by the call: one that is given up must not touch the groups of later deliveries.
-                self._groups[engine] = call.result(deadline, f"the delivery to engine {engine}")
-            # Whatever an engine's death looks like, it is the engine's failure and not this rank's.
+                # Kept here and not by the thread: one that misses the deadline must not touch the groups of later syncs.
+                self._groups[engine] = call.result(self._deadline, f"the weight sync of engine {engine}")
+            # An engine can fail with any exception; that must not fail this rank.
             except Exception as error:
-                # A new one: the thread of a call that was given up may still write into the old one.
-                shares[engine] = _Share(ExpectedChecksums(self.plan), failure=reason_of(error))
+                # A new share: the thread of a call that timed out may still write into the old one.
+                shares[engine] = self._new_share(reason_of(error))
                 self._drop(engine)
         for engine in self.handles.led_by(self.rank, mine):
             self._joined_by[engine] = self.handles.controls[engine]
-        return shares, tuple(engine for engine in engines if not meetings[engine].fresh)
+        self._shares.update(shares)
+        for engine in engines:
+            self._failed.pop(engine, None)
+        self._failed.update(self._failed_anywhere(shares))
 
-    def _outcome(self, shares: Mapping[int, _Share]) -> TransferResult:
-        outcome = TransferResult(ExpectedChecksums(self.plan))
-        for engine, share in shares.items():
-            if share.failure:
-                outcome.fail(engine, share.failure)
-                continue
-            outcome.expected.merge(share.sums)
-            outcome.peak_bytes = max(outcome.peak_bytes, self._peak_bytes(engine))
-            for phase, seconds in share.seconds.items():
-                self.seconds[phase] = max(self.seconds.get(phase, 0.0), seconds)
-            if share.reports:
-                outcome.reports[engine] = share.reports
-                outcome.num_bytes[engine] = sum(share.received.values())
-                self.received.update(share.received)
-        return outcome
+    def _new_share(self, failure: str = "") -> _Share:
+        return _Share(self._request, self._deadline, ExpectedChecksums(self.plan), failure=failure)
 
-    def _arrange(self, order: SyncRequest, engines: Sequence[int], deadline: SyncDeadline) -> dict[int, _Meeting]:
-        """Every engine's group, named by its leader: a new one where any member lacks the old one."""
+    def _arrange(self, engines: Sequence[int]) -> dict[int, _Rendezvous]:
+        """Agree on every engine's group, named by its leader: a new one if any member lacks the old one."""
         own: dict[str, Any] = {"groups": {}, "offers": {}}
         for engine in engines:
-            led = self.handles.leaders[engine] == self.rank
-            if led and self._joined_by.get(engine) is not self.handles.controls[engine]:
+            leads = self.handles.leaders[engine] == self.rank
+            if leads and self._joined_by.get(engine) is not self.handles.controls[engine]:
                 self._drop(engine)
             if self.rank in self.members(engine).trainers:
                 own["groups"][str(engine)] = self._groups[engine].name if engine in self._groups else ""
-            if led:
+            if leads:
                 own["offers"][str(engine)] = self._offer()
-        everyone = self.coordinator.exchange(own, f"delivery {order.delivery}, the groups", deadline.left_s)
-        meetings = {}
+        what = f"weight sync {self._request.sync_id}, the groups"
+        everyone = self.coordinator.exchange(own, what, self._deadline.left_s)
+        found = {}
         for engine in engines:
             names = {view["groups"][str(engine)] for view in everyone if str(engine) in view["groups"]}
             name, host, port = everyone[self.handles.leaders[engine]]["offers"][str(engine)]
             fresh = len(names) > 1 or "" in names
-            meetings[engine] = _Meeting(name if fresh else names.pop(), Address(host, port), fresh)
-        return meetings
+            found[engine] = _Rendezvous(name if fresh else names.pop(), Address(host, port), fresh)
+        return found
 
     def _offer(self) -> list[Any]:
-        if self._place is None:
-            self._place = RendezvousStore(self.settings.host)
-        return [RendezvousStore.new_name(), self._place.address.host, self._place.address.port]
+        if self._store is None:
+            self._store = RendezvousStore(self.settings.host)
+        return [RendezvousStore.new_name(), self._store.address.host, self._store.address.port]
 
-    def _failed_anywhere(
-        self, order: SyncRequest, shares: Mapping[int, _Share], deadline: SyncDeadline
-    ) -> dict[int, list[str]]:
-        """engine -> what each rank for which it failed says of it, its leader first."""
+    def _failed_anywhere(self, shares: Mapping[int, _Share]) -> dict[int, list[str]]:
+        """Return engine -> the failure of each rank, its leader first."""
         known = {str(engine): share.failure for engine, share in shares.items() if share.failure}
         # Ranks whose wait for an engine has just ended at the deadline still have to say so.
-        seconds = deadline.left_s + _CALL_GRACE_S
-        everyone = self.coordinator.exchange(known, f"delivery {order.delivery}, the outcome", seconds)
+        seconds = self._deadline.left_s + _CALL_GRACE_S
+        everyone = self.coordinator.exchange(known, f"weight sync {self._request.sync_id}, the outcome", seconds)
         reasons: dict[int, list[str]] = {}
         for rank, view in enumerate(everyone):
             for engine, reason in ((int(engine), reason) for engine, reason in view.items()):
@@ -261,67 +267,59 @@ class P2PTransport:
 
     # One engine
 
-    def _deliver_one(
-        self,
-        order: SyncRequest,
-        engine: int,
-        meeting: _Meeting,
-        sources: Buffers,
-        deadline: SyncDeadline,
-        share: _Share,
-    ) -> PeerGroup:
-        """This rank's part in the delivery to one engine; returns the group, which the next one can use. Raises what went
-        wrong, and the group is closed."""
-        start = time.perf_counter()
+    def _sync_engine(self, engine: int, rendezvous: _Rendezvous, sources: Buffers, share: _Share) -> PeerGroup:
+        """Sync one engine, in a thread; return the group for the next sync. A failure closes the group."""
+        start, deadline = time.perf_counter(), share.deadline
         members = self.members(engine)
-        posted = self._post(order, engine, meeting, deadline) if self.handles.leaders[engine] == self.rank else None
-        group = self._join(members, meeting, deadline) if meeting.fresh else self._groups[engine]
+        posted = self._post(engine, rendezvous, share) if self.handles.leaders[engine] == self.rank else None
+        group = self._join(members, rendezvous, deadline) if rendezvous.fresh else self._groups[engine]
         share.seconds["join"] = time.perf_counter() - start
         try:
-            # From the start: a failure of an engine rank must end the sending.
-            received = self._watch(order, engine, group, RECEIVE, deadline) if posted else []
-            self._send(engine, group, sources, deadline, received)
-            for engine_rank, report in zip(members.engine_ranks, _collect(received, deadline)):
-                share.received[engine_rank] = report.num_bytes
+            # Watched from the start: a failure of an engine rank must end the sending.
+            received = self._watch(engine, group, RECEIVE, share) if posted else []
+            self._send(engine, group, sources, received, deadline)
+            for engine_rank, reply in zip(members.engine_ranks, _collect(received, deadline)):
+                share.received[engine_rank] = reply.num_bytes
             share.seconds["transfer"] = time.perf_counter() - start
-            finished = self._watch(order, engine, group, "finish", deadline) if posted else []
+            finished = self._watch(engine, group, "finish", share) if posted else []
             for engine_rank in members.engine_ranks:
                 share.sums.add_plan(engine_rank, self.rank, sources)
-            share.reports = _collect(finished, deadline)
+            share.replies = _collect(finished, deadline)
             if posted is not None:
                 posted.result(deadline, f"an answer of engine {engine}")
             share.seconds["all"] = time.perf_counter() - start
         except BaseException:
-            # Nobody is to wait for this rank.
+            # Members that wait for this rank fail at once.
             group.close()
             raise
         return group
 
     def _send(
-        self, engine: int, group: PeerGroup, sources: Buffers, deadline: SyncDeadline, received: Sequence[Call[Reply]]
+        self, engine: int, group: PeerGroup, sources: Buffers, received: Sequence[Call[Reply]], deadline: SyncDeadline
     ) -> None:
         device = next(iter(sources.values())).device if sources else group.device
         staging = Staging(device, self._peak_bytes(engine))
         try:
             with torch.no_grad():
-                send_buckets(group, self._outgoing(engine, self.members(engine), sources), staging, deadline.at)
+                outgoing = self._outgoing(engine, self.members(engine), sources)
+                send_buckets(group, outgoing, staging, deadline.at)
         except PeerError:
-            # An engine rank that failed has said why.
+            # An engine rank that failed has said why: raise that instead.
             _collect(received, SyncDeadline(_CALL_GRACE_S))
             raise
 
-    def _join(self, members: Members, meeting: _Meeting, deadline: SyncDeadline) -> PeerGroup:
-        """A new group, once the engine's ranks have said that they come."""
+    def _join(self, members: Members, rendezvous: _Rendezvous, deadline: SyncDeadline) -> PeerGroup:
+        """Join a new group, once the engine's ranks have said that they come."""
         seconds = min(self.settings.connect_s, deadline.left_s)
         end = time.monotonic() + seconds
-        store = RendezvousClient(meeting.address, seconds)
+        store = RendezvousClient(rendezvous.address, seconds)
         for engine_rank in members.engine_ranks:
-            said = store.get(ready_key(meeting.name, members.of_engine_rank(engine_rank)), end - time.monotonic())
+            said = store.get(ready_key(rendezvous.name, members.of_engine_rank(engine_rank)), end - time.monotonic())
             if said != READY:
                 raise PeerError(said)
         return join(
-            meeting.address,
-            meeting.name,
+            rendezvous.address,
+            rendezvous.name,
             members.of_trainer(self.rank),
             members.size,
             timeout_s=end - time.monotonic(),
@@ -334,83 +332,78 @@ class P2PTransport:
             group.close()
 
     def _outgoing(self, engine: int, members: Members, sources: Buffers) -> Iterator[Outgoing]:
-        """What this rank sends, round after round over the engine's ranks."""
+        """Yield what this rank sends, bucket after bucket over the engine's ranks."""
         for index in range(self.plan.num_buckets(engine)):
             for engine_rank in members.engine_ranks:
                 buckets = self.plan.buckets(engine_rank)
-                writes = buckets[index].writes_of(self.rank) if index < len(buckets) else ()
+                writes = self.plan.writes(buckets[index], self.rank) if index < len(buckets) else ()
                 if not writes:
                     continue
                 specs = self.plan.engines.local_specs(engine_rank)
                 dtypes = {write.chunk.name: specs[write.chunk.name].dtype for write in writes}
-                views = {w.chunk: shard_view(sources[w.shard.local], w.shard, w.bounds) for w in writes}
                 sizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
                 to = members.of_engine_rank(engine_rank)
-                yield Outgoing(to, messages_of(to, [w.chunk for w in writes], sizes), views.__getitem__, dtypes)
+                values = {write.chunk: write.view(sources) for write in writes}
+                yield Outgoing(messages_of(to, [write.chunk for write in writes], sizes), values, dtypes)
 
     # The leader
 
-    def _post(self, order: SyncRequest, engine: int, meeting: _Meeting, deadline: SyncDeadline) -> Call[None]:
-        """Starts the request. Where it fails, members that wait for the engine's ranks hear of it at once."""
+    def _post(self, engine: int, rendezvous: _Rendezvous, share: _Share) -> Call[None]:
+        """Start the request. If it fails, members that wait for the engine's ranks hear of it at once."""
         members, control = self.members(engine), self.handles.controls[engine]
-        payloads = [
-            encode_payload(self._command(order, rank, members, meeting, deadline)) for rank in members.engine_ranks
-        ]
+        payloads = [encode_payload(self._command(rank, members, rendezvous, share)) for rank in members.engine_ranks]
 
         def post() -> None:
             try:
                 control.update_weights_from_tensor(payloads, LOAD_FORMAT)
             except Exception as error:
-                if meeting.fresh:
-                    store = RendezvousClient(meeting.address, self.settings.connect_s)
+                if rendezvous.fresh:
+                    store = RendezvousClient(rendezvous.address, self.settings.connect_s)
                     for engine_rank in members.engine_ranks:
-                        key = ready_key(meeting.name, members.of_engine_rank(engine_rank))
+                        key = ready_key(rendezvous.name, members.of_engine_rank(engine_rank))
                         store.put(key, f"engine {engine}: {reason_of(error)}")
                 raise
 
         return Call(post)
 
-    def _command(
-        self, order: SyncRequest, engine_rank: int, members: Members, meeting: _Meeting, deadline: SyncDeadline
-    ) -> Command:
+    def _command(self, engine_rank: int, members: Members, rendezvous: _Rendezvous, share: _Share) -> Command:
+        request = share.request
         leader = self.handles.leaders[engine_rank // self.plan.engines.tensor_parallel]
         channel = P2PChannel(
-            address=meeting.address,
-            group=meeting.name,
-            fresh=meeting.fresh,
+            address=rendezvous.address,
+            group=rendezvous.name,
+            fresh=rendezvous.fresh,
+            trainers=members.trainers,
             member=members.of_engine_rank(engine_rank),
             size=members.size,
             leader=members.of_trainer(leader),
             backend=self.settings.backend,
             connect_s=self.settings.connect_s,
-            seconds=deadline.left_s,
-            buckets=tuple(_routed(bucket, members) for bucket in self.plan.buckets(engine_rank)),
+            seconds=share.deadline.left_s,
+            buckets=self.plan.buckets(engine_rank),
         )
+        manifest = self.plan.manifest(engine_rank, request.sync_id, request.session, request.version, request.number)
         return Command(
-            id=f"{order.delivery}/{engine_rank}",
-            op=RECEIVE,
-            delivery=order.delivery,
-            manifest=self.plan.manifest(engine_rank, order.delivery, order.session, order.version, order.number),
-            channel=channel.to_json(),
+            f"{request.sync_id}/{engine_rank}", RECEIVE, request.sync_id, manifest, channel=channel.to_json()
         )
 
-    def _watch(
-        self, order: SyncRequest, engine: int, group: PeerGroup, op: str, deadline: SyncDeadline
-    ) -> list[Call[Reply]]:
-        """Waits in threads for each engine rank's report on one step. One that failed, or whose connection is lost, closes the
-        group, so that nobody goes on: the other engine ranks would wait for senders who do."""
-        members = self.members(engine)
+    def _watch(self, engine: int, group: PeerGroup, op: str, share: _Share) -> list[Call[Reply]]:
+        """Wait in threads for each engine rank's reply to one step.
+
+        A rank that failed, or whose connection is lost, closes the group: the other engine ranks would wait for senders.
+        """
+        members, deadline, sync_id = self.members(engine), share.deadline, share.request.sync_id
 
         def hear(number: int, engine_rank: int) -> Reply:
             member = members.of_engine_rank(engine_rank)
-            report = receive_report(group, member, deadline.at)
-            if not report.ok or op == "finish":
+            reply = receive_reply(group, member, deadline.at)
+            if not reply.ok or op == "finish":
                 acknowledge(group, member, deadline.at)
-            if not report.ok:
-                raise ValueError(f"rank {number} of the engine, {report.op}: {report.message or 'failed'}")
-            if (report.id, report.op) != (f"{order.delivery}/{engine_rank}", op):
-                raise ValueError(f"rank {number} of the engine reports on {report.op} {report.id!r}, expected {op}")
-            return report
+            if not reply.ok:
+                raise ValueError(f"rank {number} of the engine, {reply.op}: {reply.message or 'failed'}")
+            if (reply.id, reply.op) != (f"{sync_id}/{engine_rank}", op):
+                raise ValueError(f"rank {number} of the engine replies to {reply.op} {reply.id!r}, expected {op}")
+            return reply
 
         def watch(number: int, engine_rank: int) -> Reply:
             try:
@@ -423,30 +416,20 @@ class P2PTransport:
 
 
 def _first_cause(reasons: Sequence[str]) -> str:
-    """Whoever fails closes its connections, which others see as a PeerError, or wait in vain: the cause is neither."""
+    """Return the reason that is neither a timeout nor a closed connection: other ranks see these as consequences."""
     return min(reasons, key=lambda reason: (_TOO_LONG in reason, PeerError.__name__ in reason))
 
 
 def _collect(calls: Sequence[Call[Reply]], deadline: SyncDeadline) -> tuple[Reply, ...]:
-    """The reports in rank order. Raises the reason an engine rank gave, where one did; else the first error."""
-    reports: list[Reply] = []
+    """Return the replies in rank order. Raise the reason an engine rank gave, if one did; else the first error."""
+    replies: list[Reply] = []
     errors: list[Exception] = []
     for call in calls:
         try:
-            reports.append(call.result(deadline, "a report of the engine"))
-        # Sorted out below.
+            replies.append(call.result(deadline, "a reply of the engine"))
+        # Sorted below, once all have ended.
         except Exception as error:
             errors.append(error)
     if errors:
         raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
-    return tuple(reports)
-
-
-def _routed(bucket: PlannedBucket, members: Members) -> RoutedBucket:
-    segments = {
-        members.of_trainer(source): (segment.start, segment.stop) for source, segment in bucket.segments.items()
-    }
-    return RoutedBucket(bucket.header, segments)
-
-
-__all__ = ["Members", "P2PSettings", "P2PTransport"]
+    return tuple(replies)

@@ -204,7 +204,7 @@ class SglangEngines:
         while failed:
             self._replace(failed)
             self._make_room()
-            failed = self._update.redeliver(sorted(failed), version, self._sources()).failures
+            failed = self._update.update_engines(sorted(failed), version, self._sources()).failures
         self._serve(version)
 
     def _make_room(self) -> None:

@@ -1,4 +1,4 @@
-"""What a SGLang server says it serves, and whether that is what was asked for."""
+"""Check that a SGLang server serves what the run expects."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _IMPOSSIBLE_TOKEN = 1 << 40
 
 
 class EngineStartError(RuntimeError):
-    """A server that ended, did not come up in time, or serves something else than was asked for."""
+    """A server ended, did not come up in time, or serves something else than expected."""
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a server has to serve. `seeded`: its deterministic mode is on."""
+    """The model and mode a server must serve. `seeded`: its deterministic mode is on."""
 
     architecture: str
     vocab_size: int
@@ -34,7 +34,7 @@ class Expectation:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Expectation:
-        """From the model folder's config.json. ValueError where it does not say."""
+        """Read the expectation from the model's config.json. Raise ValueError if it lacks a field."""
         file = settings.model_path / "config.json"
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -42,14 +42,14 @@ class Expectation:
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"{file}: cannot tell architectures and vocab_size from it ({error!r}); model_path must be a "
-                "Hugging Face model folder"
+                "Hugging Face checkpoint directory"
             ) from error
         return cls(architecture, vocab_size, DTYPES[settings.dtype], settings.tensor_parallel, settings.seeded)
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a healthy server says about itself."""
+    """A healthy server's description of itself."""
 
     api_version: ApiVersion
     model_path: str
@@ -70,7 +70,7 @@ def open_http(url: str, key_file: Path) -> httpx.Client:
 
 
 def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInfo:
-    """What the server says it serves. EngineStartError where that is not what was asked for."""
+    """Return the server's description. Raise EngineStartError if it is not as expected."""
     info = _server_info(url, http)
     pairs = {
         "architecture": (info.architecture, expectation.architecture),
@@ -84,7 +84,7 @@ def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInf
     if WEIGHT_LOADER not in info.weight_loaders:
         wrong.append(f"no way to update its weights: start it with --custom-weight-loader {WEIGHT_LOADER}")
     if wrong:
-        raise EngineStartError(f"it serves another model than was asked for ({info.model_path}): {'; '.join(wrong)}")
+        raise EngineStartError(f"it serves another model than expected ({info.model_path}): {'; '.join(wrong)}")
     return info
 
 

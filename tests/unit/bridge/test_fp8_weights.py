@@ -175,8 +175,8 @@ def deliver(model, parallel: ParallelLayout, tp: int, engines: int = 1, bucket_b
         for bucket in delivery.buckets(rank):
             data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
             for source in range(master.num_ranks):
-                write_chunks(bucket, source, sources[source], data, specs)
-            receiver.accept("d", bucket.header, data)
+                write_chunks(delivery, bucket, source, sources[source], data)
+            receiver.accept("d", bucket, data)
         receiver.finish("d")
         receivers.append(receiver)
     return weights, engine, layout, receivers, delivery

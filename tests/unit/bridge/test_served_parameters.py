@@ -61,7 +61,7 @@ def test_every_rank_tells_its_own_parameters() -> None:
 
 def test_a_rank_that_does_not_tell_is_named_in_time() -> None:
     start = time.monotonic()
-    with pytest.raises(ValueError, match="rank 1 of a server did not tell its parameters within 1 s"):
+    with pytest.raises(ValueError, match="rank 1 of a server did not describe its parameters within 1 s"):
         served_parameters(Server(deaf=(1,)), 2, timeout_s=1.0)
     assert time.monotonic() - start < 10
 

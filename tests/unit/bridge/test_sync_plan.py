@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.bridge.protocol.receiver import CHUNK_ALIGNMENT, Receiver
-from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, chunk_values, local_slice, write_chunks
+from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT
+from megatron_dapo.bridge.protocol.receiver import Receiver
+from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, local_slice, write_chunks
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
@@ -69,9 +70,9 @@ def _whole(name: str, shape) -> Shard:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_every_element_is_delivered_once_and_verified(data):
+def test_every_element_arrives_once_and_is_verified(data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    source, delivery = _plan(
+    source, sync_plan = _plan(
         data.draw(st.sampled_from(PARALLELS)),
         tied=data.draw(st.booleans()),
         tensor_parallel=data.draw(st.sampled_from([1, 2, 4])),
@@ -80,25 +81,23 @@ def test_every_element_is_delivered_once_and_verified(data):
         bucket_bytes=data.draw(st.sampled_from([64, 100, 1000, 4096, 1 << 20])),
     )
     sources = _shards(source)
-    engines = delivery.engines
+    engines = sync_plan.engines
     expected = [
         {n: torch.zeros(s.shape, dtype=dtype) for n, s in engines.local_specs(r).items()}
         for r in range(engines.num_ranks)
     ]
-    execute_in_memory(delivery.reshard, sources, expected)
-    counted = [ExpectedChecksums(delivery) for _ in sources]
+    execute_in_memory(sync_plan.reshard, sources, expected)
+    counted = [ExpectedChecksums(sync_plan) for _ in sources]
     for rank in range(engines.num_ranks):
         specs = engines.local_specs(rank)
         receiver = Receiver({n: torch.full(s.shape, float("nan"), dtype=dtype) for n, s in specs.items()})
-        receiver.begin(delivery.manifest(rank, "d", "s", 1))
-        for bucket in delivery.buckets(rank):
-            assert bucket.num_bytes <= delivery.bucket_bytes
+        receiver.begin(sync_plan.manifest(rank, "d", "s", 1))
+        for bucket in sync_plan.buckets(rank):
+            assert bucket.num_bytes <= sync_plan.bucket_bytes
             slot = torch.full((bucket.num_bytes,), 255, dtype=torch.uint8)
-            written = sum(write_chunks(bucket, r, sources[r], slot, specs) for r in range(len(sources)))
-            assert written == sum(write.chunk.bounds.volume * dtype.itemsize for write in bucket.writes)
-            for r, sums in enumerate(counted):
-                sums.add_bucket(bucket, r, slot)
-            receiver.accept("d", bucket.header, slot)
+            written = sum(write_chunks(sync_plan, bucket, r, sources[r], slot, sums) for r, sums in enumerate(counted))
+            assert written == sum(chunk.bounds.volume * dtype.itemsize for chunk in bucket.chunks)
+            receiver.accept("d", bucket, slot)
         checksums = receiver.finish("d")
         assert all(torch.equal(receiver.parameters[name], value) for name, value in expected[rank].items())
         vectors = torch.stack([sums.vector([rank]) for sums in counted]).sum(0)
@@ -107,36 +106,33 @@ def test_every_element_is_delivered_once_and_verified(data):
 
 @pytest.mark.parametrize("bucket_bytes", [700, 2048, 5000])
 def test_a_parameter_stays_in_one_bucket_where_it_fits(bucket_bytes):
-    _source, delivery = _plan({"tensor": 2, "pipeline": 2}, bucket_bytes=bucket_bytes)
+    _source, sync_plan = _plan({"tensor": 2, "pipeline": 2}, bucket_bytes=bucket_bytes)
     for rank in range(2):
         homes: dict[str, set[int]] = {}
         sizes: dict[str, int] = {}
-        for bucket in delivery.buckets(rank):
-            for write in bucket.writes:
+        for bucket in sync_plan.buckets(rank):
+            for write in sync_plan.writes(bucket):
                 homes.setdefault(write.chunk.name, set()).add(bucket.index)
                 size = write.chunk.bounds.volume * 4
                 sizes[write.chunk.name] = sizes.get(write.chunk.name, 0) + -(-size // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
         split = {name for name, buckets in homes.items() if len(buckets) > 1}
         assert split == {name for name, size in sizes.items() if size > bucket_bytes}
         # Buckets are well filled: no two neighbors would fit into one.
-        fills = [bucket.num_bytes for bucket in delivery.buckets(rank)]
+        fills = [bucket.num_bytes for bucket in sync_plan.buckets(rank)]
         assert len(fills) <= 2 * -(-sum(fills) // bucket_bytes) + 1
 
 
 def test_segments_tell_who_writes_which_bytes():
-    source, delivery = _plan({"tensor": 2, "pipeline": 2}, bucket_bytes=1 << 20)
+    source, sync_plan = _plan({"tensor": 2, "pipeline": 2}, bucket_bytes=1 << 20)
     sources = _shards(source)
-    bucket = delivery.buckets(0)[0]
+    bucket = sync_plan.buckets(0)[0]
     whole = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-    specs = delivery.engines.local_specs(0)
     for rank in range(4):
-        write_chunks(bucket, rank, sources[rank], whole, specs)
+        write_chunks(sync_plan, bucket, rank, sources[rank], whole)
     joined, end = torch.zeros_like(whole), 0
     for rank, (start, stop) in bucket.segments.items():
         assert start == end
-        own = torch.zeros_like(whole)
-        write_chunks(bucket, rank, sources[rank], own, specs)
-        joined[start:stop] = own[start:stop]
+        write_chunks(sync_plan, bucket, rank, sources[rank], joined[start:stop], origin=start)
         end = stop
     assert end == bucket.num_bytes and torch.equal(joined, whole) and len(bucket.segments) > 1
 
@@ -147,10 +143,10 @@ def test_segments_tell_who_writes_which_bytes():
 )
 def test_pipeline_stages_write_side_by_side(parallel, bucket_bytes):
     """Whichever stage a source belongs to: after any number of buckets it has written its share, but for one bucket."""
-    _, delivery = _plan(parallel, bucket_bytes=bucket_bytes)
+    _, sync_plan = _plan(parallel, bucket_bytes=bucket_bytes)
     for rank in range(2):
-        buckets = delivery.buckets(rank)
-        total = dict.fromkeys(delivery.sources(rank), 0)
+        buckets = sync_plan.buckets(rank)
+        total = dict.fromkeys(sync_plan.sources(rank), 0)
         for bucket in buckets:
             for source, (start, stop) in bucket.segments.items():
                 total[source] += stop - start
@@ -168,16 +164,16 @@ def test_work_is_spread_over_replicas():
     """Four whole replicas and an engine beside none of them."""
     source, near = _plan({}, tensor_parallel=1)
     shifted = plan(source, ShiftedLayout(near.engines, 4), ranks_per_node=4)
-    delivery = SyncPlan(shifted, near.engines, 2048, rank_offset=4)
+    sync_plan = SyncPlan(shifted, near.engines, 2048, rank_offset=4)
     written = dict.fromkeys(range(4), 0)
-    for bucket in delivery.buckets(0):
-        for write in bucket.writes:
+    for bucket in sync_plan.buckets(0):
+        for write in sync_plan.writes(bucket):
             written[write.source] += write.chunk.bounds.volume
     total = sum(spec.num_elements for spec in source.tensors.values())
     assert sum(written.values()) == total
     assert max(written.values()) <= 0.35 * total
     # Beside rank 0 all comes from there: nothing crosses to another rank's memory.
-    assert {write.source for bucket in near.buckets(0) for write in bucket.writes} == {0}
+    assert {write.source for bucket in near.buckets(0) for write in near.writes(bucket)} == {0}
 
 
 def test_digest_depends_on_everything_that_moves_bytes():
@@ -206,7 +202,7 @@ def test_a_bucket_that_holds_nothing_is_refused(bucket_bytes):
         _plan(bucket_bytes=bucket_bytes)
 
 
-def test_boxes_of_stacked_parameters():
+def test_slices_of_stacked_parameters():
     """One expert's matrix in a stack of experts, given by its position in memory."""
     down = Shard("down", (0, 8), (6, 4), "w2", (2 * 24,))  # columns 8-11 of a [6, 16] matrix -> w2[2] of [3, 6, 4]
     assert local_slice(down, Slice((1, 9), (2, 3)), (3, 6, 4)) == Slice((2, 1, 1), (1, 2, 3))
@@ -220,16 +216,15 @@ def test_boxes_of_stacked_parameters():
 
 
 def test_checksums_without_buckets_are_the_same():
-    source, delivery = _plan({"tensor": 2, "pipeline": 2}, dtype=torch.bfloat16)
-    sources, specs = _shards(source), delivery.engines.local_specs(0)
-    through_buckets, direct = ExpectedChecksums(delivery), ExpectedChecksums(delivery)
+    source, sync_plan = _plan({"tensor": 2, "pipeline": 2}, dtype=torch.bfloat16)
+    sources, specs = _shards(source), sync_plan.engines.local_specs(0)
+    through_buckets, direct = ExpectedChecksums(sync_plan), ExpectedChecksums(sync_plan)
     for rank, buffers in enumerate(sources):
-        for bucket in delivery.buckets(0):
+        for bucket in sync_plan.buckets(0):
             slot = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-            write_chunks(bucket, rank, buffers, slot, specs)
-            through_buckets.add_bucket(bucket, rank, slot)
-            for write in bucket.writes_of(rank):
-                assert chunk_values(slot, write.chunk, specs).dtype is torch.bfloat16
+            write_chunks(sync_plan, bucket, rank, buffers, slot, through_buckets)
+            for write in sync_plan.writes(bucket, rank):
+                assert write.read(buffers, specs[write.chunk.name].dtype).dtype is torch.bfloat16
         direct.add_plan(0, rank, buffers)
     assert torch.equal(through_buckets.vector([0]), direct.vector([0]))
     assert all(signed(value) == value for value in direct.vector([0]).tolist())
@@ -247,7 +242,7 @@ def test_a_tensor_without_elements():
 
     shards = (_whole("w", (4, 4)), _whole("none", (0, 4)))
     layout = Engines(specs, (shards,))
-    delivery = SyncPlan(plan(layout, layout), layout, 64)
-    manifest = delivery.manifest(0, "d", "s", 1)
+    sync_plan = SyncPlan(plan(layout, layout), layout, 64)
+    manifest = sync_plan.manifest(0, "d", "s", 1)
     assert {name: p.num_filled for name, p in manifest.parameters.items()} == {"w": 16, "none": 0}
-    assert [bucket.num_bytes for bucket in delivery.buckets(0)] == [64]
+    assert [bucket.num_bytes for bucket in sync_plan.buckets(0)] == [64]

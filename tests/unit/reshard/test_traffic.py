@@ -45,7 +45,7 @@ def test_table_is_the_sum_of_the_transfers(seed, limit, monkeypatch):
         for t in reshard.receives(rank):
             if t.source != rank:
                 pairs.setdefault((rank, t.source), []).append(reshard.num_bytes(t))
-    mine = zip(table.destination.tolist(), table.source.tolist(), table.num_bytes.tolist(), table.num_parts.tolist())
+    mine = zip(table.destination.tolist(), table.source.tolist(), table.num_bytes.tolist(), table.num_overlaps.tolist())
     assert {(d, s): (b, n) for d, s, b, n in mine} == {pair: (sum(v), len(v)) for pair, v in pairs.items()}
     for rank in range(reshard.num_ranks):
         assert reshard.traffic(rank) == (table.sent[rank], table.received[rank], table.local[rank])

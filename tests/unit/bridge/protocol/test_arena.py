@@ -11,13 +11,13 @@ import torch
 
 from megatron_dapo.bridge.protocol.arena import (
     PREFIX,
-    REPORT_BYTES,
+    REPLY_BYTES,
     Arena,
     create_arena,
-    read_report,
+    read_reply,
     remove_arena,
     remove_stale,
-    write_report,
+    write_reply,
 )
 
 
@@ -27,32 +27,32 @@ def test_two_mappings_share_slots_and_report(tmp_path):
     remove_arena(spec)
     assert not list(tmp_path.iterdir())
     writer.slots[1][7] = 9
-    writer.write_report('{"id": "é"}')
+    writer.write_reply('{"id": "é"}')
     assert reader.slots[1].tolist() == [0] * 7 + [9] + [0] * 248
     assert reader.slots[0].sum() == 0
-    assert reader.read_report() == '{"id": "é"}'
+    assert reader.read_reply() == '{"id": "é"}'
 
 
-def test_no_report_and_broken_report(tmp_path):
+def test_missing_and_broken_replies(tmp_path):
     arena = Arena(create_arena(tmp_path, "x", 64))
-    with pytest.raises(ValueError, match="no report"):
-        arena.read_report()
-    arena.write_report("hello")
-    arena.report[17] += 1
+    with pytest.raises(ValueError, match="no reply"):
+        arena.read_reply()
+    arena.write_reply("hello")
+    arena.reply[17] += 1
     with pytest.raises(ValueError, match="broken"):
-        arena.read_report()
-    arena.write_report("hello")
-    arena.clear_report()
-    with pytest.raises(ValueError, match="no report"):
-        arena.read_report()
+        arena.read_reply()
+    arena.write_reply("hello")
+    arena.clear_reply()
+    with pytest.raises(ValueError, match="no reply"):
+        arena.read_reply()
 
 
 def test_a_report_that_does_not_fit(tmp_path):
     area = torch.zeros(64, dtype=torch.uint8)
-    write_report(area, "x" * 48)
-    assert read_report(area) == "x" * 48
-    with pytest.raises(ValueError, match="49 bytes, the report area has 48"):
-        write_report(area, "x" * 49)
+    write_reply(area, "x" * 48)
+    assert read_reply(area) == "x" * 48
+    with pytest.raises(ValueError, match="49 bytes, the reply area has 48"):
+        write_reply(area, "x" * 49)
 
 
 def test_only_its_owner_may_read_and_the_size_must_fit(tmp_path):
@@ -62,7 +62,7 @@ def test_only_its_owner_may_read_and_the_size_must_fit(tmp_path):
     with pytest.raises(ValueError, match="600"):
         Arena(spec)
     os.chmod(spec.path, 0o600)
-    os.truncate(spec.path, REPORT_BYTES)
+    os.truncate(spec.path, REPLY_BYTES)
     with pytest.raises(ValueError, match="bytes"):
         Arena(spec)
 

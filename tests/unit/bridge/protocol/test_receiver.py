@@ -8,24 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.bridge.protocol.receiver import (
+from megatron_dapo.bridge.protocol.messages import (
     PROTOCOL_VERSION,
     Bucket,
     Chunk,
     Command,
-    Ledger,
     Manifest,
     ParameterManifest,
-    Receiver,
     Reply,
-    overlapping,
 )
+from megatron_dapo.bridge.protocol.receiver import Receiver, WriteCoverage, overlapping
 from megatron_dapo.reshard.checksum import tensor_checksum
 from megatron_dapo.reshard.slices import Slice
 
 
 class Bytes:
-    """A `BucketSource` that gives every bucket the same bytes."""
+    """A `Channel` that gives every bucket the same bytes."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -73,8 +71,8 @@ def receiver() -> Receiver:
 def _deliver(receiver: Receiver, manifest: Manifest) -> dict[str, int]:
     receiver.begin(manifest)
     for index in (0, 1):
-        receiver.accept(manifest.delivery, *_message(index))
-    return receiver.finish(manifest.delivery)
+        receiver.accept(manifest.sync_id, *_message(index))
+    return receiver.finish(manifest.sync_id)
 
 
 def test_a_delivery_fills_everything_in_place(receiver):
@@ -89,7 +87,7 @@ def test_a_delivery_fills_everything_in_place(receiver):
 def test_a_delivery_that_is_begun_behind_its_successor_is_refused(receiver):
     """A message that was given up long ago and arrives now."""
     receiver.begin(replace(_manifest(5, "new"), number=8))
-    with pytest.raises(ValueError, match="'old' comes late, behind 'new'"):
+    with pytest.raises(ValueError, match="'old' comes late, after 'new'"):
         receiver.begin(replace(_manifest(5, "old"), number=7))
     receiver.begin(replace(_manifest(5, "again"), number=9))
     receiver.begin(replace(_manifest(1, "another", session="life 2"), number=1))
@@ -132,7 +130,7 @@ def _bad_bucket(**changes) -> Bucket:
 @pytest.mark.parametrize(
     ("bucket", "message"),
     [
-        (_bad_bucket(index=1), "bucket 1 arrived, bucket 0 was to come next"),
+        (_bad_bucket(index=1), "bucket 1 arrived, expected bucket 0"),
         (_bad_bucket(num_bytes=129), "128 of 129 bytes of bucket 0 arrived"),
         (_bad_bucket(chunks=(Chunk("z", HALVES[0], 0),)), "chunk of 'z', which the engine lacks"),
         (_bad_bucket(chunks=(Chunk("a", Slice((3, 0), (2, 6)), 0),)), r"\[3:5, 0:6\] is not inside 'a' \(4, 6\)"),
@@ -157,7 +155,7 @@ def test_a_wrong_message_kills_its_delivery_and_no_other(receiver):
     assert not stray.ok and "'d0' is not open, 'd1' is" in stray.message
     assert receiver.handle(Command("3", "bucket", "d1", bucket=_message(0)[0]), Bytes(data)).ok
     doubled = receiver.handle(Command("4", "bucket", "d1", bucket=_message(0)[0]), Bytes(data))
-    assert not doubled.ok and "bucket 0 arrived, bucket 1 was to come next" in doubled.message
+    assert not doubled.ok and "bucket 0 arrived, expected bucket 1" in doubled.message
     later = receiver.handle(Command("5", "bucket", "d1", bucket=_message(1)[0]), Bytes(_message(1)[1]))
     end = receiver.handle(Command("6", "finish", "d1"), Bytes(data))
     assert not later.ok and not end.ok and "has failed already" in end.message
@@ -190,7 +188,7 @@ def test_the_ledger_wants_every_element_once(second, message, receiver):
 
 
 def test_surplus_elements_are_named():
-    ledger = Ledger({"b": ParameterManifest((5,), torch.float32, 4)})
+    ledger = WriteCoverage({"b": ParameterManifest((5,), torch.float32, 4)})
     ledger.add("b", Slice((0,), (5,)))
     with pytest.raises(ValueError, match="5 elements of 'b' .* 4 were promised; surplus: 1"):
         ledger.check()
@@ -249,5 +247,5 @@ def test_what_is_no_command_says_so(text):
 
 @pytest.mark.parametrize("text", ["", "[]", '{"id": 1, "surplus": 2}'])
 def test_what_is_no_report_says_so(text):
-    with pytest.raises(ValueError, match="no report"):
+    with pytest.raises(ValueError, match="no reply"):
         Reply.decode(text)

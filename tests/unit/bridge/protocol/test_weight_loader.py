@@ -10,7 +10,7 @@ import torch
 
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.arena import Arena, create_arena, remove_arena
-from megatron_dapo.bridge.protocol.receiver import Bucket, Chunk, Command, Manifest, ParameterManifest, Reply
+from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, Command, Manifest, ParameterManifest, Reply
 from megatron_dapo.reshard.checksum import tensor_checksum
 from megatron_dapo.reshard.slices import Slice
 
@@ -52,13 +52,13 @@ PARTS = (Chunk("embed_tokens.weight", Slice((0, 0), (6, 4)), 0),)
 def _send(model: TiedModel, arena: Arena, *commands: Command, number: int = 0, writers: int = 1) -> Reply:
     """One message; the report on it."""
     channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": number, "writers": writers, "wait_s": 0.1}
-    arena.clear_report()
+    arena.clear_reply()
     counts = [command.bucket.index + 1 for command in commands if command.bucket is not None]
     if counts:
         arena.progress.count_written(0, max(counts))
     texts = [replace(command, channel=channel).encode() for command in commands]
     weight_loader.load(model, [(text, torch.empty(0)) for text in texts])
-    return Reply.decode(arena.read_report())
+    return Reply.decode(arena.read_reply())
 
 
 def test_a_delivery_through_an_arena(model, arena):
@@ -123,7 +123,7 @@ def test_nothing_is_carried_out_behind_a_failure(model, arena):
     begin, first, second, finish = _whole("d", 4)
     before = model.norm.weight.clone()
     report = _send(model, arena, begin, second, first, finish)
-    assert not report.ok and report.id == "d/1" and "bucket 0 was to come next" in report.message
+    assert not report.ok and report.id == "d/1" and "expected bucket 0" in report.message
     assert report.num_bytes == 0 and torch.equal(model.norm.weight, before)
     assert arena.progress.num_loaded == 0 and arena.progress.is_stopped
 
@@ -146,17 +146,17 @@ def test_bytes_that_never_come_are_waited_for_in_vain_and_not_taken(model, arena
 
     def message() -> str:
         weight_loader.load(model, [(command.encode(), torch.empty(0))])
-        report = Reply.decode(arena.read_report())
+        report = Reply.decode(arena.read_reply())
         assert not report.ok and report.num_bytes == 0
         return report.message
 
     assert "longer than 0.1 s" in message()
     arena.progress.stop()
-    assert "given the delivery up" in message()
+    assert "abandoned the weight sync" in message()
     arena.progress.start(7)
     arena.progress.count_written(0, 1)
     arena.progress.count_written(1, 1)
-    assert "given the delivery up" in message()
+    assert "abandoned the weight sync" in message()
     assert torch.equal(model.embed_tokens.weight, before)
 
 
@@ -167,7 +167,7 @@ def test_an_arena_is_mapped_until_another_one_is_named(model, arena, tmp_path, c
     late = arena
     successor = Arena(create_arena(tmp_path, "y", 128))
     assert _send(model, successor, Command("3", "checksums", "f")).ok
-    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="no report"):
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="no reply"):
         _send(model, late, Command("4", "checksums", "d"))
     remove_arena(successor.spec)
     assert _send(model, successor, Command("5", "checksums", "g")).ok
@@ -178,7 +178,7 @@ def test_a_late_message_does_not_stop_the_delivery_that_is_under_way(model, aren
     current = Arena(create_arena(tmp_path, "y", 128))
     current.progress.start(8)
     assert _send(model, current, _whole("e", 4)[0], number=8).ok
-    with pytest.raises(ValueError, match="no report"):
+    with pytest.raises(ValueError, match="no reply"):
         _send(model, arena, _whole("d", 4)[0], number=7)
     assert not current.progress.is_stopped
     assert _send(model, current, *_whole("e", 4)[1:], number=8).ok
@@ -208,14 +208,14 @@ def test_what_cannot_be_answered_is_logged_and_not_raised(text, model, caplog):
 
 
 def test_commands_of_two_deliveries_are_no_message(model, arena, caplog):
-    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="no report"):
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="no reply"):
         _send(model, arena, _whole("d", 4)[0], _whole("e", 4)[1])
-    assert "do not belong to one delivery" in caplog.text
+    assert "do not belong to one weight sync" in caplog.text
 
 
 def test_a_vanished_arena_is_logged_and_not_raised(model, arena, caplog):
     remove_arena(arena.spec)
     with caplog.at_level(logging.ERROR):
-        with pytest.raises(ValueError, match="no report"):
+        with pytest.raises(ValueError, match="no reply"):
             _send(model, arena, Command("1", "begin", "d", manifest=MANIFEST))
     assert "No such file" in caplog.text

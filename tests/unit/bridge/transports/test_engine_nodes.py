@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dapo.bridge.transports.engine_nodes import EngineNodes
+from megatron_dapo.bridge.transports.forwarding import EngineNodes
 from megatron_dapo.parallel.nodes import NodeTopology
 
 

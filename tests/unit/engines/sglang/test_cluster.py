@@ -111,9 +111,9 @@ class Update:
         self.failing: list[dict[int, str]] = []  # of the next deliveries
 
     def update(self, version: int, sources: Mapping[str, torch.Tensor]) -> Any:
-        return self.redeliver(sorted(self.controls), version, sources)
+        return self.update_engines(sorted(self.controls), version, sources)
 
-    def redeliver(self, engines: Sequence[int], version: int, sources: Mapping[str, torch.Tensor]) -> Any:
+    def update_engines(self, engines: Sequence[int], version: int, sources: Mapping[str, torch.Tensor]) -> Any:
         failures = self.failing.pop(0) if self.failing else {}
         self.delivered += [(self.controls[e].url, version) for e in engines if e not in failures]
         return SimpleNamespace(failures=failures)
@@ -275,9 +275,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def engines_on_the_trainers_device(events: list[str], expected_bytes: int = 0) -> SglangEngines:
     class NotedUpdate(Update):
-        def redeliver(self, *args: Any) -> Any:
+        def update_engines(self, *args: Any) -> Any:
             events.append("wake weights")
-            return super().redeliver(*args)
+            return super().update_engines(*args)
 
     servers = StartedServers(Machine().start, NodeTopology(1, 1), 0, 1, 3, Coordination())
     engines = SglangEngines(

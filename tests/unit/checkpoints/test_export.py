@@ -1,4 +1,4 @@
-"""Sync and export in one process: a single-rank group is None."""
+"""Export in one process, and resharding between Megatron layouts: every rank as if loaded directly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.bridge.replica_sync import ReplicaSync, replica_sync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.load import load_from_huggingface
@@ -23,52 +22,6 @@ def loaded(make_model_directory):
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
     load_from_huggingface(folder, layout, 0, parameters)
     return folder, layout, parameters
-
-
-def _engine(layout, dtype=torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.full(spec.shape, float("nan"), dtype=dtype) for name, spec in layout.tensors.items()}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_engine_gets_the_model(dtype, loaded):
-    folder, layout, parameters = loaded
-    engine = _engine(layout, dtype)
-    sync = replica_sync(layout, dtype, None)
-    report = sync.execute(parameters, engine)
-    assert all(
-        torch.equal(engine[name], tensor.to(dtype)) for name, tensor in load_file(folder / "model.safetensors").items()
-    )
-    assert (report.num_tensors, report.bytes_received) == (len(engine), 0)
-    assert report.bytes_local == 4 * layout.architecture.num_parameters
-    assert len(sync.verify(parameters, engine)) == len(engine)
-
-
-def test_a_changed_element_is_noticed(loaded):
-    _, layout, parameters = loaded
-    engine, sync = _engine(layout), replica_sync(layout, torch.float32, None)
-    sync.execute(parameters, engine)
-    engine["model.layers.2.mlp.up_proj.weight"][5, 6] += 1e-6
-    with pytest.raises(RuntimeError, match=r"1 tensors differ .*model.layers.2.mlp.up_proj.weight"):
-        sync.verify(parameters, engine)
-
-
-def test_engine_with_other_tensors_is_refused(loaded):
-    _, layout, parameters = loaded
-    engine, sync = _engine(layout), replica_sync(layout, torch.float32, None)
-    with pytest.raises(ValueError, match="destination has 51 tensors, its layout 50.*lm_head.weight"):
-        sync.execute(parameters, {**engine, "lm_head.weight": torch.zeros(1)})
-    del engine["model.norm.weight"]
-    with pytest.raises(ValueError, match="model.norm.weight"):
-        sync.execute(parameters, engine)
-    with pytest.raises(ValueError, match="the source has 1 tensors"):
-        sync.execute({"0.output_layer.weight": torch.zeros(1)}, engine)
-
-
-def test_digest_depends_on_both_layouts(loaded):
-    _, layout, _ = loaded
-    assert (
-        replica_sync(layout, torch.float32, None).plan.digest != replica_sync(layout, torch.bfloat16, None).plan.digest
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -95,12 +48,6 @@ def test_megatron_to_megatron_in_memory(family, make_model_directory):
         assert all(
             torch.equal(filled[rank][name], expected[rank][name]) for rank in range(4) for name in expected[rank]
         )
-
-
-def test_same_layout_moves_nothing_between_ranks(loaded):
-    _, layout, parameters = loaded
-    sync = ReplicaSync(layout, layout, None)
-    assert sync.execute(parameters, {n: torch.zeros_like(t) for n, t in parameters.items()}).bytes_sent == 0
 
 
 def test_export_of_one_process(loaded, tmp_path):

@@ -1,18 +1,19 @@
-"""What is delivered, as it is or in FP8, from one rank's live parameters."""
+"""Sources of a weight sync: one rank's live parameters, as they are or in FP8."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_dapo.bridge.fp8_weights import single_rank
+from megatron_dapo.bridge.sources import SOURCES
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, expected_parameters
 from megatron_dapo.checkpoints.megatron_layout import megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.ops.fp8 import quantize_weight
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.trainer.served_weights import WEIGHTS
 
 CONFIG = {
     "model_type": "qwen3",
@@ -42,20 +43,24 @@ def live():
     return master, parameters, sglang_layout(architecture, 1, torch.bfloat16)
 
 
-def test_what_is_not_quantized_is_delivered_as_it_is(live):
+def _actor(tensors, parameters) -> SimpleNamespace:
+    return SimpleNamespace(tensors=tensors, named_local_parameters=lambda: parameters)
+
+
+def test_unquantized_parameters_are_sent_as_they_are(live):
     master, parameters, engines = live
-    weights = WEIGHTS["none"](master, 0, lambda: parameters, single_rank)
-    assert weights.layouts(engines, lambda: pytest.fail("nobody needs to be asked")) == (master, engines)
+    weights = SOURCES["none"](_actor(master, parameters), 0, None)
+    assert not weights.needs_description and weights.layouts(engines) == (master, engines)
     current = weights.current()
-    assert weights.as_served is None and current.keys() == parameters.keys()
+    assert weights.as_served() is None and current.keys() == parameters.keys()
     assert current[DOWN].data_ptr() == parameters[DOWN].data_ptr() and not current[DOWN].requires_grad
 
 
 def test_fp8_follows_the_parameters_and_gives_them_back(live):
     master, parameters, engines = live
-    weights = WEIGHTS["fp8"](master, 0, lambda: parameters, single_rank)
+    weights = SOURCES["fp8"](_actor(master, parameters), 0, None)
     served = Fp8EngineLayout(engines, expected_parameters(engines))
-    source, destination = weights.layouts(engines, lambda: [served.local_specs(0)])
+    source, destination = weights.layouts(engines, [served.local_specs(0)])
     assert destination.tensors == served.tensors and source.num_ranks == 1
     for _ in range(2):
         rounded = quantize_weight(parameters[DOWN].detach())
@@ -73,9 +78,9 @@ def test_fp8_follows_the_parameters_and_gives_them_back(live):
     assert all(torch.equal(tensor.detach(), before[name]) for name, tensor in parameters.items())
 
 
-def test_a_name_that_nobody_has_is_a_key_error(live):
+def test_an_unknown_name_is_a_key_error(live):
     master, parameters, engines = live
-    weights = WEIGHTS["fp8"](master, 0, lambda: parameters, single_rank)
-    weights.layouts(engines, lambda: [Fp8EngineLayout(engines, expected_parameters(engines)).local_specs(0)])
+    weights = SOURCES["fp8"](_actor(master, parameters), 0, None)
+    weights.layouts(engines, [Fp8EngineLayout(engines, expected_parameters(engines)).local_specs(0)])
     with pytest.raises(KeyError):
         weights.current()["no.such.weight"]

@@ -1,0 +1,98 @@
+"""The source side of a weight sync on one trainer rank: the actor's parameters as they are, or quantized to FP8.
+
+`layouts` is called once, when the servers are up; `current` at every sync. Both are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.bridge.fp8_weights import Fp8Weights
+from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, expected_parameters, read_parameters
+from megatron_dapo.checkpoints.sglang_layout import SglangLayout
+from megatron_dapo.reshard.execution import Buffers
+from megatron_dapo.reshard.layout import Layout, TensorSpec
+
+if TYPE_CHECKING:
+    from megatron_dapo.bridge.sync_plan import EngineLayout
+    from megatron_dapo.megatron.actor import MegatronActor
+
+
+class WeightSource:
+    """The actor's parameters as they are; the transports cast them to the engines' types.
+
+    Args:
+        actor: supplies its layout (`tensors`) and this rank's live parameters (`named_local_parameters()`).
+        rank: of the layout.
+        group: the actor's ranks, gloo; None for a single process.
+    """
+
+    needs_description = False  # by `layouts`, of a server's parameters
+
+    def __init__(self, actor: MegatronActor, rank: int, group: dist.ProcessGroup | None) -> None:
+        self._actor = actor
+        self._rank = rank
+        self._group = group
+
+    def layouts(
+        self, engines: SglangLayout, described: Sequence[Mapping[str, TensorSpec]] = ()
+    ) -> tuple[Layout, EngineLayout]:
+        """Return both sides of a sync into `engines`; `described`: the parameters of each rank of one server."""
+        return self._actor.tensors, engines
+
+    def current(self) -> Buffers:
+        """Return this rank's buffers with the present weights."""
+        return {name: tensor.detach() for name, tensor in self._actor.named_local_parameters().items()}
+
+    def as_served(self) -> AbstractContextManager[None] | None:
+        """Return a context in which the actor's parameters have the values that engines compute with.
+
+        None if engines hold the actor's values, except for their type.
+        """
+        return None
+
+
+class Fp8WeightSource(WeightSource):
+    """Parameters that the servers hold in FP8 are quantized to it, all others are as they are."""
+
+    needs_description = True
+    _source: Fp8SourceLayout | None = None
+
+    def layouts(
+        self, engines: SglangLayout, described: Sequence[Mapping[str, TensorSpec]] = ()
+    ) -> tuple[Layout, EngineLayout]:
+        """Raise ValueError if a server holds a parameter that cannot be filled, see `read_parameters`."""
+        served = Fp8EngineLayout(engines, read_parameters(engines, described))
+        self._source = Fp8SourceLayout(self._actor.tensors, served)
+        return self._source, served
+
+    def current(self) -> Fp8Weights:
+        """Return the quantized weights. Collective: blocks cut between ranks share one scale."""
+        assert self._source is not None, "layouts comes before current"
+        return Fp8Weights(self._source, self._rank, super().current(), self._largest)
+
+    def as_served(self) -> AbstractContextManager[None]:
+        """See `WeightSource.as_served`."""
+        return self.current().in_place()
+
+    def _largest(self, magnitudes: torch.Tensor) -> None:
+        if self._group is not None:
+            dist.all_reduce(magnitudes, dist.ReduceOp.MAX, group=self._group)
+
+
+SOURCES: Mapping[str, type[WeightSource]] = {"none": WeightSource, "fp8": Fp8WeightSource}  # by sglang.quantization
+
+
+def expected_layouts(
+    quantization: str, engines: SglangLayout, trainer: Layout | None = None
+) -> tuple[Layout | None, EngineLayout]:
+    """Return both sides of a sync before there are servers to ask; without `trainer`, the engines' side alone."""
+    if quantization == "none":
+        return trainer, engines
+    served = Fp8EngineLayout(engines, expected_parameters(engines))
+    return (None if trainer is None else Fp8SourceLayout(trainer, served)), served
