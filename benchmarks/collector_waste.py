@@ -91,6 +91,7 @@ class CoinEngine:
         self.num_tokens += len(self._running)
         for running in self._running:
             running.versions.append(self.policy_version)
+        # Shuffled, so that responses of a group do not finish together.
         self._random.shuffle(self._running)
         num_finished = -(-len(self._running) // 3)
         finished, self._running = self._running[:num_finished], self._running[num_finished:]
@@ -101,6 +102,7 @@ class CoinEngine:
         return [running.completion(FILLER, "abort") for running in aborted]
 
     def _toss(self, request: GenerationRequest) -> int:
+        # Seeded by the request: a response that starts again tosses the same coin.
         return RIGHT if random.Random(request.seed).random() < request.prompt_ids[1] / 1e6 else WRONG
 
 
@@ -146,6 +148,7 @@ def measure(
         num_continued += batch.statistics.num_continued
         discarded_tokens += batch.statistics.num_discarded_tokens
         assert len(batch.groups) == num_groups, f"a batch has {len(batch.groups)} groups instead of {num_groups}"
+        # A new version every step makes every surplus group stale.
         engine.policy_version += 1
     ledger = collector.accounting()
     assert ledger.is_balanced, f"prompts were lost: {ledger}"

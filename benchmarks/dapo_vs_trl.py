@@ -176,6 +176,7 @@ def ours_report(steps: Sequence[Settings], evaluations: Sequence[Settings], grou
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    # Each side chooses its own number of threads: TRL through `threads`, ours one a process.
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     with open(log, "w", encoding="utf-8") as stream:
         code = subprocess.run(
@@ -302,6 +303,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Run both sides, one after the other."""
+    # Both sides inherit the same cores; the kernel may not give one of them more.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     if arguments.tiny:
         arguments.overrides = [*TINY_STEP, *arguments.overrides]
@@ -319,6 +321,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     if arguments.tiny:
         chosen, settings = "tiny", TINY_TRL
     load_before = os.getloadavg()[0]
+    # TRL trains until it reaches the target, but no longer than this on a slow machine.
     limits = {
         "train_steps": steps,
         "evaluation_interval": interval,

@@ -161,6 +161,7 @@ def measure(num_responses: int, repeats: int) -> dict[str, Any]:
         "decoupled": lambda: decoupled_estimates(inputs, GAMMA, lambdas, 1.0),
         "gaps": lambda: estimate_values(gaps, GAMMA, lambdas),
     }
+    # Sides take turns, and the least of their rounds counts: other programs only add to a time.
     rounds = [{name: timed(run) for name, run in sides.items()} for _ in range(repeats)]
     seconds = {name: min(each[name] for each in rounds) for name in sides}
     return summary(

@@ -82,6 +82,7 @@ def run_side(side: str, num_tokens: int, width: int, vocab_size: int) -> dict[st
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
+        # The gradients belong to every side, so they are not counted.
         "extra_bytes": max(0, status_bytes("VmHWM") - before - gradient_bytes),
         "loss": loss,
         "entropy": entropy,

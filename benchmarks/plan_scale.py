@@ -126,6 +126,7 @@ def measure(name: str) -> dict[str, Any]:
     source, engine = case.layouts(torch.bfloat16)
     reshard = plan(source, engine)
     digest = reshard.digest.hex()
+    # A rank inside the world: the first ranks of a node or a stage are special cases.
     rank = case.parallel.world_size // 2 + 3
     traffic = reshard.traffic(rank)
     one_rank = time.perf_counter() - start
@@ -163,6 +164,7 @@ def _check_worker(rank: int, case: Case, store: str, answers: Any) -> None:
     table = traffic_table(reshard)
     planned = (int(table.sent[rank]), int(table.received[rank]), int(table.local[rank]))
     padding = sum(box.volume for boxes in engine.padding(rank).values() for box in boxes)
+    # Senders hold values of at least 1, so a 0 was never written.
     unfilled = sum(int((tensor == 0).sum()) for tensor in filled.values()) - padding
     answers.put((rank, tuple(counted), planned, unfilled))
     dist.barrier()
@@ -194,6 +196,7 @@ def check(case: Case) -> dict[str, Any]:
     }
 
 
+# A case in this process would report the memory of the largest case before it: ru_maxrss never falls.
 def _in_own_process(name: str) -> dict[str, Any]:
     root = str(Path(__file__).resolve().parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}

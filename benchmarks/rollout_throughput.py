@@ -174,6 +174,7 @@ def serve_embedded(traffic: Traffic) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         requests = traffic.rounds[command["round"]]
+        # Whole groups: the engine shares a prompt only within a group.
         own = [r for r in requests if int(r.request_id.split("/")[0]) % command["num_ranks"] == command["rank"]]
         engine.submit(own)
         num_tokens = 0
@@ -217,6 +218,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         }
         rounds: list[dict[str, dict[str, float]]] = []
         for number in range(len(traffic.rounds)):
+            # The side that starts alternates, so that drift of the machine hits both.
             order = list(sides) if number % 2 else list(reversed(sides))
             rounds.append({name: timed(lambda name=name, number=number: sides[name](number)) for name in order})
     return summary(rounds[1:], traffic, arguments)

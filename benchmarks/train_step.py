@@ -119,6 +119,7 @@ def best_seconds(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str
     """The least seconds of each step over `rounds` rounds in which they take turns; one warm-up each."""
     losses = {name: step() for name, step in steps.items()}
     spread = max(losses.values()) - min(losses.values())
+    # Sides that compute something else must not be compared.
     assert spread < 1e-4, f"the sides do not compute the same loss: {losses}"
     best = dict.fromkeys(steps, float("inf"))
     for _ in range(rounds):
@@ -135,6 +136,7 @@ def measure(name: str, num_sequences: int, rounds: int) -> dict[str, Any]:
     sequences = make_sequences(num_sequences, shape["vocab_size"])
     with tempfile.TemporaryDirectory() as directory:
         packed = make_model(Path(directory), shape)
+        # A model of its own: the packed one trains during the comparison.
         padded = make_model(Path(directory), shape)
         steps = {
             "megatron": megatron_step(Path(directory), sequences),

@@ -1,6 +1,6 @@
 """Weights from Megatron TP2 x PP2 (4 processes) into an engine at TP2, against mbridge's export and a plain copy.
 
-    python benchmarks/weight_sync.py [--json] [--quick | --tiny] [--runs 7] [--transports peer,colocated]
+    python benchmarks/weight_sync.py [--json] [--quick | --tiny] [--runs 7] [--transports p2p,shared_memory]
                                      [--engine-python PATH] [--peer-packages PATH] [--output DIRECTORY]
 
 A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in the same processes:
@@ -10,7 +10,7 @@ A random Qwen2 of about 1 GB. In one run, taking turns on the same cores and in 
     mbridge   `export_weights` of the same live parameters: every tensor whole on every rank, which is where mbridge
               ends and an engine's update begins. It is checked to export the same bits
     floor     the same bytes between the same pairs of ranks over the same transport, from and into plain buffers:
-              messages of a bucket (peer); copied into shared memory and out of it (colocated)
+              messages of a bucket (p2p); copied into shared memory and out of it (shared_memory)
 
     bytes_ratio   largest bytes received by an engine rank / bytes of its shard
     vs_mbridge    mbridge's seconds / ours
@@ -222,7 +222,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers, {QUICK_RUNS} runs")
     parser.add_argument("--tiny", action="store_true", help="the same with narrow layers: checks the program")
     parser.add_argument("--runs", type=int, default=7, help="timed runs of every way, after one to warm up")
-    parser.add_argument("--transports", default="peer,colocated", help="the first one gives the keys at the top")
+    parser.add_argument("--transports", default="p2p,shared_memory", help="the first one gives the keys at the top")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang; without it there is no server")

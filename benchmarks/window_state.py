@@ -135,6 +135,7 @@ def measure(num_groups: int, group_size: int, num_tokens: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as directory:
         tensors, from_tensors = as_tensors(collector, Path(directory))
         plain, from_json = as_json(collector, Path(directory))
+    # JSON is the reference: what tensors lose shows here.
     assert from_tensors == from_json, "tensors and JSON give different states"
     ratios = {
         f"{name}_ratio": tensors[figure] / plain[figure]

@@ -31,6 +31,7 @@ def check(directory: Path, steps: int) -> Iterator[str]:
     """Findings, one a line. ValueError with what is missing."""
     rows = records(directory / "metrics.jsonl")
     found = [row["train_step"] for row in rows]
+    # A resumed run may record a step twice.
     if sorted(set(found)) != list(range(1, steps + 1)):
         raise ValueError(f"{directory}: metrics of the steps {found}, expected 1 to {steps}")
     for name in MUST_BE_FINITE:

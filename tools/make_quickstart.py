@@ -173,6 +173,7 @@ def train(model: Qwen2ForCausalLM, draw_batch: Callable[[], list[Example]], sche
     for step in range(schedule.num_steps):
         loss = loss_of(model, draw_batch())
         loss.backward()
+        # A scheduler that steps before its optimizer would skip the first learning rate.
         for part in optimizers + schedulers:
             part.step()
         model.zero_grad()

@@ -95,6 +95,7 @@ class Stopwatch:
         return begin.elapsed_time(end)
 
 
+# All sides of a shape share its inputs; those of the next shape replace them, as both may not fit.
 @lru_cache(maxsize=1)
 def make_inputs(shape: Shape, device: torch.device) -> Inputs:
     num_tokens, width, vocab_size = shape

@@ -9,7 +9,7 @@ stops. Sides run one after the other, each on a model of its own from the same s
 
     bf16                 everything in bf16
     fp8_blockwise        linear layers multiply e4m3 in blocks, weights are kept in bf16
-    fp8_param       the same with weights kept as FP8 alone, beside their main params
+    fp8_param            the same with weights kept as FP8 alone, beside their main params
     fp8_blockwise_head   the same as fp8_blockwise, and the log-prob head multiplies FP8 too
 
     tokens_per_second    real tokens of the step (no padding) / its seconds

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/sync.py [--json] [--save] [--model 1.5b] [--engine-python PATH] [--bucket-mb 256] [--only gpu]
 
-The trainer's part of a Qwen2.5-shaped model in bf16 (TP1: all of it) is sent by `WeightSync` over the colocated
+The trainer's part of a Qwen2.5-shaped model in bf16 (TP1: all of it) is sent by `WeightSync` over the shared-memory
 transport. The engine is a stock SGLang server where --engine-python names an interpreter that has one, else its weight
 loader in a process of its own; either holds the parameters on the same GPU. The two bucket slots lie
 

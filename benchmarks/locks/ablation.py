@@ -102,6 +102,7 @@ class Learner:
             values = self.critic.of(responses)
             old_logprobs = self._logprobs(responses)
         finished = torch.ones_like(responses.lengths, dtype=torch.bool)
+        # Decoupled GAE: the policy and the critic each have their own lambda.
         lambdas = [rule(responses.lengths, finished) for rule in (recipe.policy_lambda, recipe.critic_lambda)]
         estimates = decoupled_estimates(responses.inputs(values), 1.0, *lambdas)
         spread = moments(estimates.advantages, torch.ones_like(values))

@@ -95,6 +95,7 @@ class Clock(TrainerCallback):
         ):
             accuracy = self._evaluate(train_step, model)
             control.should_training_stop |= accuracy >= self._specification["target"]
+        # Rank 0 decides for all: ranks that disagree would wait for each other forever.
         control.should_training_stop |= self._too_long()
         self._resumed = time.perf_counter()
 
@@ -152,6 +153,7 @@ class Evaluator:
         module = getattr(model, "module", model).eval()
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         mine = self._tasks[rank::size]
+        # Evaluation must not advance the random numbers of training.
         with torch.random.fork_rng():
             torch.manual_seed(1 + rank)
             right = sum(

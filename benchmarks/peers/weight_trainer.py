@@ -143,14 +143,14 @@ def without_trainer_checksums() -> Iterator[None]:
             setattr(ExpectedChecksums, name, original)
 
 
-def _peer_update(trainer: Trainer) -> WeightSync:
+def _p2p_update(trainer: Trainer) -> WeightSync:
     reshard = plan(trainer.actor.tensors, ShiftedLayout(trainer.engine, trainer.size), ranks_per_node=trainer.size)
     sync_plan = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"], rank_offset=trainer.size)
     handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
     return WeightSync(sync_plan, handles, P2PTransport(sync_plan, handles, everyone), everyone)
 
 
-def _colocated_update(trainer: Trainer) -> WeightSync:
+def _shared_memory_update(trainer: Trainer) -> WeightSync:
     reshard = plan(trainer.actor.tensors, trainer.engine, ranks_per_node=trainer.size)
     sync_plan = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"])
     handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
@@ -159,10 +159,10 @@ def _colocated_update(trainer: Trainer) -> WeightSync:
     return WeightSync(sync_plan, handles, transport, everyone)
 
 
-TRANSPORTS: dict[str, Callable[[Trainer], WeightSync]] = {"peer": _peer_update, "colocated": _colocated_update}
+TRANSPORTS: dict[str, Callable[[Trainer], WeightSync]] = {"p2p": _p2p_update, "shared_memory": _shared_memory_update}
 
 
-class SharedFloor:
+class SharedMemoryFloor:
     """The same bytes through shared memory: every rank copies its part in, then the engine's ranks copy all out."""
 
     def __init__(self, trainer: Trainer, sync_plan: SyncPlan) -> None:
@@ -196,7 +196,7 @@ class SharedFloor:
             sink.wait()
 
 
-class Floor:
+class P2PFloor:
     """The same bytes, between the same pairs of ranks, in messages of a bucket, from and into plain buffers."""
 
     def __init__(self, trainer: Trainer, sync_plan: SyncPlan) -> None:
@@ -242,7 +242,7 @@ class Floor:
             sink.wait()
 
 
-FLOORS: dict[str, Callable[[Trainer, SyncPlan], Any]] = {"peer": Floor, "colocated": SharedFloor}
+FLOORS: dict[str, Callable[[Trainer, SyncPlan], Any]] = {"p2p": P2PFloor, "shared_memory": SharedMemoryFloor}
 
 
 def _bytes_between(sync_plan: SyncPlan, source: int, engine_rank: int) -> int:
@@ -276,6 +276,7 @@ def measure(trainer: Trainer, num_runs: int) -> dict[str, Any]:
     """Every way once to warm up, then `num_runs` times in turns."""
     floors = {name: FLOORS[name](trainer, update.plan) for name, update in trainer.updates.items()}
     rows: dict[str, Any] = {"mbridge": [], **{side: {name: [] for name in floors} for side in SIDES}}
+    # All ways take turns in the same processes, so that load on the machine hits them alike.
     for run in range(num_runs + 1):
         rows["mbridge"].append(timed(until_all(trainer.export))[0])
         for name, floor in floors.items():

@@ -23,6 +23,7 @@ def measure_curve(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a tick at 1, 2, 4, ... responses that all run together, the least of the repeats."""
     with ExitStack() as stack:
         measured = ENGINES[kind](arguments, arguments.ticks + 16, stack)
+        # Warm up: the first ticks allocate memory and load kernels.
         measured.seconds(_equal_requests(4, 16))
         points = []
         for power in range(int(math.log2(arguments.most_running)) + 1):
@@ -123,6 +124,7 @@ def measure_rollout(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
         for _ in range(ROLLOUT_WARMUP):
             pool.step()
         whole, windows = [], []
+        # The pool has reached its steady state; reuse is counted from here.
         before = measured.engine.prefix_reuse
         for number in range(ROLLOUT_STEPS):
             windows.append(pool.step())

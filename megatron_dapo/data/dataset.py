@@ -33,7 +33,7 @@ class Conflict:
 
     prompt: str  # the last turn, shortened
     answers: tuple[str, ...]
-    places: tuple[str, ...]
+    locations: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _check_answers(rows: Sequence[tuple[str, Row]], validate_answers: ValidateAn
     problems = validate_answers(row.answer for _, row in rows)
     bad = [row for _, row in rows if row.answer in problems]
     if bad:
-        listed = "\n  ".join(f"{row.place}: {row.answer!r}: {problems[row.answer]}" for row in bad[:MAX_LISTED])
+        listed = "\n  ".join(f"{row.location}: {row.answer!r}: {problems[row.answer]}" for row in bad[:MAX_LISTED])
         raise ValueError(f"{len(bad)} gold answers cannot be used by the verifier, the first of them:\n  {listed}")
 
 
@@ -221,14 +221,14 @@ def _dataset(
 
 
 def _conflicts(rows: Sequence[tuple[str, Row]]) -> tuple[Conflict, ...]:
-    by_prompt: dict[str, dict[str, str]] = {}  # prompt -> answer -> place
+    by_prompt: dict[str, dict[str, str]] = {}  # prompt -> answer -> location
     for _, row in rows:
-        by_prompt.setdefault(prompt_id_of(row.messages, ""), {}).setdefault(row.answer, row.place)
+        by_prompt.setdefault(prompt_id_of(row.messages, ""), {}).setdefault(row.answer, row.location)
     texts = {prompt_id_of(row.messages, ""): row.messages[-1]["content"] for _, row in rows}
     return tuple(
-        Conflict(texts[key][:200], tuple(places), tuple(places.values()))
-        for key, places in by_prompt.items()
-        if len(places) > 1
+        Conflict(texts[key][:200], tuple(locations), tuple(locations.values()))
+        for key, locations in by_prompt.items()
+        if len(locations) > 1
     )
 
 
@@ -237,7 +237,7 @@ def _log(dataset: PromptDataset) -> None:
     logger.info("%s", report.summary())
     if report.conflicts:
         listed = "; ".join(
-            f"{conflict.prompt[:80]!r}: {list(conflict.answers)} at {list(conflict.places)}"
+            f"{conflict.prompt[:80]!r}: {list(conflict.answers)} at {list(conflict.locations)}"
             for conflict in report.conflicts[:MAX_LISTED]
         )
         logger.warning("%d prompts have several different gold answers: %s", len(report.conflicts), listed)

@@ -28,13 +28,13 @@ _CHAT_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*["'](?:role|content)["']\s*:""")
 
 @dataclass(frozen=True)
 class Row:
-    """One checked row. `place`: file and row, for errors."""
+    """One checked row. `location`: file and row, for errors."""
 
     messages: tuple[Mapping[str, str], ...]
     answer: str
     data_source: str
     extra: Mapping[str, Any]
-    place: str
+    location: str
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -47,9 +47,9 @@ def read_rows(path: Path) -> Iterator[Row]:
             f"{path}: unknown kind of data file {path.suffix!r}, choose one of {', '.join(sorted(_READERS))}"
         )
     is_empty = True
-    for place, values in reader(path):
+    for location, values in reader(path):
         is_empty = False
-        yield _checked_row(values, place)
+        yield _checked_row(values, location)
     if is_empty:
         raise ValueError(f"{path} has no rows")
 
@@ -63,7 +63,7 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-# ---- formats: (place, {column: value}) of every row
+# ---- formats: (location, {column: value}) of every row
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -89,19 +89,19 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"{path}, line {number}"
-            values = _parse_line(line, place)
-            _check_columns(list(values), place)
-            yield place, values
+            location = f"{path}, line {number}"
+            values = _parse_line(line, location)
+            _check_columns(list(values), location)
+            yield location, values
 
 
-def _parse_line(line: bytes, place: str) -> Mapping[str, Any]:
+def _parse_line(line: bytes, location: str) -> Mapping[str, Any]:
     try:
         values = json.loads(line)
     except ValueError as error:  # bad JSON or bad UTF-8
-        raise ValueError(f"{place} is not valid JSON: {error}") from error
+        raise ValueError(f"{location} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{place}: expected a JSON object with columns, got {type(values).__name__}")
+        raise ValueError(f"{location}: expected a JSON object with columns, got {type(values).__name__}")
     return values
 
 
@@ -115,53 +115,53 @@ _READERS = {
 # ---- checks
 
 
-def _check_columns(found: Sequence[str], place: str) -> None:
+def _check_columns(found: Sequence[str], location: str) -> None:
     missing = [name for name in REQUIRED_COLUMNS if name not in found]
     if missing:
         raise ValueError(
-            f"{place}: missing column(s) {', '.join(missing)}. Required: {', '.join(REQUIRED_COLUMNS)} "
+            f"{location}: missing column(s) {', '.join(missing)}. Required: {', '.join(REQUIRED_COLUMNS)} "
             f"(optional: {', '.join(OPTIONAL_COLUMNS)}); found: {', '.join(found)}"
         )
 
 
-def _checked_row(values: Mapping[str, Any], place: str) -> Row:
+def _checked_row(values: Mapping[str, Any], location: str) -> Row:
     reward_model = values["reward_model"]
     if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
         found = sorted(reward_model) if isinstance(reward_model, dict) else repr(reward_model)
-        raise ValueError(f"{place}: reward_model has no field ground_truth (found {found})")
+        raise ValueError(f"{location}: reward_model has no field ground_truth (found {found})")
     extra_info = values.get("extra_info")
     extra = {
         "ability": values.get("ability"),
         "index": extra_info.get("index") if isinstance(extra_info, dict) else None,
     }
     return Row(
-        _checked_messages(values["prompt"], place),
-        _checked_answer(reward_model["ground_truth"], place),
+        _checked_messages(values["prompt"], location),
+        _checked_answer(reward_model["ground_truth"], location),
         str(values.get("data_source") or ""),
         {key: value for key, value in extra.items() if value is not None},
-        place,
+        location,
     )
 
 
-def _checked_messages(prompt: Any, place: str) -> tuple[Mapping[str, str], ...]:
+def _checked_messages(prompt: Any, location: str) -> tuple[Mapping[str, str], ...]:
     if isinstance(prompt, str) and _CHAT_AS_TEXT.match(prompt):
-        prompt = _parse_chat(prompt, place)
+        prompt = _parse_chat(prompt, location)
     if isinstance(prompt, str) and prompt.strip():
         return ({"role": "user", "content": prompt},)
     if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
         return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
     raise ValueError(
-        f"{place}: prompt must be a list of chat messages {{'role': text, 'content': text}} or a text, got "
+        f"{location}: prompt must be a list of chat messages {{'role': text, 'content': text}} or a text, got "
         f"{repr(prompt)[:200]}"
     )
 
 
-def _parse_chat(text: str, place: str) -> Any:
+def _parse_chat(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"{place}: prompt holds chat messages as text that is not valid JSON ({error}): write the column as a list "
+            f"{location}: prompt holds chat messages as text that is not valid JSON ({error}): write the column as a list "
             f"of messages or by json.dumps, got {text[:200]!r}"
         ) from error
 
@@ -170,9 +170,9 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _checked_answer(answer: Any, place: str) -> str:
+def _checked_answer(answer: Any, location: str) -> str:
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
     if isinstance(answer, str) and answer.strip():
         return answer
-    raise ValueError(f"{place}: unparsable gold answer: reward_model.ground_truth must be a text, got {answer!r}")
+    raise ValueError(f"{location}: unparsable gold answer: reward_model.ground_truth must be a text, got {answer!r}")

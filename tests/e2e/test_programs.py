@@ -238,7 +238,7 @@ def test_value_learning(repository: Path) -> None:
 
 def test_weight_sync(repository: Path) -> None:
     result = run_json(repository, "benchmarks/weight_sync.py", "--tiny")
-    assert set(result["transports"]) == {"peer", "colocated"} and result["mbridge"].startswith("mbridge==")
+    assert set(result["transports"]) == {"p2p", "shared_memory"} and result["mbridge"].startswith("mbridge==")
     for name, figures in result["transports"].items():
         assert figures["bytes_ratio"] == pytest.approx(1.0, abs=0.01), name
         assert min(figures["vs_mbridge"], figures["vs_floor"], figures["with_verification_seconds"]) > 0, name
@@ -268,7 +268,7 @@ def test_gpu_head(repository: Path) -> None:
 def test_gpu_step(repository: Path) -> None:
     found = run_json(repository, "benchmarks/gpu/step.py", "--tiny", "--rounds", "1", "--warm-up", "1")
     assert set(found["cases"]) == {"bf16", "fp8_blockwise", "fp8_blockwise_head"} and not found["failed"]
-    assert "not emulated" in found["skipped"]["fp8_parameters"]
+    assert "not emulated" in found["skipped"]["fp8_param"]
     for row in found["cases"].values():
         assert row["last_nll"] != row["first_nll"] and row["tokens_per_second"] > 0
         assert found["tokens"] <= row["padded_tokens"]

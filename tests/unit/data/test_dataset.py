@@ -89,7 +89,7 @@ def test_one_prompt_with_two_answers_is_warned_about(write, row, tokenizer, capl
     assert len(dataset) == 3
     (conflict,) = dataset.report.conflicts
     assert conflict.answers == ("1", "2")
-    assert [place.rpartition(", ")[2] for place in conflict.places] == ["line 1", "line 3"]
+    assert [location.rpartition(", ")[2] for location in conflict.locations] == ["line 1", "line 3"]
     assert "1 prompts have several different gold answers" in caplog.text
 
 
