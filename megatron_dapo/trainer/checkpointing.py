@@ -8,22 +8,39 @@ collector.json, collector.safetensors     prompt stream, replay buffer and unfin
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
+from megatron_dapo.config.schema import Config
+from megatron_dapo.parallel.collectives import max_over
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import (
     Agree,
     Checkpoint,
     CheckpointStore,
     CheckpointWriter,
+    find_resume,
     save_checkpoint,
 )
 from megatron_dapo.rollout.serialization import join_state, split_state
+
+if TYPE_CHECKING:
+    from megatron_dapo.rollout.async_collector import AsyncCollector
+    from megatron_dapo.trainer.learner import Learner
+    from megatron_dapo.trainer.topology import RunTopology
+
+logger = logging.getLogger(__name__)
+
+TRAINING_STATE = "training_state"
 
 
 class Stateful(Protocol):
@@ -32,14 +49,6 @@ class Stateful(Protocol):
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
 
     def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None: ...
-
-
-class JsonStateful(Protocol):
-    """Something whose whole state is JSON."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -57,12 +66,12 @@ class RunProgress:
 
 @dataclass
 class CriticState:
-    """What is saved of a critic. `model` is None on ranks that hold nothing of it."""
+    """The critic's part of a checkpoint. `model` is None on ranks that hold none of it."""
 
     model: Stateful | None
     counters: Any  # a dataclass
     layout: ParallelLayout
-    rank: int  # among the critic's
+    rank: int  # among the critic's ranks
 
 
 @dataclass
@@ -72,11 +81,23 @@ class RunState:
     actor: Stateful | None
     progress: RunProgress
     learner_counters: Any  # a dataclass
-    collector: JsonStateful | None
+    collector: AsyncCollector | None
     layout: ParallelLayout
-    rank: int  # in the world, and among the policy's
+    rank: int  # in the world, and among the policy's ranks
     num_ranks: int  # of the world
     critic: CriticState | None = None
+
+    @classmethod
+    def of(
+        cls, topology: RunTopology, learner: Learner, progress: RunProgress, collector: AsyncCollector | None
+    ) -> RunState:
+        """Return what a checkpoint holds of a run, on this rank."""
+        critic = None
+        if learner.critic is not None:
+            rank = topology.critic.rank if topology.critic.is_member else 0
+            critic = CriticState(learner.local_critic, learner.critic.counters, topology.critic_layout, rank)
+        layout, counters = topology.policy_layout, learner.counters
+        return cls(learner.local_actor, progress, counters, collector, layout, topology.rank, topology.size, critic)
 
     def layouts(self) -> dict[str, Any]:
         """By their names in a checkpoint's metadata."""
@@ -103,6 +124,35 @@ class Checkpoints:
         self._store = store
         self._state = state
         self._agree = agree
+
+    @classmethod
+    def of(cls, config: Config, state: RunState, coordination: Coordination) -> Checkpoints:
+        """Return those of the run's checkpoint directory, agreed on by all ranks."""
+        store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep)
+        return cls(store, state, coordination.all_true)
+
+    def resume(self, resume: str) -> int:
+        """Restore the checkpoint that checkpoint.resume names and return its train step; -1 without one."""
+        rank, num_ranks = self._state.rank, self._state.num_ranks
+        found = find_resume(resume, self._store, rank=rank, num_ranks=num_ranks, agree=self._agree)
+        if found is None:
+            return -1
+        self.restore(found)
+        logger.info("resuming from %s", found.folder)
+        return found.step
+
+    def restore_step(self, step: int) -> None:
+        """Restore models, optimizers and counters of the checkpoint of `step`, not the data.
+
+        ValueError if that checkpoint is not kept.
+        """
+        if step not in self._store.steps():
+            raise ValueError(
+                f"the batch of train step {step + 1} needs the checkpoint of step {step}, but {self._store.folder} holds "
+                f"{self._store.steps()}; dump with checkpoint.interval = 1 and a larger checkpoint.keep, or replay another "
+                "batch"
+            )
+        self.restore_policy(self._store.open(step))
 
     def save(self) -> Path:
         """Write the checkpoint of the current train step; on any failure all ranks raise CheckpointError and older ones are intact."""
@@ -183,3 +233,63 @@ def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
         )
     for name, value in values.items():
         setattr(target, name, value)
+
+
+# ---- the optimizer state beside an exported critic
+
+
+def save_training_state(directory: Path, model: Stateful, layout: ParallelLayout, rank: int) -> None:
+    """Write this rank's optimizer state into <directory>/training_state, beside the critic's Hugging Face directory."""
+    target = directory / TRAINING_STATE
+    target.mkdir(parents=True, exist_ok=True)
+    tensors, description = model.state_shards()
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, _tensors(target, rank))
+    _description(target, rank).write_text(json.dumps(description) + "\n", encoding="utf-8")
+    if rank == 0:
+        (target / "layout.json").write_text(json.dumps(asdict(layout)) + "\n", encoding="utf-8")
+
+
+def load_training_state(
+    directory: Path, model: Stateful, layout: ParallelLayout, rank: int, group: dist.ProcessGroup | None = None
+) -> bool:
+    """Load the optimizer state beside a critic, so that training continues where pretraining stopped.
+
+    Returns False if there is none. State of another layout, type of numbers or division over ranks is not loaded: the
+    critic starts from the directory's weights with moments of 0, and that is logged. Collective over `group`, the
+    model's ranks.
+    """
+    source = directory / TRAINING_STATE
+    if not (source / "layout.json").is_file():
+        return False
+    saved = json.loads((source / "layout.json").read_text(encoding="utf-8"))
+    if saved != asdict(layout):
+        _log_new_start(source, f"layout {saved}, now {asdict(layout)}")
+        return False
+    description = json.loads(_description(source, rank).read_text(encoding="utf-8"))
+    own = model.state_shards()[1]
+    different = [name for name in own if description.get(name) != own[name]]
+    if _any_rank(bool(different), group):
+        _log_new_start(source, ", ".join(different) or "the state of other ranks")
+        return False
+    model.load_state_shards(load_file(_tensors(source, rank)), description)
+    return True
+
+
+def _any_rank(mine: bool, group: dist.ProcessGroup | None) -> bool:
+    return bool(max_over({"mine": float(mine)}, group)["mine"]) if dist.is_initialized() else mine
+
+
+def _log_new_start(source: Path, difference: str) -> None:
+    logger.warning(
+        "%s does not fit this critic (%s): its optimizer starts with moments of 0, from the same weights",
+        source,
+        difference,
+    )
+
+
+def _tensors(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.safetensors"
+
+
+def _description(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.json"

@@ -206,11 +206,13 @@ class SglangEngines:
             self._is_connected = True
 
     def sleep(self) -> None:
-        """Servers that share devices with the trainer give their memory back until the next version. Collective.
+        """Release the memory of servers on the trainer's GPUs until the next weight sync. Collective.
 
-        MemoryError where this rank's device has not got the memory of its server's weights afterwards.
+        Servers with devices of their own stay awake. MemoryError if this rank's GPU has not got the memory of its
+        server's weights afterwards.
         """
-        assert self._device is not None, "only servers on the trainer's devices release their memory"
+        if self._device is None:
+            return
         before = self._device.free_bytes()
         # A late rank must not read its free memory after another rank's server has already released some of it.
         self._coordination.barrier("all ranks to read their free memory")

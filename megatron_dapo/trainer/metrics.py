@@ -9,11 +9,13 @@ from dataclasses import replace
 import psutil
 
 from megatron_dapo.algorithms.repetition import ngram_repetition
+from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.metrics import STEP_METRICS
+from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.types import Group, ScoredSample
 
 REPETITION_NGRAM = 20
@@ -28,6 +30,35 @@ def mean(values: Sequence[float]) -> float:
 def _std(values: Sequence[float]) -> float:
     center = mean(values)
     return math.sqrt(mean([(value - center) ** 2 for value in values]))
+
+
+def step_metrics(
+    config: Config,
+    batch: TrainBatch,
+    rollout: RolloutBatch,
+    train_step: int,
+    learned: Mapping[str, float],
+    times: Mapping[str, float],
+    disagreement_share: float,
+) -> dict[str, float]:
+    """Return the metrics of a finished train step but those of progress; `times` in seconds by phase.
+
+    `train_step` counts from 0, so it is the policy version that was trained. `learned`: reported by the learner.
+    What the learner did not report, because the algorithm has no critic or no group advantages, is 0.
+    """
+    round_size = max(1, round(config.rollout.prompts_per_step * config.rollout.oversample))
+    absent = {name: 0.0 for name in STEP_METRICS if name.startswith(("critic/", "advantage/"))}
+    return {
+        **rollout_metrics(rollout, train_step, round_size),
+        **prefix_metrics(batch.prefix_reuse),
+        **window_metrics(rollout),
+        **reward_metrics(rollout.groups, disagreement_share),
+        **absent,
+        **learned,
+        **throughput_metrics(rollout, times, batch.generation_seconds),
+        **memory_metrics(),
+        **{f"time/{name}": seconds for name, seconds in times.items()},
+    }
 
 
 def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -> dict[str, float]:
@@ -121,21 +152,6 @@ def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[s
 
 def _part(samples: Sequence[ScoredSample], name: str) -> list[float]:
     return [sample.reward_parts.get(name, 0.0) for sample in samples]
-
-
-def advantage_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
-    """The "advantage/" section from the estimator's diagnostics."""
-    return {
-        "advantage/mean": diagnostics.get("advantage_mean", 0.0),
-        "advantage/std": diagnostics.get("advantage_std", 0.0),
-        "advantage/abs_max": diagnostics.get("advantage_abs_max", 0.0),
-        "advantage/zero_std_groups_share": diagnostics.get("frac_zero_std_groups", 0.0),
-    }
-
-
-def critic_metrics(reported: Mapping[str, float]) -> dict[str, float]:
-    """The "critic/" section of what the learner reports; 0 without a critic."""
-    return {name: reported.get(name, 0.0) for name in STEP_METRICS if name.startswith("critic/")}
 
 
 def training_seconds(times: Mapping[str, float]) -> float:
