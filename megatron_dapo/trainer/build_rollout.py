@@ -44,7 +44,7 @@ SELF_TEST_PROMPTS = 64  # spread over the data set
 
 @dataclass
 class RolloutContext:
-    """What only the rank that drives the rollout has: data, verifiers, collector."""
+    """Data, verifiers and collector, on rank 0."""
 
     inputs: ModelInputs
     scorer: Any  # VerifierPool or ShadowedPool
@@ -54,7 +54,7 @@ class RolloutContext:
     evaluation: EvaluationTask | None
 
     def disagreement_share(self) -> float:
-        """Share of responses so far that the shadow verifier scores otherwise; 0 without one."""
+        """Return the share of responses so far that the shadow verifier scored otherwise; 0 without one."""
         if not isinstance(self.scorer, ShadowedPool):
             return 0.0
         statistics = self.scorer.statistics()
@@ -96,7 +96,7 @@ def _collector(config: Config, inputs: CollectorInputs, sampling: SamplingParams
 
 
 def _scorer(config: Config) -> Any:
-    """The verifier pool; with a second pool in its shadow where one is asked for."""
+    """Return the verifier pool, with a shadow pool beside it if reward.shadow_verifier names one."""
     primary = open_verifier_pool(config.reward)
     if not config.reward.shadow_verifier:
         return primary
@@ -158,30 +158,30 @@ def build_evaluator(
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What is read from the model folder besides weights."""
+    """Tokenizer and stop tokens of a Hugging Face directory."""
 
-    folder: Path
+    path: Path
     tokenizer: Any
     stop_tokens: StopTokens
 
     def decode(self, token_ids: Any) -> str:
-        """Text of a response for people and verifiers; special tokens are left out."""
+        """Return the text of a response without special tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 
-def read_model_inputs(folder: Path, trust_remote_code: bool) -> ModelInputs:
-    """Tokenizer and stop tokens of a Hugging Face folder."""
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    has_file = (folder / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(str(folder)).eos_token_id if has_file else None
+def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:
+    """Read tokenizer and stop tokens of a Hugging Face directory."""
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    has_file = (path / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(str(path)).eos_token_id if has_file else None
     stop_tokens = resolve_stop_token_ids(config.eos_token_id, generation, tokenizer.eos_token_id)
     logger.info("responses end at %s (%s)", list(stop_tokens.token_ids), stop_tokens.report())
-    return ModelInputs(folder, tokenizer, stop_tokens)
+    return ModelInputs(path, tokenizer, stop_tokens)
 
 
 def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> VerifierPool:
-    """The pool of processes that scores this run's responses, by `verifier` (default: the configured one)."""
+    """Start the pool of processes that scores this run's responses by `verifier` (default: reward.verifier)."""
     return VerifierPool(
         verifier or reward.verifier,
         num_workers=reward.num_workers,
@@ -193,7 +193,7 @@ def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> Ver
 
 
 def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -> PromptDataset:
-    """Training prompts, after the start-up self-test: prompts ask for the format the verifier reads."""
+    """Load the training prompts and check that they request the answer format that the verifier reads."""
     data = config.data
     dataset = load_prompts(
         data.train_paths,
@@ -218,7 +218,7 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) 
 
 
 def load_eval_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -> PromptDataset:
-    """Held-out problems, each once."""
+    """Load the held-out problems, each once."""
     return load_eval_prompts(
         config.data.eval_paths,
         inputs.tokenizer,
@@ -231,7 +231,7 @@ def load_eval_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -
 def evaluation_protocol(
     config: Config, model: str, dataset: PromptDataset, stop_tokens: StopTokens, verifier_version: str
 ) -> EvaluationProtocol:
-    """Everything that moves an evaluation's score besides the model."""
+    """Return the record of everything besides the model that affects an evaluation's score."""
     evaluation, report = config.evaluation, dataset.report
     return EvaluationProtocol(
         model=model,

@@ -1,8 +1,8 @@
-"""What a checkpoint of a run holds, so that the run goes on bit for bit as if it had never stopped.
+"""Checkpoints of a run: everything from which it resumes bit for bit as if it had never stopped.
 
 rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 main params, moments, steps and random states
-critic_rank_00000.*                       the same of the critic, where there is one, by its own ranks' numbers
-run.json                                  counters, and what was measured so far
+critic_rank_00000.*                       the same of the critic, if there is one, numbered by its own ranks
+run.json                                  counters, and measurements so far
 collector.json, collector.safetensors     prompt stream, replay buffer and unfinished responses; their tokens as tensors
 """
 
@@ -44,7 +44,7 @@ TRAINING_STATE = "training_state"
 
 
 class Stateful(Protocol):
-    """An actor whose rank-local state can be taken and put back."""
+    """A model whose rank-local state can be saved and loaded: policy or critic."""
 
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
 
@@ -53,7 +53,7 @@ class Stateful(Protocol):
 
 @dataclass
 class RunProgress:
-    """Counters of a run, and what it has measured; part of every checkpoint."""
+    """Counters and measurements of a run; part of every checkpoint."""
 
     train_step: int = 0  # rollout batches trained; the learning-rate schedule and TensorBoard count these
     train_seconds: float = 0.0  # time in steps, over all attempts
@@ -100,19 +100,19 @@ class RunState:
         return cls(learner.local_actor, progress, counters, collector, layout, topology.rank, topology.size, critic)
 
     def layouts(self) -> dict[str, Any]:
-        """By their names in a checkpoint's metadata."""
+        """Return the layouts by their names in a checkpoint's metadata."""
         critic = {"critic_layout": asdict(self.critic.layout)} if self.critic else {}
         return {"layout": asdict(self.layout), **critic}
 
     def models(self) -> dict[str, Stateful]:
-        """What this rank holds, by the names of its files."""
+        """Return this rank's models by the names of their files."""
         found = {f"rank_{self.rank:05d}": self.actor}
         if self.critic is not None:
             found[f"critic_rank_{self.critic.rank:05d}"] = self.critic.model
         return {name: model for name, model in found.items() if model is not None}
 
     def counters(self) -> dict[str, Any]:
-        """Dataclasses by their names in run.json."""
+        """Return the dataclasses of counters by their names in run.json."""
         critic = {"critic": self.critic.counters} if self.critic else {}
         return {"progress": self.progress, "learner": self.learner_counters, **critic}
 
@@ -180,13 +180,13 @@ class Checkpoints:
             writer.save_tensors("collector.safetensors", tensors)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint's whole state back. Raises ValueError where it was written under another layout."""
+        """Restore a checkpoint completely. ValueError if it was written under another layout."""
         self.restore_policy(checkpoint)
         if self._state.collector is not None:
             self._state.collector.load_state_dict(collector_state(checkpoint))
 
     def restore_policy(self, checkpoint: Checkpoint) -> None:
-        """Put back the models, their optimizers and the counters, not the data."""
+        """Restore models, optimizers and counters, not the data."""
         state = self._state
         for name, current in state.layouts().items():
             _check_layout(checkpoint, name, current)
@@ -200,7 +200,7 @@ class Checkpoints:
 
 
 def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Prompt stream, buffer and unfinished responses, also of a checkpoint that holds all of it in JSON."""
+    """Return prompt stream, buffer and unfinished responses; older checkpoints hold their tokens in JSON, too."""
     document = checkpoint.load_json("collector.json")
     if "collector.safetensors" not in checkpoint.files:
         return document
@@ -208,7 +208,7 @@ def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any]) -> None:
-    """ValueError where the checkpoint's layout of that name is another one, or it has none."""
+    """Raise ValueError if the checkpoint has another layout of that name, or none."""
     saved = checkpoint.metadata.get(name)
     if saved is None:
         raise ValueError(
@@ -218,7 +218,7 @@ def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any])
     if saved != current:
         different = {key: (saved.get(key), current[key]) for key in current if saved.get(key) != current[key]}
         raise ValueError(
-            f"checkpoint {checkpoint.folder} was written under another {name} (saved, asked for): {different}; "
+            f"checkpoint {checkpoint.folder} was written under another {name} (saved, configured): {different}; "
             "resume with the layout it was written under, or start a new run from its Hugging Face export"
         )
 

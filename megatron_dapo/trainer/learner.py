@@ -260,7 +260,7 @@ class ConcurrentUpdate:
     def __init__(
         self, topology: RunTopology, policy_counters: StepCounters, critic_counters: CriticCounters, phases: Phases
     ) -> None:
-        """The counters of both models on this rank; the one that is trained elsewhere is set to what its ranks report."""
+        """The counters of both models on this rank; those of the remote model are set to what its ranks report."""
         assert not topology.is_shared, "models on the same ranks update one after the other"
         self._topology = topology
         self._policy_counters = policy_counters

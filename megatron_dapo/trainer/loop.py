@@ -60,7 +60,7 @@ class Parts:
     rollout: Rollout
     learner: Learner
     publisher: Publisher
-    parity: Parity | None  # if servers can be asked for log-probs
+    parity: Parity | None  # if the engines are servers, which compute log-probs of a prompt
     evaluator: Evaluator | None
     checkpoints: Checkpoints
     recorder: Recorder | None

@@ -23,7 +23,7 @@ OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 for nothing."""
+    """Return the mean; 0 of nothing."""
     return sum(values) / len(values) if values else 0.0
 
 
@@ -62,7 +62,7 @@ def step_metrics(
 
 
 def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -> dict[str, float]:
-    """The "rollout/" section."""
+    """Return the "rollout/" section."""
     statistics, groups = batch.statistics, batch.groups
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.completion.token_ids) for sample in samples]
@@ -107,12 +107,12 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
 
 
 def prefix_metrics(reuse: PrefixReuse) -> dict[str, float]:
-    """The part of the "rollout/" section that only the engine knows."""
+    """Return the part of the "rollout/" section that only the engine knows."""
     return {"rollout/continued_tokens": reuse.num_tokens, "rollout/prefix_cached_share": reuse.cached_share}
 
 
 def window_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """The "window/" section; 0 where responses come whole."""
+    """Return the "window/" section; 0 if responses come whole."""
     windows = batch.statistics.windows or WindowSummary()
     return {
         "window/responses": windows.num_windows,
@@ -125,7 +125,7 @@ def window_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _finished(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
-    """Those that do not go on: all of them, where responses come whole."""
+    """Return the finished samples: all of them, if responses come whole."""
     return [sample for sample in samples if sample.window.is_finished]
 
 
@@ -134,7 +134,7 @@ def _num_versions(sample: ScoredSample) -> int:
 
 
 def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[str, float]:
-    """The "reward/" section."""
+    """Return the "reward/" section."""
     worked_on = [sample for group in groups for sample in group.samples]
     samples = _finished(worked_on)
     rewards = [sample.reward for sample in samples]
@@ -155,15 +155,17 @@ def _part(samples: Sequence[ScoredSample], name: str) -> list[float]:
 
 
 def training_seconds(times: Mapping[str, float]) -> float:
-    """Of a step's `times` by phase, what making the step took: evaluations and checkpoints since the last one left out."""
+    """Return the seconds of a step without the evaluations and checkpoints since the step before it."""
     return times["step"] - times["evaluate"] - times["checkpoint"]
 
 
 def throughput_metrics(
     batch: RolloutBatch, times: Mapping[str, float], generation_seconds: float = 0.0
 ) -> dict[str, float]:
-    """The "throughput/" section; `times` in seconds by phase. generation_seconds: how long collecting the batch took
-    where that was beside training, so that the phase is only what had to be waited for.
+    """Return the "throughput/" section; `times` in seconds by phase.
+
+    generation_seconds: how long collecting the batch took. Beside training it is longer than the phase, which then is
+    only the wait for the batch.
     """
     samples = [(group, sample) for group in batch.groups for sample in group.samples]
     trained_tokens = sum(len(group.prompt.token_ids) + len(sample.completion.token_ids) for group, sample in samples)
@@ -177,12 +179,12 @@ def throughput_metrics(
 
 
 def memory_metrics() -> dict[str, float]:
-    """The "memory/" section, of this process."""
+    """Return the "memory/" section, of this process."""
     return {"memory/host_rss_mib": psutil.Process().memory_info().rss / 2**20}
 
 
 def evaluation_metrics(result: EvaluationResult, seconds: float) -> dict[str, float]:
-    """The "eval/" metrics of a result."""
+    """Return the "eval/" metrics of a result."""
     k = result.protocol.num_samples
     headline = result.headline
     return {

@@ -68,7 +68,7 @@ class ParityProbe:
     def check(
         self, server: str, prompt_logprobs: Callable[[Sequence[int]], Sequence[float]] | None
     ) -> dict[str, float]:
-        """Return the mismatch with one server. `prompt_logprobs`: on rank 0 (None elsewhere), its log-probs of all tokens
+        """Return the mismatch with one server. `prompt_logprobs`: on rank 0 (None on others), its log-probs of all tokens
         but the first, at temperature 1.
 
         Raises ParityError on every rank if the mean |difference| is above the gate or not a number.

@@ -20,50 +20,50 @@ from megatron_dapo.types import Group
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run's output lies."""
+    """Paths of a run's output."""
 
-    folder: Path
+    output_dir: Path
 
     @property
     def tensorboard(self) -> Path:
-        return self.folder / "tensorboard"
+        return self.output_dir / "tensorboard"
 
     @property
     def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
+        return self.output_dir / "metrics.jsonl"
 
     @property
     def evaluation_metrics(self) -> Path:
-        return self.folder / "evaluations.jsonl"
+        return self.output_dir / "evaluations.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        return self.folder / "evaluations"
+        return self.output_dir / "evaluations"
 
     @property
     def samples(self) -> Path:
-        return self.folder / "samples.jsonl"
+        return self.output_dir / "samples.jsonl"
 
     @property
     def disagreements(self) -> Path:
-        return self.folder / "disagreements.jsonl"
+        return self.output_dir / "disagreements.jsonl"
 
     @property
     def dumps(self) -> Path:
-        return self.folder / "batches"
+        return self.output_dir / "batches"
 
     @property
     def huggingface(self) -> Path:
-        return self.folder / "huggingface"
+        return self.output_dir / "huggingface"
 
     @property
     def critic(self) -> Path:
-        """With the state of its optimizer: `critic.path` of another run."""
-        return self.folder / "critic"
+        """Return the directory of the critic and its optimizer state, which can be `critic.path` of another run."""
+        return self.output_dir / "critic"
 
     @property
     def summary(self) -> Path:
-        return self.folder / "summary.json"
+        return self.output_dir / "summary.json"
 
 
 class Phases:

@@ -181,7 +181,7 @@ def _summarize(
     steps = sorted(int(step) for step in progress.evaluations)
     accuracy = {step: progress.evaluations[str(step)]["eval/avg_at_k"] for step in steps}
     seconds = max(progress.train_seconds, 1e-9)
-    folders = {"tensorboard": str(paths.tensorboard), "samples": str(paths.samples), "metrics": str(paths.metrics)}
+    directories = {"tensorboard": str(paths.tensorboard), "samples": str(paths.samples), "metrics": str(paths.metrics)}
     summary = RunSummary(
         name=config.run.name,
         layout=run.topology.policy_layout.describe(),
@@ -194,7 +194,7 @@ def _summarize(
         total_seconds=total_seconds,
         samples_per_s=progress.num_samples / seconds,
         generated_tokens_per_s=progress.num_generated_tokens / seconds,
-        directories={**folders, **{name: str(folder) for name, folder in exports.items()}},
+        directories={**directories, **{name: str(path) for name, path in exports.items()}},
         extra={
             "lost_records": run.recorder.num_lost if run.recorder else 0,
             "evaluations": progress.evaluations,

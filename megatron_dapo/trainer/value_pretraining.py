@@ -1,4 +1,4 @@
-"""`megatron-dapo pretrain-value`: a critic that knows the policy's returns before the policy moves (VC-PPO, VAPO).
+"""`megatron-dapo pretrain-value`: train the critic on the policy's returns before the policy trains (VC-PPO, VAPO).
 
 The loop of a training run with a learner that trains the critic alone: the policy generates, its responses' Monte-Carlo
 returns are the targets, and the run ends where explained variance and loss no longer improve. That the policy is
@@ -55,22 +55,22 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int, rend
 
 
 def _require_weights(config: Config) -> None:
-    """ValueError where the critic could not be written in the end: it takes the form of the folder it started from."""
-    folder = critic_start(config)
-    if not any(folder.glob("*.safetensors")):
+    """Raise ValueError if the critic could not be exported: its files copy the form of those it started from."""
+    start = critic_start(config)
+    if not any(start.glob("*.safetensors")):
         raise ValueError(
-            f"value pretraining: {folder} holds no weights, so that the critic would learn the returns of a random policy and have "
-            "no folder whose form it could take; set model.path to a model with weights"
+            f"value pretraining: {start} holds no weights, so that the critic would learn the returns of a random policy and have "
+            "no files whose form it could copy; set model.path to a model with weights"
         )
 
 
 def _policy_digest(run: Run) -> str:
-    """Of what this rank holds of it."""
+    """Return the digest of this rank's part of the policy."""
     return weights_digest(run.actor.named_local_parameters() if run.actor else {})
 
 
 def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of this rank's parameters, names and bytes."""
+    """Return the SHA-256 of this rank's parameters, names and bytes."""
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         digest.update(name.encode())
@@ -81,5 +81,5 @@ def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
 def _require_unchanged(before: str, after: str) -> None:
     if float(max_over({"changed": float(before != after)})["changed"]):
         raise RuntimeError(
-            "the policy's weights changed during value pretraining: this is a fault of the program, report it"
+            "the policy's weights changed during value pretraining: this is a bug in megatron_dapo, please report it"
         )

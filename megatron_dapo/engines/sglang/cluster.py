@@ -236,7 +236,7 @@ class SglangEngines:
         self._servers.close()
 
     def prompt_logprobs(self, server: int) -> Callable[[Sequence[int]], list[float]] | None:
-        """What the parity probe asks a server, on rank 0."""
+        """Return the server's log-probs of prompts, on rank 0; None on other ranks."""
         return self._clients[server].prompt_logprobs if self._rank == 0 else None
 
     @property

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadyServer:
-    """Where a server answers; the same on every rank."""
+    """Address and leader of a server that answers; the same on every rank."""
 
     index: int
     url: str
@@ -47,7 +47,7 @@ class Servers(Protocol):
         """Put fresh servers, without weights, in the place of lost ones."""
 
     def api_version(self, index: int) -> ApiVersion | None:
-        """What a server of this rank's needs; None for those of others."""
+        """Return the API version of one of this rank's servers; None for those of other ranks."""
 
     def close(self) -> None: ...
 
@@ -158,7 +158,7 @@ def _together(entries: list[dict[str, Any]], problems: list[str], coordination: 
 
 
 def _merge(own: list[list[Any]], suspected: Mapping[int, str], coordination: Coordination) -> dict[int, str]:
-    """What every rank knows to be lost; what a server said itself counts more than a suspicion."""
+    """Return the servers that any rank knows to be lost; a server's own exit reason counts more than a suspicion."""
     everyone = coordination.gather({"own": own, "suspected": [list(entry) for entry in suspected.items()]})
     lost = {index: reason for rank in everyone for index, reason in rank["suspected"]}
     lost.update({index: reason for rank in everyone for index, reason in rank["own"]})
