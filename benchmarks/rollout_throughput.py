@@ -42,7 +42,7 @@ from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettin
 from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-from megatron_dapo.trainer.inputs import read_model_inputs
+from megatron_dapo.trainer.build_rollout import read_model_inputs
 from megatron_dapo.types import GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

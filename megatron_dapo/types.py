@@ -156,6 +156,7 @@ class TrainSample:
     critic_context: CriticContext | None = None  # where a critic makes the advantages
     values: torch.Tensor | None = None  # [R] float32, the critic's, of the state each token was drawn in
     returns: torch.Tensor | None = None  # [R] float32, the critic's targets
+    kl_penalties: torch.Tensor | None = None  # [R] float32, taken off the tokens' rewards; None: 0 everywhere
     positive_weight: float = 0.0  # of each trained token's -log pi in the optimizer step's loss (VAPO, Eq 9)
 
     @property

@@ -13,7 +13,12 @@ from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
 from megatron_dapo.trainer.build_engines import build_local_engine
-from megatron_dapo.trainer.inputs import evaluation_protocol, load_eval_dataset, open_verifier_pool, read_model_inputs
+from megatron_dapo.trainer.build_rollout import (
+    evaluation_protocol,
+    load_eval_dataset,
+    open_verifier_pool,
+    read_model_inputs,
+)
 
 
 def evaluate_folder(

@@ -347,8 +347,14 @@ def pretraining_config(config: Config, directory: Path | None = None) -> Config:
         "rollout": {"filter_groups": False},
         "data": {"train_paths": config.value_pretraining.train_paths or config.data.train_paths},
         # Returns are those of whole responses, and there are no advantages.
-        "algorithm": {"name": "vapo"},
-        "advantage_estimation": {"lambda_rule": "fixed"},
+        "algorithm": {"name": "vapo", "kl_loss_coefficient": 0.0, "kl_reward_coefficient": 0.0},
+        "advantage_estimation": {
+            "lambda_rule": "fixed",
+            "policy_lambda": 1.0,
+            "critic_lambda": 1.0,
+            "whiten": True,
+            "clip": 0.0,
+        },
         # The policy's, which makes no step: how its rate would move over so few says nothing.
         "optimizer": {"schedule": "constant"},
         "critic": {"path": start, "warmup_train_steps": 0},

@@ -1,4 +1,4 @@
-"""What torchrun or srun starts, one process of a run: python -m megatron_dapo.launch.worker RECIPE [--set a.b=c]..."""
+"""One process of a run, started by torchrun or srun: python -m megatron_dapo.launch.worker RECIPE [--set a.b=c]..."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatron_dapo.launch.environment import (
     prepare_rendezvous,
     process_environment,
     raise_open_files_limit,
+    rendezvous_host,
 )
 from megatron_dapo.launch.lifetime import DirectoryLock, end_with_parent, stacks_on_request
 from megatron_dapo.launch.local import worker_pid_file, write_worker_pid
@@ -27,23 +28,23 @@ _REPORT_S = 20.0  # a failing worker ends after this long even if its records ca
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The recipe and the overrides, as `megatron-dapo train` passes them on."""
+    """Parse the recipe and the overrides, as `megatron-dapo train` passes them on."""
     parser = argparse.ArgumentParser(prog="megatron_dapo.launch.worker")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=value")
-    parser.add_argument("--replay", type=Path, help="folder of a dumped rollout batch: train on it alone")
+    parser.add_argument("--replay", type=Path, help="directory of a dumped rollout batch: train only on it")
     parser.add_argument(
         "--pretrain-value",
         nargs="?",
         const="",
-        metavar="FOLDER",
-        help="train the critic alone, of the policy as it is; FOLDER: where it writes, run.output_dir/value_pretraining if not given",
+        metavar="DIR",
+        help="train only the critic, on returns of the unchanged policy; DIR: where it writes, run.output_dir/value_pretraining if not given",
     )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs this process's part of a training run and returns its exit code."""
+    """Run this process of a training run and return its exit code."""
     end_with_parent(signal.SIGTERM)()
     parsed = parse_arguments(arguments)
     process = process_environment()
@@ -54,19 +55,19 @@ def main(arguments: Sequence[str]) -> int:
     from megatron_dapo.config.loader import load_config
     from megatron_dapo.config.schema import pretraining_config
     from megatron_dapo.recovery.deadlines import exit_after
-    from megatron_dapo.recovery.failure import begin_attempt, failure_of, record_failure
+    from megatron_dapo.recovery.failure import begin_attempt, failure_of, last_line, read_failure, record_failure
 
     loaded = load_config(parsed.recipe, parsed.overrides)
     if parsed.pretrain_value is not None:
-        folder = Path(parsed.pretrain_value) if parsed.pretrain_value else None
-        loaded = replace(loaded, config=pretraining_config(loaded.config, folder))
-    run_folder = loaded.config.run.output_dir
-    # Until the process ends: a second run must not write into the same folder.
-    lock = DirectoryLock(run_folder) if process.rank == 0 else None
+        target = Path(parsed.pretrain_value) if parsed.pretrain_value else None
+        loaded = replace(loaded, config=pretraining_config(loaded.config, target))
+    output_dir = loaded.config.run.output_dir
+    # Held until the process ends: a second run must not write into the same directory.
+    lock = DirectoryLock(output_dir) if process.rank == 0 else None
     if process.rank == 0:
-        begin_attempt(run_folder, _STARTED)
-    write_worker_pid(run_folder, process.rank)
-    stacks_on_request(worker_pid_file(run_folder, process.rank).with_suffix(".stacks"))
+        begin_attempt(output_dir, _STARTED)
+    write_worker_pid(output_dir, process.rank)
+    stacks_on_request(worker_pid_file(output_dir, process.rank).with_suffix(".stacks"))
     _use_own_device(process)
     try:
         if parsed.replay is not None:
@@ -76,16 +77,19 @@ def main(arguments: Sequence[str]) -> int:
         elif parsed.pretrain_value is not None:
             from megatron_dapo.trainer.value_pretraining import run_value_pretraining
 
-            run_value_pretraining(loaded, process.rank, process.world_size)
+            run_value_pretraining(loaded, process.rank, process.world_size, rendezvous_host())
         else:
             from megatron_dapo.trainer.run import run_training
 
-            run_training(loaded, process.rank, process.world_size)
+            run_training(loaded, process.rank, process.world_size, rendezvous_host())
     except Exception as error:
         # The records go to a file system that may hang: the exit comes first, then the log, then files.
         exit_after(_REPORT_S, 1)
         logging.getLogger(__name__).exception("rank %d failed", process.rank)
-        record_failure(run_folder, failure_of(process.rank, error))
+        failure = failure_of(process.rank, error)
+        if record_failure(output_dir, failure):
+            # Under srun and torchrun nothing else sums the run up: the first rank that fails says so.
+            sys.stderr.write(last_line(read_failure(output_dir) or failure) + "\n")
         # Other ranks may wait in a collective: leaving without the destructors of process groups lets the launcher end
         # them.
         sys.stdout.flush()
@@ -97,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _use_own_device(process: ProcessEnvironment) -> None:
-    """A GPU for every process of a machine. Launchers that show a process only its own one have numbered it 0."""
+    """Give every process of a node its own GPU. Under a launcher that shows a process only its own one, that is GPU 0."""
     import torch
 
     if torch.cuda.is_available():

@@ -2,63 +2,440 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from megatron_dapo.bridge.sources import WeightSource
+from megatron_dapo.bridge.protocol.description import specs_from_json, specs_to_json
+from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, Address, PeerGroup, RendezvousStore, join
+from megatron_dapo.bridge.served_parameters import served_parameters
+from megatron_dapo.bridge.sources import SOURCES, WeightSource, expected_layouts
+from megatron_dapo.bridge.sync_plan import EngineLayout, SyncPlan
 from megatron_dapo.bridge.transports.base import GroupCoordinator
+from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.local import local_weight_sync
+from megatron_dapo.bridge.transports.p2p import P2PSettings, P2PTransport
+from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
+from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, Transport, WeightSync
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
+from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
 from megatron_dapo.config.schema import Config
+from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
+from megatron_dapo.engines.sglang.client import ColocatedClient, EngineError, SglangClient, Timeouts
+from megatron_dapo.engines.sglang.cluster import SglangEngines, SharedDevice
+from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
+from megatron_dapo.engines.sglang.frontend import DirectFrontend, Frontend, RouterFrontend
+from megatron_dapo.engines.sglang.keys import create_key, read_key
+from megatron_dapo.engines.sglang.ports import listen_address, require_reachable
+from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter
+from megatron_dapo.engines.sglang.served import Expectation
+from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
+from megatron_dapo.engines.sglang.server_settings import ServerSettings
+from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, Servers, StartedServers
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
+from megatron_dapo.parallel.coordination import collective_timeout
+from megatron_dapo.parallel.nodes import host_names, node_topology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
-from megatron_dapo.parallel.rank_set import RankSet
-from megatron_dapo.trainer.build_sglang import start_sglang
-from megatron_dapo.trainer.driven_engine import Engines
-from megatron_dapo.trainer.elsewhere import without_engines
+from megatron_dapo.reshard.execution import Buffers
+from megatron_dapo.reshard.layout import Layout, ShiftedLayout, TensorSpec
+from megatron_dapo.reshard.planner import plan
+from megatron_dapo.trainer.topology import RunTopology
+from megatron_dapo.types import Completion, GenerationRequest
 
-Connect = Callable[[MegatronActor | None], Engines]
+Result = TypeVar("Result")
+
+MEBIBYTE = 1 << 20
+# SGLang keeps a few positions of a sequence free; a server that is short of them cuts responses silently.
+SPARE_POSITIONS = 16
 
 
-def start_engines(config: Config, part: RankSet, commands: Rank0Commands, stack: ExitStack) -> Connect:
-    """Begin to start this rank's engines and return what connects them to the actor; `stack` ends them. Collective.
+class Publisher(Protocol):
+    """Brings the trainer's weights into the engines."""
 
-    The ranks of `part`, which hold the policy, have engines; others have none and no actor. Servers come up while the
-    actor is built. Engines have no weights before the first `publish`.
+    def publish(self, version: int) -> None:
+        """Serve the current weights as `version`, verified before its first token is generated. Collective."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines of a run, as one rank sees them."""
+
+    engine: CollectiveEngine
+    publisher: Publisher
+    servers: SglangEngines | None = None  # if the engines are processes of their own
+    # In it the trainer's parameters have the servers' quantized values; None: servers hold the trained values. Collective.
+    as_served: Callable[[], AbstractContextManager[None]] | None = None
+
+
+class NoEngine:
+    """`CollectiveEngine` and `Publisher` on a rank without an engine."""
+
+    policy_version = -1
+    num_unfinished = 0
+
+    def __init__(self, commands: Rank0Commands) -> None:
+        self._commands = commands
+
+    def run_on_rank0(self, body: Callable[[], Result]) -> Result | None:
+        """Wait for rank 0 like the ranks with engines; its commands need nothing of this one."""
+        return self._commands.run_on_rank0(body)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        raise AssertionError("rank 0 submits")
+
+    def poll(self) -> list[Completion]:
+        raise AssertionError("rank 0 polls")
+
+    def abort(self) -> list[Completion]:
+        raise AssertionError("rank 0 aborts")
+
+    def publish(self, version: int) -> None:
+        """Do nothing: weights travel from the policy's ranks to their engines."""
+
+
+def start_engines(config: Config, topology: RunTopology, commands: Rank0Commands, stack: ExitStack) -> EngineBuilder:
+    """Begin to start this rank's engines; `stack` ends them. Collective over the world.
+
+    The policy's ranks have engines, the others have none. Engines have no weights before the first `publish`.
     """
-    return _STARTERS[config.rollout.engine](config, part, commands, stack)
+    return _BUILDERS[config.rollout.engine](config, topology, commands, stack)
 
 
-def _start_embedded(config: Config, part: RankSet, commands: Rank0Commands, stack: ExitStack) -> Connect:
-    def connect(actor: MegatronActor | None) -> Engines:
-        if actor is None:
-            return without_engines(commands)
-        assert part.coordination is not None, "ranks with an actor hold the policy"
-        engine = DistributedEmbeddedEngine(build_local_engine(config, config.model.path), part.coordination, commands)
-        weights = WeightSource(actor, part.rank, part.coordination.group)
-        coordinator = GroupCoordinator(part.coordination.group)
-        return Engines(engine, local_weight_sync(actor.tensors, engine, part.group, coordinator, weights=weights))
-
-    return connect
-
-
-_STARTERS: dict[str, Callable[[Config, RankSet, Rank0Commands, ExitStack], Connect]] = {
-    "embedded": _start_embedded,
-    "sglang": start_sglang,
-}
-
-
-def build_local_engine(config: Config, model_folder: Path) -> EmbeddedEngine:
-    """An embedded engine of this process for the architecture of `model_folder`, without weights."""
+def build_local_engine(config: Config, model_dir: Path) -> EmbeddedEngine:
+    """Return an embedded engine of this process for the architecture of `model_dir`, without weights."""
     settings = EmbeddedEngineSettings(
         max_slots=config.rollout.slots_per_rank,
         max_length=config.longest_sequence,
         dtype=DTYPES[config.model.dtype],
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
-    return EmbeddedEngine.from_folder(model_folder, settings, trust_remote_code=config.model.trust_remote_code)
+    return EmbeddedEngine.from_folder(model_dir, settings, trust_remote_code=config.model.trust_remote_code)
+
+
+class EngineBuilder:
+    """Embedded engines, inside the trainer's processes: nothing to start before the actor."""
+
+    def __init__(self, config: Config, topology: RunTopology, commands: Rank0Commands, stack: ExitStack) -> None:
+        self._config = config
+        self._topology = topology
+        self._ranks = topology.policy
+        self._commands = commands
+
+    def connect(self, actor: MegatronActor | None) -> Engines:
+        """Return the engines, with weight sync from this rank's part of the actor; None on ranks without it. Collective."""
+        if actor is None:
+            nothing = NoEngine(self._commands)
+            return Engines(nothing, nothing)
+        return self._connect(actor)
+
+    def _connect(self, actor: MegatronActor) -> Engines:
+        config, ranks = self._config, self._ranks
+        assert ranks.coordination is not None, "ranks with an actor hold the policy"
+        local = build_local_engine(config, config.model.path)
+        engine = DistributedEmbeddedEngine(local, ranks.coordination, self._commands)
+        weights = WeightSource(actor, ranks.rank, ranks.coordination.group)
+        coordinator = GroupCoordinator(ranks.coordination.group)
+        return Engines(engine, local_weight_sync(actor.tensors, engine, ranks.group, coordinator, weights=weights))
+
+
+class SglangBuilder(EngineBuilder):
+    """SGLang servers: started on every node or given by URL, clients, the way to generate, and the weight sync.
+
+    Servers come up while the actor is built. Servers on the trainer's GPUs are awaited first and sleep: SGLang sizes its
+    KV cache by the memory that is free at its start.
+    """
+
+    def __init__(self, config: Config, topology: RunTopology, commands: Rank0Commands, stack: ExitStack) -> None:
+        super().__init__(config, topology, commands, stack)
+        ranks = self._ranks
+        names = host_names()
+        self._nodes = node_topology(names[: ranks.num_ranks])
+        timeout = timedelta(seconds=collective_timeout(config.run.wait_timeout_seconds))
+        # Every process of the world makes all groups, in the same order; members of other nodes get a placeholder.
+        groups = [
+            dist.new_group(list(self._nodes.ranks_of(node)), backend="gloo", timeout=timeout)
+            for node in range(self._nodes.num_nodes)
+        ]
+        self._key_file = Path(config.sglang.api_key_file or config.run.output_dir / "engine.key")
+        if topology.rank == 0 and not config.sglang.api_key_file:
+            create_key(config.run.output_dir)
+        topology.coordination.barrier("the servers' API key")
+        if ranks.is_member:
+            assert ranks.coordination is not None, "members have one"
+            self._coordination = ranks.coordination
+            self._node_group = groups[self._nodes.node_of(ranks.rank)]
+            self._processes_here = names.count(names[ranks.rank])  # on this node, those of the critic included
+            self._start(stack)
+
+    def _start(self, stack: ExitStack) -> None:
+        self._architecture = ModelArchitecture.from_directory(self._config.model.path)
+        # ValueError before anything starts if servers cannot hold the model in these shards.
+        self._expected_engine().shards(0)
+        self._servers = self._build_servers()
+        stack.callback(self._servers.close)
+        self._device = self._shared_device()
+        self._engines = SglangEngines(
+            self._servers, self._ranks.rank, self._client, self._coordination, self._commands, self._device
+        )
+        stack.callback(self._engines.close)
+        if self._device is not None:
+            self._engines.wait_until_healthy()
+            self._engines.sleep()
+
+    def _connect(self, actor: MegatronActor) -> Engines:
+        weights = SOURCES[self._config.sglang.quantization](actor, self._ranks.rank, self._coordination.group)
+        frontend = self._frontend if self._ranks.rank == 0 else None
+        self._engines.attach(partial(self._weight_sync, actor, weights), frontend, weights.current)
+        return Engines(
+            self._engines, self._engines, self._engines, weights.as_served if weights.needs_description else None
+        )
+
+    @property
+    def _device_type(self) -> str:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def _shares_devices(self) -> bool:
+        return self._device_type == "cuda" and self._config.sglang.placement == "colocated"
+
+    def _own_address(self) -> str:
+        """Return this node's address, as the run's other nodes reach it; loopback without other nodes."""
+        if self._nodes.num_nodes == 1 and not self._config.sglang.urls:
+            return LOOPBACK
+        return Address(self._topology.rendezvous_host, 1).local_host()
+
+    # Servers
+
+    def _build_servers(self) -> Servers:
+        sglang, rank = self._config.sglang, self._ranks.rank
+        if sglang.urls:
+            return ExternalServers(self._attach, len(sglang.urls), rank, self._coordination)
+        per_node, budget = sglang.servers_per_node, sglang.max_restarts
+        return StartedServers(self._spawn, self._nodes, rank, per_node, budget, self._coordination)
+
+    def _attach(self, index: int) -> AttachedServer:
+        sglang = self._config.sglang
+        expectation = Expectation.of(self._server_settings(0))
+        return SglangServer.attach(sglang.urls[index], self._key_file, expectation, index, sglang.start_timeout_seconds)
+
+    def _spawn(self, index: int, local_index: int) -> SglangServer:
+        return SglangServer.start(self._server_settings(local_index), index)
+
+    def _server_settings(self, local_index: int) -> ServerSettings:
+        """Return the settings of the server with this index on its node."""
+        config, sglang = self._config, self._config.sglang
+        cuda = self._device_type == "cuda"
+        # The trainer's processes have the first GPUs of a node; servers with GPUs of their own come behind them.
+        first = local_index * sglang.tp_size + (self._processes_here if sglang.placement == "disaggregated" else 0)
+        address = listen_address(sglang.host, self._own_address())
+        require_reachable(address, sglang.host, self._nodes.num_nodes)
+        # A server on a CPU would take a fixed number of tokens, whatever it needs.
+        on_cpu = None if cuda else sglang.max_running_requests * (config.longest_sequence + SPARE_POSITIONS)
+        return ServerSettings(
+            python=self._python(),
+            model_path=config.model.path,
+            key_file=self._key_file,
+            log_dir=config.run.output_dir / "engines",
+            device=self._device_type,
+            tensor_parallel=sglang.tp_size,
+            dtype=config.model.dtype,
+            host=address.bind,
+            advertised_host=address.advertised,
+            max_running_requests=sglang.max_running_requests,
+            max_total_tokens=sglang.max_total_tokens or on_cpu,
+            memory_fraction=sglang.mem_fraction_static if cuda else None,
+            memory_saver=self._shares_devices,
+            seeded=sglang.enable_deterministic_inference,
+            quantization=sglang.quantization,
+            random_weights=True,  # the first weight sync fills them, and is verified
+            random_seed=config.run.seed % (1 << 31),
+            start_timeout_s=sglang.start_timeout_seconds,
+            more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
+            gpus=tuple(range(first, first + sglang.tp_size)) if cuda else (),
+        )
+
+    def _python(self) -> Path:
+        # Not resolved: the interpreter of a virtual environment is a link, and only the link finds its packages.
+        return Path(self._config.sglang.python or sys.executable).absolute()
+
+    def _client(self, server: ReadyServer) -> SglangClient:
+        client = ColocatedClient if self._shares_devices else SglangClient
+        api_version = self._servers.api_version(server.index)
+        name = f"{server.index} ({server.url})"
+        return client(server.url, read_key(self._key_file), self._timeouts(), api_version, name=name)
+
+    def _timeouts(self) -> Timeouts:
+        sglang = self._config.sglang
+        seconds = sglang.weight_sync_timeout_seconds
+        return Timeouts(generate_s=sglang.request_timeout_seconds, control_s=seconds, flush_s=seconds, update_s=seconds)
+
+    def _shared_device(self) -> SharedDevice | None:
+        """Return this rank's GPU if servers share the trainer's GPUs, else None."""
+        if not self._shares_devices:
+            return None
+        sglang = self._config.sglang
+        local_rank, num_bytes = self._ranks.rank % self._nodes.ranks_per_node, 0
+        if local_rank < sglang.servers_per_node * sglang.tp_size:  # a server's rank is on this GPU
+            shard = self._expected_engine().local_specs(local_rank % sglang.tp_size)
+            num_bytes = sum(spec.num_bytes for spec in shard.values())
+        return SharedDevice(num_bytes, sglang.weight_sync_timeout_seconds)
+
+    # Generation, on rank 0
+
+    def _frontend(self, clients: Mapping[int, SglangClient]) -> Frontend:
+        """Return rank 0's way to the servers. ValueError if one would cut the run's longest sequences."""
+        longest = min(client.max_length() for client in clients.values())
+        max_running = self._config.sglang.max_running_requests
+        if not self._config.sglang.router:
+            return DirectFrontend(clients, partial(self._engine, longest, max_running))
+        # One connection to the router for everything its servers can run.
+        build = partial(self._engine, longest, max_running * len(clients))
+        return RouterFrontend(clients, build, self._start_router, self._routed_client)
+
+    def _engine(self, longest: int, max_in_flight: int, clients: Sequence[SglangClient]) -> SglangEngine:
+        config = self._config
+        if longest < config.longest_sequence:
+            raise ValueError(
+                f"a server holds at most {longest} tokens of one sequence, prompt and response of this run are up to "
+                f"{config.longest_sequence}: raise sglang.max_total_tokens or sglang.mem_fraction_static, or shorten them"
+            )
+        return SglangEngine(clients, SglangEngineSettings(longest, self._architecture.vocab_size, max_in_flight))
+
+    def _start_router(self, urls: Sequence[str]) -> SglangRouter:
+        settings = RouterSettings(self._python(), self._key_file, self._config.run.output_dir / "engines")
+        return SglangRouter.start(settings, urls)
+
+    def _routed_client(self, url: str, clients: Sequence[SglangClient]) -> RoutedClient:
+        return RoutedClient(url, read_key(self._key_file), clients, self._timeouts())
+
+    # Weight sync
+
+    def _engine_layout(self, num_engines: int) -> SglangLayout:
+        """Return the layout of engines that hold the model in its own type."""
+        config, sglang = self._config, self._config.sglang
+        return sglang_layout(
+            self._architecture,
+            sglang.tp_size,
+            DTYPES[config.model.dtype],
+            num_engines,
+            expert_parallel=sglang.ep_size,
+            device=self._device_type,
+        )
+
+    def _expected_engine(self) -> EngineLayout:
+        """Return the layout of one engine, before it exists."""
+        return expected_layouts(self._config.sglang.quantization, self._engine_layout(1))[1]
+
+    def _weight_sync(
+        self, actor: MegatronActor, weights: WeightSource, controls: dict[int, SglangClient]
+    ) -> WeightSync:
+        """Return the weight sync over the configured transport, given the clients of the servers this rank leads."""
+        sglang = self._config.sglang
+        described = self._describe(controls) if weights.needs_description else ()
+        layouts = weights.layouts(self._engine_layout(len(self._servers.leaders)), described)
+        handles = EngineHandles(self._servers.leaders, controls)
+        sync_plan, transport = self._TRANSPORTS[sglang.weight_sync_transport](self, handles, *layouts)
+        seconds = sglang.weight_sync_timeout_seconds
+        timeouts = SyncTimeouts(
+            pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds
+        )
+        release_cache = self._device.release_cache if self._device else None
+        coordinator = GroupCoordinator(self._coordination.group)
+        return WeightSync(sync_plan, handles, transport, coordinator, timeouts, release_cache=release_cache)
+
+    def _describe(self, controls: Mapping[int, SglangClient]) -> list[dict[str, TensorSpec]]:
+        """Return the parameters of the first server, which rank 0 leads. ValueError on every rank if it does not answer."""
+        answer: dict[str, Any] | None = None
+        if self._ranks.rank == 0:
+            sglang = self._config.sglang
+            try:
+                found = served_parameters(
+                    controls[0],
+                    sglang.tp_size,
+                    host=self._own_address(),
+                    timeout_s=sglang.weight_sync_timeout_seconds,
+                )
+                answer = {"ranks": [specs_to_json(specs) for specs in found]}
+            except (ValueError, EngineError) as error:  # the other ranks wait for the broadcast
+                answer = {"problem": str(error)}
+        answer = self._coordination.broadcast(answer)
+        if "problem" in answer:
+            raise ValueError(answer["problem"])
+        return [specs_from_json(specs) for specs in answer["ranks"]]
+
+    def _plan(self, source: Layout, engines: EngineLayout, rank_offset: int = 0) -> SyncPlan:
+        target = ShiftedLayout(engines, rank_offset) if rank_offset else engines
+        reshard = plan(source, target, ranks_per_node=self._nodes.ranks_per_node)
+        bucket_bytes = self._config.sglang.weight_sync_bucket_mb * MEBIBYTE
+        return SyncPlan(reshard, engines, bucket_bytes, rank_offset=rank_offset)
+
+    def _shared_memory(
+        self, handles: EngineHandles, source: Layout, engines: EngineLayout
+    ) -> tuple[SyncPlan, Transport]:
+        sync_plan = self._plan(source, engines)
+        transport = SharedMemoryTransport(
+            sync_plan,
+            handles,
+            self._ranks.rank,
+            self._nodes,
+            GroupCoordinator(self._node_group),
+            peers=self._join_peers() if self._nodes.num_nodes > 1 else None,
+            message_timeout_s=self._config.sglang.weight_sync_timeout_seconds,
+            device=slot_device(self._config.sglang.shared_memory),
+        )
+        return sync_plan, transport
+
+    def _join_peers(self) -> PeerGroup:
+        """Return the group of all trainer ranks, for shards whose engine is on another node."""
+        store = RendezvousStore(self._own_address()) if self._ranks.rank == 0 else None
+        facts = [store.address.host, store.address.port, store.new_name()] if store else None
+        host, port, name = self._coordination.broadcast(facts)
+        timeout_s = self._config.sglang.start_timeout_seconds
+        return join(Address(host, port), name, self._ranks.rank, self._ranks.num_ranks, timeout_s=timeout_s)
+
+    def _p2p(self, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
+        # Trainer and engine ranks are one group: the engines' ranks come behind the trainer's.
+        sync_plan = self._plan(source, engines, rank_offset=self._ranks.num_ranks)
+        settings = P2PSettings(host=self._own_address(), backend="nccl" if self._device_type == "cuda" else "gloo")
+        return sync_plan, P2PTransport(sync_plan, handles, GroupCoordinator(self._coordination.group), settings)
+
+    def _disk(self, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
+        config, group = self._config, self._ranks.group
+
+        def export(directory: Path, sources: Buffers) -> None:
+            export_to_huggingface(directory, config.model.path, source, sources, group)
+
+        assert isinstance(source, MegatronLayout), "checkpoints hold the trained weights; the validator refuses others"
+        sync_plan, directory = self._plan(source, engines), config.run.output_dir / "weights"
+        coordinator = GroupCoordinator(self._coordination.group)
+        return sync_plan, DiskTransport(sync_plan, handles, directory, export, coordinator)
+
+    _TRANSPORTS = {"shared_memory": _shared_memory, "p2p": _p2p, "disk": _disk}
+
+
+def slot_device(where: str) -> torch.device:
+    """Return the device of this rank's slots in shared memory. ValueError if there is no such device."""
+    if where == "host":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            'sglang.shared_memory = "device" takes memory of a GPU, and torch sees none here; set it to "host", or start '
+            "on GPUs with a CUDA build of torch"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+_BUILDERS: dict[str, type[EngineBuilder]] = {"embedded": EngineBuilder, "sglang": SglangBuilder}

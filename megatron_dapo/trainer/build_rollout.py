@@ -1,43 +1,50 @@
-"""Data, verifiers and the collector from the configuration: what rank 0 collects with."""
+"""Data, verifiers, collector and evaluation from the configuration: what rank 0 generates with."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
+from megatron_dapo.config.rollout_schema import RewardConfig
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.dataset import PromptDataset, load_eval_prompts, load_prompts
 from megatron_dapo.data.prompt_stream import PromptStream
+from megatron_dapo.data.template import PromptTemplate, StopTokens, resolve_stop_token_ids
 from megatron_dapo.engines.base import CollectiveEngine
+from megatron_dapo.evaluation.protocol import EvaluationProtocol
+from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
+from megatron_dapo.rewards.pool import VerifierPool
+from megatron_dapo.rewards.self_test import check_contract
+from megatron_dapo.rollout.async_collector import AsyncCollector
 from megatron_dapo.rollout.batch import CollectProgress
 from megatron_dapo.rollout.collector import Collector, CollectorInputs
 from megatron_dapo.rollout.group_collector import GroupCollector
 from megatron_dapo.rollout.scoring import SampleScorer
 from megatron_dapo.rollout.window_collector import WindowCollector
-from megatron_dapo.trainer.evaluator import EvaluationTask
-from megatron_dapo.trainer.inputs import (
-    ModelInputs,
-    evaluation_protocol,
-    load_eval_dataset,
-    load_train_dataset,
-    open_verifier_pool,
-    read_model_inputs,
-)
-from megatron_dapo.trainer.recorder import RunPaths
-from megatron_dapo.trainer.train_samples import TrainSamples, build_critic_samples, build_train_samples
-from megatron_dapo.types import Group, Prompt, SamplingParams
+from megatron_dapo.trainer.build_engines import Engines
+from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
+from megatron_dapo.trainer.recorder import Phases, RunPaths
+from megatron_dapo.types import Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+SELF_TEST_PROMPTS = 64  # spread over the data set
 
 
 @dataclass
 class RolloutContext:
-    """What only the rank that drives the rollout has: data, verifiers, collector."""
+    """Data, verifiers and collector, on rank 0."""
 
     inputs: ModelInputs
     scorer: Any  # VerifierPool or ShadowedPool
@@ -47,17 +54,19 @@ class RolloutContext:
     evaluation: EvaluationTask | None
 
     def disagreement_share(self) -> float:
-        """Share of responses so far that the shadow verifier scores otherwise; 0 without one."""
+        """Return the share of responses so far that the shadow verifier scored otherwise; 0 without one."""
         if not isinstance(self.scorer, ShadowedPool):
             return 0.0
         statistics = self.scorer.statistics()
         return statistics.num_disagreements / max(1, statistics.num_compared)
 
 
-def build_rollout_context(
-    config: Config, engine: CollectiveEngine, on_progress: Callable[[CollectProgress], None], stack: ExitStack
-) -> RolloutContext:
-    """Data, verifiers and the collector; `stack` closes the verifiers' processes."""
+def build_rollout_context(config: Config, engine: CollectiveEngine, phases: Phases, stack: ExitStack) -> RolloutContext:
+    """Return what rank 0 collects with; `stack` closes the verifiers' processes."""
+
+    def on_progress(progress: CollectProgress) -> None:
+        phases.show("generate", progress.num_accepted, progress.num_groups)
+
     inputs = read_model_inputs(config.model.path, config.model.trust_remote_code)
     scorer = stack.enter_context(_scorer(config))
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
@@ -80,14 +89,14 @@ def build_rollout_context(
 
 
 def _collector(config: Config, inputs: CollectorInputs, sampling: SamplingParams) -> Collector:
-    """Windows for T-PPO, whole groups otherwise."""
+    """Return a collector of windows for T-PPO, of whole groups otherwise."""
     if config.algorithm.name == "tppo":
         return WindowCollector(inputs, config.rollout, config.window, sampling, config.run.seed)
     return GroupCollector(inputs, config.rollout, sampling, config.run.seed)
 
 
 def _scorer(config: Config) -> Any:
-    """The verifier pool; with a second pool in its shadow where one is asked for."""
+    """Return the verifier pool, with a shadow pool beside it if reward.shadow_verifier names one."""
     primary = open_verifier_pool(config.reward)
     if not config.reward.shadow_verifier:
         return primary
@@ -110,17 +119,136 @@ def _overlong_penalty(config: Config) -> Callable[[int], float] | None:
     )
 
 
-def sample_builder(config: Config) -> Callable[[Sequence[Group]], TrainSamples]:
-    """Turns groups into train samples: by the configured advantage, or with the context a critic needs."""
-    filter_overlong = config.reward.overlong_filter
-    if config.has_critic:
-        return partial(build_critic_samples, filter_overlong=filter_overlong)
-    return partial(build_train_samples, advantage=config.algorithm.advantage, filter_overlong=filter_overlong)
-
-
 def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any) -> EvaluationTask | None:
     if not config.data.eval_paths:
         return None
     dataset = load_eval_dataset(config, inputs, pool)
     protocol = evaluation_protocol(config, str(config.model.path), dataset, inputs.stop_tokens, pool.version)
     return EvaluationTask(dataset, protocol, pool, inputs, RunPaths(config.run.output_dir).evaluations)
+
+
+def build_collector(config: Config, context: RolloutContext, engines: Engines, stack: ExitStack) -> AsyncCollector:
+    """Return rank 0's batches, collected ahead if the servers have devices of their own; `stack` ends the collection."""
+    has_own_devices = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
+    max_ahead = config.rollout.max_staleness if has_own_devices else 0
+    recover = engines.servers.recover if engines.servers else None
+    collector = AsyncCollector(context.collector, max_ahead, config.run.wait_timeout_seconds, recover)
+    stack.callback(collector.close)
+    return collector
+
+
+def build_evaluator(
+    config: Config,
+    engine: CollectiveEngine,
+    context: RolloutContext | None,
+    layout: ParallelLayout,
+    phases: Phases,
+    collector: AsyncCollector | None,
+) -> Evaluator | None:
+    """Return the evaluator of data.eval_paths; None without such files. `context` and `collector`: on rank 0."""
+    if not config.data.eval_paths:
+        return None
+    # Engines hold up to slots_per_rank sequences a rank; four times as many requests keep them full.
+    max_in_flight = 4 * config.rollout.slots_per_rank * layout.world_size
+    return Evaluator(engine, context.evaluation if context else None, max_in_flight, phases, collector)
+
+
+# ---- tokenizer, prompts, verifiers, protocol of evaluations
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Tokenizer and stop tokens of a Hugging Face directory."""
+
+    path: Path
+    tokenizer: Any
+    stop_tokens: StopTokens
+
+    def decode(self, token_ids: Any) -> str:
+        """Return the text of a response without special tokens."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:
+    """Read tokenizer and stop tokens of a Hugging Face directory."""
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    has_file = (path / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(str(path)).eos_token_id if has_file else None
+    stop_tokens = resolve_stop_token_ids(config.eos_token_id, generation, tokenizer.eos_token_id)
+    logger.info("responses end at %s (%s)", list(stop_tokens.token_ids), stop_tokens.report())
+    return ModelInputs(path, tokenizer, stop_tokens)
+
+
+def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> VerifierPool:
+    """Start the pool of processes that scores this run's responses by `verifier` (default: reward.verifier)."""
+    return VerifierPool(
+        verifier or reward.verifier,
+        num_workers=reward.num_workers,
+        timeout_s=reward.timeout_seconds,
+        memory_limit_mb=reward.memory_limit_mb,
+        reward_correct=reward.correct,
+        reward_incorrect=reward.incorrect,
+    )
+
+
+def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -> PromptDataset:
+    """Load the training prompts and check that they request the answer format that the verifier reads."""
+    data = config.data
+    dataset = load_prompts(
+        data.train_paths,
+        inputs.tokenizer,
+        data.max_prompt_tokens,
+        data.template,
+        deduplicate=data.deduplicate,
+        validate_answers=pool.validate_answers,
+    )
+    checked = dataset.prompts[:: max(1, len(dataset.prompts) // SELF_TEST_PROMPTS)]
+    texts = [(inputs.tokenizer.decode(list(prompt.token_ids)), prompt.answer) for prompt in checked]
+    report = check_contract(texts, pool, config.reward.verifier, config.reward.answer_format)
+    logger.info(
+        "self-test: verifier %s reads %s in %d prompts",
+        config.reward.verifier,
+        " and ".join(report.formats),
+        report.num_prompts,
+    )
+    first = PromptTemplate(inputs.tokenizer, data.template).describe(dataset.prompts[0].messages)
+    logger.info("first prompt, template %s %s: %s", first["template"], first["template_hash"], first["text"])
+    return dataset
+
+
+def load_eval_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) -> PromptDataset:
+    """Load the held-out problems, each once."""
+    return load_eval_prompts(
+        config.data.eval_paths,
+        inputs.tokenizer,
+        config.data.max_prompt_tokens,
+        config.data.template,
+        validate_answers=pool.validate_answers,
+    )
+
+
+def evaluation_protocol(
+    config: Config, model: str, dataset: PromptDataset, stop_tokens: StopTokens, verifier_version: str
+) -> EvaluationProtocol:
+    """Return the record of everything besides the model that affects an evaluation's score."""
+    evaluation, report = config.evaluation, dataset.report
+    return EvaluationProtocol(
+        model=model,
+        dataset_path=", ".join(path for path, _ in report.files),
+        dataset_sha256=", ".join(digest for _, digest in report.files),
+        num_dataset_rows=report.num_rows,
+        num_problems=report.num_prompts,
+        num_samples=evaluation.num_samples,
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        top_k=evaluation.top_k,
+        max_new_tokens=config.evaluation_response_tokens,
+        stop_token_ids=stop_tokens.token_ids,
+        seed=config.run.seed,
+        engine=config.rollout.engine,
+        engine_version=f"transformers {importlib.metadata.version('transformers')}",
+        chat_template_sha256=report.template_hash,
+        verifier=config.reward.verifier,
+        verifier_version=verifier_version,
+    )

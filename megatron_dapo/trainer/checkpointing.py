@@ -1,50 +1,59 @@
-"""What a checkpoint of a run holds, so that the run goes on bit for bit as if it had never stopped.
+"""Checkpoints of a run: everything from which it resumes bit for bit as if it had never stopped.
 
 rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 main params, moments, steps and random states
-critic_rank_00000.*                       the same of the critic, where there is one, by its own ranks' numbers
-run.json                                  counters, and what was measured so far
+critic_rank_00000.*                       the same of the critic, if there is one, numbered by its own ranks
+run.json                                  counters, and measurements so far
 collector.json, collector.safetensors     prompt stream, replay buffer and unfinished responses; their tokens as tensors
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
+from megatron_dapo.config.schema import Config
+from megatron_dapo.parallel.collectives import max_over
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import (
     Agree,
     Checkpoint,
     CheckpointStore,
     CheckpointWriter,
+    find_resume,
     save_checkpoint,
 )
 from megatron_dapo.rollout.serialization import join_state, split_state
 
+if TYPE_CHECKING:
+    from megatron_dapo.rollout.async_collector import AsyncCollector
+    from megatron_dapo.trainer.learner import Learner
+    from megatron_dapo.trainer.topology import RunTopology
+
+logger = logging.getLogger(__name__)
+
+TRAINING_STATE = "training_state"
+
 
 class Stateful(Protocol):
-    """An actor whose rank-local state can be taken and put back."""
+    """A model whose rank-local state can be saved and loaded: policy or critic."""
 
     def state_shards(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
 
     def load_state_shards(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None: ...
 
 
-class JsonStateful(Protocol):
-    """Something whose whole state is JSON."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @dataclass
 class RunProgress:
-    """Counters of a run, and what it has measured; part of every checkpoint."""
+    """Counters and measurements of a run; part of every checkpoint."""
 
     train_step: int = 0  # rollout batches trained; the learning-rate schedule and TensorBoard count these
     train_seconds: float = 0.0  # time in steps, over all attempts
@@ -57,12 +66,12 @@ class RunProgress:
 
 @dataclass
 class CriticState:
-    """What is saved of a critic. `model` is None on ranks that hold nothing of it."""
+    """The critic's part of a checkpoint. `model` is None on ranks that hold none of it."""
 
     model: Stateful | None
     counters: Any  # a dataclass
     layout: ParallelLayout
-    rank: int  # among the critic's
+    rank: int  # among the critic's ranks
 
 
 @dataclass
@@ -72,26 +81,38 @@ class RunState:
     actor: Stateful | None
     progress: RunProgress
     learner_counters: Any  # a dataclass
-    collector: JsonStateful | None
+    collector: AsyncCollector | None
     layout: ParallelLayout
-    rank: int  # in the world, and among the policy's
+    rank: int  # in the world, and among the policy's ranks
     num_ranks: int  # of the world
     critic: CriticState | None = None
 
+    @classmethod
+    def of(
+        cls, topology: RunTopology, learner: Learner, progress: RunProgress, collector: AsyncCollector | None
+    ) -> RunState:
+        """Return what a checkpoint holds of a run, on this rank."""
+        critic = None
+        if learner.critic is not None:
+            rank = topology.critic.rank if topology.critic.is_member else 0
+            critic = CriticState(learner.local_critic, learner.critic.counters, topology.critic_layout, rank)
+        layout, counters = topology.policy_layout, learner.counters
+        return cls(learner.local_actor, progress, counters, collector, layout, topology.rank, topology.size, critic)
+
     def layouts(self) -> dict[str, Any]:
-        """By their names in a checkpoint's metadata."""
+        """Return the layouts by their names in a checkpoint's metadata."""
         critic = {"critic_layout": asdict(self.critic.layout)} if self.critic else {}
         return {"layout": asdict(self.layout), **critic}
 
     def models(self) -> dict[str, Stateful]:
-        """What this rank holds, by the names of its files."""
+        """Return this rank's models by the names of their files."""
         found = {f"rank_{self.rank:05d}": self.actor}
         if self.critic is not None:
             found[f"critic_rank_{self.critic.rank:05d}"] = self.critic.model
         return {name: model for name, model in found.items() if model is not None}
 
     def counters(self) -> dict[str, Any]:
-        """Dataclasses by their names in run.json."""
+        """Return the dataclasses of counters by their names in run.json."""
         critic = {"critic": self.critic.counters} if self.critic else {}
         return {"progress": self.progress, "learner": self.learner_counters, **critic}
 
@@ -103,6 +124,35 @@ class Checkpoints:
         self._store = store
         self._state = state
         self._agree = agree
+
+    @classmethod
+    def of(cls, config: Config, state: RunState, coordination: Coordination) -> Checkpoints:
+        """Return those of the run's checkpoint directory, agreed on by all ranks."""
+        store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep)
+        return cls(store, state, coordination.all_true)
+
+    def resume(self, resume: str) -> int:
+        """Restore the checkpoint that checkpoint.resume names and return its train step; -1 without one."""
+        rank, num_ranks = self._state.rank, self._state.num_ranks
+        found = find_resume(resume, self._store, rank=rank, num_ranks=num_ranks, agree=self._agree)
+        if found is None:
+            return -1
+        self.restore(found)
+        logger.info("resuming from %s", found.directory)
+        return found.step
+
+    def restore_step(self, step: int) -> None:
+        """Restore models, optimizers and counters of the checkpoint of `step`, not the data.
+
+        ValueError if that checkpoint is not kept.
+        """
+        if step not in self._store.steps():
+            raise ValueError(
+                f"the batch of train step {step + 1} needs the checkpoint of step {step}, but {self._store.directory} holds "
+                f"{self._store.steps()}; dump with checkpoint.interval = 1 and a larger checkpoint.keep, or replay another "
+                "batch"
+            )
+        self.restore_policy(self._store.open(step))
 
     def save(self) -> Path:
         """Write the checkpoint of the current train step; on any failure all ranks raise CheckpointError and older ones are intact."""
@@ -130,13 +180,13 @@ class Checkpoints:
             writer.save_tensors("collector.safetensors", tensors)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint's whole state back. Raises ValueError where it was written under another layout."""
+        """Restore a checkpoint completely. ValueError if it was written under another layout."""
         self.restore_policy(checkpoint)
         if self._state.collector is not None:
             self._state.collector.load_state_dict(collector_state(checkpoint))
 
     def restore_policy(self, checkpoint: Checkpoint) -> None:
-        """Put back the models, their optimizers and the counters, not the data."""
+        """Restore models, optimizers and counters, not the data."""
         state = self._state
         for name, current in state.layouts().items():
             _check_layout(checkpoint, name, current)
@@ -150,7 +200,7 @@ class Checkpoints:
 
 
 def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Prompt stream, buffer and unfinished responses, also of a checkpoint that holds all of it in JSON."""
+    """Return prompt stream, buffer and unfinished responses; older checkpoints hold their tokens in JSON, too."""
     document = checkpoint.load_json("collector.json")
     if "collector.safetensors" not in checkpoint.files:
         return document
@@ -158,7 +208,7 @@ def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any]) -> None:
-    """ValueError where the checkpoint's layout of that name is another one, or it has none."""
+    """Raise ValueError if the checkpoint has another layout of that name, or none."""
     saved = checkpoint.metadata.get(name)
     if saved is None:
         raise ValueError(
@@ -168,7 +218,7 @@ def _check_layout(checkpoint: Checkpoint, name: str, current: Mapping[str, Any])
     if saved != current:
         different = {key: (saved.get(key), current[key]) for key in current if saved.get(key) != current[key]}
         raise ValueError(
-            f"checkpoint {checkpoint.directory} was written under another {name} (saved, asked for): {different}; "
+            f"checkpoint {checkpoint.directory} was written under another {name} (saved, configured): {different}; "
             "resume with the layout it was written under, or start a new run from its Hugging Face export"
         )
 
@@ -183,3 +233,63 @@ def _restore_dataclass(target: Any, values: Mapping[str, Any]) -> None:
         )
     for name, value in values.items():
         setattr(target, name, value)
+
+
+# ---- the optimizer state beside an exported critic
+
+
+def save_training_state(directory: Path, model: Stateful, layout: ParallelLayout, rank: int) -> None:
+    """Write this rank's optimizer state into <directory>/training_state, beside the critic's Hugging Face directory."""
+    target = directory / TRAINING_STATE
+    target.mkdir(parents=True, exist_ok=True)
+    tensors, description = model.state_shards()
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, _tensors(target, rank))
+    _description(target, rank).write_text(json.dumps(description) + "\n", encoding="utf-8")
+    if rank == 0:
+        (target / "layout.json").write_text(json.dumps(asdict(layout)) + "\n", encoding="utf-8")
+
+
+def load_training_state(
+    directory: Path, model: Stateful, layout: ParallelLayout, rank: int, group: dist.ProcessGroup | None = None
+) -> bool:
+    """Load the optimizer state beside a critic, so that training continues where pretraining stopped.
+
+    Returns False if there is none. State of another layout, type of numbers or division over ranks is not loaded: the
+    critic starts from the directory's weights with moments of 0, and that is logged. Collective over `group`, the
+    model's ranks.
+    """
+    source = directory / TRAINING_STATE
+    if not (source / "layout.json").is_file():
+        return False
+    saved = json.loads((source / "layout.json").read_text(encoding="utf-8"))
+    if saved != asdict(layout):
+        _log_new_start(source, f"layout {saved}, now {asdict(layout)}")
+        return False
+    description = json.loads(_description(source, rank).read_text(encoding="utf-8"))
+    own = model.state_shards()[1]
+    different = [name for name in own if description.get(name) != own[name]]
+    if _any_rank(bool(different), group):
+        _log_new_start(source, ", ".join(different) or "the state of other ranks")
+        return False
+    model.load_state_shards(load_file(_tensors(source, rank)), description)
+    return True
+
+
+def _any_rank(mine: bool, group: dist.ProcessGroup | None) -> bool:
+    return bool(max_over({"mine": float(mine)}, group)["mine"]) if dist.is_initialized() else mine
+
+
+def _log_new_start(source: Path, difference: str) -> None:
+    logger.warning(
+        "%s does not fit this critic (%s): its optimizer starts with moments of 0, from the same weights",
+        source,
+        difference,
+    )
+
+
+def _tensors(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.safetensors"
+
+
+def _description(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.json"

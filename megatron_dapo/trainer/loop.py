@@ -1,164 +1,164 @@
-"""The loop of a run, as every rank executes it.
+"""The training loop, as every rank executes it.
 
-      rank 0                                   all ranks
-      ------                                   ---------
-  +-> collector: prompts, refill, filter <---> engines generate in lockstep
-  |   verifier pool scores, buffer carries
-  |   advantages over whole groups ----------> the same train samples everywhere (broadcast)
-  |                                            learner: mini-batches, exact denominators, old log-probs,
-  |                                                     forward, backward, guarded AdamW steps
-  |                                            publisher: shards -> engines, checksums, policy version + 1
-  |   recorder: metrics, samples, display
-  +-- checkpoint and evaluation where due      every rank, then the next step
+    run()
+      _update_weights     policy version 0 into the engines, verified
+      each train step:
+        _generate         all ranks; rank 0: AsyncCollector.next_batch, the others serve in CollectiveEngine.run_on_rank0
+                            waits for: verifiers to score enough groups        unblocked by: rank 0's broadcast of the batch
+        score             Learner.score: the critic's values, KL penalties
+        estimate_advantages
+        train_critic      waits for: all ranks of the critic, in collectives
+        train_actor       waits for: all ranks of the policy, in collectives
+        finish            waits for: the other model's ranks                   unblocked by: ConcurrentUpdate.exchange
+        _update_weights   waits for: AsyncCollector to pause, engines to empty
+                            unblocks: the collector's thread, with the new policy version
+        _record, then _evaluate and _save if due
+      _save, _evaluate    at the end
 
-Who waits for whom: the ranks for rank 0's scoring between two polls; all for all in every collective. Every wait is a phase with a
-deadline that says its name. A signal is a wish: the step is finished, saved, and the run ends.
+Models move between device and host in `DeviceModels`: offload_all before _generate and _evaluate, on_device(...) around
+each use. Every wait belongs to a phase with a deadline, whose error names it. On SIGTERM the current step finishes, a
+checkpoint is written, and the run ends.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from megatron_dapo.algorithms.group_advantages import EstimatedBatch
+from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
-from megatron_dapo.trainer.actor_learner import LearnerCounters, LearnResult
+from megatron_dapo.trainer.actor_learner import LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
-from megatron_dapo.trainer.driven_engine import Publisher
 from megatron_dapo.trainer.evaluator import Evaluator
-from megatron_dapo.trainer.parity_probe import Parity
-from megatron_dapo.trainer.phases import Phases
-from megatron_dapo.trainer.recorder import Recorder
-from megatron_dapo.trainer.rollout_phase import CollectedBatch, RolloutPhase
-from megatron_dapo.trainer.step_metrics import (
-    advantage_metrics,
-    critic_metrics,
-    memory_metrics,
-    prefix_metrics,
-    reward_metrics,
-    rollout_metrics,
-    throughput_metrics,
-    training_seconds,
-    window_metrics,
-)
-from megatron_dapo.types import TrainSample
+from megatron_dapo.trainer.learner import Learner
+from megatron_dapo.trainer.metrics import step_metrics, training_seconds
+from megatron_dapo.trainer.offload import POLICY
+from megatron_dapo.trainer.parity import Parity
+from megatron_dapo.trainer.recorder import Phases, Recorder
+from megatron_dapo.trainer.rollout import Rollout, TrainBatch
+
+if TYPE_CHECKING:
+    from megatron_dapo.recovery.signals import StopRequest
+    from megatron_dapo.rollout.async_collector import AsyncCollector
+    from megatron_dapo.trainer.build_engines import Publisher
+    from megatron_dapo.trainer.build_rollout import RolloutContext
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """When a run does what."""
-
-    total_steps: int
-    max_generation_steps: int  # 0: no limit
-    groups_per_step: int
-    groups_per_round: int  # what one generation round starts
-    evaluation_interval: int  # 0: not in between
-    evaluate_at_start: bool
-    evaluate_at_end: bool
-    checkpoint_interval: int  # 0: only at the end and on a signal
-    mismatch_gate: float
-    mismatch_alarm: float
-    mismatch_trend: TrendSettings
-
-
-class Trainee(Protocol):
-    """What learns from rollout batches: the policy alone, or policy and critic."""
-
-    @property
-    def counters(self) -> LearnerCounters: ...
-
-    def learn(
-        self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
-    ) -> LearnResult: ...
+STOPPED_BY_SIGNAL = "stopped by a signal"
 
 
 @dataclass
 class Parts:
-    """What the loop is made of. `recorder` and the shadow verifier's share exist on rank 0."""
+    """The parts of the loop. `recorder`, `collector` and `context` exist on rank 0 only."""
 
-    rollout: RolloutPhase
-    learner: Trainee
+    rollout: Rollout
+    learner: Learner
     publisher: Publisher
-    parity: Parity | None  # where servers can be asked
+    parity: Parity | None  # if the engines are servers, which compute log-probs of a prompt
     evaluator: Evaluator | None
     checkpoints: Checkpoints
     recorder: Recorder | None
-    disagreement_share: Callable[[], float]
-    epoch: Callable[[], int]
-    has_converged: Callable[[], bool] = lambda: False  # there is nothing more to learn; the same on every rank
+    collector: AsyncCollector | None
+    context: RolloutContext | None
 
 
 class TrainingLoop:
     """Runs a training from where `progress` stands."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        settings: LoopSettings,
-        progress: RunProgress,
-        phases: Phases,
-        stop_requested: Callable[[], bool],
-    ) -> None:
+    def __init__(self, config: Config, parts: Parts, progress: RunProgress, phases: Phases, stop: StopRequest) -> None:
+        self._config = config
         self._parts = parts
-        self._settings = settings
         self._progress = progress
         self._phases = phases
-        self._stop_requested = stop_requested
-        self._trend = TrendAlarm(settings.mismatch_trend)
+        self._stop = stop
+        mismatch = config.mismatch
+        self._trend = TrendAlarm(TrendSettings(factor=mismatch.trend_factor, floor=mismatch.trend_floor))
         self.saved_step = -1  # train step of the newest checkpoint on disk
 
     def run(self) -> str:
-        """Train until a limit, the data or a signal ends it; returns which. The last state is saved."""
-        if self._progress.mismatch_trend:
-            self._trend.load_state_dict(self._progress.mismatch_trend)
-        self._publish()
-        if self._settings.evaluate_at_start and self._progress.train_step == 0:
+        """Train until a limit, the data or a signal ends the run; return which. The last state is saved."""
+        learner, progress, evaluation = self._parts.learner, self._progress, self._config.evaluation
+        if progress.mismatch_trend:
+            self._trend.load_state_dict(progress.mismatch_trend)
+        self._update_weights()
+        if evaluation.at_start and progress.train_step == 0:
             self._evaluate()
         self._phases.timer.finish_step()
         while not (reason := self._reason_to_end()):
-            with self._phases.phase("generate"):
-                batch = self._parts.rollout.collect(self._settings.groups_per_step)
-            self._progress.generation_step = batch.generation_step
+            step = progress.train_step
+            batch = self._generate()
             if batch.should_stop or not batch.samples:
                 reason = "data exhausted"
                 break
-            result = self._learn(batch)
-            self._progress.train_step += 1
-            self._publish()
-            self._finish_step(batch, result)
+            samples = learner.score(batch.samples)
+            estimated = learner.estimate_advantages(samples)
+            critic_metrics = learner.train_critic(estimated, step)
+            actor_result = learner.train_actor(estimated, step, self._config.mismatch_gate if step == 0 else None)
+            result = learner.finish(estimated, actor_result, critic_metrics, step)
+            self._watch_mismatch(result)
+            progress.train_step += 1
+            self._update_weights()
+            self._record(batch, estimated, result)
+            # The evaluation comes before the checkpoint, so that a run resumed from the checkpoint knows of it.
+            if self._is_due(evaluation.interval) and progress.train_step < self._config.run.total_steps:
+                self._evaluate()
+            if self._is_due(self._config.checkpoint.interval):
+                self._save()
         self._save()
-        if self._settings.evaluate_at_end and reason in ("finished", "converged", "data exhausted"):
+        if evaluation.at_end and reason in ("finished", "converged", "data exhausted"):
             self._evaluate()
         return reason
 
     def _reason_to_end(self) -> str:
-        settings = self._settings
-        if self._progress.train_step >= settings.total_steps:
+        run, progress = self._config.run, self._progress
+        if progress.train_step >= run.total_steps:
             return "finished"
-        if self._parts.has_converged():
+        if self._parts.learner.has_converged():
             return "converged"
-        if settings.max_generation_steps and self._progress.generation_step >= settings.max_generation_steps:
+        if run.max_generation_steps and progress.generation_step >= run.max_generation_steps:
             return "generation steps used up"
-        # A signal need not reach every rank; what one was told, all do.
-        stop = max_over({"stop": float(self._stop_requested())})["stop"]
-        return "stopped by a signal" if stop else ""
+        # A signal may reach only some ranks, and all must leave the loop at the same step.
+        stop = max_over({"stop": float(self._stop.requested)})["stop"]
+        return STOPPED_BY_SIGNAL if stop else ""
 
-    def _learn(self, batch: CollectedBatch) -> LearnResult:
-        step = self._progress.train_step
-        gate = self._settings.mismatch_gate if step == 0 else None
-        result = self._parts.learner.learn(batch.samples, step, gate)
+    def _generate(self) -> TrainBatch:
+        """Return the next rollout batch: scored groups as train samples, the same on every rank."""
+        models = self._parts.learner.models
+        with self._phases.phase("generate"):
+            models.offload_all()
+            models.log_moved()
+            batch = self._parts.rollout.generate(self._config.rollout.prompts_per_step)
+        self._progress.generation_step = batch.generation_step
+        return batch
+
+    def _update_weights(self) -> None:
+        """Serve the current weights as the next policy version, verified. Generation pauses meanwhile."""
+        step, parts = self._progress.train_step, self._parts
+        with self._phases.phase("weight_sync"), parts.learner.models.on_device(POLICY):
+            if parts.collector is not None:
+                parts.collector.before_update()
+            parts.publisher.publish(step)
+            if parts.collector is not None:
+                parts.collector.after_update(step)
+            if parts.parity is not None and parts.parity.is_due(step):
+                parts.parity.check()
+
+    def _watch_mismatch(self, result: LearnResult) -> None:
+        """Warn if trainer and engine differ by too much, or by more and more."""
+        step, alarm = self._progress.train_step, self._config.mismatch.alarm
         gap = result.metrics["mismatch/abs_logprob_diff_mean"]
-        if gap > self._settings.mismatch_alarm:
+        if gap > alarm:
             logger.warning(
                 "train step %d: trainer and engine differ by %.3g nats a token on average, above mismatch.alarm %.3g",
                 step + 1,
                 gap,
-                self._settings.mismatch_alarm,
+                alarm,
             )
         growth = self._trend.observe(gap)
         self._progress.mismatch_trend = self._trend.state_dict()
@@ -171,70 +171,51 @@ class TrainingLoop:
                 growth.now,
                 growth.num_steps,
             )
-        return result
 
-    def _publish(self) -> None:
-        step, parity = self._progress.train_step, self._parts.parity
-        with self._phases.phase("weight_sync"):
-            self._parts.publisher.publish(step)
-            if parity is not None and parity.is_due(step):
-                parity.check()
-
-    def _finish_step(self, batch: CollectedBatch, result: LearnResult) -> None:
-        """Everything after the new policy is served: samples, due checkpoint and evaluation, then the step's metrics."""
-        step = self._progress.train_step
+    def _record(self, batch: TrainBatch, estimated: EstimatedBatch, result: LearnResult) -> None:
+        """Write the step's responses and metrics, on rank 0, once the new policy is served."""
+        step, recorder = self._progress.train_step, self._parts.recorder
         self._progress.num_samples += len(batch.samples)
         with self._phases.phase("record"):
-            if self._parts.recorder is not None and batch.rollout is not None:
+            if recorder is not None and batch.rollout is not None:
                 self._progress.num_generated_tokens += batch.rollout.statistics.num_tokens
-                self._parts.recorder.batch(step, batch.rollout.groups, batch.samples, result.advantages)
+                recorder.batch(step, batch.rollout.groups, estimated)
         # A row covers the time since the row before it: an evaluation or a checkpoint after a step is in the next one.
         times = self._phases.timer.finish_step()
         self._progress.train_seconds += training_seconds(times)
-        if self._parts.recorder is not None:
-            self._parts.recorder.step(step, self._metrics(batch, result, times))
-        # The evaluation comes first, so that a run which goes on from this checkpoint knows it.
-        if self._is_due(self._settings.evaluation_interval) and step < self._settings.total_steps:
-            self._evaluate()
-        if self._is_due(self._settings.checkpoint_interval):
-            self._save()
+        if recorder is not None:
+            recorder.step(step, self._metrics(batch, result, times))
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self._progress.train_step % interval == 0
 
-    def _metrics(self, batch: CollectedBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
-        assert batch.rollout is not None, "rank 0 has the groups"
-        counters = self._parts.learner.counters
-        return {
+    def _metrics(self, batch: TrainBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
+        context, counters = self._parts.context, self._parts.learner.counters
+        assert batch.rollout is not None and context is not None, "rank 0 has the groups and the data"
+        progress = {
             "progress/generation_steps": batch.generation_step,
             "progress/optimizer_steps": counters.optimizer_steps,
             "progress/skipped_optimizer_steps": counters.skipped_steps,
             "progress/policy_version": self._progress.train_step,
-            "progress/epoch": self._parts.epoch(),
-            **rollout_metrics(batch.rollout, self._progress.train_step - 1, self._settings.groups_per_round),
-            **prefix_metrics(batch.prefix_reuse),
-            **window_metrics(batch.rollout),
-            **reward_metrics(batch.rollout.groups, self._parts.disagreement_share()),
-            **advantage_metrics(batch.advantage_metrics),
-            **critic_metrics(result.metrics),
-            **result.metrics,
-            **throughput_metrics(batch.rollout, times, batch.generation_seconds),
-            **memory_metrics(),
-            **{f"time/{name}": seconds for name, seconds in times.items()},
+            "progress/epoch": context.stream.epoch,
+        }
+        disagreement = context.disagreement_share()
+        trained = self._progress.train_step - 1
+        return {
+            **progress,
+            **step_metrics(self._config, batch, batch.rollout, trained, result.metrics, times, disagreement),
         }
 
     def _evaluate(self) -> None:
         if self._parts.evaluator is None:
             return
         start, step = time.perf_counter(), self._progress.train_step
-        recorder = self._parts.recorder
         with self._phases.phase("evaluate"):
-            metrics = self._parts.evaluator.evaluate(
-                step, lambda seen: self._phases.show("evaluate", seen.num_finished, seen.num_total)
-            )
-        if metrics is not None and recorder is not None:
+            self._parts.learner.models.offload_all()
+            metrics = self._parts.evaluator.evaluate(step)
+        if metrics is not None and self._parts.recorder is not None:
             self._progress.evaluations[str(step)] = metrics
-            recorder.evaluation(step, metrics)
+            self._parts.recorder.evaluation(step, metrics)
             logger.info(
                 "evaluation after %d steps: avg@k %.3f [%.3f, %.3f] in %.1f s",
                 step,
@@ -245,12 +226,12 @@ class TrainingLoop:
             )
 
     def _save(self) -> None:
-        """A checkpoint of the current step, once."""
+        """Write a checkpoint of the current step, once."""
         if self.saved_step == self._progress.train_step:
             return
         with self._phases.phase("checkpoint"):
             if self._parts.recorder is not None:
-                self._parts.recorder.flush()  # what the checkpoint counts as done is on record
-            folder = self._parts.checkpoints.save()
+                self._parts.recorder.flush()  # the checkpoint counts these samples as written
+            path = self._parts.checkpoints.save()
         self.saved_step = self._progress.train_step
-        logger.info("checkpoint of train step %d in %s", self.saved_step, folder)
+        logger.info("checkpoint of train step %d in %s", self.saved_step, path)

@@ -1,67 +1,97 @@
-"""What rank 0 writes about a run: metrics, samples, batch dumps, the live display."""
+"""Phases of the loop, and what rank 0 writes about a run: metrics, samples, batch dumps, the live display."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
+from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config.schema import Config
 from megatron_dapo.telemetry.batch_dump import dump_batch
-from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS, checked
+from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, PHASES, STEP_METRICS, checked
+from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.progress import ProgressView, StepReport, progress_view
 from megatron_dapo.telemetry.samples import SampleWriter, choose, sample_record
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricWriter, TensorBoardWriter
-from megatron_dapo.types import Group, TrainSample
+from megatron_dapo.types import Group
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run's output lies."""
+    """Paths of a run's output."""
 
-    folder: Path
+    output_dir: Path
 
     @property
     def tensorboard(self) -> Path:
-        return self.folder / "tensorboard"
+        return self.output_dir / "tensorboard"
 
     @property
     def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
+        return self.output_dir / "metrics.jsonl"
 
     @property
     def evaluation_metrics(self) -> Path:
-        return self.folder / "evaluations.jsonl"
+        return self.output_dir / "evaluations.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        return self.folder / "evaluations"
+        return self.output_dir / "evaluations"
 
     @property
     def samples(self) -> Path:
-        return self.folder / "samples.jsonl"
+        return self.output_dir / "samples.jsonl"
 
     @property
     def disagreements(self) -> Path:
-        return self.folder / "disagreements.jsonl"
+        return self.output_dir / "disagreements.jsonl"
 
     @property
     def dumps(self) -> Path:
-        return self.folder / "batches"
+        return self.output_dir / "batches"
 
     @property
     def huggingface(self) -> Path:
-        return self.folder / "huggingface"
+        return self.output_dir / "huggingface"
 
     @property
     def critic(self) -> Path:
-        """With the state of its optimizer: `critic.path` of another run."""
-        return self.folder / "critic"
+        """Return the directory of the critic and its optimizer state, which can be `critic.path` of another run."""
+        return self.output_dir / "critic"
 
     @property
     def summary(self) -> Path:
-        return self.folder / "summary.json"
+        return self.output_dir / "summary.json"
+
+
+class Phases:
+    """Times the phases of one rank, shows them, and ends the process with stacks if one takes too long.
+
+    `recorder`: set on the rank that shows progress. `watch`: of a phase by its name, see `recovery.deadlines`.
+    """
+
+    def __init__(
+        self,
+        timer: PhaseTimer | None = None,
+        watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.timer = timer or PhaseTimer(list(PHASES))
+        self.recorder: Recorder | None = None
+        self._watch = watch
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time everything inside as phase `name`; a phase inside another one takes its time from the outer one."""
+        self.show(name)
+        with self.timer.phase(name), self._watch(name):
+            yield
+
+    def show(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
+        """Show how far the current phase is, on the rank that shows it."""
+        if self.recorder is not None:
+            self.recorder.phase(text, done, total)
 
 
 class Recorder:
@@ -107,26 +137,23 @@ class Recorder:
         """Write an evaluation of the policy after `train_step`."""
         self._evaluations.write(train_step, checked(EVALUATION_METRICS, metrics))
 
-    def batch(
-        self,
-        train_step: int,
-        groups: Sequence[Group],
-        samples: Sequence[TrainSample],
-        advantages: Mapping[str, float] = MappingProxyType({}),
-    ) -> None:
-        """Write some responses for people, and the whole batch where a dump is due. `advantages`: by sample, where they are not
-        in `samples` because a critic made them."""
+    def batch(self, train_step: int, groups: Sequence[Group], batch: EstimatedBatch) -> None:
+        """Write some responses for people, and the whole batch if a dump is due."""
         if self._samples is not None:
-            found = {sample.sample_id: _advantage(sample) for sample in samples} | dict(advantages)
             chosen = choose(groups, self._telemetry.samples_per_step)
             self._samples.write(
                 [
-                    sample_record(train_step, groups[group], index, found[groups[group].samples[index].sample_id])
+                    sample_record(
+                        train_step,
+                        groups[group],
+                        index,
+                        batch.shown_advantages[groups[group].samples[index].sample_id],
+                    )
                     for group, index in chosen
                 ]
             )
         if self._telemetry.dump_batches and train_step % self._telemetry.dump_batches == 0:
-            dump_batch(self.paths.dumps / f"step_{train_step:06d}", samples, {"train_step": train_step})
+            dump_batch(self.paths.dumps / f"step_{train_step:06d}", batch.samples, {"train_step": train_step})
 
     @property
     def num_lost(self) -> int:
@@ -148,7 +175,3 @@ class Recorder:
             self._samples.close()
         if self.progress is not None:
             self.progress.close()
-
-
-def _advantage(sample: TrainSample) -> float:
-    return float(sample.advantages[0]) if sample.num_response_tokens else 0.0

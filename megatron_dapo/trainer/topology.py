@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from megatron_dapo.parallel.rank_set import RankSet
 
 
+LOOPBACK = "127.0.0.1"
+
+
 @dataclass(frozen=True)
 class RunTopology:
     """Ranks and layouts of a run's models. Without a critic, its ranks and layout are the policy's and unused."""
@@ -32,6 +35,7 @@ class RunTopology:
     policy_layout: ParallelLayout
     critic_layout: ParallelLayout
     coordination: Coordination  # of all ranks, through host memory
+    rendezvous_host: str = LOOPBACK  # the node of rank 0
 
     @property
     def is_shared(self) -> bool:
@@ -39,7 +43,7 @@ class RunTopology:
         return self.policy.ranks == self.critic.ranks
 
 
-def run_topology(config: Config) -> RunTopology:
+def run_topology(config: Config, rendezvous_host: str = LOOPBACK) -> RunTopology:
     """Return the topology of a run whose default process group exists. Collective."""
     # Commands that only print a layout import this module: they do without torch.
     from megatron_dapo.parallel.coordination import collective_timeout, coordinate
@@ -54,7 +58,7 @@ def run_topology(config: Config) -> RunTopology:
     if config.num_critic_processes:
         policy, critic = partition_ranks(config.num_critic_processes, timeout_s, coordination.progress)
     layouts = parallel_layout(config, size), critic_layout(config, size)
-    return RunTopology(size, world.rank, policy, critic, *layouts, coordination)
+    return RunTopology(size, world.rank, policy, critic, *layouts, coordination, rendezvous_host)
 
 
 def parallel_layout(config: Config, world_size: int) -> ParallelLayout:

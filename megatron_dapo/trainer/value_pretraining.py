@@ -1,4 +1,4 @@
-"""`megatron-dapo pretrain-value`: a critic that knows the policy's returns before the policy moves (VC-PPO, VAPO).
+"""`megatron-dapo pretrain-value`: train the critic on the policy's returns before the policy trains (VC-PPO, VAPO).
 
 The loop of a training run with a learner that trains the critic alone: the policy generates, its responses' Monte-Carlo
 returns are the targets, and the run ends where explained variance and loss no longer improve. That the policy is
@@ -14,40 +14,35 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.telemetry.summary import EXPLAINED
-from megatron_dapo.trainer.actor_critic import ActorCriticLearner
-from megatron_dapo.trainer.build_critic import critic_start, export_critic_folder
-from megatron_dapo.trainer.build_learner import build_value_pretrainer
-from megatron_dapo.trainer.recorder import RunPaths
-from megatron_dapo.trainer.run import STOPPED_BY_SIGNAL, Run, local_critic, prepared_run
+from megatron_dapo.trainer.build import critic_start
+from megatron_dapo.trainer.learner import ActorCriticLearner
+from megatron_dapo.trainer.loop import STOPPED_BY_SIGNAL
+from megatron_dapo.trainer.run import Run, prepared_run
 
 logger = logging.getLogger(__name__)
 
 NUM_AVERAGED = 5  # newest train steps whose explained variance is reported
 
 
-def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> None:
-    """From a configuration of `pretraining_config` to <run.output_dir>/critic. Every process of the run calls it."""
+def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int, rendezvous_host: str) -> None:
+    """Pretrain the critic of a `pretraining_config` into <run.output_dir>/critic. Every process of the run calls it."""
     start = time.perf_counter()
     _require_weights(loaded.config)
-    with prepared_run(loaded, rank, world_size, build_value_pretrainer) as run:
-        learner = run.learner
-        assert isinstance(learner, ActorCriticLearner)
+    section = loaded.config.value_pretraining
+    stop_rule = StopRule(section.min_steps, section.explained_variance_slope, section.loss_slope)
+    with prepared_run(loaded, rank, world_size, rendezvous_host, stop_rule) as run:
+        assert isinstance(run.learner, ActorCriticLearner), "a configuration of value pretraining has a critic"
         before = _policy_digest(run)
         reason = run.loop.run()
         _require_unchanged(before, _policy_digest(run))
-        history = learner.critic.counters.history
-        newest = [explained for explained, _ in history[-NUM_AVERAGED:]]
+        newest = [explained for explained, _ in run.learner.critic.counters.history[-NUM_AVERAGED:]]
         explained = sum(newest) / max(1, len(newest))
-        exports = {}
-        if reason != STOPPED_BY_SIGNAL:
-            critic, exports["critic"] = local_critic(learner), RunPaths(loaded.config.run.output_dir).critic
-            if critic is not None:
-                export_critic_folder(loaded.config, critic, exports["critic"])
-            run.world.coordination.barrier("the export of the critic")
+        exports = {} if reason == STOPPED_BY_SIGNAL else {"critic": run.export_critic()}
         run.summarize(reason, exports, time.perf_counter() - start, {EXPLAINED: explained})
         logger.info(
             "value pretraining: %s after %d steps; explained variance %.3f (mean of the last %d steps, each on responses "
@@ -60,22 +55,22 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int) -> N
 
 
 def _require_weights(config: Config) -> None:
-    """ValueError where the critic could not be written in the end: it takes the form of the folder it started from."""
-    folder = critic_start(config)
-    if not any(folder.glob("*.safetensors")):
+    """Raise ValueError if the critic could not be exported: its files copy the form of those it started from."""
+    start = critic_start(config)
+    if not any(start.glob("*.safetensors")):
         raise ValueError(
-            f"value pretraining: {folder} holds no weights, so that the critic would learn the returns of a random policy and have "
-            "no folder whose form it could take; set model.path to a model with weights"
+            f"value pretraining: {start} holds no weights, so that the critic would learn the returns of a random policy and have "
+            "no files whose form it could copy; set model.path to a model with weights"
         )
 
 
 def _policy_digest(run: Run) -> str:
-    """Of what this rank holds of it."""
+    """Return the digest of this rank's part of the policy."""
     return weights_digest(run.actor.named_local_parameters() if run.actor else {})
 
 
 def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of this rank's parameters, names and bytes."""
+    """Return the SHA-256 of this rank's parameters, names and bytes."""
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         digest.update(name.encode())
@@ -86,5 +81,5 @@ def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
 def _require_unchanged(before: str, after: str) -> None:
     if float(max_over({"changed": float(before != after)})["changed"]):
         raise RuntimeError(
-            "the policy's weights changed during value pretraining: this is a fault of the program, report it"
+            "the policy's weights changed during value pretraining: this is a bug in megatron_dapo, please report it"
         )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from learners import build, judged_samples
 
 from megatron_dapo.parallel.collectives import all_gather_json
-from megatron_dapo.trainer.actor_learner import TooManySkips
+from megatron_dapo.trainer.updater import TooManySkips
 
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,9 +11,8 @@ import torch
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.megatron.actor import MegatronActor
-from megatron_dapo.telemetry.metrics import PHASES
-from megatron_dapo.telemetry.phases import PhaseTimer
-from megatron_dapo.trainer.build_learner import build_actor, build_learner
+from megatron_dapo.trainer.build import build_actor, build_learner
+from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.topology import RunTopology, run_topology
 from megatron_dapo.types import CriticContext, TrainSample, Window
 
@@ -32,7 +31,7 @@ def build(recipe: str, overrides: Sequence[str]) -> Built:
     config = load_config(Path(recipe), list(overrides)).config
     world = run_topology(config)
     actor = build_actor(config, world)
-    return Built(world, actor, build_learner(config, actor, world, PhaseTimer(list(PHASES)).phase))
+    return Built(world, actor, build_learner(config, actor, world, Phases()))
 
 
 def samples(num_groups: int, vocab_size: int) -> list[TrainSample]:

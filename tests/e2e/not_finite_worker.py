@@ -10,7 +10,7 @@ import torch.distributed as dist
 from learners import build, samples
 
 from megatron_dapo.parallel.collectives import all_gather_json
-from megatron_dapo.trainer.actor_learner import TooManySkips
+from megatron_dapo.trainer.updater import TooManySkips
 from megatron_dapo.types import TrainSample
 
 

@@ -13,7 +13,6 @@ from learners import build, judged_samples
 
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.parallel.collectives import all_gather_json
-from megatron_dapo.trainer.run import local_critic
 from megatron_dapo.trainer.topology import RunTopology
 
 
@@ -21,13 +20,13 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank saw, in rank order."""
     built = build(arguments["recipe"], arguments["overrides"])
     actor, learner = built.actor, built.learner
-    model = actor or local_critic(learner)
-    assert model is not None and (actor is None) != (local_critic(learner) is None), "a rank holds one of the two"
+    model = actor or learner.local_critic
+    assert model is not None and (actor is None) != (learner.local_critic is None), "a rank holds one of the two"
     judged = judged_samples(2, 40)
     intervals: list[tuple[float, float]] = []
     model.train_step = meeting(model.train_step, intervals)
     first = learner.learn(judged, 0)
-    if local_critic(learner) is not None:
+    if learner.local_critic is not None:
         learner.critic._value_loss = spoilt(learner.critic._value_loss)
     second = learner.learn(judged, 1)
     return all_gather_json(
@@ -46,10 +45,10 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 def meeting(train_step: Callable[..., Any], intervals: list[tuple[float, float]]) -> Callable[..., Any]:
     """The step, in which all processes of the world meet: nobody would come if one model waited for the other's."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
         start = time.monotonic()
         dist.barrier()
-        result = train_step(*arguments)
+        result = train_step(*arguments, **options)
         dist.barrier()
         intervals.append((start, time.monotonic()))
         return result

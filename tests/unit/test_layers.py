@@ -82,6 +82,14 @@ def test_imports_point_down(path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if package_of(module_name(path)) == "trainer"], ids=module_name
+)
+def test_the_trainer_knows_no_launcher_and_no_command_line(path: Path) -> None:
+    found = [imported for imported in imports_of(path) if imported.startswith("megatron_dapo.")]
+    assert not [imported for imported in found if package_of(imported) in ("launch", "cli")]
+
+
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_heavy_libraries_stay_in_their_folder(path: Path) -> None:
     own = package_of(module_name(path))

@@ -222,11 +222,13 @@ class SglangEngines:
             self._is_connected = True
 
     def sleep(self) -> None:
-        """Let servers that share devices with the trainer release their memory until the next version. Collective.
+        """Release the memory of servers on the trainer's GPUs until the next weight sync. Collective.
 
-        MemoryError if this rank's device has not got the memory of its server's weights afterwards.
+        Servers with devices of their own stay awake. MemoryError if this rank's GPU has not got the memory of its
+        server's weights afterwards.
         """
-        assert self._device is not None, "only servers on the trainer's devices release their memory"
+        if self._device is None:
+            return
         before = self._device.free_bytes()
         # A late rank must not read its free memory after another rank's server has already released some of it.
         self._coordination.barrier("all ranks to read their free memory")
@@ -250,7 +252,7 @@ class SglangEngines:
         self._servers.close()
 
     def prompt_logprobs(self, server: int) -> Callable[[Sequence[int]], list[float]] | None:
-        """Return how the parity probe asks a server, on rank 0; None on the others."""
+        """Return the server's log-probs of prompts, on rank 0; None on other ranks."""
         return self._clients[server].prompt_logprobs if self._rank == 0 else None
 
     @property

@@ -153,7 +153,7 @@ def _together(entries: list[dict[str, Any]], problems: list[str], coordination: 
 
 
 def _merge(own: list[list[Any]], suspected: Mapping[int, str], coordination: Coordination) -> dict[int, str]:
-    """Merge what every rank knows to be lost; a server's own report counts more than a suspicion."""
+    """Return the servers that any rank knows to be lost; a server's own exit reason counts more than a suspicion."""
     everyone = coordination.gather({"own": own, "suspected": [list(entry) for entry in suspected.items()]})
     lost = {index: reason for rank in everyone for index, reason in rank["suspected"]}
     lost.update({index: reason for rank in everyone for index, reason in rank["own"]})

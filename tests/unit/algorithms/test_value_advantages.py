@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from judged_samples import judged
 
+from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda, LengthAdaptiveLambda, WindowLambda
-from megatron_dapo.algorithms.value_advantages import AdvantageSettings, estimate_advantages
+from megatron_dapo.algorithms.value_advantages import estimate_value_advantages
+from megatron_dapo.config.algorithm_schema import AdvantageEstimationConfig
 
+PLAIN_LAMBDA = FixedLambda(0.95)
 VALUES = [0.1, 0.2, 0.3, 0.4, 0.5]
-PLAIN = AdvantageSettings(FixedLambda(0.95), whiten=False)
+
+
+def estimate(
+    samples, values, penalties=None, lambda_rule=PLAIN_LAMBDA, ignored_tail_tokens=0, **section
+) -> EstimatedBatch:
+    """Estimates with these values and penalties; advantages are not whitened unless a test says so."""
+    scored = [
+        replace(sample, values=value, kl_penalties=None if penalties is None else penalties[index])
+        for index, (sample, value) in enumerate(zip(samples, values, strict=True))
+    ]
+    configured = AdvantageEstimationConfig(**{"whiten": False, **section})
+    return estimate_value_advantages(scored, configured, lambda_rule, ignored_tail_tokens)
 
 
 def by_definition(values, rewards, bootstrap, gamma, lam):
@@ -21,7 +37,7 @@ def by_definition(values, rewards, bootstrap, gamma, lam):
 
 
 def test_a_finished_response_has_the_advantages_of_gae_and_monte_carlo_targets() -> None:
-    batch = estimate_advantages([judged("0/0", 5, 1.0)], [torch.tensor(VALUES)], PLAIN)
+    batch = estimate([judged("0/0", 5, 1.0)], [torch.tensor(VALUES)])
     expected = torch.tensor([0.778240625, 0.7139375, 0.64625, 0.575, 0.5])
     torch.testing.assert_close(batch.policy_samples[0].advantages, expected)
     assert batch.critic_samples[0].returns.tolist() == [1.0] * 5
@@ -29,9 +45,7 @@ def test_a_finished_response_has_the_advantages_of_gae_and_monte_carlo_targets()
 
 
 def test_plain_ppo_takes_the_targets_of_its_own_lambda() -> None:
-    batch = estimate_advantages(
-        [judged("0/0", 5, 1.0)], [torch.tensor(VALUES)], AdvantageSettings(FixedLambda(0.95), 1.0, 0.95, whiten=False)
-    )
+    batch = estimate([judged("0/0", 5, 1.0)], [torch.tensor(VALUES)], critic_lambda=0.95)
     torch.testing.assert_close(
         batch.critic_samples[0].returns, batch.policy_samples[0].advantages + torch.tensor(VALUES)
     )
@@ -41,9 +55,9 @@ def test_two_windows_of_one_response() -> None:
     """The first trains the policy on its own tokens and not the critic; the second the policy on its own tokens and the
     critic on all of both."""
     first, second = judged("0/0", 5, 1.0, is_finished=False), judged("0/0", 8, 1.0, start=5)
-    before = estimate_advantages([first], [torch.tensor(VALUES)], PLAIN)
+    before = estimate([first], [torch.tensor(VALUES)])
     values = [*VALUES, 0.6, 0.7, 0.8]
-    after = estimate_advantages([second], [torch.tensor(values)], PLAIN)
+    after = estimate([second], [torch.tensor(values)])
 
     expected = by_definition(VALUES, [0.0] * 5, VALUES[-1], 1.0, 0.95)
     torch.testing.assert_close(before.policy_samples[0].advantages, torch.tensor(expected))
@@ -68,7 +82,7 @@ def test_a_batch_of_all_kinds_equals_the_definition(gamma: float, rule) -> None:
         values.append(torch.randn(length, generator=generator))
         penalties.append(torch.rand(length, generator=generator))
 
-    batch = estimate_advantages(samples, values, AdvantageSettings(rule, gamma, 0.7, whiten=False), penalties)
+    batch = estimate(samples, values, penalties, rule, gamma=gamma, critic_lambda=0.7)
 
     critic = {sample.sample_id: sample for sample in batch.critic_samples}
     for sample, value, penalty, trained in zip(samples, values, penalties, batch.policy_samples, strict=True):
@@ -87,9 +101,8 @@ def test_a_batch_of_all_kinds_equals_the_definition(gamma: float, rule) -> None:
 
 
 def test_the_tail_of_a_window_leaves_the_loss_where_the_response_goes_on() -> None:
-    settings = AdvantageSettings(FixedLambda(0.95), whiten=True, ignored_tail_tokens=2)
     samples = [judged("0/0", 5, 1.0, is_finished=False), judged("0/1", 5, 1.0)]
-    batch = estimate_advantages(samples, [torch.tensor(VALUES)] * 2, settings)
+    batch = estimate(samples, [torch.tensor(VALUES)] * 2, whiten=True, ignored_tail_tokens=2)
     assert [sample.loss_mask.tolist() for sample in batch.policy_samples] == [[1.0, 1.0, 1.0, 0.0, 0.0], [1.0] * 5]
     trained = torch.cat([sample.advantages[sample.loss_mask > 0] for sample in batch.policy_samples])
     assert abs(float(trained.mean())) < 1e-6 and float(trained.std(unbiased=False)) == pytest.approx(1.0, abs=1e-5)
@@ -99,7 +112,7 @@ def test_the_tail_of_a_window_leaves_the_loss_where_the_response_goes_on() -> No
 def test_a_limit_holds_after_whitening() -> None:
     values = [torch.zeros(1)] * 40
     samples = [judged(f"0/{index}", 1, 100.0 if index == 0 else 0.0) for index in range(40)]
-    limited = estimate_advantages(samples, values, AdvantageSettings(FixedLambda(1.0), limit=3.0))
+    limited = estimate(samples, values, lambda_rule=FixedLambda(1.0), whiten=True, clip=3.0)
     assert float(limited.policy_samples[0].advantages) == 3.0
     assert limited.metrics["advantage/abs_max"] == 3.0
 
@@ -107,39 +120,39 @@ def test_a_limit_holds_after_whitening() -> None:
 def test_a_value_that_is_no_number_takes_its_sample_out_and_nothing_else() -> None:
     values = [torch.tensor([0.1, float("nan"), 0.3]), torch.tensor([0.1, 0.2, 0.3])]
     samples = [judged("0/0", 3, 1.0), judged("0/1", 3, 1.0)]
-    batch = estimate_advantages(samples, values, PLAIN)
+    batch = estimate(samples, values)
     assert batch.metrics["critic/nonfinite_samples"] == 1
     assert batch.policy_samples[0].loss_mask.sum() == 0 and batch.policy_samples[1].loss_mask.sum() == 3
     assert [sample.sample_id for sample in batch.critic_samples] == ["0/1"]
     assert all(bool(torch.isfinite(sample.advantages).all()) for sample in batch.policy_samples)
     with pytest.raises(ValueError, match="none of the critic's values of 2 responses are finite"):
-        estimate_advantages(samples, [values[0]] * 2, PLAIN)
+        estimate(samples, [values[0]] * 2)
 
 
 def test_so_does_a_penalty_that_is_no_number() -> None:
     values, samples = [torch.zeros(3)] * 2, [judged("0/0", 3, 1.0), judged("0/1", 3, 1.0)]
     broken = torch.tensor([0.0, float("nan"), 0.0])
-    batch = estimate_advantages(samples, values, PLAIN, [broken, torch.zeros(3)])
+    batch = estimate(samples, values, [broken, torch.zeros(3)])
     assert [sample.sample_id for sample in batch.critic_samples] == ["0/1"]
     with pytest.raises(
         ValueError, match="none of the KL penalties of 2 responses are finite: the weights of the policy"
     ):
-        estimate_advantages(samples, values, PLAIN, [broken] * 2)
+        estimate(samples, values, [broken] * 2)
 
 
 def test_explained_variance_is_that_of_the_critic_that_made_the_advantages() -> None:
     samples = [judged("0/0", 2, 1.0), judged("0/1", 2, -1.0)]
-    perfect = estimate_advantages(samples, [torch.ones(2), -torch.ones(2)], PLAIN).metrics
+    perfect = estimate(samples, [torch.ones(2), -torch.ones(2)]).metrics
     assert perfect["critic/explained_variance"] == pytest.approx(1.0)
-    useless = estimate_advantages(samples, [torch.zeros(2)] * 2, PLAIN).metrics
+    useless = estimate(samples, [torch.zeros(2)] * 2).metrics
     assert useless["critic/explained_variance"] == pytest.approx(0.0)
-    same = estimate_advantages(samples[:1], [torch.zeros(2)], PLAIN).metrics
+    same = estimate(samples[:1], [torch.zeros(2)]).metrics
     assert same["critic/explained_variance"] == 0.0
 
 
 def test_masked_responses_train_nobody() -> None:
     sample = judged("0/0", 3, -1.0)
     sample.loss_mask.zero_()
-    batch = estimate_advantages([sample, judged("0/1", 3, 1.0)], [torch.zeros(3)] * 2, PLAIN)
+    batch = estimate([sample, judged("0/1", 3, 1.0)], [torch.zeros(3)] * 2)
     assert [one.sample_id for one in batch.critic_samples] == ["0/1"]
     assert batch.policy_samples[0].advantages.tolist() == [0.0] * 3

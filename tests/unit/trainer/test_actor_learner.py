@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from value_path import make_config
 
 from megatron_dapo.algorithms.objective import PolicyObjective
-from megatron_dapo.config.algorithm_schema import AlgorithmConfig, OffPolicyConfig
+from megatron_dapo.config.algorithm_schema import OffPolicyConfig
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
-from megatron_dapo.trainer.learning_rate import LearningRateSchedule
+from megatron_dapo.trainer.actor_learner import PolicyLearner
+from megatron_dapo.trainer.offload import DeviceModels
+from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.types import TrainSample
 
 
@@ -32,6 +33,8 @@ class Result:
 
 class FakeActor:
     """A policy that gives every token the log-prob -1 - `steps made` / 10; notes what it was asked for."""
+
+    layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -58,24 +61,10 @@ class FakeActor:
 
 
 def make_learner(actor: FakeActor, epochs: int, correction: OffPolicyConfig | None = None) -> PolicyLearner:
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        yield
-
-    settings = LearnerSettings(
-        groups_per_mini_batch=2,
-        epochs=epochs,
-        micro_batch_tokens=64,
-        aggregation="token_mean",
-        aggregation_length=8,
-        temperature=1.0,
-        shuffle_seed=None,
-        schedule_counts_optimizer_steps=False,
-        max_consecutive_skips=3,
-    )
-    objective = PolicyObjective(AlgorithmConfig(off_policy=correction or OffPolicyConfig()))
-    schedule = LearningRateSchedule(1e-3, 0, 10)
-    return PolicyLearner(actor, objective, ParallelLayout(1), 0, settings, schedule, phase)
+    off_policy = (correction or OffPolicyConfig()).model_dump()
+    config = make_config(training={"mini_batch_prompts": 2, "epochs": epochs}, algorithm={"off_policy": off_policy})
+    phases = Phases()
+    return PolicyLearner(actor, None, PolicyObjective(config.algorithm), config, phases, DeviceModels({}, phases))
 
 
 def make_samples(num_groups: int) -> list[TrainSample]:

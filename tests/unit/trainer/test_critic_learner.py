@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from judged_samples import judged
-from value_path import FakeCritic, make_critic_learner
+from value_path import FakeCritic, make_config, make_critic_learner
 
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.trainer.actor_learner import TooManySkips
+from megatron_dapo.trainer.updater import TooManySkips
 
 
 def with_targets(name: str, length: int, target: float):
@@ -34,7 +34,7 @@ def test_values_stand_at_the_state_before_each_token() -> None:
 )
 def test_the_loss_is_normalized_over_the_mini_batch(aggregation: str, expected: float) -> None:
     critic = FakeCritic()
-    metrics = make_critic_learner(critic, aggregation=aggregation).learn(
+    metrics = make_critic_learner(critic, make_config(critic={"aggregation": aggregation})).learn(
         [with_targets("0/0", 3, 1.0), with_targets("0/1", 1, 1.0)], 0
     )
     assert critic.losses == [pytest.approx(expected)]
@@ -43,7 +43,7 @@ def test_the_loss_is_normalized_over_the_mini_batch(aggregation: str, expected: 
 
 def test_mini_batches_are_its_own_and_the_schedule_counts_train_steps() -> None:
     critic = FakeCritic()
-    learner = make_critic_learner(critic, size=2)
+    learner = make_critic_learner(critic, make_config(training={"mini_batch_prompts": 1}))
     learner.learn([with_targets(f"0/{index}", 2, 1.0) for index in range(5)], 1)
     assert [len(names) for names in critic.trained] == [1, 2, 2] and critic.learning_rates == [1e-2] * 3
     assert learner.counters.optimizer_steps == 3
@@ -79,10 +79,8 @@ def test_every_data_rank_takes_part_where_fewer_are_finished() -> None:
     finished = [with_targets("0/0", 2, 1.0), with_targets("0/1", 1, 1.0)]
     losses, names = [], []
     for rank in range(3):
-        critic = FakeCritic()
-        learner = make_critic_learner(critic)
-        learner.layout, learner._rank = ParallelLayout(3), rank
-        learner.learn(finished, 0)
+        critic = FakeCritic(layout=ParallelLayout(3), rank=rank)
+        make_critic_learner(critic).learn(finished, 0)
         losses += critic.losses
         names += critic.trained
     assert sorted(map(tuple, names)) == [("",), ("0/0",), ("0/1",)], "one step each, one of them masked"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
+from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config import config_from_dict
 from megatron_dapo.trainer.recorder import Recorder
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, TrainSample, VersionRange
@@ -21,10 +21,7 @@ def a_group() -> tuple[Group, list[TrainSample]]:
     return group, [sample]
 
 
-@pytest.mark.parametrize(("of_a_critic", "shown"), [({}, 0.5), ({"0/0": -0.25}, -0.25)])
-def test_the_advantage_is_that_of_the_group_or_of_the_critic(
-    of_a_critic: dict[str, float], shown: float, tmp_path: Path
-) -> None:
+def test_a_response_is_written_with_its_advantage(tmp_path: Path) -> None:
     tree = {
         "run": {"output_dir": str(tmp_path)},
         "model": {"path": "m"},
@@ -33,6 +30,6 @@ def test_the_advantage_is_that_of_the_group_or_of_the_critic(
     }
     recorder = Recorder(config_from_dict(tree), 0, -1)
     group, samples = a_group()
-    recorder.batch(1, [group], samples, of_a_critic)
+    recorder.batch(1, [group], EstimatedBatch(samples, samples, shown_advantages={"0/0": -0.25}))
     recorder.close()
-    assert json.loads((tmp_path / "samples.jsonl").read_text())["advantage"] == shown
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["advantage"] == -0.25

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.value_loss import build_value_loss
-from megatron_dapo.config.algorithm_schema import AlgorithmConfig
+from megatron_dapo.config import Config, config_from_dict
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.trainer.actor_learner import LearnerSettings, PolicyLearner
-from megatron_dapo.trainer.critic_learner import CriticLearner, CriticLearnerSettings
-from megatron_dapo.trainer.learning_rate import LearningRateSchedule
+from megatron_dapo.trainer.actor_learner import PolicyLearner
+from megatron_dapo.trainer.critic_learner import CriticLearner
+from megatron_dapo.trainer.offload import DeviceModels
+from megatron_dapo.trainer.recorder import Phases
 
 
 @dataclass
@@ -39,6 +41,8 @@ class FakeCritic:
     learning_rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     trained: list[list[str]] = field(default_factory=list)
+    layout: ParallelLayout = field(default_factory=lambda: ParallelLayout(1))
+    rank: int = 0
 
     def forward_values(self, micro_batches):
         return [micro_batch.token_ids.float() / 10 + self.num_steps for micro_batch in micro_batches]
@@ -61,6 +65,8 @@ class FakeCritic:
 class FakePolicy:
     """Every token has log-prob -1; notes the advantages it is trained with, by sample."""
 
+    layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
+
     def __init__(self) -> None:
         self.num_steps = 0
         self.learning_rates: list[float] = []
@@ -82,34 +88,28 @@ class FakePolicy:
         return Result(totals)
 
 
-def make_critic_learner(critic: FakeCritic, loss: str = "squared", aggregation: str = "token_mean", size: int = 64):
-    settings = CriticLearnerSettings(
-        samples_per_mini_batch=size,
-        epochs=1,
-        micro_batch_tokens=64,
-        aggregation=aggregation,
-        shuffle_seed=None,
-        schedule_counts_optimizer_steps=False,
-        max_consecutive_skips=3,
-    )
-    schedule = LearningRateSchedule(1e-2, 2, 10)
-    return CriticLearner(critic, ParallelLayout(1), 0, build_value_loss(loss), settings, schedule)
+def make_config(**sections: dict[str, Any]) -> Config:
+    """A configuration whose mini-batches hold everything, in the order of the rollout batch."""
+    tree: dict[str, Any] = {
+        "model": {"path": "m"},
+        "data": {"train_paths": ["t"]},
+        "run": {"total_steps": 10},
+        "rollout": {"group_size": 2, "max_response_tokens": 8},
+        "training": {"mini_batch_prompts": 64, "micro_batch_tokens": 64, "shuffle": False},
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
+        "critic": {"loss": "squared", "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2}},
+        "advantage_estimation": {"whiten": False},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return config_from_dict(tree)
 
 
-def make_policy_learner(policy: FakePolicy, positive_coefficient: float = 0.0, **changes) -> PolicyLearner:
-    schedule = LearningRateSchedule(1e-3, changes.pop("warmup_steps", 0), 10)
-    settings = LearnerSettings(
-        groups_per_mini_batch=64,
-        epochs=1,
-        micro_batch_tokens=64,
-        aggregation=changes.pop("aggregation", "token_mean"),
-        aggregation_length=8,
-        temperature=1.0,
-        shuffle_seed=None,
-        schedule_counts_optimizer_steps=False,
-        max_consecutive_skips=3,
-        **changes,
-    )
-    layout = ParallelLayout(1)
-    objective = PolicyObjective(AlgorithmConfig(positive_example_coefficient=positive_coefficient))
-    return PolicyLearner(policy, objective, layout, 0, settings, schedule, lambda name: nullcontext())
+def make_critic_learner(critic: FakeCritic, config: Config | None = None) -> CriticLearner:
+    config = config or make_config()
+    return CriticLearner(critic, build_value_loss(config.critic.loss), config)
+
+
+def make_policy_learner(policy: FakePolicy, config: Config, reference: FakePolicy | None = None) -> PolicyLearner:
+    phases = Phases()
+    return PolicyLearner(policy, reference, PolicyObjective(config.algorithm), config, phases, DeviceModels({}, phases))

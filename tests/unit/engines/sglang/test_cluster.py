@@ -21,7 +21,7 @@ from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, S
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
-from megatron_dapo.trainer import build_sglang
+from megatron_dapo.trainer import build_engines
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -312,22 +312,21 @@ def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
     events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang sizes its KV cache by the free memory it finds: nothing of the trainer may be on the device then."""
-    config = SimpleNamespace(model=SimpleNamespace(path="model"), sglang=SimpleNamespace(quantization="none"))
     server = Server(0, 0)
     server.wait_until_healthy = lambda: (events.append("healthy"), SimpleNamespace(api_version=None))[1]
     servers = StartedServers(lambda index, place: server, NodeTopology(1, 1), 0, 1, 3, Coordination())
-    stand_ins = {
-        "_site": lambda config, part: SimpleNamespace(config=config, rank=0, coordination=Coordination()),
-        "_servers": lambda site: servers,
-        "_expected": lambda site, architecture: SimpleNamespace(shards=lambda index: None),
-        "_shared_gpu": lambda site, architecture: SharedDevice(0, 0.0),
-        "_client": lambda site, servers, server: SleepingClient(events),
-        "ModelArchitecture": SimpleNamespace(from_directory=lambda folder: None),
-    }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(build_sglang, name, stand_in)
+    builder = build_engines.SglangBuilder.__new__(build_engines.SglangBuilder)
+    builder._config = SimpleNamespace(model=SimpleNamespace(path="model"))
+    builder._ranks, builder._coordination = SimpleNamespace(rank=0), Coordination()
+    builder._commands = Rank0Commands(Coordination())
+    architecture = SimpleNamespace(from_directory=lambda directory: None)
+    monkeypatch.setattr(build_engines, "ModelArchitecture", architecture)
+    builder._expected_engine = lambda: SimpleNamespace(shards=lambda index: None)
+    builder._build_servers = lambda: servers
+    builder._shared_device = lambda: SharedDevice(0, 0.0)
+    builder._client = lambda server: SleepingClient(events)
     with ExitStack() as stack:
-        build_sglang.start_sglang(config, SimpleNamespace(), Rank0Commands(Coordination()), stack)
+        builder._start(stack)
         assert events == ["healthy", "read free memory", "barrier", "release memory", "barrier"]
 
 

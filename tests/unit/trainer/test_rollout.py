@@ -1,10 +1,16 @@
+"""Train samples from scored groups, and the advantages of groups."""
+
 from dataclasses import replace
 
 import pytest
 
+from megatron_dapo.algorithms.group_advantages import estimate_group_advantages
 from megatron_dapo.config.algorithm_schema import DrGrpoAdvantageConfig, GrpoAdvantageConfig
-from megatron_dapo.trainer.train_samples import build_critic_samples, build_train_samples, with_staleness
+from megatron_dapo.telemetry.metrics import STEP_METRICS
+from megatron_dapo.trainer.rollout import build_train_samples
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
+
+GRPO = GrpoAdvantageConfig()
 
 
 def _sample(name, length, reward, finish="stop"):
@@ -17,48 +23,59 @@ def _group(name, samples):
     return Group(name, prompt, tuple(samples), policy_version=0, generation_step=0)
 
 
-def test_every_token_carries_its_response_s_advantage():
+def estimated(groups, advantage=GRPO, filter_overlong=False):
+    samples = build_train_samples(groups, 0, filter_overlong=filter_overlong)
+    return estimate_group_advantages(samples, advantage)
+
+
+def test_every_token_has_its_response_s_advantage():
     group = _group(
         "g", [_sample("g/0", 2, 1.0), _sample("g/1", 3, -1.0), _sample("g/2", 1, -1.0), _sample("g/3", 4, 1.0)]
     )
-    built = build_train_samples([group], GrpoAdvantageConfig(std="unbiased"), filter_overlong=False)
+    batch = estimated([group], GrpoAdvantageConfig(std="unbiased"))
     expected = 3**0.5 / 2
-    for sample, sign in zip(built.samples, (1, -1, -1, 1), strict=True):
+    for sample, sign in zip(batch.policy_samples, (1, -1, -1, 1), strict=True):
         assert sample.advantages.tolist() == pytest.approx([sign * expected] * sample.num_response_tokens, rel=1e-5)
+        assert batch.shown_advantages[sample.sample_id] == float(sample.advantages[0])
         assert sample.tokens.tolist() == [7, 8, *range(sample.num_response_tokens)]
         assert sample.prompt_length == 2
         assert sample.loss_mask.sum() == sample.num_response_tokens
+    assert batch.metrics["advantage/abs_max"] == pytest.approx(expected) and set(batch.metrics) <= set(STEP_METRICS)
+    assert batch.samples == batch.policy_samples and batch.critic_samples == []
 
 
 def test_overlong_filter_masks_the_loss_but_not_the_statistics():
-    samples = [_sample("g/0", 2, 1.0), _sample("g/1", 3, -1.0, "length")]
-    plain = build_train_samples([_group("g", samples)], GrpoAdvantageConfig(), filter_overlong=False)
-    filtered = build_train_samples([_group("g", samples)], GrpoAdvantageConfig(), filter_overlong=True)
-    assert filtered.samples[1].loss_mask.tolist() == [0.0, 0.0, 0.0]
-    assert filtered.samples[0].advantages.tolist() == plain.samples[0].advantages.tolist()
+    groups = [_group("g", [_sample("g/0", 2, 1.0), _sample("g/1", 3, -1.0, "length")])]
+    plain, filtered = estimated(groups).policy_samples, estimated(groups, filter_overlong=True).policy_samples
+    assert filtered[1].loss_mask.tolist() == [0.0, 0.0, 0.0]
+    assert filtered[0].advantages.tolist() == plain[0].advantages.tolist()
 
 
 def test_groups_are_told_apart():
     groups = [_group(name, [_sample(f"{name}/0", 1, 1.0), _sample(f"{name}/1", 1, 0.0)]) for name in ("a", "b")]
-    built = build_train_samples(groups, DrGrpoAdvantageConfig(), filter_overlong=False)
-    assert [sample.group_index for sample in built.samples] == [0, 0, 1, 1]
-    assert [float(sample.advantages[0]) for sample in built.samples] == [0.5, -0.5, 0.5, -0.5]
+    samples = estimated(groups, DrGrpoAdvantageConfig()).policy_samples
+    assert [sample.group_index for sample in samples] == [0, 0, 1, 1]
+    assert [float(sample.advantages[0]) for sample in samples] == [0.5, -0.5, 0.5, -0.5]
 
 
-def test_every_token_carries_its_age():
+def test_samples_of_an_older_dump_keep_their_advantages():
+    samples = build_train_samples([_group("g", [_sample("g/0", 2, 1.0)])], 0)
+    older = [replace(one, critic_context=None, advantages=one.advantages + 0.25) for one in samples]
+    batch = estimate_group_advantages(older, GRPO)
+    assert batch.policy_samples[0].advantages.tolist() == [0.25, 0.25] and batch.shown_advantages == {"g/0": 0.25}
+
+
+def test_every_token_has_its_age():
     sample = _sample("g/0", 4, 1.0)
     versions = (VersionRange(0, 1, 3), VersionRange(1, 3, 4), VersionRange(3, 4, 5))
     mixed = replace(sample, completion=replace(sample.completion, versions=versions))
-    groups = [_group("g", [mixed, _sample("g/1", 2, -1.0)])]
-    built = build_train_samples(groups, GrpoAdvantageConfig(), filter_overlong=False)
-    assert built.samples[0].staleness is None
-    aged = with_staleness(built.samples, groups, version=5)
-    assert [one.staleness.tolist() for one in aged] == [[2.0, 1.0, 1.0, 0.0], [5.0, 5.0]]
+    samples = build_train_samples([_group("g", [mixed, _sample("g/1", 2, -1.0)])], training_version=5)
+    assert [one.staleness.tolist() for one in samples] == [[2.0, 1.0, 1.0, 0.0], [5.0, 5.0]]
 
 
-def test_judged_samples_train_the_tokens_of_their_window() -> None:
+def test_the_loss_is_over_the_tokens_of_a_window() -> None:
     group = _group_of_windows()
-    samples = build_critic_samples([group], filter_overlong=True).samples
+    samples = build_train_samples([group], 0, filter_overlong=True)
     assert [sample.loss_mask.tolist() for sample in samples] == [[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     assert [sample.critic_context.window.is_finished for sample in samples] == [False, True, True]
     assert [(sample.critic_context.reward, sample.critic_context.is_correct) for sample in samples] == [
@@ -66,7 +83,7 @@ def test_judged_samples_train_the_tokens_of_their_window() -> None:
         (1.0, True),
         (-1.0, False),
     ]
-    assert [sample.loss_mask.sum() for sample in build_critic_samples([group], filter_overlong=False).samples][2] == 3
+    assert build_train_samples([group], 0)[2].loss_mask.sum() == 3
 
 
 def _group_of_windows() -> Group:

@@ -1,9 +1,9 @@
-"""Numbers of response tokens that some ranks have, on every rank: values from the critic's layout, log-probs from the
+"""Numbers of response tokens that some ranks hold, on every rank: values from the critic's layout, log-probs from the
 policy's.
 
-Each token is on one data-parallel rank and one context rank, and there on the last pipeline stage; one tensor rank of
-those speaks for it. The others contribute 0, so the sum over all ranks is the number itself, without rounding. What the
-two layouts are to each other does not matter: both sides know whole samples alone.
+Each token is on one data-parallel rank and one context rank, on their last pipeline stage; one tensor rank of those
+reports it. The others contribute 0, so the sum over all ranks is the number itself, without rounding. Both layouts are
+independent: all they share is whole samples.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def gather_response_tokens(
     layout: ParallelLayout,
     rank: int,
 ) -> list[torch.Tensor]:
-    """[R] float32 on the CPU for each of `samples`, the same on every rank. Collective over the world: ranks that hold
-    nothing of the model call `receive_response_tokens`.
+    """Return [R] float32 on the CPU for each of `samples`, the same on every rank.
+
+    Collective over the world: ranks without the model call `receive_response_tokens`.
 
     outputs: of this rank's `micro_batches`, [P_local] in its context rank's order of tokens; None off the last pipeline
     stage. samples: those of all ranks, in the same order everywhere.
@@ -55,7 +56,7 @@ def gather_response_tokens(
 
 
 def receive_response_tokens(samples: Sequence[TrainSample]) -> list[torch.Tensor]:
-    """What `gather_response_tokens` gives, on a rank that holds nothing of the model. Collective over the world."""
+    """Receive the result of `gather_response_tokens` on a rank without the model. Collective over the world."""
     lengths = [sample.num_response_tokens for sample in samples]
     return _summed(torch.zeros(sum(lengths)), lengths)
 
@@ -77,7 +78,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _whole(output: torch.Tensor, micro_batch: MicroBatch, layout: ParallelLayout, rank: int) -> torch.Tensor:
-    """[P] with this context rank's tokens at their places and 0 elsewhere."""
+    """Return [P] with this context rank's tokens at their positions and 0 at all others."""
     if layout.context == 1:
         return output
     index = context_token_index(micro_batch.cu_seqlens, layout.coordinates(rank).context, layout.context)

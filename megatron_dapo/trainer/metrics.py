@@ -9,11 +9,13 @@ from dataclasses import replace
 import psutil
 
 from megatron_dapo.algorithms.repetition import ngram_repetition
+from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.metrics import STEP_METRICS
+from megatron_dapo.trainer.rollout import TrainBatch
 from megatron_dapo.types import Group, ScoredSample
 
 REPETITION_NGRAM = 20
@@ -21,7 +23,7 @@ OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 for nothing."""
+    """Return the mean; 0 of nothing."""
     return sum(values) / len(values) if values else 0.0
 
 
@@ -30,8 +32,37 @@ def _std(values: Sequence[float]) -> float:
     return math.sqrt(mean([(value - center) ** 2 for value in values]))
 
 
+def step_metrics(
+    config: Config,
+    batch: TrainBatch,
+    rollout: RolloutBatch,
+    train_step: int,
+    learned: Mapping[str, float],
+    times: Mapping[str, float],
+    disagreement_share: float,
+) -> dict[str, float]:
+    """Return the metrics of a finished train step but those of progress; `times` in seconds by phase.
+
+    `train_step` counts from 0, so it is the policy version that was trained. `learned`: reported by the learner.
+    What the learner did not report, because the algorithm has no critic or no group advantages, is 0.
+    """
+    round_size = max(1, round(config.rollout.prompts_per_step * config.rollout.oversample))
+    absent = {name: 0.0 for name in STEP_METRICS if name.startswith(("critic/", "advantage/"))}
+    return {
+        **rollout_metrics(rollout, train_step, round_size),
+        **prefix_metrics(batch.prefix_reuse),
+        **window_metrics(rollout),
+        **reward_metrics(rollout.groups, disagreement_share),
+        **absent,
+        **learned,
+        **throughput_metrics(rollout, times, batch.generation_seconds),
+        **memory_metrics(),
+        **{f"time/{name}": seconds for name, seconds in times.items()},
+    }
+
+
 def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -> dict[str, float]:
-    """The "rollout/" section."""
+    """Return the "rollout/" section."""
     statistics, groups = batch.statistics, batch.groups
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.completion.token_ids) for sample in samples]
@@ -76,12 +107,12 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
 
 
 def prefix_metrics(reuse: PrefixReuse) -> dict[str, float]:
-    """The part of the "rollout/" section that only the engine knows."""
+    """Return the part of the "rollout/" section that only the engine knows."""
     return {"rollout/continued_tokens": reuse.num_tokens, "rollout/prefix_cached_share": reuse.cached_share}
 
 
 def window_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """The "window/" section; 0 where responses come whole."""
+    """Return the "window/" section; 0 if responses come whole."""
     windows = batch.statistics.windows or WindowSummary()
     return {
         "window/responses": windows.num_windows,
@@ -94,7 +125,7 @@ def window_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _finished(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
-    """Those that do not go on: all of them, where responses come whole."""
+    """Return the finished samples: all of them, if responses come whole."""
     return [sample for sample in samples if sample.window.is_finished]
 
 
@@ -103,7 +134,7 @@ def _num_versions(sample: ScoredSample) -> int:
 
 
 def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[str, float]:
-    """The "reward/" section."""
+    """Return the "reward/" section."""
     worked_on = [sample for group in groups for sample in group.samples]
     samples = _finished(worked_on)
     rewards = [sample.reward for sample in samples]
@@ -123,31 +154,18 @@ def _part(samples: Sequence[ScoredSample], name: str) -> list[float]:
     return [sample.reward_parts.get(name, 0.0) for sample in samples]
 
 
-def advantage_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
-    """The "advantage/" section from the estimator's diagnostics."""
-    return {
-        "advantage/mean": diagnostics.get("advantage_mean", 0.0),
-        "advantage/std": diagnostics.get("advantage_std", 0.0),
-        "advantage/abs_max": diagnostics.get("advantage_abs_max", 0.0),
-        "advantage/zero_std_groups_share": diagnostics.get("frac_zero_std_groups", 0.0),
-    }
-
-
-def critic_metrics(reported: Mapping[str, float]) -> dict[str, float]:
-    """The "critic/" section of what the learner reports; 0 without a critic."""
-    return {name: reported.get(name, 0.0) for name in STEP_METRICS if name.startswith("critic/")}
-
-
 def training_seconds(times: Mapping[str, float]) -> float:
-    """Of a step's `times` by phase, what making the step took: evaluations and checkpoints since the last one left out."""
+    """Return the seconds of a step without the evaluations and checkpoints since the step before it."""
     return times["step"] - times["evaluate"] - times["checkpoint"]
 
 
 def throughput_metrics(
     batch: RolloutBatch, times: Mapping[str, float], generation_seconds: float = 0.0
 ) -> dict[str, float]:
-    """The "throughput/" section; `times` in seconds by phase. generation_seconds: how long collecting the batch took
-    where that was beside training, so that the phase is only what had to be waited for.
+    """Return the "throughput/" section; `times` in seconds by phase.
+
+    generation_seconds: how long collecting the batch took. Beside training it is longer than the phase, which then is
+    only the wait for the batch.
     """
     samples = [(group, sample) for group in batch.groups for sample in group.samples]
     trained_tokens = sum(len(group.prompt.token_ids) + len(sample.completion.token_ids) for group, sample in samples)
@@ -161,12 +179,12 @@ def throughput_metrics(
 
 
 def memory_metrics() -> dict[str, float]:
-    """The "memory/" section, of this process."""
+    """Return the "memory/" section, of this process."""
     return {"memory/host_rss_mib": psutil.Process().memory_info().rss / 2**20}
 
 
 def evaluation_metrics(result: EvaluationResult, seconds: float) -> dict[str, float]:
-    """The "eval/" metrics of a result."""
+    """Return the "eval/" metrics of a result."""
     k = result.protocol.num_samples
     headline = result.headline
     return {

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.off_policy import mismatch_metrics, mismatch_sums
-from megatron_dapo.trainer.parity_probe import ParityError, ParityProbe, RoundedParityProbe
+from megatron_dapo.trainer.parity import ParityError, ParityProbe
 from megatron_dapo.types import TrainSample
 
 SEQUENCES = [[5, 6, 7], [1, 2], [9, 8, 7, 6]]
@@ -24,11 +24,14 @@ def single_process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def trainer(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Holds that token t has log-prob -t / 10."""
-    rollout = torch.cat([sample.rollout_logprobs for sample in samples])
-    own = torch.cat([-sample.tokens[1:] / 10 for sample in samples])
-    return mismatch_metrics(mismatch_sums(own, rollout, torch.ones_like(own)))
+class Trainer:
+    """A learner to which token t has log-prob -t / 10."""
+
+    def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
+        assert temperature == 1.0
+        rollout = torch.cat([sample.rollout_logprobs for sample in samples])
+        own = torch.cat([-sample.tokens[1:] / 10 for sample in samples])
+        return mismatch_metrics(mismatch_sums(own, rollout, torch.ones_like(own)))
 
 
 def server(offset: float, tokens: Sequence[int]) -> list[float]:
@@ -36,19 +39,19 @@ def server(offset: float, tokens: Sequence[int]) -> list[float]:
 
 
 def test_equal_sides_pass_and_the_gap_is_measured() -> None:
-    metrics = ParityProbe(SEQUENCES, trainer, gate=0.02).check("server 0", lambda tokens: server(0.01, tokens))
+    metrics = ParityProbe(SEQUENCES, Trainer(), gate=0.02).check("server 0", lambda tokens: server(0.01, tokens))
     assert metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.01, rel=1e-4)
 
 
 @pytest.mark.parametrize("offset", [0.03, float("nan")])
 def test_another_model_is_refused_by_name_with_both_numbers(offset: float) -> None:
     with pytest.raises(ParityError, match="server 3 does not serve .* allows 0.02"):
-        ParityProbe(SEQUENCES, trainer, gate=0.02).check("server 3", lambda tokens: server(offset, tokens))
+        ParityProbe(SEQUENCES, Trainer(), gate=0.02).check("server 3", lambda tokens: server(offset, tokens))
 
 
 def test_missing_logprobs_are_named() -> None:
     with pytest.raises(ParityError, match="3 log-probs for 3 tokens"):
-        ParityProbe(SEQUENCES, trainer, gate=1.0).check("server 0", lambda tokens: [-1.0] * len(tokens))
+        ParityProbe(SEQUENCES, Trainer(), gate=1.0).check("server 0", lambda tokens: [-1.0] * len(tokens))
 
 
 def test_quantized_weights_are_compared_with_quantized_weights_and_the_rounding_is_told(caplog) -> None:
@@ -61,11 +64,12 @@ def test_quantized_weights_are_compared_with_quantized_weights_and_the_rounding_
         yield
         state["rounded"] = False
 
-    def compare(samples: Sequence[TrainSample]) -> dict[str, float]:
-        metrics = trainer(samples)
-        return metrics if state["rounded"] else {name: value + 0.05 for name, value in metrics.items()}
+    class RoundingTrainer(Trainer):
+        def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
+            metrics = super().compare(samples, temperature)
+            return metrics if state["rounded"] else {name: value + 0.05 for name, value in metrics.items()}
 
-    probe = RoundedParityProbe(SEQUENCES, compare, 0.02, as_served)
+    probe = ParityProbe(SEQUENCES, RoundingTrainer(), 0.02, as_served)
     with caplog.at_level("INFO"):
         metrics = probe.check("server 0", lambda tokens: server(0.01, tokens))
     assert metrics["mismatch/abs_logprob_diff_mean"] == pytest.approx(0.01, rel=1e-4) and not state["rounded"]
@@ -76,4 +80,4 @@ def test_quantized_weights_are_compared_with_quantized_weights_and_the_rounding_
 
 def test_a_sequence_that_predicts_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sequences \[1\] have fewer than 2 tokens"):
-        ParityProbe([[1, 2], [3]], trainer, gate=1.0)
+        ParityProbe([[1, 2], [3]], Trainer(), gate=1.0)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.telemetry.metrics import STEP_METRICS
-from megatron_dapo.trainer.step_metrics import prefix_metrics, rollout_metrics, throughput_metrics, window_metrics
+from megatron_dapo.trainer.metrics import prefix_metrics, rollout_metrics, throughput_metrics, window_metrics
 
 
 def test_the_rollout_section_is_that_of_the_schema(make_world: Callable) -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_dapo.megatron.context import slice_for_context
+from megatron_dapo.megatron.response_tokens import gather_response_tokens
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
-from megatron_dapo.trainer.response_tokens import gather_response_tokens
 from megatron_dapo.types import TrainSample
 
 LAYOUTS = [

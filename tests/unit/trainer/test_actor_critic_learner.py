@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from judged_samples import judged
-from value_path import FakeCritic, FakePolicy, make_critic_learner, make_policy_learner
+from value_path import FakeCritic, FakePolicy, make_config, make_critic_learner, make_policy_learner
 
+from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.algorithms.length_adaptive_lambda import FixedLambda
-from megatron_dapo.algorithms.value_advantages import AdvantageSettings
+from megatron_dapo.algorithms.stop_rule import StopRule
+from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.parallel.rank_set import RankSet
 from megatron_dapo.telemetry.metrics import STEP_METRICS
-from megatron_dapo.trainer.actor_critic import ActorCriticLearner, ActorCriticSettings
 from megatron_dapo.trainer.actor_learner import MismatchError
+from megatron_dapo.trainer.critic_learner import CriticCounters
+from megatron_dapo.trainer.learner import ActorCriticLearner, ConcurrentUpdate
+from megatron_dapo.trainer.offload import DeviceModels
+from megatron_dapo.trainer.recorder import Phases
+from megatron_dapo.trainer.topology import RunTopology
+from megatron_dapo.trainer.updater import StepCounters
 
-PLAIN = AdvantageSettings(FixedLambda(0.95), whiten=False)
+LAMBDA = FixedLambda(0.95)
 
 
-def make(policy: FakePolicy, critic: FakeCritic, learner_changes=None, **settings) -> ActorCriticLearner:
+def make(
+    policy: FakePolicy,
+    critic: FakeCritic,
+    reference: FakePolicy | None = None,
+    /,
+    stop_rule: StopRule | None = None,
+    **sections: dict[str, Any],
+) -> ActorCriticLearner:
+    sections["algorithm"] = {"name": "vapo", **sections.get("algorithm", {})}
+    config, phases = make_config(**sections), Phases()
     return ActorCriticLearner(
-        make_policy_learner(policy, **(learner_changes or {})),
-        make_critic_learner(critic),
-        ActorCriticSettings(PLAIN, **settings),
-        lambda name: nullcontext(),
+        make_policy_learner(policy, config, reference),
+        make_critic_learner(critic, config),
+        config,
+        LAMBDA,
+        phases,
+        DeviceModels({}, phases),
+        stop_rule=stop_rule,
     )
 
 
@@ -42,14 +62,14 @@ def test_both_are_trained_once_and_every_metric_is_in_the_schema() -> None:
 
 
 def test_people_are_shown_what_the_critic_made_of_a_response() -> None:
-    result = make(FakePolicy(), FakeCritic()).learn(batch(), 0)
-    expected = {one.sample_id: pytest.approx(float(one.advantages.mean())) for one in make_estimates()}
-    assert result.advantages == expected and any(result.advantages.values())
+    expected = {one.sample_id: pytest.approx(float(one.advantages.mean())) for one in make_estimates().policy_samples}
+    shown = make_estimates().shown_advantages
+    assert shown == expected and any(shown.values())
 
 
 def test_the_policy_stands_still_while_the_critic_warms_up() -> None:
     policy, critic = FakePolicy(), FakeCritic()
-    learner = make(policy, critic, policy_starts_at=2)
+    learner = make(policy, critic, critic={"warmup_train_steps": 2})
     metrics = [learner.learn(batch(), step).metrics for step in range(3)]
     assert (policy.num_steps, critic.num_steps) == (1, 3)
     assert set(metrics[0]) == set(metrics[2]), "a step has the same metrics either way"
@@ -57,14 +77,14 @@ def test_the_policy_stands_still_while_the_critic_warms_up() -> None:
 
 def test_the_policys_warm_up_begins_when_the_policy_does() -> None:
     policy = FakePolicy()
-    learner = make(policy, FakeCritic(), {"first_train_step": 2, "warmup_steps": 2}, policy_starts_at=2)
+    learner = make(policy, FakeCritic(), critic={"warmup_train_steps": 2}, optimizer={"warmup_steps": 2})
     for step in range(5):
         learner.learn(batch(), step)
     assert policy.learning_rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
 
 
 def test_the_gate_holds_while_the_policy_stands_still() -> None:
-    learner = make(FakePolicy(), FakeCritic(), policy_starts_at=math.inf)
+    learner = make(FakePolicy(), FakeCritic(), stop_rule=StopRule())
     samples = batch()
     samples[0].rollout_logprobs.fill_(-3.0)
     with pytest.raises(MismatchError):
@@ -73,7 +93,7 @@ def test_the_gate_holds_while_the_policy_stands_still() -> None:
 
 def test_correct_responses_are_also_learned_by_heart() -> None:
     policy = FakePolicy()
-    metrics = make(policy, FakeCritic(), {"positive_coefficient": 0.1}).learn(batch(), 0).metrics
+    metrics = make(policy, FakeCritic(), algorithm={"positive_example_coefficient": 0.1}).learn(batch(), 0).metrics
     without = make(FakePolicy(), FakeCritic()).learn(batch(), 0).metrics
     # Every token has log-prob -1; the weights of correct responses' tokens sum to the coefficient.
     assert metrics["actor/positive_nll"] == pytest.approx(1.0) and without["actor/positive_nll"] == 0.0
@@ -85,10 +105,11 @@ def test_all_tokens_of_a_rollout_weigh_the_same_where_asked() -> None:
     losses = {}
     for aggregation in ("token_mean", "rollout_token_mean"):
         policy = FakePolicy()
-        changes = {"aggregation": aggregation, "samples_per_mini_batch": 2}
-        losses[aggregation] = make(policy, FakeCritic(), changes).learn(batch(), 0).metrics["actor/loss"]
+        windows = {"name": "tppo", "loss": {"name": "ppo_clip", "aggregation": aggregation}}
+        learner = make(policy, FakeCritic(), algorithm=windows, training={"mini_batch_prompts": 1})
+        losses[aggregation] = learner.learn(batch(), 0).metrics["actor/loss"]
         assert policy.num_steps == 2
-    estimated = make_estimates()
+    estimated = make_estimates().policy_samples
     tokens = [float(sample.advantages.sum()) for sample in estimated]
     counts = [3, 2, 4]
     assert losses["rollout_token_mean"] == pytest.approx(-sum(tokens) / sum(counts), abs=1e-6)
@@ -96,22 +117,20 @@ def test_all_tokens_of_a_rollout_weigh_the_same_where_asked() -> None:
     assert losses["token_mean"] == pytest.approx(sum(parts) / 2, abs=1e-6)
 
 
-def make_estimates():
-    from megatron_dapo.algorithms.value_advantages import estimate_advantages
-
-    samples = batch()
-    return estimate_advantages(samples, make_critic_learner(FakeCritic()).values(samples), PLAIN).policy_samples
+def make_estimates() -> EstimatedBatch:
+    learner = make(FakePolicy(), FakeCritic())
+    return learner.estimate_advantages(learner.score(batch()))
 
 
 def test_an_alarm_names_the_step_and_both_numbers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        make(FakePolicy(), FakeCritic(), explained_variance_alarm=0.9).learn(batch(), 4)
+        make(FakePolicy(), FakeCritic(), critic={"explained_variance_alarm": 0.9}).learn(batch(), 4)
     assert "train step 5: the critic explains" in caplog.text and "0.9" in caplog.text
 
 
 def test_equal_returns_are_no_reason_for_an_alarm_and_no_step_of_the_history(caplog: pytest.LogCaptureFixture) -> None:
     """The first windows of a run: the few responses that are finished are all wrong."""
-    learner = make(FakePolicy(), FakeCritic(), explained_variance_alarm=0.9)
+    learner = make(FakePolicy(), FakeCritic(), critic={"explained_variance_alarm": 0.9})
     with caplog.at_level(logging.INFO):
         metrics = learner.learn([judged("0/0", 3, -1.0), judged("0/1", 2, -1.0)], 4).metrics
     assert metrics["critic/explained_variance"] == 0.0 and learner.critic.counters.history == []
@@ -119,7 +138,7 @@ def test_equal_returns_are_no_reason_for_an_alarm_and_no_step_of_the_history(cap
 
 
 def test_convergence_is_asked_of_the_history() -> None:
-    learner = make(FakePolicy(), FakeCritic(), has_converged=lambda history: len(history) >= 2)
+    learner = make(FakePolicy(), FakeCritic(), stop_rule=StopRule(2, math.inf, math.inf))
     assert not learner.has_converged()
     learner.learn(batch(), 0)
     learner.learn(batch(), 1)
@@ -127,18 +146,40 @@ def test_convergence_is_asked_of_the_history() -> None:
 
 
 def test_kl_is_taken_off_the_rewards() -> None:
-    policy = FakePolicy()
-    learner = make(policy, FakeCritic(), kl_coefficient=0.5)
-
     class Reference(FakePolicy):
         def _outputs(self, micro_batch):
             outputs = super()._outputs(micro_batch)
             outputs.logprobs -= 0.25
             return outputs
 
-    learner.policy._reference = Reference()
+    learner = make(FakePolicy(), FakeCritic(), Reference(), algorithm={"kl_reward_coefficient": 0.5})
     # k1 = log pi - log pi_ref = 0.25 a token, so the penalty of a response is 0.125 a token to go.
     plain = make(FakePolicy(), FakeCritic()).learn([judged("0/0", 3, 1.0)], 0).metrics
     shaped = learner.learn([judged("0/0", 3, 1.0)], 0).metrics
     assert plain["critic/return_mean"] - shaped["critic/return_mean"] == pytest.approx(0.125 * (3 + 2 + 1) / 3)
     assert bool(torch.isfinite(torch.tensor(shaped["actor/loss"])))
+
+
+def test_models_on_the_same_ranks_need_no_exchange() -> None:
+    ranks, layout = RankSet(0, 2, 0, None), ParallelLayout(2)
+    topology = RunTopology(2, 0, ranks, ranks, layout, layout, None)
+    assert topology.is_shared
+    with pytest.raises(AssertionError, match="one after the other"):
+        ConcurrentUpdate(topology, StepCounters(), CriticCounters(), Phases())
+
+
+def test_the_critic_trains_before_the_policy() -> None:
+    """It is on the device already, from the values; the policy stays there for the weight sync."""
+    learner, order = make(FakePolicy(), FakeCritic()), []
+    learner.critic.critic.train_step = noted(learner.critic.critic.train_step, "critic", order)
+    learner.policy.actor.train_step = noted(learner.policy.actor.train_step, "policy", order)
+    learner.learn(batch(), 0)
+    assert order == ["critic", "policy"]
+
+
+def noted(function: Any, name: str, order: list[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        order.append(name)
+        return function(*args, **kwargs)
+
+    return call

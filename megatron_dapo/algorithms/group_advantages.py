@@ -1,0 +1,63 @@
+"""Advantages of a rollout batch from its groups: DAPO, GRPO, RLOO. Every rank computes them from the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megatron_dapo.algorithms.advantages import AdvantageInputs, compute_advantages
+from megatron_dapo.config.algorithm_schema import AdvantageConfig
+from megatron_dapo.types import TrainSample
+
+
+@dataclass(frozen=True)
+class EstimatedBatch:
+    """A rollout batch with advantages: what policy and critic train on.
+
+    `samples` are those of the batch dump. `policy_samples` have the advantages of the tokens that are trained now,
+    `critic_samples` (finished responses) values and returns.
+    """
+
+    samples: list[TrainSample]
+    policy_samples: list[TrainSample]
+    critic_samples: list[TrainSample] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    shown_advantages: Mapping[str, float] = field(
+        default_factory=dict
+    )  # sample id -> the number written beside its text
+    has_spread: bool = True  # the critic's targets differ, so that there is variance to explain
+
+
+def estimate_group_advantages(samples: Sequence[TrainSample], advantage: AdvantageConfig) -> EstimatedBatch:
+    """Give every token of a response the advantage of its reward within its group (DAPO, arXiv 2503.14476, Eq 9).
+
+    Groups are complete here, before any split into mini-batches. A sample without a reward (from a batch dump of an
+    older version) keeps the advantages it has. ValueError if a reward is not finite.
+    """
+    contexts = [sample.critic_context for sample in samples]
+    rewards = [context.reward for context in contexts if context is not None]
+    estimated, metrics = list(samples), {}
+    if samples and len(rewards) == len(samples):
+        advantages = compute_advantages(
+            advantage,
+            AdvantageInputs(
+                # Filtered overlong responses have no trained token but stay in their group's statistics.
+                rewards=torch.tensor(rewards, dtype=torch.float64),
+                group_index=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
+                response_lengths=torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64),
+            ),
+        )
+        estimated = [
+            replace(sample, advantages=torch.full((sample.num_response_tokens,), float(value)))
+            for sample, value in zip(samples, advantages.values, strict=True)
+        ]
+        metrics = {
+            "advantage/mean": advantages.metrics["advantage_mean"],
+            "advantage/std": advantages.metrics["advantage_std"],
+            "advantage/abs_max": advantages.metrics["advantage_abs_max"],
+            "advantage/zero_std_groups_share": advantages.metrics["frac_zero_std_groups"],
+        }
+    shown = {one.sample_id: float(one.advantages[0]) if one.num_response_tokens else 0.0 for one in estimated}
+    return EstimatedBatch(estimated, estimated, metrics=metrics, shown_advantages=shown)

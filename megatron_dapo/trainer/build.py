@@ -1,0 +1,190 @@
+"""Models and learners from the configuration: what trains, without anything that generates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule, build_lambda_rule
+from megatron_dapo.algorithms.objective import PolicyObjective
+from megatron_dapo.algorithms.stop_rule import StopRule
+from megatron_dapo.algorithms.value_loss import ValueLoss, build_value_loss
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.critic import ValueHeadInit
+from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
+from megatron_dapo.config.schema import Config
+from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
+from megatron_dapo.megatron.model_config import ModelSettings
+from megatron_dapo.megatron.parallel_state import join_as_nonmember
+from megatron_dapo.megatron.trained_model import TrainedModel
+from megatron_dapo.parallel.coordination import collective_timeout
+from megatron_dapo.trainer.actor_learner import PolicyLearner
+from megatron_dapo.trainer.checkpointing import load_training_state
+from megatron_dapo.trainer.critic_learner import CriticLearner
+from megatron_dapo.trainer.learner import ActorCriticLearner, ConcurrentUpdate, Learner, RemoteCritic, RemotePolicy
+from megatron_dapo.trainer.offload import CRITIC, POLICY, REFERENCE, DeviceModels
+from megatron_dapo.trainer.recorder import Phases
+from megatron_dapo.trainer.topology import RunTopology
+
+logger = logging.getLogger(__name__)
+
+
+def build_actor(config: Config, topology: RunTopology) -> MegatronActor | None:
+    """Return this rank's part of the policy with the weights of model.path; None on ranks of the critic alone.
+
+    Collective over the world.
+    """
+    if topology.policy.is_member:
+        return _load_policy(config, topology)
+    join_as_nonmember(topology.policy_layout, topology.policy, collective_timeout(config.run.wait_timeout_seconds))
+    return None
+
+
+def build_learner(
+    config: Config,
+    actor: MegatronActor | None,
+    topology: RunTopology,
+    phases: Phases,
+    stop_rule: StopRule | None = None,
+) -> Learner:
+    """Return the learner of algorithm.name, with the reference policy and the critic it needs. Collective.
+
+    With `stop_rule` only the critic learns (value pretraining).
+    """
+    algorithm = config.algorithm
+    needs_reference = max(algorithm.kl_loss_coefficient, algorithm.kl_reward_coefficient) > 0
+    # The reference is never trained, so Megatron allocates no optimizer state for it.
+    reference = _load_policy(config, topology) if needs_reference and actor is not None else None
+    local: dict[str, TrainedModel] = {}
+    if actor is not None:
+        local[POLICY] = actor
+    if reference is not None:
+        local[REFERENCE] = reference
+    critic = _build_critic(config, topology, list(local.values())) if config.has_critic else None
+    if critic is not None:
+        local[CRITIC] = critic
+    offloads = config.model.offload != "none" or config.has_critic and config.critic.offload != "none"
+    models = DeviceModels(local if offloads else {}, phases)
+
+    policy = None
+    if actor is not None:
+        objective = PolicyObjective(algorithm, _sum_over_context(actor))
+        policy = PolicyLearner(actor, reference, objective, config, phases, models)
+    if not config.has_critic:
+        assert policy is not None, "without a critic every rank holds the policy"
+        return Learner(policy, algorithm.advantage, phases, models)
+    policy_side = policy or RemotePolicy()
+    critic_side = CriticLearner(critic, _value_loss(config), config) if critic else RemoteCritic()
+    concurrent = None
+    if not topology.is_shared:
+        concurrent = ConcurrentUpdate(topology, policy_side.counters, critic_side.counters, phases)
+    return ActorCriticLearner(
+        policy_side, critic_side, config, _lambda_rule(config), phases, models, concurrent, stop_rule
+    )
+
+
+# ---- models
+
+
+def _load_policy(config: Config, topology: RunTopology) -> MegatronActor:
+    path, rank = config.model.path, topology.policy.rank
+    has_weights = any(path.glob("*.safetensors")) or not config.model.allow_random_init
+
+    def load(parameters: Any, tensors: Any) -> None:
+        if has_weights:
+            report = load_from_huggingface(path, tensors, rank, parameters)
+        else:
+            report = initialize_randomly(config.run.seed, tensors, rank, parameters)
+            logger.warning("%s holds no weights: the policy starts from random ones (model.allow_random_init)", path)
+        logger.info("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, path)
+
+    settings = ActorSettings(
+        model=_model_settings(config),
+        optimizer=config.optimizer,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        chunk_tokens=config.model.logprob_chunk_tokens,
+        head_implementation=config.model.logprob_implementation,
+        seed=config.run.seed,
+        offload=config.model.offload,
+        collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),
+    )
+    architecture = ModelArchitecture.from_directory(path)
+    return MegatronActor(architecture, topology.policy_layout, settings, load, part=topology.policy)
+
+
+def critic_start(config: Config) -> Path:
+    """Return the directory whose weights the critic starts from."""
+    return Path(config.critic.path) if config.critic.path else config.model.path
+
+
+def _build_critic(config: Config, topology: RunTopology, beside: Sequence[TrainedModel]) -> MegatronCritic | None:
+    """Return this rank's part of the critic, with its optimizer state if one is stored; None on ranks without it.
+
+    `beside`: the other models of this process. ValueError if the directory is not of the policy's architecture and
+    tokenizer.
+    """
+    for model in beside:
+        model.offload()  # makes room: the critic is built on the device
+    start, layout, part = critic_start(config), topology.critic_layout, topology.critic
+    if not part.is_member:
+        join_as_nonmember(layout, part, collective_timeout(config.run.wait_timeout_seconds))
+        return None
+    settings = CriticSettings(
+        model=_model_settings(config),
+        optimizer=config.critic.optimizer,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        seed=config.run.seed,
+        offload=config.critic.offload,
+        collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),
+        head=ValueHeadInit(seed=config.run.seed, scale=config.critic.head_scale),
+    )
+    if not any(start.glob("*.safetensors")) and start == config.model.path and config.model.allow_random_init:
+        return MegatronCritic.build_random(start, layout, settings, seed=config.run.seed, beside=beside, part=part)
+    critic = MegatronCritic.build(start, layout, settings, policy_dir=config.model.path, beside=beside, part=part)
+    if load_training_state(start, critic, layout, critic.rank, part.group):
+        logger.info("the critic resumes with the optimizer state of %s", start)
+    return critic
+
+
+def _model_settings(config: Config) -> ModelSettings:
+    """Return the number formats and recomputation of every trained model of the run."""
+    return ModelSettings(config.model.dtype, config.model.recompute_granularity, config.precision)
+
+
+def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the all-reduce that adds up a sequence's chunks over the context ranks that hold them."""
+    group = actor.groups.context
+    if group.size() == 1:
+        return lambda sums: sums
+
+    def reduce(sums: torch.Tensor) -> torch.Tensor:
+        total = sums.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return reduce
+
+
+def _value_loss(config: Config) -> ValueLoss:
+    section = config.critic
+    clip_range = {"clip_value_low": section.clip_value_low, "clip_value_high": section.clip_value_high}
+    return build_value_loss(section.loss, clip_range if section.loss == "clipped" else {})
+
+
+def _lambda_rule(config: Config) -> LambdaRule:
+    section = config.advantage_estimation
+    adaptive = {"alpha": section.lambda_alpha, "floor": section.lambda_floor}
+    return build_lambda_rule(
+        section.lambda_rule,
+        {
+            "fixed": {"value": section.policy_lambda},
+            "length_adaptive": adaptive,
+            "window": {**adaptive, "window": config.window.tokens},
+        }[section.lambda_rule],
+    )

@@ -1,0 +1,290 @@
+"""Learning from one rollout batch, in four steps that the loop calls one after the other.
+
+    score                 the critic's values, KL penalties towards the reference     (algorithms with a critic)
+    estimate_advantages   from groups of rewards, or from the critic's values
+    train_critic          mini-batches of finished responses towards their returns    (algorithms with a critic)
+    train_actor           mini-batches of all responses, old log-probs first
+    finish                the metrics of both, the same on every rank
+
+Values are those of the critic before this batch and no update changes the other model, so the order of the two updates
+does not matter. If policy and critic have separate ranks they update at the same time: `train_critic` returns at once
+on the policy's ranks, `train_actor` on the critic's, and they wait for each other in `finish`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_dapo.algorithms.group_advantages import EstimatedBatch, estimate_group_advantages
+from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule
+from megatron_dapo.algorithms.stop_rule import StopRule
+from megatron_dapo.algorithms.token_rewards import token_divergence
+from megatron_dapo.algorithms.value_advantages import estimate_value_advantages
+from megatron_dapo.config.algorithm_schema import AdvantageConfig
+from megatron_dapo.config.schema import Config
+from megatron_dapo.megatron.response_tokens import receive_response_tokens
+from megatron_dapo.trainer.actor_learner import LearnResult, PolicyLearner
+from megatron_dapo.trainer.critic_learner import CriticCounters, CriticLearner
+from megatron_dapo.trainer.offload import CRITIC, DeviceModels
+from megatron_dapo.trainer.recorder import Phases
+from megatron_dapo.trainer.topology import RunTopology
+from megatron_dapo.trainer.updater import StepCounters
+from megatron_dapo.types import TrainSample
+
+if TYPE_CHECKING:
+    from megatron_dapo.megatron.actor import MegatronActor
+    from megatron_dapo.megatron.critic import MegatronCritic
+
+logger = logging.getLogger(__name__)
+
+HISTORY_LENGTH = 20  # train steps of the critic's history that a checkpoint keeps
+
+
+class Learner:
+    """Trains the policy with advantages from groups (DAPO). All ranks call each method with the same samples."""
+
+    policy: PolicyLearner | RemotePolicy
+    critic: CriticLearner | RemoteCritic | None = None
+
+    def __init__(self, policy: PolicyLearner, advantage: AdvantageConfig, phases: Phases, models: DeviceModels) -> None:
+        self.policy = policy
+        self.models = models
+        self._advantage = advantage
+        self._phases = phases
+
+    @property
+    def counters(self) -> StepCounters:
+        """Return the policy's counters."""
+        return self.policy.counters
+
+    @property
+    def local_actor(self) -> MegatronActor | None:
+        """Return this rank's part of the policy, if it holds one."""
+        return self.policy.actor if isinstance(self.policy, PolicyLearner) else None
+
+    @property
+    def local_critic(self) -> MegatronCritic | None:
+        """Return this rank's part of the critic, if it holds one."""
+        return self.critic.critic if isinstance(self.critic, CriticLearner) else None
+
+    def learn(self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None) -> LearnResult:
+        """Run all steps on a rollout batch. ValueError if a reward is not finite; errors of `PolicyLearner.learn`."""
+        batch = self.estimate_advantages(self.score(samples))
+        critic_metrics = self.train_critic(batch, train_step)
+        result = self.train_actor(batch, train_step, mismatch_gate)
+        return self.finish(batch, result, critic_metrics, train_step)
+
+    def score(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """Return the samples with what a critic and a reference say of them: nothing here."""
+        return list(samples)
+
+    def estimate_advantages(self, samples: Sequence[TrainSample]) -> EstimatedBatch:
+        """Return the batch with advantages."""
+        with self._phases.phase("advantages"):
+            return estimate_group_advantages(samples, self._advantage)
+
+    def train_critic(self, batch: EstimatedBatch, train_step: int) -> dict[str, float]:
+        """Train the critic and return its metrics: there is none here."""
+        return {}
+
+    def train_actor(self, batch: EstimatedBatch, train_step: int, mismatch_gate: float | None = None) -> LearnResult:
+        """Train the policy, see `PolicyLearner.learn`."""
+        return self.policy.learn(batch.policy_samples, train_step, mismatch_gate)
+
+    def finish(
+        self, batch: EstimatedBatch, result: LearnResult, critic_metrics: Mapping[str, float], train_step: int
+    ) -> LearnResult:
+        """Return the metrics of the whole train step, the same on every rank."""
+        return replace(result, metrics={**batch.metrics, **result.metrics})
+
+    def has_converged(self) -> bool:
+        """Return True if training gains nothing more; the same on every rank."""
+        return False
+
+    def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
+        """Return the mismatch of the policy with the log-probs in `samples`, see `PolicyLearner.compare`."""
+        return self.policy.compare(samples, temperature)
+
+
+class ActorCriticLearner(Learner):
+    """Trains policy and critic with the critic's advantages: PPO, VAPO, T-PPO.
+
+    In the first critic.warmup_train_steps the policy stands still and only the critic learns. With `stop_rule` (value
+    pretraining) the policy never learns and the rule ends the run.
+    """
+
+    critic: CriticLearner | RemoteCritic
+
+    def __init__(
+        self,
+        policy: PolicyLearner | RemotePolicy,
+        critic: CriticLearner | RemoteCritic,
+        config: Config,
+        lambda_rule: LambdaRule,
+        phases: Phases,
+        models: DeviceModels,
+        concurrent: ConcurrentUpdate | None = None,
+        stop_rule: StopRule | None = None,
+    ) -> None:
+        """`concurrent`: the exchange between separate ranks (None: the same ranks hold both models)."""
+        self.policy = policy
+        self.critic = critic
+        self._config = config
+        self._lambda_rule = lambda_rule
+        self._phases = phases
+        self.models = models
+        self._concurrent = concurrent
+        self._stop_rule = stop_rule
+
+    def score(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """Return the samples with the critic's values and, with a KL coefficient, their tokens' penalties."""
+        with self._phases.phase("values"), self.models.on_device(CRITIC):
+            values = self.critic.values(samples)
+        scored = [replace(sample, values=value) for sample, value in zip(samples, values, strict=True)]
+        algorithm = self._config.algorithm
+        if not algorithm.kl_reward_coefficient:
+            return scored
+        # The KL of the policy that is about to be trained, not of the one that sampled.
+        policy, reference = self.policy.response_logprobs(samples)
+        penalties = [
+            algorithm.kl_reward_coefficient
+            * token_divergence(algorithm.kl_reward_estimator, *pair, torch.ones_like(pair[0]))
+            for pair in zip(policy, reference, strict=True)
+        ]
+        return [replace(one, kl_penalties=penalty) for one, penalty in zip(scored, penalties, strict=True)]
+
+    def estimate_advantages(self, samples: Sequence[TrainSample]) -> EstimatedBatch:
+        """Return advantages for the policy and returns for the critic. ValueError if no value is finite."""
+        config = self._config
+        ignored_tail_tokens = config.window.ignored_tail_tokens if config.algorithm.name == "tppo" else 0
+        with self._phases.phase("advantages"):
+            return estimate_value_advantages(
+                samples, config.advantage_estimation, self._lambda_rule, ignored_tail_tokens
+            )
+
+    def train_critic(self, batch: EstimatedBatch, train_step: int) -> dict[str, float]:
+        """Train the critic and return its metrics; ranks without it return at once."""
+        with self._phases.phase("train_critic"), self.models.on_device(CRITIC, training=CRITIC):
+            return self.critic.learn(batch.critic_samples, train_step)
+
+    def train_actor(self, batch: EstimatedBatch, train_step: int, mismatch_gate: float | None = None) -> LearnResult:
+        """Train the policy, or only observe it while it stands still."""
+        first_step = math.inf if self._stop_rule else self._config.policy_starts_at
+        learn = self.policy.learn if train_step >= first_step else self.policy.observe
+        return learn(batch.policy_samples, train_step, mismatch_gate)
+
+    def finish(
+        self, batch: EstimatedBatch, result: LearnResult, critic_metrics: Mapping[str, float], train_step: int
+    ) -> LearnResult:
+        """Wait for the other model's ranks and return the metrics of both models, the same on every rank."""
+        if self._concurrent is not None:
+            result, critic_metrics = self._concurrent.exchange(result, critic_metrics)
+        self._watch(batch, critic_metrics["critic/loss"], train_step)
+        return replace(result, metrics={**result.metrics, **batch.metrics, **critic_metrics})
+
+    def has_converged(self) -> bool:
+        """Ask the stop rule about the critic's history, which is the same on every rank."""
+        return self._stop_rule is not None and self._stop_rule.has_converged(self.critic.counters.history)
+
+    def _watch(self, batch: EstimatedBatch, loss: float, train_step: int) -> None:
+        """Record the explained variance if there was variance to explain, and warn if it is too low."""
+        if not batch.critic_samples:
+            logger.info("train step %d: no response is finished, the critic learns nothing", train_step + 1)
+            return
+        if not batch.has_spread:
+            logger.info("train step %d: all returns are equal, there is nothing to explain", train_step + 1)
+            return
+        explained, alarm = batch.metrics["critic/explained_variance"], self._config.critic.explained_variance_alarm
+        length = self._stop_rule.num_steps if self._stop_rule else HISTORY_LENGTH
+        self.critic.counters.remember(explained, loss, length)
+        if self._stop_rule is None and explained < alarm:
+            logger.warning(
+                "train step %d: the critic explains %.3f of the returns' variance, below critic.explained_variance_alarm "
+                "%.3g: advantages are noisier than without it; raise critic.optimizer.learning_rate or critic.epochs, or "
+                "pretrain it longer",
+                train_step + 1,
+                explained,
+                alarm,
+            )
+
+
+class RemotePolicy:
+    """Stub for the policy's learner on the critic's ranks. Its counters are those the policy's ranks report."""
+
+    def __init__(self) -> None:
+        self.counters = StepCounters()
+
+    def learn(self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None) -> LearnResult:
+        """Do nothing: the policy's ranks report their result in `ConcurrentUpdate.exchange`."""
+        return LearnResult({})
+
+    observe = learn
+
+    def response_logprobs(self, samples: Sequence[TrainSample]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Receive what `PolicyLearner.response_logprobs` computes."""
+        policy = receive_response_tokens(samples)
+        return policy, receive_response_tokens(samples)
+
+    def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
+        raise AssertionError("only the policy's ranks compare it with servers")
+
+
+class RemoteCritic:
+    """Stub for the critic's learner on the policy's ranks. Its counters are those the critic's ranks report."""
+
+    def __init__(self) -> None:
+        self.counters = CriticCounters()
+
+    def values(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
+        """Receive what `CriticLearner.values` computes."""
+        return receive_response_tokens(samples)
+
+    def learn(self, samples: Sequence[TrainSample], train_step: int) -> dict[str, float]:
+        """Do nothing: the critic's ranks report their metrics in `ConcurrentUpdate.exchange`."""
+        return {}
+
+
+class ConcurrentUpdate:
+    """Exchange of results between policy and critic that update at the same time, each on ranks of its own.
+
+    The time in the other model's phase is the wait for it. A failure on one side ends its processes, and with them the
+    other side's wait.
+    """
+
+    def __init__(
+        self, topology: RunTopology, policy_counters: StepCounters, critic_counters: CriticCounters, phases: Phases
+    ) -> None:
+        """The counters of both models on this rank; those of the remote model are set to what its ranks report."""
+        assert not topology.is_shared, "models on the same ranks update one after the other"
+        self._topology = topology
+        self._policy_counters = policy_counters
+        self._critic_counters = critic_counters
+        self._phases = phases
+
+    def exchange(
+        self, result: LearnResult, critic_metrics: Mapping[str, float]
+    ) -> tuple[LearnResult, Mapping[str, float]]:
+        """Return both models' results on every rank, from this rank's own one. Collective over the world."""
+        topology, policy_report, critic_report = self._topology, None, None
+        if topology.policy.is_member:
+            policy_report = {**asdict(result), "counters": asdict(self._policy_counters)}
+            policy_report["metrics"] = {name: float(value) for name, value in result.metrics.items()}
+        else:
+            critic_report = {"metrics": dict(critic_metrics), "counters": asdict(self._critic_counters)}
+        with self._phases.phase("train_critic" if topology.policy.is_member else "train"):
+            policy_report = topology.coordination.broadcast(policy_report, source=topology.policy.first_rank)
+            critic_report = topology.coordination.broadcast(critic_report, source=topology.critic.first_rank)
+        _set(self._policy_counters, policy_report.pop("counters"))
+        _set(self._critic_counters, critic_report["counters"])
+        return LearnResult(**policy_report), critic_report["metrics"]
+
+
+def _set(counters: StepCounters, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(counters, name, value)

@@ -1,0 +1,176 @@
+"""Parity of the served model with the trained one: log-probs of fixed prompts, from the trainer and from every server.
+
+Checksums prove that bytes arrived; this proves that both sides mean the same by them (names, rotary settings, scaling,
+kernels). After the first weight sync it is a gate, later a meter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.config.schema import Config
+from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.precision import RECIPES, recipe_name
+from megatron_dapo.trainer.topology import RunTopology
+from megatron_dapo.types import Prompt, TrainSample
+
+if TYPE_CHECKING:
+    from megatron_dapo.engines.sglang.cluster import SglangEngines
+    from megatron_dapo.trainer.build_engines import Engines
+    from megatron_dapo.trainer.learner import Learner
+
+logger = logging.getLogger(__name__)
+
+NUM_PROMPTS = 8
+
+
+class ParityError(RuntimeError):
+    """A server's log-probs are not those of the trainer's weights."""
+
+
+class ParityProbe:
+    """Compares a server with the trainer on fixed token sequences of at least two tokens each. Collective.
+
+    Args:
+        sequences: at least one for every data-parallel rank.
+        learner: gives the trainer's side, see `Learner.compare`.
+        gate: largest mean |difference| in nats.
+        as_served: in it the trainer's weights are the quantized ones of the servers. None: servers hold the trained
+            weights. Collective.
+        group: the ranks that hold the policy (None: all ranks).
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[Sequence[int]],
+        learner: Learner,
+        gate: float,
+        as_served: Callable[[], AbstractContextManager[None]] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        short = [index for index, tokens in enumerate(sequences) if len(tokens) < 2]
+        if short or not sequences:
+            raise ValueError(
+                f"parity probe: sequences {short[:4]} have fewer than 2 tokens; nothing is predicted in them"
+            )
+        self._sequences = [list(tokens) for tokens in sequences]
+        self._learner = learner
+        self._gate = gate
+        self._as_served = as_served
+        self._group = group
+
+    def check(
+        self, server: str, prompt_logprobs: Callable[[Sequence[int]], Sequence[float]] | None
+    ) -> dict[str, float]:
+        """Return the mismatch with one server. `prompt_logprobs`: on rank 0 (None on others), its log-probs of all tokens
+        but the first, at temperature 1.
+
+        Raises ParityError on every rank if the mean |difference| is above the gate or not a number.
+        """
+        answers = None if prompt_logprobs is None else [list(prompt_logprobs(tokens)) for tokens in self._sequences]
+        served = broadcast_json(answers, group=self._group)
+        samples = [_sample(*pair) for pair in enumerate(zip(self._sequences, served, strict=True))]
+        metrics = self._mismatch(server, samples)
+        gap, worst = metrics["mismatch/abs_logprob_diff_mean"], metrics["mismatch/abs_logprob_diff_max"]
+        logger.info("parity with %s on %d prompts: mean |d log-prob| %.3g, max %.3g", server, len(served), gap, worst)
+        if not gap <= self._gate:
+            raise ParityError(
+                f"{server} does not serve the trainer's model: mean |log-prob difference| {gap:.3g} nats on "
+                f"{len(served)} fixed prompts, mismatch.step0_max_mean_abs (sglang.fp8_step0_max_mean_abs where activations "
+                f"are rounded to FP8) allows {self._gate:.3g}. The bytes arrived (checksums are equal): compare the two "
+                "sides' config.json, precision and kernels"
+            )
+        return metrics
+
+    def _mismatch(self, server: str, samples: Sequence[TrainSample]) -> dict[str, float]:
+        trained = self._learner.compare(samples, 1.0)
+        if self._as_served is None:
+            return trained
+        logger.info(
+            "%s serves quantized weights: mean |d log-prob| %.3g, max %.3g against the trained ones on %d prompts",
+            server,
+            trained["mismatch/abs_logprob_diff_mean"],
+            trained["mismatch/abs_logprob_diff_max"],
+            len(samples),
+        )
+        with self._as_served():
+            return self._learner.compare(samples, 1.0)
+
+
+class Parity:
+    """Probes all servers after this process's first weight sync, then every `interval` train steps (0: never again)."""
+
+    def __init__(self, probe: ParityProbe, servers: SglangEngines, interval: int) -> None:
+        self._probe = probe
+        self._servers = servers
+        self._interval = interval
+        self._is_first = True
+
+    def is_due(self, train_step: int) -> bool:
+        """Return True if servers are to be checked after the weight sync of this train step."""
+        return self._is_first or self._interval > 0 and train_step % self._interval == 0
+
+    def check(self) -> None:
+        """Compare every server. Collective; raises ParityError."""
+        self._is_first = False
+        for server in range(self._servers.num_servers):
+            self._probe.check(f"server {server}", self._servers.prompt_logprobs(server))
+
+
+def build_parity(
+    config: Config, engines: Engines, prompts: Sequence[Prompt] | None, learner: Learner, topology: RunTopology
+) -> Parity | None:
+    """Return the probe of the run's servers; None without servers. `prompts`: on rank 0.
+
+    Collective over the policy's ranks.
+    """
+    if engines.servers is None:
+        return None
+    assert topology.policy.coordination is not None, "ranks with servers hold the policy"
+    group = topology.policy.coordination.group
+    token_ids = None if prompts is None else [prompt.token_ids for prompt in prompts]
+    sequences = sequences_to_probe(token_ids, max(NUM_PROMPTS, topology.policy_layout.data), group)
+    gate = config.mismatch.step0_max_mean_abs
+    # FP8 servers on GPUs, and a trainer in FP8, round activations as well, each in its own way.
+    computes_in_fp8 = RECIPES[recipe_name(config.precision.recipe, config.model.dtype)].is_fp8
+    if engines.as_served is not None and (torch.cuda.is_available() or computes_in_fp8):
+        gate = config.mismatch_gate
+    probe = ParityProbe(sequences, learner, gate, engines.as_served, group)
+    return Parity(probe, engines.servers, config.sglang.parity_interval)
+
+
+def _sample(index: int, pair: tuple[list[int], list[float]]) -> TrainSample:
+    tokens, logprobs = pair
+    if len(logprobs) != len(tokens) - 1:
+        raise ParityError(
+            f"the server gave {len(logprobs)} log-probs for {len(tokens)} tokens; {len(tokens) - 1} follow the first"
+        )
+    return TrainSample(
+        sample_id=f"parity/{index}",
+        group_index=index,
+        tokens=torch.tensor(tokens),
+        prompt_length=1,
+        loss_mask=torch.ones(len(logprobs)),
+        advantages=torch.zeros(len(logprobs)),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+    )
+
+
+def sequences_to_probe(
+    prompts: Sequence[Sequence[int]] | None, count: int, group: dist.ProcessGroup | None = None
+) -> list[list[int]]:
+    """Return `count` token sequences of at least two tokens from rank 0's prompts, repeated if there are fewer.
+
+    The same on every rank of the group; empty if no prompt is long enough.
+    """
+    chosen: list[list[int]] = []
+    if prompts is not None:
+        usable = [list(prompt) for prompt in prompts if len(prompt) > 1][:count]
+        chosen = [usable[index % len(usable)] for index in range(count)] if usable else []
+    return broadcast_json(chosen if prompts is not None else None, group=group)

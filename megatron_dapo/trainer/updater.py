@@ -1,0 +1,177 @@
+"""Mini-batches and guarded optimizer steps: the part of training that policy and critic share.
+
+    samples --cut--> mini-batches --loss weights from global counts--> packed micro-batches --step--> AdamW
+
+Every rank holds all samples and computes the same plan, so ranks need not agree on anything about a batch. The counts
+in the loss weights are taken over the whole mini-batch before its forward pass, so no later split changes the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
+from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.parallel.mini_batch import build_micro_batches, split_mini_batches
+from megatron_dapo.parallel.packing import MicroBatchLimits
+from megatron_dapo.types import MicroBatch, TrainSample
+
+if TYPE_CHECKING:
+    from megatron_dapo.megatron.trained_model import StepResult, TrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class TooManySkips(RuntimeError):
+    """Several optimizer steps in a row had a loss or gradient that was not finite."""
+
+
+@dataclass
+class StepCounters:
+    """Counters of one model's optimizer steps; part of every checkpoint."""
+
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
+
+    def count(self, result: StepResult, model: str, max_consecutive_skips: int) -> None:
+        """Count one optimizer step of `model`. Raises TooManySkips at `max_consecutive_skips` skipped steps in a row."""
+        if result.applied:
+            self.optimizer_steps += 1
+            self.consecutive_skips = 0
+            return
+        self.skipped_steps += 1
+        self.consecutive_skips += 1
+        logger.warning(
+            "%s: optimizer step skipped: gradient norm %s is not finite; no rank changed any weight",
+            model,
+            result.grad_norm,
+        )
+        if self.consecutive_skips >= max_consecutive_skips:
+            raise TooManySkips(
+                f"{model}: {self.consecutive_skips} optimizer steps in a row had a gradient that is not finite "
+                f"(training.max_consecutive_skips is {max_consecutive_skips}); lower the learning rate or resume from an "
+                "earlier checkpoint"
+            )
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up to learning_rate, then the optimizer section's schedule down to the minimum at `total_steps`.
+
+    Steps count from 0 in warmup_unit: optimizer steps, or train steps from `first_train_step` on. Steps of
+    the rollout never move the rate.
+    """
+
+    optimizer: OptimizerConfig
+    total_steps: int
+    first_train_step: int = 0
+
+    def step(self, optimizer_step: int, train_step: int) -> int:
+        """Return the schedule's own step."""
+        counts_optimizer_steps = self.optimizer.warmup_unit == "optimizer_step"
+        return max(0, optimizer_step if counts_optimizer_steps else train_step - self.first_train_step)
+
+    def at(self, step: int) -> float:
+        """Return the rate of a schedule step; the first warm-up step already moves, with peak / warmup_steps."""
+        peak, minimum, warmup = (
+            self.optimizer.learning_rate,
+            self.optimizer.min_learning_rate,
+            self.optimizer.warmup_steps,
+        )
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, self.total_steps - warmup))
+        decay = {
+            "constant": 1.0,
+            "linear": 1.0 - progress,
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        }[self.optimizer.schedule]
+        return minimum + (peak - minimum) * decay
+
+
+@dataclass
+class MiniBatch:
+    """One optimizer step's work for this rank."""
+
+    micro_batches: list[MicroBatch]
+    num_tokens: int  # trained tokens of the whole mini-batch, over all ranks
+
+
+class Updater:
+    """Packs mini-batches for one model's layout and makes its optimizer steps. Collective over the model's ranks.
+
+    Args:
+        name: of the model, in log lines and errors.
+        model: this rank's part of the policy or the critic.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: TrainedModel,
+        counters: StepCounters,
+        schedule: LearningRateSchedule,
+        micro_batch_tokens: int,
+        max_consecutive_skips: int,
+    ) -> None:
+        self.counters = counters
+        self.schedule = schedule
+        self._name = name
+        self._model = model
+        self._limits = MicroBatchLimits(max_tokens=micro_batch_tokens)
+        self._max_consecutive_skips = max_consecutive_skips
+
+    def pack(self, samples: Sequence[TrainSample], loss_weights: Sequence[float] | None = None) -> MiniBatch:
+        """Pack all samples of one optimizer step; `loss_weights` weigh each sample's tokens (None: no loss is computed)."""
+        weights = [0.0] * len(samples) if loss_weights is None else loss_weights
+        model = self._model
+        data_rank = model.layout.coordinates(model.rank).data
+        micro_batches = build_micro_batches(samples, lambda _: weights, model.layout, data_rank, self._limits)
+        return MiniBatch(micro_batches, int(trained_tokens(samples).sum()))
+
+    def learning_rate(self, optimizer_step: int, train_step: int) -> float:
+        """Return the learning rate of an optimizer step of a train step, both counted from 0."""
+        return self.schedule.at(self.schedule.step(optimizer_step, train_step))
+
+    def step(
+        self, mini_batch: MiniBatch, loss_fn: Callable[..., Any], train_step: int, **forward_options: Any
+    ) -> StepResult:
+        """Make one optimizer step. `forward_options` go to the model's train_step. Raises TooManySkips."""
+        rate = self.learning_rate(self.counters.optimizer_steps, train_step)
+        result: StepResult = self._model.train_step(
+            mini_batch.micro_batches, loss_fn, learning_rate=rate, **forward_options
+        )
+        self.counters.count(result, self._name, self._max_consecutive_skips)
+        return result
+
+
+def cut(samples: Sequence[TrainSample], size: int, split: str, seed: int | None) -> list[list[TrainSample]]:
+    """Cut a rollout batch into mini-batches of at most `size` groups or samples, see `split_mini_batches`."""
+    parts = split_mini_batches([sample.group_index for sample in samples], size, split=split, seed=seed)
+    return [[samples[index] for index in part] for part in parts]
+
+
+def loss_weights(samples: Sequence[TrainSample], aggregation: str, aggregation_length: int = 1) -> list[float]:
+    """Return the weight of each sample's trained tokens in the loss of an optimizer step on `samples`."""
+    trained = trained_tokens(samples)
+    groups = torch.tensor([sample.group_index for sample in samples])
+    denominators = global_denominators(trained, groups)
+    return sample_token_weights(aggregation, trained, groups, denominators, aggregation_length).tolist()
+
+
+def trained_tokens(samples: Sequence[TrainSample]) -> torch.Tensor:
+    """Return the number of trained tokens of each sample, [S] int64."""
+    return torch.tensor([int(sample.loss_mask.sum()) for sample in samples], dtype=torch.int64)
+
+
+def add_sums(totals: dict[str, float], values: Mapping[str, Any]) -> None:
+    """Add `values` to the sums of the same names."""
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + float(value)
