@@ -208,6 +208,7 @@ def _compare_values(name: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[Ten
     bits_a, bits_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     if torch.equal(bits_a, bits_b):
         return
+    # Bytes grouped by element, to report elements and not bytes.
     different = (bits_a != bits_b).view(-1, a.element_size()).any(dim=1).nonzero().flatten()
     yield TensorDifference(
         name, f"{len(different)} of {a.numel()} elements differ in their bits, first at flat index {int(different[0])}"

@@ -148,6 +148,7 @@ class _CriticSource(StoredModel):
         # A critic has no output matrix, also not as a second copy of the embedding.
         dropped = {*source.head_shapes(), *source.aliases()}
         kept = {name: spec for name, spec in stored.specs.items() if name not in dropped}
+        # A fresh head has no stored type; the last norm is the tensor before it.
         dtype = stored.specs[FINAL_NORM].dtype
         head = {n: stored.specs.get(n, TensorSpec(shape, dtype)) for n, shape in critic.head_shapes().items()}
         self.path = stored.path
@@ -241,6 +242,7 @@ def _check_same_layers(
 def _check_same_tokens(directory: str | Path, policy_directory: str | Path) -> None:
     """Raise ValueError if both directories have a tokenizer and a token has another id in one."""
     ours, theirs = (_vocabulary(Path(path) / TOKENIZER_FILE) for path in (directory, policy_directory))
+    # Without both files there is nothing to compare; the vocabulary size is checked with the layers.
     if ours is None or theirs is None or ours == theirs:
         return
     different = sum(ours.get(token) != theirs.get(token) for token in {*ours, *theirs})

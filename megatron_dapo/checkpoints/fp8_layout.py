@@ -78,6 +78,7 @@ def read_parameters(engines: SglangLayout, described: Sequence[Mapping[str, Tens
 def _classify(own: Mapping[str, TensorSpec], described: Mapping[str, TensorSpec]) -> Fp8Parameters:
     quantized = {name for name, spec in described.items() if name in own and spec.dtype == E4M3}
     constants = {name for name, spec in described.items() if name.endswith(KV_SCALES) and not spec.shape}
+    # Scales must accompany every quantized parameter: e4m3 alone may be another scheme, such as one scale a matrix.
     scales = {name + SCALES for name in quantized}
     for name, spec in described.items():
         known = name in quantized or name in constants

@@ -148,6 +148,7 @@ def _assign_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str
             filled = 0
         shards[-1].append(name)
         filled += spec.num_bytes
+    # Readers look for this name when there is no index.
     if len(shards) == 1:
         return dict.fromkeys(specs, SINGLE_FILE)
     return {

@@ -108,6 +108,7 @@ class MegatronCheckpoint(StoredModel):
         if name in self._untouched:
             self._readers[UNTOUCHED_FILE].read(name, out)
             return out
+        # The second copy of a tied tensor is not stored again.
         name = self.architecture.aliases().get(name, name)
         execute_from_reader(self._whole.receives(0, {name}), self, {name: out})
         return out

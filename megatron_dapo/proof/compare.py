@@ -25,6 +25,7 @@ def fill_from_whole(
     parameters: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, whole: Mapping[str, torch.Tensor]
 ) -> None:
     """Set a rank's local parameters from whole tensors; padding becomes zero."""
+    # First everything to zero: shards leave padding out.
     for parameter in parameters.values():
         parameter.zero_()
     for shard in layout.shards(rank):

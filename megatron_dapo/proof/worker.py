@@ -158,6 +158,7 @@ def check_cut(
     )
     answer = problem.answers[aggregation]
     trained = sum(float(sample.loss_mask.sum()) for sample in problem.samples)
+    # Equal gradients of fewer tokens would mean that both sides dropped the same ones.
     assert metrics["num_tokens"] == trained, f"{metrics['num_tokens']} tokens were trained, the batch has {trained}"
     difference = compare_gradients(actor.gradients(), actor.tensors, rank, answer.gradients)
     return LossCheckRow(
