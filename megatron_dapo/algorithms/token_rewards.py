@@ -10,7 +10,7 @@ from megatron_dapo.algorithms.tables import lookup
 
 
 def outcome_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """[P] rewards of `rewards` [S], each on the last TRAINED token of its sequence, 0 elsewhere.
+    """[P] rewards of `rewards` [S], each on the last TRAINED token of its sequence, 0 on all others.
 
     `loss_mask` [P] and `lengths` [S] as in `gae.ValueInputs`. The reward of a sequence without a trained token is lost.
     """

@@ -80,7 +80,7 @@ def _lambda_rules(config: Config) -> Iterator[Violation]:
         yield violation(
             config,
             "advantage_estimation.lambda_rule",
-            'advantage_estimation.lambda_rule == "window" for tppo alone (elsewhere responses come whole)',
+            'advantage_estimation.lambda_rule == "window" for tppo alone (the other algorithms train whole responses)',
             'set advantage_estimation.lambda_rule = "length_adaptive"',
             "algorithm.name",
         )

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_dapo.config.errors import ConfigError, Violation, value_of
-from megatron_dapo.config.renamed import KNOWN_ELSEWHERE, RENAMED, renamed_value
+from megatron_dapo.config.renamed import FOREIGN_NAMES, RENAMED, renamed_value
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
 from megatron_dapo.config.section import RelativeToRecipe
 
@@ -311,7 +311,7 @@ def _unknown(path: str, value: _Value) -> Violation:
         )
     if path in RENAMED:
         new = RENAMED[path]
-        note = KNOWN_ELSEWHERE.get(new, {}).get(str(value.value))
+        note = FOREIGN_NAMES.get(new, {}).get(str(value.value))
         line = f"{new} = {_toml(renamed_value(new, value.value))}"
         fix = f"write {line} in {value.origin}" + (f" ({value.value} is {note})" if note else "")
         return _violation(path, f"its present name, {new}", fix, **{path: value.value})
@@ -392,7 +392,7 @@ def _of_another_member(path: str, given: Any, origin: str, known: Mapping[str, _
 def _close_choice(path: str, given: Any) -> str:
     if path not in leaf_fields():
         return ""
-    if note := KNOWN_ELSEWHERE.get(path, {}).get(str(given)):
+    if note := FOREIGN_NAMES.get(path, {}).get(str(given)):
         return f" ({given} is {note})"
     choices = union_names(path.removesuffix(".name")) or _words(leaf_fields()[path])
     close = difflib.get_close_matches(str(given), choices, n=1)

@@ -78,7 +78,7 @@ RENAMED_VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
 
 
 # Names that other frameworks and papers have for a choice of ours: key -> name -> what it is here.
-KNOWN_ELSEWHERE: Mapping[str, Mapping[str, str]] = MappingProxyType(
+FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "algorithm.loss.name": {
             "grpo": 'ppo_clip with algorithm.advantage = "grpo"',

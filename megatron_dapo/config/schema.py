@@ -1,8 +1,8 @@
 """The typed, immutable configuration of a run: one section a class, a docstring under every field.
 
 The sections of one subject share a file (`*_schema.py`). Types, allowed names and unknown keys are checked by them; ranges
-and relations between fields by `validator.validate`, which reports all of them at once. TOML has no null, so "off" and "take it
-from elsewhere" are written 0 or "" and said so in the field's docstring. Defaults live only here: a recipe holds what differs.
+and relations between fields by `validator.validate`, which reports all of them at once. TOML has no null, so "off" and "take
+the default of another key" are written 0 or "" and said so in the field's docstring. Defaults live only here: a recipe holds what differs.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class TelemetryConfig(Section):
     """Responses written to samples.jsonl per train step. 0: none."""
 
     progress: bool = True
-    """Live progress display on a terminal (plain log lines elsewhere)."""
+    """Live progress display on a terminal (otherwise plain log lines)."""
 
     dump_batches: NonNegativeInt = 0
     """Train steps between dumps of a whole rollout batch, for replay through the trainer alone. 0: none."""

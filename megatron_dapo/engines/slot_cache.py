@@ -23,7 +23,7 @@ FEW_COLUMNS = 512  # over all slots of a run: reading them in vain costs less th
 
 
 @dataclass(frozen=True)
-class Run:
+class SlotRange:
     """Consecutive prefix slots [start, stop), each with places for as many rows: R, the most that any of them has. Of
     their columns the first `width` are in use.
 
@@ -52,7 +52,7 @@ class Sharing:
     rows and in columns.
     """
 
-    runs: tuple[Run, ...]  # cover the prefix slots in order
+    runs: tuple[SlotRange, ...]  # cover the prefix slots in order
     places: torch.Tensor  # [B] int64: place of each row, counted over all runs
 
     @classmethod
@@ -69,7 +69,7 @@ class Sharing:
                     places[row] = num_places + len(padded) + turn
                 padded += rows + [0] * (most - len(rows))
             num_places += len(padded)
-            runs.append(Run(start, stop, torch.tensor(padded, device=device), width))
+            runs.append(SlotRange(start, stop, torch.tensor(padded, device=device), width))
         return cls(tuple(runs), torch.tensor(places, device=device))
 
     @property
