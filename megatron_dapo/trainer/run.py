@@ -119,12 +119,14 @@ def prepared_run(
     require_valid(config, world_size, read_architecture(config.model.path))
     if config.run.deterministic:
         use_deterministic_kernels()
+    # The default group first: topology, coordination and every other group are made from it.
     initialize_process_group(collective_timeout(config.run.wait_timeout_seconds))
     if rank == 0:
         write_resolved(loaded, config.run.output_dir / "config.json")
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         yield _build(config, run_topology(config, rendezvous_host), stop_rule, stop, stack)
+    # Together: a rank that leaves early tears down connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
 
@@ -138,6 +140,7 @@ def _build(
     engine_builder = start_engines(config, topology, Rank0Commands(topology.coordination), stack)
     actor = build_actor(config, topology)
     engines = engine_builder.connect(actor)
+    # Only rank 0 reads data and starts verifiers: the other ranks get samples by broadcast.
     context = build_rollout_context(config, engines.engine, phases, stack) if rank == 0 else None
     topology.coordination.barrier("rank 0 to read the data")
     learner = build_learner(config, actor, topology, phases, stop_rule)
