@@ -22,7 +22,7 @@ from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.build import critic_start
 from megatron_dapo.trainer.learner import ActorCriticLearner
 from megatron_dapo.trainer.loop import STOPPED_BY_SIGNAL
-from megatron_dapo.trainer.run import Run, prepared_run
+from megatron_dapo.trainer.run import PreparedRun, prepared_run
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def _require_weights(config: Config) -> None:
         )
 
 
-def _policy_digest(run: Run) -> str:
+def _policy_digest(run: PreparedRun) -> str:
     """Return the digest of this rank's part of the policy."""
     return weights_digest(run.actor.named_local_parameters() if run.actor else {})
 
