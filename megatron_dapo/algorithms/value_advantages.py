@@ -147,8 +147,8 @@ def _critic_samples(
 ) -> tuple[list[TrainSample], dict[str, float], bool]:
     """Return all tokens of finished responses, of all their windows, with values and targets; True if the targets differ.
 
-    The tokens before the last window were masked for the policy, which has trained on them. The critic trains on the
-    whole response, so they count here.
+    The policy trained on the tokens before the last window in earlier steps, so its mask leaves them out. The critic
+    trains on the whole response, so they count here.
     """
     finished = [one for one in responses if one.is_finished and bool(one.sample.loss_mask.any())]
     lengths = torch.tensor([one.sample.num_response_tokens for one in finished], dtype=torch.int64)

@@ -93,7 +93,7 @@ class PolicyLearner:
         self._config = config
         self._phases = phases
         self._models = models
-        self._group = actor.part.group
+        self._group = actor.part.group  # sums of metrics stay among the policy's ranks
         self._coordinates = actor.layout.coordinates(actor.rank)
         self._is_reporting = is_reporting_rank(actor.layout, actor.rank)
         training = config.training
@@ -121,11 +121,13 @@ class PolicyLearner:
             with self._phases.phase("logprobs"), self._models.on_device(POLICY, REFERENCE):
                 for mini_batch in ahead:
                     mini_batch.behavior = self._behavior_terms(mini_batch, mismatch)
+        # Before any step: a wrong model must not be trained at all.
         if mismatch_gate is not None:
             _check_mismatch(self._mismatch(mismatch), mismatch_gate)
         totals: dict[str, float] = {}
         steps: list[StepResult] = []
         with self._phases.phase("train"), self._models.on_device(POLICY, REFERENCE, training=POLICY):
+            # The cut and the old log-probs are the same in every epoch: the ratio is against the policy that generated.
             for _epoch in range(self._config.training.epochs):
                 for mini_batch in mini_batches:
                     steps.append(self._step(mini_batch, train_step, mismatch))
@@ -174,6 +176,7 @@ class PolicyLearner:
 
     def _cut(self, samples: Sequence[TrainSample], train_step: int) -> list[_PolicyMiniBatch]:
         config, training = self._config, self._config.training
+        # Another order in every train step, and the same one after a resume. 1,000,003 is prime: runs do not overlap.
         seed = config.run.seed * 1_000_003 + train_step if training.shuffle else None
         if config.algorithm.name == "tppo":
             # A step's windows come from many groups, a few from each: groups cannot stay whole.
@@ -223,7 +226,7 @@ class PolicyLearner:
         reference = self._reference_logprobs(mini_batch)
         terms: list[BehaviorTerms | None] = []
         for index, logprobs in enumerate(old):
-            if logprobs is None:
+            if logprobs is None:  # off the last pipeline stage
                 terms.append(None)
                 continue
             micro_batch = self._local(mini_batch.micro_batches[index])
@@ -234,6 +237,7 @@ class PolicyLearner:
         return self._normalized(terms, mini_batch.correction_sums) if self._normalizes else terms
 
     def _normalized(self, terms: list[BehaviorTerms | None], sums: Mapping[str, float]) -> list[BehaviorTerms | None]:
+        # Tensor-parallel ranks hold the same tokens: only one of them adds its sums.
         own = {name: sums.get(name, 0.0) if self._is_reporting else 0.0 for name in ("is_weight_sum", "num_tokens")}
         total = sum_over(own, self._group)
         weight_sum, num_tokens = float(total["is_weight_sum"]), float(total["num_tokens"])
@@ -269,7 +273,7 @@ class PolicyLearner:
             micro_batch: MicroBatch, outputs: TokenOutputs, index: int
         ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
             if first:
-                old = outputs.logprobs.detach()
+                old = outputs.logprobs.detach()  # a ratio of exactly 1, with the gradient of the log-prob
                 mismatch.append(_mismatch_sums(old, micro_batch))
                 weights, sums = self._objective.importance(micro_batch, old)
                 add_sums(mini_batch.correction_sums, sums)

@@ -69,6 +69,7 @@ def build_learner(
     critic = _build_critic(config, topology, list(local.values())) if config.has_critic else None
     if critic is not None:
         local[CRITIC] = critic
+    # Nothing is moved, timed or logged if every model stays on the device.
     offloads = config.model.offload != "none" or config.has_critic and config.critic.offload != "none"
     models = DeviceModels(local if offloads else {}, phases)
 
@@ -94,6 +95,7 @@ def build_learner(
 
 def _load_policy(config: Config, topology: RunTopology) -> MegatronActor:
     path, rank = config.model.path, topology.policy.rank
+    # Without permission the loader names the missing files, which says more than a random policy would.
     has_weights = any(path.glob("*.safetensors")) or not config.model.allow_random_init
 
     def load(parameters: Any, tensors: Any) -> None:
@@ -161,7 +163,7 @@ def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Te
     """Return the all-reduce that adds up a sequence's chunks over the context ranks that hold them."""
     group = actor.groups.context
     if group.size() == 1:
-        return lambda sums: sums
+        return lambda sums: sums  # no collective in the common case
 
     def reduce(sums: torch.Tensor) -> torch.Tensor:
         total = sums.clone()

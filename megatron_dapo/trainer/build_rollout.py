@@ -71,6 +71,7 @@ def build_rollout_context(config: Config, engine: CollectiveEngine, phases: Phas
     scorer = stack.enter_context(_scorer(config))
     pool = scorer.primary if isinstance(scorer, ShadowedPool) else scorer
     dataset = load_train_dataset(config, inputs, pool)
+    # Its own seed: two runs with different run.seed can see the prompts in one order.
     stream = PromptStream(dataset.prompt_ids, config.data.shuffle_seed, config.data.max_epochs or None)
 
     sampling = SamplingParams(
@@ -203,6 +204,7 @@ def load_train_dataset(config: Config, inputs: ModelInputs, pool: VerifierPool) 
         deduplicate=data.deduplicate,
         validate_answers=pool.validate_answers,
     )
+    # Spread over the data set: files of different sources may ask for different formats.
     checked = dataset.prompts[:: max(1, len(dataset.prompts) // SELF_TEST_PROMPTS)]
     texts = [(inputs.tokenizer.decode(list(prompt.token_ids)), prompt.answer) for prompt in checked]
     report = check_contract(texts, pool, config.reward.verifier, config.reward.answer_format)

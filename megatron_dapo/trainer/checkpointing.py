@@ -173,6 +173,7 @@ class Checkpoints:
             tensors, description = model.state_shards()
             writer.save_tensors(f"{name}.safetensors", tensors)
             writer.save_json(f"{name}.json", description)
+        # Rank 0 alone has the collector and writes what all ranks share.
         if state.collector is not None:
             writer.save_json("run.json", {name: asdict(counters) for name, counters in state.counters().items()})
             document, tensors = split_state(state.collector.state_dict())
@@ -267,6 +268,7 @@ def load_training_state(
         return False
     description = json.loads(_description(source, rank).read_text(encoding="utf-8"))
     own = model.state_shards()[1]
+    # All ranks load or none: moments of a part of the model would be worse than none.
     different = [name for name in own if description.get(name) != own[name]]
     if _any_rank(bool(different), group):
         _log_new_start(source, ", ".join(different) or "the state of other ranks")

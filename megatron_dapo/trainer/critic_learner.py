@@ -72,6 +72,7 @@ class CriticLearner:
         """
         totals: dict[str, float] = {}
         steps: list[StepResult] = []
+        # Without a finished response there is no target, and a step would only decay the weights.
         for epoch in range(self._config.critic.epochs if samples else 0):
             for part in self._cut(samples, train_step, epoch):
                 mini_batch = self._updater.pack(part, loss_weights(part, self._config.critic.aggregation))
@@ -82,6 +83,7 @@ class CriticLearner:
     def _cut(self, samples: Sequence[TrainSample], train_step: int, epoch: int) -> list[list[TrainSample]]:
         config = self._config
         prompts = config.critic.mini_batch_prompts or config.training.mini_batch_prompts
+        # Unlike the policy, whose ratios belong to fixed mini-batches, the critic draws new ones in every epoch.
         seed = (config.run.seed * 1_000_003 + train_step) * 101 + epoch if config.training.shuffle else None
         return cut(samples, prompts * config.rollout.group_size, "samples", seed)
 

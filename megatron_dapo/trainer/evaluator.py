@@ -54,6 +54,7 @@ class Evaluator:
         """Return the "eval/" metrics of the policy after `train_step`, on rank 0; None on other ranks. Collective."""
 
         def run() -> dict[str, float]:
+            # Responses under way keep their tokens and continue after the evaluation.
             with self._collector.paused() if self._collector else nullcontext():
                 return self._run(train_step)
 

@@ -175,6 +175,7 @@ class ActorCriticLearner(Learner):
 
     def train_actor(self, batch: EstimatedBatch, train_step: int, mismatch_gate: float | None = None) -> LearnResult:
         """Train the policy, or only observe it while it stands still."""
+        # `observe` keeps metrics and gate alive while the policy stands still.
         first_step = math.inf if self._stop_rule else self._config.policy_starts_at
         learn = self.policy.learn if train_step >= first_step else self.policy.observe
         return learn(batch.policy_samples, train_step, mismatch_gate)
@@ -184,6 +185,7 @@ class ActorCriticLearner(Learner):
     ) -> LearnResult:
         """Wait for the other model's ranks and return the metrics of both models, the same on every rank."""
         if self._concurrent is not None:
+            # Each side knows only its own result; the loop and rank 0's records need both.
             result, critic_metrics = self._concurrent.exchange(result, critic_metrics)
         self._watch(batch, critic_metrics["critic/loss"], train_step)
         return replace(result, metrics={**result.metrics, **batch.metrics, **critic_metrics})
@@ -201,6 +203,7 @@ class ActorCriticLearner(Learner):
             logger.info("train step %d: all returns are equal, there is nothing to explain", train_step + 1)
             return
         explained, alarm = batch.metrics["critic/explained_variance"], self._config.critic.explained_variance_alarm
+        # The stop rule reads exactly as many steps as it needs; a checkpoint keeps no more.
         length = self._stop_rule.num_steps if self._stop_rule else HISTORY_LENGTH
         self.critic.counters.remember(explained, loss, length)
         if self._stop_rule is None and explained < alarm:
@@ -274,9 +277,11 @@ class ConcurrentUpdate:
         topology, policy_report, critic_report = self._topology, None, None
         if topology.policy.is_member:
             policy_report = {**asdict(result), "counters": asdict(self._policy_counters)}
+            # JSON carries no tensors.
             policy_report["metrics"] = {name: float(value) for name, value in result.metrics.items()}
         else:
             critic_report = {"metrics": dict(critic_metrics), "counters": asdict(self._critic_counters)}
+        # What is measured is the wait for the other side, so it counts as that side's phase.
         with self._phases.phase("train_critic" if topology.policy.is_member else "train"):
             policy_report = topology.coordination.broadcast(policy_report, source=topology.policy.first_rank)
             critic_report = topology.coordination.broadcast(critic_report, source=topology.critic.first_rank)

@@ -86,13 +86,16 @@ class TrainingLoop:
         learner, progress, evaluation = self._parts.learner, self._progress, self._config.evaluation
         if progress.mismatch_trend:
             self._trend.load_state_dict(progress.mismatch_trend)
+        # Engines start without weights, also after a resume: the restored policy is served first.
         self._update_weights()
         if evaluation.at_start and progress.train_step == 0:
             self._evaluate()
+        # The first row of metrics covers the first train step alone, not the start-up.
         self._phases.timer.finish_step()
         while not (reason := self._reason_to_end()):
             step = progress.train_step
             batch = self._generate()
+            # An empty batch has no step: AdamW would move the weights without a gradient.
             if batch.should_stop or not batch.samples:
                 reason = "data exhausted"
                 break
@@ -102,6 +105,7 @@ class TrainingLoop:
             actor_result = learner.train_actor(estimated, step, self._config.mismatch_gate if step == 0 else None)
             result = learner.finish(estimated, actor_result, critic_metrics, step)
             self._watch_mismatch(result)
+            # The policy version that the engines serve next is the number of train steps made.
             progress.train_step += 1
             self._update_weights()
             self._record(batch, estimated, result)
@@ -110,6 +114,7 @@ class TrainingLoop:
                 self._evaluate()
             if self._is_due(self._config.checkpoint.interval):
                 self._save()
+        # Before the last evaluation, which takes long and can be repeated from the checkpoint.
         self._save()
         if evaluation.at_end and reason in ("finished", "converged", "data exhausted"):
             self._evaluate()
@@ -131,6 +136,7 @@ class TrainingLoop:
         """Return the next rollout batch: scored groups as train samples, the same on every rank."""
         models = self._parts.learner.models
         with self._phases.phase("generate"):
+            # Engines on the same GPUs have taken back their memory with the weight sync.
             models.offload_all()
             models.log_moved()
             batch = self._parts.rollout.generate(self._config.rollout.prompts_per_step)
@@ -143,9 +149,10 @@ class TrainingLoop:
         with self._phases.phase("weight_sync"), parts.learner.models.on_device(POLICY):
             if parts.collector is not None:
                 parts.collector.before_update()
-            parts.publisher.publish(step)
+            parts.publisher.publish(step)  # raises rather than serve weights that are not verified
             if parts.collector is not None:
                 parts.collector.after_update(step)
+            # Part of this phase: the policy's weights are on the device, and the engines hold the same version.
             if parts.parity is not None and parts.parity.is_due(step):
                 parts.parity.check()
 
@@ -211,7 +218,7 @@ class TrainingLoop:
             return
         start, step = time.perf_counter(), self._progress.train_step
         with self._phases.phase("evaluate"):
-            self._parts.learner.models.offload_all()
+            self._parts.learner.models.offload_all()  # the engines generate with the whole device
             metrics = self._parts.evaluator.evaluate(step)
         if metrics is not None and self._parts.recorder is not None:
             self._progress.evaluations[str(step)] = metrics

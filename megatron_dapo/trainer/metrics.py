@@ -46,6 +46,7 @@ def step_metrics(
     `train_step` counts from 0, so it is the policy version that was trained. `learned`: reported by the learner.
     What the learner did not report, because the algorithm has no critic or no group advantages, is 0.
     """
+    # As the collector rounds: prompts of one generation round.
     round_size = max(1, round(config.rollout.prompts_per_step * config.rollout.oversample))
     absent = {name: 0.0 for name in STEP_METRICS if name.startswith(("critic/", "advantage/"))}
     return {

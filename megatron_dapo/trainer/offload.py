@@ -42,6 +42,7 @@ class DeviceModels:
         The other models are offloaded first. Nothing moves at the end: a model stays until another one needs the room,
         so that two blocks in a row on one model copy nothing in between. Models of other processes are ignored.
         """
+        # On separate ranks a wait for the other side's model must not push this side's model off the device.
         here = [name for name in names if name in self._models]
         if here:
             self._move({name: EVERYTHING if name == training else ("weights",) for name in here})
@@ -55,6 +56,7 @@ class DeviceModels:
     def _move(self, needed: Mapping[str, tuple[str, ...]]) -> None:
         with self._phases.phase("offload"):
             for name, model in self._models.items():
+                # `keep`: kinds of tensors that are needed now and would come straight back.
                 model.offload(keep=needed.get(name, ()))
             # Only now: the device need not hold what leaves beside what comes.
             for name, kinds in needed.items():

@@ -79,6 +79,7 @@ class ParityProbe:
         metrics = self._mismatch(server, samples)
         gap, worst = metrics["mismatch/abs_logprob_diff_mean"], metrics["mismatch/abs_logprob_diff_max"]
         logger.info("parity with %s on %d prompts: mean |d log-prob| %.3g, max %.3g", server, len(served), gap, worst)
+        # Not `gap > gate`: a NaN must be refused, too.
         if not gap <= self._gate:
             raise ParityError(
                 f"{server} does not serve the trainer's model: mean |log-prob difference| {gap:.3g} nats on "

@@ -84,6 +84,7 @@ class Phases:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time everything inside as phase `name`; a phase inside another one takes its time from the outer one."""
+        # Shown first: a phase that hangs must be the one on the display.
         self.show(name)
         with self.timer.phase(name), self._watch(name):
             yield
@@ -100,6 +101,7 @@ class Recorder:
     def __init__(self, config: Config, train_step: int, evaluated_step: int) -> None:
         """`train_step`: steps the run has already made; `evaluated_step`: the newest it has evaluated, -1 if none."""
         telemetry = config.telemetry
+        # Rows behind the checkpoint that the run resumes from are cut off: they will be written again.
         first_step, first_evaluation = train_step + 1, evaluated_step + 1
         self.paths = RunPaths(config.run.output_dir)
         self._telemetry = telemetry

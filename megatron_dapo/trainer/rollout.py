@@ -67,6 +67,7 @@ class Rollout:
     def _send(self, batch: RolloutBatch) -> TrainBatch:
         assert self._collector is not None, "rank 0 has the collector"
         samples = build_train_samples(batch.groups, batch.training_version, filter_overlong=self._filter_overlong)
+        # A few flat tensors and one JSON header: broadcasting samples one by one would take thousands of collectives.
         description, tensors = to_tensors(samples)
         facts = {"should_stop": batch.should_stop, "generation_step": self._collector.generation_step}
         self._coordination.broadcast({"description": description, **facts})
@@ -85,6 +86,7 @@ class Rollout:
 
     def _receive(self) -> TrainBatch:
         header = self._coordination.broadcast(None)
+        # NCCL broadcasts on the device; packing and advantages happen on the host.
         tensors = {name: tensor.cpu() for name, tensor in broadcast_tensors(None).items()}
         return TrainBatch(
             from_tensors(header["description"], tensors), header["should_stop"], header["generation_step"]
@@ -116,7 +118,7 @@ def _train_sample(
         f"sample {sample.sample_id}: {num_response} response tokens but {len(completion.logprobs)} log-probs"
     )
     loss_mask = torch.ones(num_response)
-    loss_mask[: window.start] = 0.0
+    loss_mask[: window.start] = 0.0  # trained in the steps of earlier windows
     if filter_overlong and window.is_finished and completion.is_truncated:
         loss_mask.zero_()
     return TrainSample(

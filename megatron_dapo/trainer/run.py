@@ -55,7 +55,7 @@ def run_training(loaded: LoadedConfig, rank: int, world_size: int, rendezvous_ho
 
 
 @dataclass
-class Run:
+class PreparedRun:
     """A run that is ready to start. `recorder` exists on rank 0, `actor` on the ranks that hold the policy."""
 
     config: Config
@@ -110,7 +110,7 @@ class Run:
 @contextmanager
 def prepared_run(
     loaded: LoadedConfig, rank: int, world_size: int, rendezvous_host: str, stop_rule: StopRule | None = None
-) -> Iterator[Run]:
+) -> Iterator[PreparedRun]:
     """Build a run, resume it if there is a checkpoint, and close everything at the end.
 
     With `stop_rule` only the critic learns (value pretraining). ValueError if the configuration is invalid.
@@ -119,25 +119,28 @@ def prepared_run(
     require_valid(config, world_size, read_architecture(config.model.path))
     if config.run.deterministic:
         use_deterministic_kernels()
+    # The default group first: topology, coordination and every other group are made from it.
     initialize_process_group(collective_timeout(config.run.wait_timeout_seconds))
     if rank == 0:
         write_resolved(loaded, config.run.output_dir / "config.json")
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         yield _build(config, run_topology(config, rendezvous_host), stop_rule, stop, stack)
+    # Together: a rank that leaves early tears down connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _build(
     config: Config, topology: RunTopology, stop_rule: StopRule | None, stop: StopRequest, stack: ExitStack
-) -> Run:
+) -> PreparedRun:
     rank = topology.rank
     phases = Phases(watch=_watch(config, topology))
     # Servers start first: they come up while the actor is built, or, on the trainer's GPUs, before it takes memory.
     engine_builder = start_engines(config, topology, Rank0Commands(topology.coordination), stack)
     actor = build_actor(config, topology)
     engines = engine_builder.connect(actor)
+    # Only rank 0 reads data and starts verifiers: the other ranks get samples by broadcast.
     context = build_rollout_context(config, engines.engine, phases, stack) if rank == 0 else None
     topology.coordination.barrier("rank 0 to read the data")
     learner = build_learner(config, actor, topology, phases, stop_rule)
@@ -164,7 +167,7 @@ def _build(
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
     loop.saved_step = saved_step
-    return Run(config, loop, actor, learner, progress, recorder, topology)
+    return PreparedRun(config, loop, actor, learner, progress, recorder, topology)
 
 
 def _watch(config: Config, topology: RunTopology) -> Callable[[str], AbstractContextManager[None]]:
@@ -174,7 +177,7 @@ def _watch(config: Config, topology: RunTopology) -> Callable[[str], AbstractCon
 
 
 def _summarize(
-    run: Run, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object]
+    run: PreparedRun, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object]
 ) -> None:
     config = run.config
     progress, paths = run.progress, RunPaths(config.run.output_dir)

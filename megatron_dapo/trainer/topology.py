@@ -54,6 +54,7 @@ def run_topology(config: Config, rendezvous_host: str = LOOPBACK) -> RunTopology
     size = world.num_ranks
     coordination = coordinate(world.ranks, timeout_s)
     assert coordination is not None, "every process is one of the world"
+    # Shared ranks: both models on all processes, over the same connections.
     policy = critic = replace(world, coordination=coordination)
     if config.num_critic_processes:
         policy, critic = partition_ranks(config.num_critic_processes, timeout_s, coordination.progress)

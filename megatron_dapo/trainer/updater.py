@@ -44,7 +44,7 @@ class StepCounters:
         """Count one optimizer step of `model`. Raises TooManySkips at `max_consecutive_skips` skipped steps in a row."""
         if result.applied:
             self.optimizer_steps += 1
-            self.consecutive_skips = 0
+            self.consecutive_skips = 0  # one good step shows that the weights are sound
             return
         self.skipped_steps += 1
         self.consecutive_skips += 1
@@ -85,6 +85,7 @@ class LearningRateSchedule:
             self.optimizer.min_learning_rate,
             self.optimizer.warmup_steps,
         )
+        # step + 1: a rate of 0 would waste the first step.
         if step < warmup:
             return peak * (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, self.total_steps - warmup))
@@ -133,6 +134,7 @@ class Updater:
         weights = [0.0] * len(samples) if loss_weights is None else loss_weights
         model = self._model
         data_rank = model.layout.coordinates(model.rank).data
+        # Every rank packs all samples by the same plan and keeps its own: no rank has to be told its share.
         micro_batches = build_micro_batches(samples, lambda _: weights, model.layout, data_rank, self._limits)
         return MiniBatch(micro_batches, int(trained_tokens(samples).sum()))
 
@@ -148,6 +150,7 @@ class Updater:
         result: StepResult = self._model.train_step(
             mini_batch.micro_batches, loss_fn, learning_rate=rate, **forward_options
         )
+        # After the step, which no rank applied if any rank had a gradient that is not finite.
         self.counters.count(result, self._name, self._max_consecutive_skips)
         return result
 
@@ -162,6 +165,7 @@ def loss_weights(samples: Sequence[TrainSample], aggregation: str, aggregation_l
     """Return the weight of each sample's trained tokens in the loss of an optimizer step on `samples`."""
     trained = trained_tokens(samples)
     groups = torch.tensor([sample.group_index for sample in samples])
+    # Over all ranks' samples: the gradient does not depend on how they are spread over ranks and micro-batches.
     denominators = global_denominators(trained, groups)
     return sample_token_weights(aggregation, trained, groups, denominators, aggregation_length).tolist()
 

@@ -22,7 +22,7 @@ from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.build import critic_start
 from megatron_dapo.trainer.learner import ActorCriticLearner
 from megatron_dapo.trainer.loop import STOPPED_BY_SIGNAL
-from megatron_dapo.trainer.run import Run, prepared_run
+from megatron_dapo.trainer.run import PreparedRun, prepared_run
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int, rend
     stop_rule = StopRule(section.min_steps, section.explained_variance_slope, section.loss_slope)
     with prepared_run(loaded, rank, world_size, rendezvous_host, stop_rule) as run:
         assert isinstance(run.learner, ActorCriticLearner), "a configuration of value pretraining has a critic"
+        # A policy that moved would make the critic learn the returns of another one, unnoticed.
         before = _policy_digest(run)
         reason = run.loop.run()
         _require_unchanged(before, _policy_digest(run))
@@ -64,7 +65,7 @@ def _require_weights(config: Config) -> None:
         )
 
 
-def _policy_digest(run: Run) -> str:
+def _policy_digest(run: PreparedRun) -> str:
     """Return the digest of this rank's part of the policy."""
     return weights_digest(run.actor.named_local_parameters() if run.actor else {})
 
@@ -74,6 +75,7 @@ def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         digest.update(name.encode())
+        # Viewed as bytes: numpy has no bfloat16.
         digest.update(parameter.detach().to("cpu", copy=True).contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
