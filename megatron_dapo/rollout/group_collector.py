@@ -65,7 +65,7 @@ class GroupCollector(Collector):
 
     def __init__(self, inputs: CollectorInputs, config: RolloutConfig, sampling: SamplingParams, seed: int) -> None:
         super().__init__(inputs, GroupCounters())
-        self._config = config
+        self._rollout = config
         self._sampling = sampling
         self._seed = seed
         self._filter = GroupFilter(config.accuracy_min, config.accuracy_max) if config.filter_groups else None
@@ -119,10 +119,10 @@ class GroupCollector(Collector):
 
     def _fill(self, num_groups: int) -> Exhaustion:
         """Generate until the buffer holds `num_groups`; return the reason if it cannot."""
-        round_size = math.ceil(num_groups * self._config.oversample)
+        round_size = math.ceil(num_groups * self._rollout.oversample)
         exhausted: Exhaustion = ""
         while (missing := num_groups - self._num_available()) > 0:
-            exhausted = self._start_groups(math.ceil(missing * self._config.oversample), round_size)
+            exhausted = self._start_groups(math.ceil(missing * self._rollout.oversample), round_size)
             if not self._in_flight:
                 return exhausted
             self._receive(self._engine.poll())
@@ -152,8 +152,8 @@ class GroupCollector(Collector):
         return exhausted
 
     def _rounds_are_exhausted(self, round_size: int) -> bool:
-        if self._config.max_num_gen_batches:
-            return self._builder.num_started >= self._config.max_num_gen_batches * round_size
+        if self._rollout.max_num_gen_batches:
+            return self._builder.num_started >= self._rollout.max_num_gen_batches * round_size
         num_fruitless = self._builder.num_started - self._num_started_at_last_kept
         return num_fruitless >= MAX_FRUITLESS_ROUNDS * round_size
 
@@ -177,7 +177,7 @@ class GroupCollector(Collector):
 
     def _missing(self, group: OpenGroup) -> list[GenerationRequest]:
         """Return requests for the responses of a group that have not come to their end."""
-        return [self._request(group, index) for index in group.missing(self._config.group_size)]
+        return [self._request(group, index) for index in group.missing(self._rollout.group_size)]
 
     def _request(self, group: OpenGroup, index: int) -> GenerationRequest:
         seed = sample_seed(self._seed, group.group_id, index)
@@ -189,11 +189,11 @@ class GroupCollector(Collector):
         """Sort completions into their groups and decide on the groups that are complete, in order of their start."""
         self._assign(completions)
         # An engine may abort by itself (a restart): a group never trains on responses cut off that way.
-        if self._config.partial_rollout:
+        if self._rollout.partial_rollout:
             self._continue_aborted(completions)
         else:
             self._restart_aborted()
-        size = self._config.group_size
+        size = self._rollout.group_size
         self._decide(
             [self._in_flight[name] for name in sorted(self._in_flight) if self._in_flight[name].is_complete(size)]
         )
@@ -211,7 +211,7 @@ class GroupCollector(Collector):
     def _restart_aborted(self) -> None:
         """Restart groups with aborted responses from their prompts once the engine works on none of them."""
         for group in list(self._in_flight.values()):
-            size = self._config.group_size
+            size = self._rollout.group_size
             if group.has_returned(size) and not group.is_complete(size):
                 del self._in_flight[group.group_id]
                 self._queue_again(group)
@@ -227,7 +227,7 @@ class GroupCollector(Collector):
         """Score complete groups and keep or drop each."""
         if not complete:
             return
-        for group in score_groups(self._scorer, complete, self._config.group_size, self._engine.policy_version):
+        for group in score_groups(self._scorer, complete, self._rollout.group_size, self._engine.policy_version):
             del self._in_flight[group.group_id]
             decision = self._decision_on(group)
             self._builder.add_scored(group, decision)
@@ -258,7 +258,7 @@ class GroupCollector(Collector):
         for group_id in sorted(stopped):
             group = stopped[group_id]
             kept: dict[int, Completion] = {}
-            if self._config.partial_rollout:
+            if self._rollout.partial_rollout:
                 kept = fresh_completions(group.completions, oldest_allowed, serving)
             if not kept:
                 self._queue_again(group)
@@ -300,9 +300,9 @@ class GroupCollector(Collector):
         """Return the incomplete batch that rollout.on_exhausted asks for."""
         shortage = self._describe_shortage(num_groups, exhausted)
         logger.warning("%s", shortage)
-        if self._config.on_exhausted == "error":
+        if self._rollout.on_exhausted == "error":
             raise CollectionExhausted(shortage)
-        if self._config.on_exhausted == "stop":  # the groups that were kept stay in the buffer for a later run
+        if self._rollout.on_exhausted == "stop":  # the groups that were kept stay in the buffer for a later run
             return RolloutBatch((), self._statistics(0), exhausted, True, self._training_version)
         return self._batch(num_groups, exhausted, first_number)
 
@@ -319,8 +319,8 @@ class GroupCollector(Collector):
         )
 
     def _limit_of_rounds(self) -> str:
-        if self._config.max_num_gen_batches:
-            return f"raise rollout.max_num_gen_batches (now {self._config.max_num_gen_batches})"
+        if self._rollout.max_num_gen_batches:
+            return f"raise rollout.max_num_gen_batches (now {self._rollout.max_num_gen_batches})"
         return (
             f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no group"
         )
@@ -392,10 +392,10 @@ class GroupCollector(Collector):
     def _restore(self, group: OpenGroup) -> None:
         """Hold a saved group, or queue its prompt again if this run has other sizes or no partial rollout."""
         fits = all(
-            index < self._config.group_size and len(held.token_ids) <= self._sampling.max_new_tokens
+            index < self._rollout.group_size and len(held.token_ids) <= self._sampling.max_new_tokens
             for index, held in group.completions.items()
         )
-        if self._config.partial_rollout and fits:
+        if self._rollout.partial_rollout and fits:
             self._unfinished[group.group_id] = group
         else:
             self._queue_again(group)

@@ -18,8 +18,8 @@ from megatron_dapo.parallel.layout import ParallelLayout
 
 
 @pytest.fixture
-def loaded(make_folder):
-    folder = make_folder("qwen2", tied=True)
+def loaded(make_model_directory):
+    folder = make_model_directory("qwen2", tied=True)
     layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
     load_from_huggingface(folder, layout, 0, parameters)
