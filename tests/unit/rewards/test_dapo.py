@@ -109,7 +109,7 @@ def test_every_integer_is_found_with_and_without_commas(value):
 
 
 @pytest.mark.parametrize("gold", ["", "  ", "$$", "degrees", "1\n2", "7" * 400])
-def test_gold_answers_nobody_could_match_are_refused(gold):
+def test_gold_answers_that_no_response_could_match_are_refused(gold):
     assert gold_problem(gold) is not None
 
 

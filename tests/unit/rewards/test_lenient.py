@@ -90,7 +90,7 @@ DIFFERENT = [
     ("0", "0.0000001"),
     ("3x-y+13=0", "3x+4y+14=0"),  # both end in "=0"
     ("1,2", "1"),  # one of two required answers
-    ("1", "1,2"),  # or more answers than asked for
+    ("1", "1,2"),  # or more answers than requested
     ("42", "42 or 43"),
     ("19, 46, \\text{ and } 82", "21, 36, and 82"),
     ("n=2, 3, 4", "n=1, 2, 3"),

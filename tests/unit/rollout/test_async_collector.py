@@ -130,7 +130,7 @@ def test_a_collection_spans_an_update_and_goes_on_by_the_new_weights(make_world:
         assert world.engine.num_unfinished == 0 and world.collector.accounting().unfinished == 4
         num_polls = world.engine.num_polls
         time.sleep(0.02)
-        assert world.engine.num_polls == num_polls and world.engine.num_unfinished == 0, "nobody uses the engine now"
+        assert world.engine.num_polls == num_polls and world.engine.num_unfinished == 0, "the engine is idle"
         world.engine.policy_version = 1
         rollout.after_update(1)
         second = rollout.next_batch(4)
@@ -188,7 +188,7 @@ def test_waiting_for_a_batch_ends_with_the_error(make_world: Callable) -> None:
         rollout.next_batch(4)
 
 
-def test_an_error_nobody_asked_for_is_logged(make_world: Callable, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_no_call_raised_is_logged(make_world: Callable, caplog: pytest.LogCaptureFixture) -> None:
     world = make_world([0.5] * 400, max_staleness=1, partial_rollout=True)
     with caplog.at_level(logging.ERROR), overlapped(world) as rollout:
         rollout.next_batch(4)
@@ -218,7 +218,7 @@ def test_a_state_taken_at_any_time_is_a_consistent_cut(make_world: Callable, tri
                 version += 1
                 publish(world, rollout, version)
             state = json.loads(json.dumps(rollout.state_dict()))
-            rollout.next_batch(5)  # trained by nobody: the process dies
+            rollout.next_batch(5)  # never trained: the process dies
         if is_over:
             break
         world = make_world([0.5] * 120, jitter=100 * trial + life, version=version, **arguments)
@@ -248,7 +248,7 @@ def test_closing_keeps_what_the_engine_had_begun(make_world: Callable) -> None:
 def test_engines_are_looked_after_while_the_main_thread_waits(
     make_world: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two polls: what is done to the engine then is seen by nobody half done."""
+    """Between two polls: no other thread sees the engine in between."""
     monkeypatch.setattr("megatron_dapo.rollout.async_collector._RECOVERY_INTERVAL_S", 0.005)
     world = make_world([0.5] * 400, max_staleness=1, partial_rollout=True)
     poll, num_looks, is_down = world.engine.poll, 0, True

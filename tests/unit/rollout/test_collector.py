@@ -123,10 +123,10 @@ def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
             batch = world.collector.collect(num_groups)
         except ConnectionError:
             assert world.collector.accounting().is_balanced
-            event = chance.choice(["go on", "signal", "crash"])
+            event = chance.choice(["continue", "signal", "crash"])
             if event == "signal":  # state saved in the middle of the collection
                 saved = (world.checkpoint(), len(trained))
-            if event != "go on":
+            if event != "continue":
                 del trained[saved[1] :]
                 world = world.restart(saved[0], jitter=chance.randrange(2**32))
             assert world.collector.accounting().is_balanced

@@ -1,4 +1,4 @@
-"""Partial rollouts: what is stopped goes on where it was, within the staleness bound; nothing is lost or doubled."""
+"""Partial rollouts: stopped responses continue where they were, within the staleness bound; nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_state_as_if_batches_had_been_given_back(make_world: Callable) -> None:
     for batch in reversed(batches[1]):
         second.collector.give_back(batch)
     assert state == second.collector.state_dict()
-    assert first.collector.accounting().trained == 8, "the collector itself goes on as it was"
+    assert first.collector.accounting().trained == 8, "the collector itself is unchanged"
 
 
 def test_a_response_stopped_at_its_end_is_finished() -> None:

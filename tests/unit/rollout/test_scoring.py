@@ -64,7 +64,7 @@ def test_a_missing_score_is_an_error() -> None:
         SampleScorer(Recorder(forgets="b"), decode).score([sample("a", (7,)), sample("b", (7,))])
 
 
-def test_a_response_that_goes_on_is_scored_by_nobody() -> None:
+def test_a_response_that_continues_is_not_scored() -> None:
     verifier = Recorder()
     scored = SampleScorer(verifier, decode, lambda length: -1.0).unfinished(sample("a", (5, 6, 7), "abort"), 2)
     assert scored.score == Score(0.0, 0.0, "unfinished") and scored.reward_parts == {} and scored.reward == 0.0

@@ -21,7 +21,7 @@ def completion(tokens: tuple[int, ...], reason: FinishReason = "abort") -> Compl
 @pytest.mark.parametrize(
     ("tokens", "returned", "ended"),
     [
-        ((4, 5, 6), "length", "abort"),  # the window is full: goes on in the next
+        ((4, 5, 6), "length", "abort"),  # the window is full: it continues in the next
         ((4, 5, 6), "abort", "abort"),  # stopped when it was just full
         ((4, 5), "abort", "abort"),  # an engine died
         ((4, 5, 9), "stop", "stop"),
