@@ -36,9 +36,9 @@ def train(
     return subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
-@pytest.mark.parametrize("transport", ["memory", "peer"])
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
 def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) -> None:
-    placement = {"memory": "colocated", "peer": "disaggregated"}[transport]
+    placement = {"shared_memory": "colocated", "p2p": "disaggregated"}[transport]
     where = [f'sglang.weight_sync_transport="{transport}"', f'sglang.placement="{placement}"']
     finished = train(tmp_path, model, engine_python, *where)
     log = finished.stdout + finished.stderr
