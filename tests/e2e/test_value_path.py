@@ -47,7 +47,7 @@ def test_training_goes_on_from_the_pretrained_critic(vapo: Path, pretrained: Pat
     one_step = ("run.total_steps=1", "optimizer.warmup_steps=0", *NO_EVALUATION)
     outcome = train(vapo, tmp_path / "run", "tp2", f'critic.path="{critic}"', *one_step)
     assert outcome.code == 0, outcome.text
-    assert f"the critic goes on with the optimizer state of {critic}" in outcome.text
+    assert f"the critic resumes with the optimizer state of {critic}" in outcome.text
     row = lines_of(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["critic/optimizer_steps"] > 0 and row["actor/positive_nll"] > 0
     assert any(sample["advantage"] for sample in lines_of(tmp_path / "run" / "samples.jsonl"))
