@@ -33,7 +33,7 @@ class TokenLossConfig(Section):
     """Keys of every loss of single tokens: how token losses become one number."""
 
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number over the whole optimizer step (exact under any layout and packing).
+    """Reduction of token losses to one number over the whole optimizer step (exact under any layout and packing).
     token_mean: all trained tokens weigh the same. sample_mean: all responses do. per_group: token mean within a group,
     then mean over groups. dr_grpo: sum / (responses * aggregation_length). seq_sum_mean: mean over responses of their
     sums. rollout_token_mean: sum / trained tokens of the whole rollout batch * its mini-batches (T-PPO's code)."""
@@ -65,7 +65,7 @@ class GspoLossConfig(Section):
     """Clipped ratio of whole sequences (GSPO, arXiv 2507.18071); the loss is the mean over responses."""
 
     name: Literal["gspo"] = "gspo"
-    """Which policy loss this is."""
+    """Name of the policy loss."""
 
     clip_ratio_low: Fraction = 3e-4
     """The sequence's ratio is clipped below at 1 - clip_ratio_low."""
@@ -81,14 +81,14 @@ class GspoTokenLossConfig(GspoLossConfig):
     """GSPO with an advantage for every token (GSPO-token, arXiv 2507.18071, eq. 13)."""
 
     name: Literal["gspo_token"] = "gspo_token"  # type: ignore[assignment]
-    """Which policy loss this is."""
+    """Name of the policy loss."""
 
 
 class CispoLossConfig(TokenLossConfig):
     """Clipped ratio as a constant weight (CISPO, MiniMax-M1, arXiv 2506.13585)."""
 
     name: Literal["cispo"] = "cispo"
-    """Which policy loss this is."""
+    """Name of the policy loss."""
 
     clip_ratio_low: Fraction = 1.0
     """The weight is at least 1 - clip_ratio_low. 1: no lower bound, as in the paper."""
@@ -119,28 +119,28 @@ class DrGrpoAdvantageConfig(Section):
     """Reward - group mean (Dr. GRPO, arXiv 2503.20783)."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
-    """Which advantage this is."""
+    """Name of the advantage."""
 
 
 class RlooAdvantageConfig(Section):
     """Reward - mean of the group's other rewards (RLOO, arXiv 2402.14740)."""
 
     name: Literal["rloo"] = "rloo"
-    """Which advantage this is."""
+    """Name of the advantage."""
 
 
 class ReinforceBaselineAdvantageConfig(Section):
     """Reward - group mean, scaled over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
 
     name: Literal["reinforce_baseline"] = "reinforce_baseline"
-    """Which advantage this is."""
+    """Name of the advantage."""
 
     variant: Literal["scale_only", "paper"] = "scale_only"
     """paper: subtract the batch's mean before dividing by its standard deviation. scale_only: only divide; groups of
     equal rewards then keep advantage 0 where lengths differ."""
 
     weighting: Literal["token", "sequence"] = "token"
-    """What the batch's moments count: trained tokens or responses."""
+    """Unit of the batch moments: trained tokens or responses."""
 
     std: GrpoStd = "biased"
     """Divisor of the batch's variance: n (biased) or n - 1 (unbiased)."""
@@ -157,7 +157,7 @@ class ReinforcePpAdvantageConfig(ReinforceBaselineAdvantageConfig):
     term is kl_loss_coefficient's."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"  # type: ignore[assignment]
-    """Which advantage this is."""
+    """Name of the advantage."""
 
     variant: Literal["scale_only", "paper"] = "paper"
     """paper: subtract the batch's mean before dividing by its standard deviation. scale_only: only divide."""
