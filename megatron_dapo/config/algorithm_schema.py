@@ -104,7 +104,7 @@ class GrpoAdvantageConfig(Section):
     """(reward - group mean) / group standard deviation (GRPO, DAPO)."""
 
     name: Literal["grpo"] = "grpo"
-    """For algorithm.name = dapo. grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: the mean of
+    """Name of the advantage, used with algorithm.name = dapo. grpo: (reward - group mean) / group std. dr_grpo: without the std. rloo: the mean of
     the others subtracted. reinforce_baseline: group mean subtracted, then scaled over the batch. reinforce_pp: scaled
     over the batch alone, for one response a prompt."""
 
@@ -146,7 +146,7 @@ class ReinforceBaselineAdvantageConfig(Section):
     """Divisor of the batch's variance: n (biased) or n - 1 (unbiased)."""
 
     scale: Literal["variance_floor", "variance_plus_eps", "std_plus_eps"] = "variance_floor"
-    """How eps keeps the division finite: 1 / sqrt(max(variance, eps)), 1 / sqrt(variance + eps), 1 / (std + eps)."""
+    """Placement of eps, which keeps the division finite: 1 / sqrt(max(variance, eps)), 1 / sqrt(variance + eps), 1 / (std + eps)."""
 
     eps: NonNegativeFloat = 1e-8
     """Keeps the division by the standard deviation finite, as scale says."""
@@ -198,7 +198,7 @@ class AlgorithmConfig(Section):
     """Advantage, policy loss and its aggregation."""
 
     name: AlgorithmName = "dapo"
-    """Which algorithm puts the parts together. dapo: advantages from groups. ppo, vapo: from a critic ([critic],
+    """Algorithm that puts the parts together. dapo: advantages from groups. ppo, vapo: from a critic ([critic],
     [advantage_estimation]); the two differ in their switches alone. tppo: the same over windows of responses
     ([window])."""
 
@@ -293,10 +293,10 @@ class CriticConfig(Section):
     """About how large the values of a fresh head are."""
 
     parallel: CriticParallelConfig = CriticParallelConfig()
-    """How the critic is cut over the processes."""
+    """Layout of the critic over the processes."""
 
     offload: Offload = "none"
-    """What leaves the device for host memory while the critic rests: nothing, its optimizer state and gradients, or
+    """State moved to host memory while the critic is idle: nothing, its optimizer state and gradients, or
     those and its weights. For a critic that shares the policy's processes."""
 
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
@@ -340,18 +340,18 @@ class AdvantageEstimationConfig(Section):
     """Discount of a token."""
 
     lambda_rule: LambdaRuleName = "fixed"
-    """Which lambda the policy's advantages take. fixed: policy_lambda. length_adaptive: 1 - 1 / (lambda_alpha * length),
+    """Lambda rule of the policy's advantages. fixed: policy_lambda. length_adaptive: 1 - 1 / (lambda_alpha * length),
     at least lambda_floor (VAPO, eq. 5). window: the same of the length so far and half a window more where the response
     continues (T-PPO)."""
 
     policy_lambda: Fraction = 0.95
-    """For lambda_rule = fixed."""
+    """Lambda under lambda_rule = fixed."""
 
     lambda_alpha: PositiveFloat = 0.05
-    """For lambda_rule = length_adaptive and window: share of the length that the weights of the errors sum to."""
+    """Share of the length that the weights of the errors sum to, under lambda_rule = length_adaptive and window."""
 
     lambda_floor: Annotated[float, Bounds(ge=0, lt=1)] = 0.0
-    """For lambda_rule = length_adaptive and window: the smallest lambda. The rule alone is negative below 1 /
+    """Smallest lambda under lambda_rule = length_adaptive and window. The rule alone is negative below 1 /
     lambda_alpha tokens; VAPO names no floor, T-PPO's authors take 0.95."""
 
     critic_lambda: Fraction = 1.0

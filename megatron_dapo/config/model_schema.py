@@ -125,14 +125,14 @@ class OptimizerConfig(Section):
     """Linear warm-up from 0 over this many steps, counted in warmup_unit."""
 
     warmup_unit: WarmupUnit = "train_step"
-    """What warmup_steps and the decay count: train_step (rollout batches trained) or optimizer_step (mini-batches).
+    """Unit of warmup_steps and of the decay: train_step (rollout batches trained) or optimizer_step (mini-batches).
     Generation steps are never counted."""
 
     schedule: Schedule = "constant"
     """After warm-up: constant, or cosine / linear down to min_learning_rate at run.total_steps."""
 
     min_learning_rate: NonNegativeFloat = 0.0
-    """Where cosine and linear end."""
+    """Final learning rate of the cosine and linear schedules."""
 
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; not applied to biases and norms."""

@@ -207,11 +207,11 @@ class SglangConfig(Section):
     devices of their own; with rollout.max_staleness above 0 the next batch is generated while this one is trained."""
 
     weight_sync_transport: WeightTransport = "shared_memory"
-    """How weights reach the servers. shared_memory: every engine rank's own shard through shared memory of the node. p2p: from
+    """Transport of the weight sync. shared_memory: every engine rank's own shard through shared memory of the node. p2p: from
     all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face directory."""
 
     shared_memory: SharedMemory = "host"
-    """Where the memory of weight_sync_transport = "shared_memory" lies. host: in the machine's, on a GPU as well. device: on the GPU that an
+    """Place of the memory of weight_sync_transport = "shared_memory" lies. host: in the machine's, on a GPU as well. device: on the GPU that an
     engine rank shares with a trainer rank, opened by all through CUDA IPC; it has not run on a GPU yet."""
 
     weight_sync_bucket_mb: PositiveInt = 64

@@ -76,7 +76,7 @@ class CheckpointConfig(Section):
     for bit on a CPU; on GPUs with run.deterministic alone, and with servers under sglang.enable_deterministic_inference."""
 
     output_dir: str = ""
-    """Where checkpoints are kept; relative to the current directory. "": <run.output_dir>/checkpoints."""
+    """Directory of checkpoints; relative to the current directory. "": <run.output_dir>/checkpoints."""
 
     interval: NonNegativeInt = 20
     """Train steps between checkpoints. 0: only at the end and on a signal."""

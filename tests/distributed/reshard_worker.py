@@ -121,7 +121,7 @@ def replicas(rank: int, world: int, folder: Path, output: Path) -> None:
 
 
 def megatron(rank: int, world: int, folder: Path, output: Path) -> None:
-    """From layout to layout in a circle, every rank as if loaded directly."""
+    """Loads from layout to layout in a circle, every rank as if loaded directly."""
     parallels = [
         ParallelLayout(world, tensor=2, pipeline=2),
         ParallelLayout(world, tensor=4),

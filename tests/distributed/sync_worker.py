@@ -1,4 +1,4 @@
-"""What each rank of test_weight_sync.py does: real gloo groups, real shared memory, engines in the leaders' processes."""
+"""Program of each rank of test_weight_sync.py: real gloo groups, real shared memory, engines in the leaders' processes."""
 
 from __future__ import annotations
 

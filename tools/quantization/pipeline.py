@@ -1,4 +1,4 @@
-"""From a trained Hugging Face directory to a checked quantized one, or to none.
+"""Turn a trained Hugging Face directory into a checked quantized one, or into none.
 
 check (format, device, shapes, prompts)
 -> the model samples responses to the run's prompts and scores those of the check

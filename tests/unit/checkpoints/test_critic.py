@@ -1,4 +1,4 @@
-"""Where a critic starts from and the directory it becomes, against transformers."""
+"""Sources of a critic and the directory it becomes, compared with transformers."""
 
 from __future__ import annotations
 

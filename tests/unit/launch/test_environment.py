@@ -1,4 +1,4 @@
-"""What launchers say, the port two runs on a node do not share, and the limit of open files."""
+"""Facts that launchers state, the port two runs on a node do not share, and the limit of open files."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ class SleepingClient(ColocatedClient):
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens to the device, in order: torch.cuda and the barriers note their calls."""
+    """Record of the device's events in order: torch.cuda and the barriers note their calls."""
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("empty cache"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (seen.append("read free memory"), (0, 0))[1])
