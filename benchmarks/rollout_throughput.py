@@ -188,7 +188,7 @@ def load_embedded(traffic: Traffic) -> EmbeddedEngine:
     from transformers import AutoModelForCausalLM
 
     settings = EmbeddedEngineSettings(max_slots=traffic.slots, max_length=traffic.max_length)
-    engine = EmbeddedEngine.from_folder(traffic.model_directory, settings)
+    engine = EmbeddedEngine.from_directory(traffic.model_directory, settings)
     source = AutoModelForCausalLM.from_pretrained(traffic.model_directory, dtype=torch.float32).state_dict()
     for name, tensor in engine.parameters_by_name().items():
         tensor.copy_(source[name])

@@ -76,7 +76,7 @@ def _embedded(arguments: argparse.Namespace, max_length: int, stack: ExitStack) 
 
     torch.set_num_threads(1)
     settings = EmbeddedEngineSettings(max_slots=arguments.most_running, max_length=max_length)
-    engine = EmbeddedEngine.from_folder(arguments.model, settings)
+    engine = EmbeddedEngine.from_directory(arguments.model, settings)
     source = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).state_dict()
     for name, tensor in engine.parameters_by_name().items():
         tensor.copy_(source[name])

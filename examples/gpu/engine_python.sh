@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The interpreter of an SGLang that was unpacked into a folder instead of installed: give this file as sglang.python.
+# The interpreter of an SGLang that was unpacked into a directory instead of installed: give this file as sglang.python.
 #   MEGATRON_DAPO_SGLANG_DIR   that directory
 #   MEGATRON_DAPO_SGLANG_PYTHON   the interpreter it was built for, with torch (default python3)
 # Engines do not inherit PYTHONPATH or SGLang's variables from the trainer, so they are set here.

@@ -3,8 +3,8 @@
 #
 #   NODE_RANK=0 MASTER_ADDR=node0 examples/launch/dapo_qwen2.5_32b.sh MODEL TRAIN EVAL [--set a.b=value]...
 #
-# MODEL: Hugging Face folder of Qwen2.5-32B. TRAIN: dapo-math-17k.parquet. EVAL: aime-2024.parquet. All on storage every node sees,
-# as is this checkout, whose folder runs/ takes the output. To end it with a checkpoint send SIGTERM to the workers, whose process ids are in
+# MODEL: Hugging Face directory of Qwen2.5-32B. TRAIN: dapo-math-17k.parquet. EVAL: aime-2024.parquet. All on storage every node sees,
+# as is this checkout, whose directory runs/ takes the output. To end it with a checkpoint send SIGTERM to the workers, whose process ids are in
 # runs/dapo_qwen2.5_32b/workers: torchrun itself kills its workers 30 s after a signal.
 set -euo pipefail
 

@@ -5,7 +5,7 @@
 #   examples/launch/node.sh examples/layouts/colocated_1node.toml MODEL TRAIN EVAL [--set a.b=value]...
 #   examples/launch/node.sh examples/layouts/disaggregated_1node.toml MODEL TRAIN EVAL [--set a.b=value]...
 #
-# MODEL: Hugging Face folder. TRAIN, EVAL: parquet or JSONL files. Ctrl-C or SIGTERM ends the run with a checkpoint; the same command
+# MODEL: Hugging Face directory. TRAIN, EVAL: parquet or JSONL files. Ctrl-C or SIGTERM ends the run with a checkpoint; the same command
 # continues it. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO.
 set -euo pipefail
 

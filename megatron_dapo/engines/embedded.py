@@ -111,13 +111,13 @@ class EmbeddedEngine:
         self._allocate(config)
 
     @classmethod
-    def from_folder(
-        cls, model_folder: str | Path, settings: EmbeddedEngineSettings, *, trust_remote_code: bool = False
+    def from_directory(
+        cls, model_directory: str | Path, settings: EmbeddedEngineSettings, *, trust_remote_code: bool = False
     ) -> EmbeddedEngine:
         """Return an engine with the architecture of a Hugging Face checkpoint. Its weights are not read: a weight sync
         brings them.
         """
-        config = AutoConfig.from_pretrained(str(model_folder), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(str(model_directory), trust_remote_code=trust_remote_code)
         return cls(config, settings)
 
     def _allocate(self, config: PreTrainedConfig) -> None:

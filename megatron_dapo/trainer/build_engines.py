@@ -122,7 +122,7 @@ def build_local_engine(config: Config, model_dir: Path) -> EmbeddedEngine:
         dtype=DTYPES[config.model.dtype],
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
-    return EmbeddedEngine.from_folder(model_dir, settings, trust_remote_code=config.model.trust_remote_code)
+    return EmbeddedEngine.from_directory(model_dir, settings, trust_remote_code=config.model.trust_remote_code)
 
 
 class EngineBuilder:

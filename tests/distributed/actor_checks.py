@@ -124,9 +124,9 @@ class Reference:
     logprobs: tuple[torch.Tensor, ...]
 
     @classmethod
-    def read(cls, folder: str | Path, name: str) -> Reference:
-        tensors = load_file(Path(folder) / f"{name}.safetensors")
-        config = json.loads((Path(folder) / f"{name}.json").read_text())
+    def read(cls, directory: str | Path, name: str) -> Reference:
+        tensors = load_file(Path(directory) / f"{name}.safetensors")
+        config = json.loads((Path(directory) / f"{name}.json").read_text())
         parts = {
             kind: {key.removeprefix(kind): t for key, t in tensors.items() if key.startswith(kind)}
             for kind in ("weight/", "gradient/")
@@ -136,8 +136,8 @@ class Reference:
         return cls(architecture, parts["weight/"], float(tensors["loss"]), parts["gradient/"], logprobs)
 
 
-def write_reference(folder: str | Path, name: str) -> None:
-    """Compute the reference of model `name` on `ragged_batch()` and write it to `folder`."""
+def write_reference(directory: str | Path, name: str) -> None:
+    """Compute the reference of model `name` on `ragged_batch()` and write it to `directory`."""
     model, batch = reference_model(name), ragged_batch()
     single = ParallelLayout(world_size=1)
     total, logprobs = torch.zeros((), dtype=torch.float64), []
@@ -163,8 +163,8 @@ def write_reference(folder: str | Path, name: str) -> None:
     ):
         for parameter_name, tensor in stored_tensors(whole).items():
             tensors[f"{kind}/{parameter_name}"] = tensor.detach().contiguous()
-    save_file(tensors, Path(folder) / f"{name}.safetensors")
-    (Path(folder) / f"{name}.json").write_text(model.config.to_json_string(use_diff=False))
+    save_file(tensors, Path(directory) / f"{name}.safetensors")
+    (Path(directory) / f"{name}.json").write_text(model.config.to_json_string(use_diff=False))
 
 
 def fill_local(

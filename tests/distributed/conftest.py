@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def actor_references(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the fp64 transformers reference of every small model of `actor_checks`."""
+    """A directory with the fp64 transformers reference of every small model of `actor_checks`."""
     from actor_checks import MODELS, write_reference
 
-    folder = tmp_path_factory.mktemp("actor_references")
+    directory = tmp_path_factory.mktemp("actor_references")
     for name in MODELS:
-        write_reference(folder, name)
-    return str(folder)
+        write_reference(directory, name)
+    return str(directory)

@@ -1,4 +1,4 @@
-"""A small critic's folder, its transformers fp64 reference (values, gradients, AdamW steps), and what ranks check."""
+"""A small critic's directory, its transformers fp64 reference (values, gradients, AdamW steps), and what ranks check."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def model_of(name: str, head: str, **fields: Any) -> Any:
     return model
 
 
-def write_critic(folder: str | Path, name: str) -> None:
-    """The folder `folder`/`name` of a critic, and beside it what it computes in fp64."""
+def write_critic(directory: str | Path, name: str) -> None:
+    """The directory `directory`/`name` of a critic, and beside it what it computes in fp64."""
     import transformers
 
-    path = Path(folder) / name
+    path = Path(directory) / name
     model_of(name, "ForTokenClassification", num_labels=1).save_pretrained(path)
     model = transformers.AutoModelForTokenClassification.from_pretrained(path, **EAGER).double().eval()
     loss, values = _loss_and_values(model, seed=3)
@@ -74,7 +74,7 @@ def write_critic(folder: str | Path, name: str) -> None:
     tensors |= {"loss": loss.detach(), **_whole("gradient", model, lambda parameter: parameter.grad)}
     losses, norms = _adamw_steps(model)
     tensors |= {"losses": losses, "norms": norms, **_whole("stepped", model, lambda parameter: parameter.detach())}
-    save_file(tensors, Path(folder) / f"{name}.safetensors")
+    save_file(tensors, Path(directory) / f"{name}.safetensors")
 
 
 def _whole(kind: str, model: Any, of: Any) -> dict[str, torch.Tensor]:
@@ -125,7 +125,7 @@ def _adamw_steps(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 class CriticReference:
     """fp64 from transformers: values of real targets, loss, gradients, and AdamW steps from there."""
 
-    folder: Path
+    directory: Path
     values: tuple[torch.Tensor, ...]
     loss: float
     gradients: Mapping[str, torch.Tensor]
@@ -134,14 +134,14 @@ class CriticReference:
     stepped: Mapping[str, torch.Tensor]
 
     @classmethod
-    def read(cls, folder: str | Path, name: str) -> CriticReference:
-        tensors = load_file(Path(folder) / f"{name}.safetensors")
+    def read(cls, directory: str | Path, name: str) -> CriticReference:
+        tensors = load_file(Path(directory) / f"{name}.safetensors")
         kinds = {
             kind: {key.removeprefix(kind): t for key, t in tensors.items() if key.startswith(kind)}
             for kind in ("gradient/", "stepped/")
         }
         return cls(
-            Path(folder) / name,
+            Path(directory) / name,
             tuple(tensors[f"values/{index}"] for index in range(len(LENGTHS))),
             float(tensors["loss"]),
             kinds["gradient/"],
@@ -225,7 +225,7 @@ def parity(arguments: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def _parity_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float]:
-    return largest_over_ranks(_errors(MegatronCritic.build(want.folder, layout_of(case), settings_of(case)), want))
+    return largest_over_ranks(_errors(MegatronCritic.build(want.directory, layout_of(case), settings_of(case)), want))
 
 
 def _errors(critic: MegatronCritic, want: CriticReference) -> dict[str, float]:
@@ -262,7 +262,7 @@ def _pair_of_parts(
         layout = layout_of(case, part)
         if part is mine:
             want = CriticReference.read(references, case["model"])
-            built.append((MegatronCritic.build(want.folder, layout, settings_of(case), part=part), want))
+            built.append((MegatronCritic.build(want.directory, layout, settings_of(case), part=part), want))
         else:
             join_as_nonmember(layout, part)
     [(critic, want)] = built
@@ -281,7 +281,7 @@ def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _resume_case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
     def build() -> MegatronCritic:
-        return MegatronCritic.build(want.folder, layout_of(case), settings_of(case))
+        return MegatronCritic.build(want.directory, layout_of(case), settings_of(case))
 
     whole, first, second = build(), build(), build()
     history, begun = train(whole, STEPS), train(first, STEPS[:2])
@@ -300,7 +300,7 @@ def guard(arguments: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def _guard_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float]:
-    critic = MegatronCritic.build(want.folder, layout_of(case), settings_of(case))
+    critic = MegatronCritic.build(want.directory, layout_of(case), settings_of(case))
     train(critic, [10])
     before = snapshot(critic)
 
@@ -328,10 +328,10 @@ def beside(arguments: dict[str, Any]) -> dict[str, Any]:
     alone = MegatronActor.build(arguments["policy"], layouts[0], settings[0])
     for seed in STEPS[:2]:
         actor_step(alone, seed)
-    lonely = MegatronCritic.build(want.folder, layouts[1], settings[1])
+    lonely = MegatronCritic.build(want.directory, layouts[1], settings[1])
     train(lonely, STEPS[:2])
     actor = MegatronActor.build(arguments["policy"], layouts[0], settings[0])
-    critic = MegatronCritic.build(want.folder, layouts[1], settings[1], beside=[actor])
+    critic = MegatronCritic.build(want.directory, layouts[1], settings[1], beside=[actor])
     sharing = MegatronActor.build(arguments["policy"], layouts[0], settings[0], beside=[actor, critic])
     for seed in STEPS[:2]:
         actor_step(actor, seed)
@@ -342,7 +342,7 @@ def beside(arguments: dict[str, Any]) -> dict[str, Any]:
         "actor": len(differing(snapshot(alone), snapshot(actor))),
         "critic": len(differing(snapshot(lonely), snapshot(critic))),
     }
-    MegatronCritic.build(want.folder, ParallelLayout(world_size=2), settings[1], beside=[actor])
+    MegatronCritic.build(want.directory, ParallelLayout(world_size=2), settings[1], beside=[actor])
     refused = ""
     try:
         critic.forward_values(of_rank(layouts[1]))
@@ -353,12 +353,12 @@ def beside(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(arguments: dict[str, Any]) -> None:
-    """Folders of a critic that was only loaded, and of one that was trained, and the latter's values."""
+    """Directories of a critic that was only loaded, and of one that was trained, and the latter's values."""
     want, target = CriticReference.read(arguments["references"], "qwen3"), Path(arguments["target"])
-    critic = MegatronCritic.build(want.folder, layout_of(arguments), settings_of({}))
-    critic.export(target / "loaded", want.folder)
+    critic = MegatronCritic.build(want.directory, layout_of(arguments), settings_of({}))
+    critic.export(target / "loaded", want.directory)
     train(critic, STEPS[:2])
-    critic.export(target / "trained", want.folder)
+    critic.export(target / "trained", want.directory)
     [values, *_] = critic.forward_values(of_rank(critic.layout))
     if values is not None:
         save_file({"values": values.contiguous()}, target / f"values{dist.get_rank()}.safetensors")

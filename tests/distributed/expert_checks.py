@@ -1,4 +1,4 @@
-"""Workers of test_experts.py: a Qwen3-MoE from a folder, trained on several layouts of the same ranks, and exported."""
+"""Workers of test_experts.py: a Qwen3-MoE from a directory, trained on several layouts of the same ranks, and exported."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ NUM_STEPS = 4
 
 def experts(arguments: dict[str, Any]) -> dict[str, Any]:
     """Worker: `parity_of_layouts` of the cases, then `train_and_export` of each layout; the first is compared with."""
-    folder = Path(arguments["work"])
+    directory = Path(arguments["work"])
     trained = [
-        train_and_export(arguments["model"], layout, folder / f"layout{number}")
+        train_and_export(arguments["model"], layout, directory / f"layout{number}")
         for number, layout in enumerate(arguments["layouts"])
     ]
     dist.barrier()
     if dist.get_rank() == 0:
-        right = load_file(folder / "layout0" / "trained" / "model.safetensors")
+        right = load_file(directory / "layout0" / "trained" / "model.safetensors")
         for number, result in enumerate(trained):
-            result["weights"] = relative(load_file(folder / f"layout{number}" / "trained" / "model.safetensors"), right)
+            result["weights"] = relative(
+                load_file(directory / f"layout{number}" / "trained" / "model.safetensors"), right
+            )
     return {"parity": parity_of_layouts(arguments), "trained": trained}
 
 
@@ -49,18 +51,18 @@ def relative(ours: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
     return max(float((ours[name] - right[name]).norm() / right[name].norm()) for name in right)
 
 
-def train_and_export(model: str, fields: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Load the folder `model`, export it as it is, train, export again. What differs, and (loss, norm) of each step."""
+def train_and_export(model: str, fields: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Load the directory `model`, export it as it is, train, export again. What differs, and (loss, norm) of each step."""
     layout = ParallelLayout(world_size=dist.get_world_size(), **fields)
     settings = ActorSettings(use_distributed_optimizer=fields.get("expert", 1) != 4)
     actor = MegatronActor.build(model, layout, settings)
     if dist.get_rank() == 0:
-        folder.mkdir()
+        directory.mkdir()
     dist.barrier()
-    export(actor, model, folder / "untouched")
+    export(actor, model, directory / "untouched")
     history = [step(actor, seed) for seed in range(NUM_STEPS)]
-    export(actor, model, folder / "trained")
-    difference = str(first_difference(model, folder / "untouched") or "") if dist.get_rank() == 0 else ""
+    export(actor, model, directory / "trained")
+    difference = str(first_difference(model, directory / "untouched") or "") if dist.get_rank() == 0 else ""
     return {
         "round_trip": difference,
         "history": history,

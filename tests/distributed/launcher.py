@@ -2,7 +2,7 @@
 
 `run_distributed("package.module:function", num_processes, arguments)` joins N processes in a default gloo group of
 their own, and each calls `function(arguments)`. `arguments` and the value that rank 0's function returns are JSON. A
-folder holds each rank's output; the processes are killed at the deadline, and as soon as one of them fails.
+directory holds each rank's output; the processes are killed at the deadline, and as soon as one of them fails.
 
 The processes are fresh interpreters. Those that came well through a function stand by for the next one, as importing
 torch and megatron-core takes longer than most checks; a function that leaves its process changed kills it or fails.
@@ -52,13 +52,13 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank of a run does, and the folder of the run."""
+    """What one rank of a run does, and the directory of the run."""
 
     target: str
     rank: int
     num_processes: int
     port: int
-    folder: str
+    directory: str
     timeout_s: float
 
 
@@ -82,7 +82,7 @@ class RankProcess:
 
     def start(self, job: Job) -> None:
         assert self._process.stdin is not None
-        self._done = Path(job.folder) / f"done{job.rank}"
+        self._done = Path(job.directory) / f"done{job.rank}"
         print(json.dumps(asdict(job)), file=self._process.stdin, flush=True)
 
     def poll(self) -> int | None:
@@ -117,13 +117,15 @@ def _take(num_processes: int) -> list[RankProcess]:
     return ranks[:num_processes]
 
 
-def start_job(ranks: Sequence[RankProcess], target: str, folder: Path, timeout_s: float, arguments: Any = None) -> None:
+def start_job(
+    ranks: Sequence[RankProcess], target: str, directory: Path, timeout_s: float, arguments: Any = None
+) -> None:
     """Rank i's part of the run on `ranks[i]`."""
-    (folder / "arguments.json").write_text(json.dumps(arguments))
+    (directory / "arguments.json").write_text(json.dumps(arguments))
     port = free_port()
     for number, rank in enumerate(ranks):
-        _log(folder, number).touch()
-        rank.start(Job(target, number, len(ranks), port, str(folder), timeout_s))
+        _log(directory, number).touch()
+        rank.start(Job(target, number, len(ranks), port, str(directory), timeout_s))
 
 
 def run_distributed(target: str, num_processes: int, arguments: Any = None, timeout_s: float = 120.0) -> Any:
@@ -132,48 +134,48 @@ def run_distributed(target: str, num_processes: int, arguments: Any = None, time
     Raises AssertionError with the failing rank's output where a rank fails, TimeoutError where the deadline passes.
     """
     with tempfile.TemporaryDirectory(prefix="distributed-test-") as name:
-        folder, ranks = Path(name), _take(num_processes)
+        directory, ranks = Path(name), _take(num_processes)
         try:
-            start_job(ranks, target, folder, timeout_s, arguments)
-            _wait(ranks, folder, timeout_s)
+            start_job(ranks, target, directory, timeout_s, arguments)
+            _wait(ranks, directory, timeout_s)
         except BaseException:
             for rank in ranks:
                 rank.kill()
             raise
-        return json.loads((folder / "result.json").read_text())
+        return json.loads((directory / "result.json").read_text())
 
 
-def _wait(ranks: Sequence[RankProcess], folder: Path, timeout_s: float) -> None:
+def _wait(ranks: Sequence[RankProcess], directory: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [rank.poll() for rank in ranks]
         # The first failing rank in time is the cause; the others fail because it is gone.
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
-            cause = _first_failure(folder, failed)
-            raise AssertionError(f"rank {cause} failed with exit code {codes[cause]}:\n{output_of(folder, cause)}")
+            cause = _first_failure(directory, failed)
+            raise AssertionError(f"rank {cause} failed with exit code {codes[cause]}:\n{output_of(directory, cause)}")
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
-            tails = "\n".join(f"--- rank {rank}:\n{output_of(folder, rank)}" for rank in running)
+            tails = "\n".join(f"--- rank {rank}:\n{output_of(directory, rank)}" for rank in running)
             raise TimeoutError(f"ranks {running} still ran after {timeout_s} s:\n{tails}")
         time.sleep(POLL_INTERVAL_S)
 
 
-def _first_failure(folder: Path, failed: list[int]) -> int:
-    stamps = {rank: folder / f"failed{rank}" for rank in failed}
+def _first_failure(directory: Path, failed: list[int]) -> int:
+    stamps = {rank: directory / f"failed{rank}" for rank in failed}
     stamped = {rank: int(path.read_text()) for rank, path in stamps.items() if path.exists()}
     return min(stamped, key=stamped.__getitem__) if stamped else failed[0]
 
 
-def _log(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.log"
+def _log(directory: Path, rank: int) -> Path:
+    return directory / f"rank{rank}.log"
 
 
-def output_of(folder: Path, rank: int) -> str:
+def output_of(directory: Path, rank: int) -> str:
     """The end of what a rank wrote."""
-    return _log(folder, rank).read_text(errors="replace")[-OUTPUT_TAIL_CHARS:]
+    return _log(directory, rank).read_text(errors="replace")[-OUTPUT_TAIL_CHARS:]
 
 
 def _load(target: str) -> Any:
@@ -191,8 +193,8 @@ def _load(target: str) -> Any:
 
 def _work(job: Job) -> None:
     """One job in this process; what it raises ends the process."""
-    folder = Path(job.folder)
-    _write_into(_log(folder, job.rank))
+    directory = Path(job.directory)
+    _write_into(_log(directory, job.rank))
     import torch
     import torch.distributed as dist
 
@@ -209,16 +211,16 @@ def _work(job: Job) -> None:
     random.seed(job.rank)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
     try:
-        result = _load(job.target)(json.loads((folder / "arguments.json").read_text()))
+        result = _load(job.target)(json.loads((directory / "arguments.json").read_text()))
     except BaseException:
-        _leave(folder / f"failed{job.rank}", str(time.time_ns()))
+        _leave(directory / f"failed{job.rank}", str(time.time_ns()))
         raise
     if job.rank == 0:
-        (folder / "result.json").write_text(json.dumps(result))
+        (directory / "result.json").write_text(json.dumps(result))
     dist.barrier()
     _leave_groups()
     faulthandler.cancel_dump_traceback_later()
-    _leave(folder / f"done{job.rank}", "")
+    _leave(directory / f"done{job.rank}", "")
 
 
 def _leave_groups() -> None:

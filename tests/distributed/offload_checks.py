@@ -22,8 +22,8 @@ def offload(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
     settings = settings_of(case)
-    plain = MegatronCritic.build(want.folder, layout_of(case), settings)
-    resting = MegatronCritic.build(want.folder, layout_of(case), replace(settings, offload=case["offload"]))
+    plain = MegatronCritic.build(want.directory, layout_of(case), settings)
+    resting = MegatronCritic.build(want.directory, layout_of(case), replace(settings, offload=case["offload"]))
     same_values, history = True, []
     for seed in SEEDS:
         resting.offload()
@@ -36,7 +36,7 @@ def _case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
     num_saved_otherwise = len(differing(snapshot(plain), saved))
     still_away = not _bytes(resting, "optimizer")
-    again = MegatronCritic.build(want.folder, layout_of(case), replace(settings, offload=case["offload"]))
+    again = MegatronCritic.build(want.directory, layout_of(case), replace(settings, offload=case["offload"]))
     again.offload()
     again.load_state_shards(saved, json.loads(json.dumps(description)))
     resumed = [train(model, [13]) for model in (plain, again, resting)]

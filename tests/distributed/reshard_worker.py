@@ -26,10 +26,10 @@ from megatron_dapo.reshard.planner import plan
 Tensors = dict[str, torch.Tensor]
 
 
-def loaded(folder: Path, parallel: ParallelLayout, rank: int) -> tuple[MegatronLayout, Tensors]:
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), parallel, torch.float32)
+def loaded(directory: Path, parallel: ParallelLayout, rank: int) -> tuple[MegatronLayout, Tensors]:
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), parallel, torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(rank).items()}
-    load_from_huggingface(folder, layout, rank, parameters)
+    load_from_huggingface(directory, layout, rank, parameters)
     return layout, parameters
 
 
@@ -57,15 +57,15 @@ class Engine:
         self.version = version
 
 
-def sync(rank: int, world: int, folder: Path, output: Path) -> None:
+def sync(rank: int, world: int, directory: Path, output: Path) -> None:
     """Every rank gets the whole model, twice, whatever the layout and the bucket; a broken copy is not served."""
-    stored = load_file(folder / "model.safetensors")
+    stored = load_file(directory / "model.safetensors")
     for parallel in (
         ParallelLayout(world, tensor=2, pipeline=2),
         ParallelLayout(world, pipeline=2, virtual_pipeline=2),
         ParallelLayout(world, tensor=2),
     ):
-        layout, parameters = loaded(folder, parallel, rank)
+        layout, parameters = loaded(directory, parallel, rank)
         for bucket_bytes, dtype in ((3_000, torch.float32), (1 << 20, torch.bfloat16)):
             engine = Engine(layout, dtype)
             update = local_weight_sync(layout, engine, dist.group.WORLD, bucket_bytes=bucket_bytes)
@@ -99,7 +99,7 @@ def spoiled(is_spoiled: bool) -> Iterator[None]:
         Receiver.finish = original
 
 
-def replicas(rank: int, world: int, folder: Path, output: Path) -> None:
+def replicas(rank: int, world: int, directory: Path, output: Path) -> None:
     """One changed bit in one of several copies is named on every rank: tied embedding, norm, data rank."""
     tied = "model.embed_tokens.weight"
     cases = [
@@ -113,14 +113,14 @@ def replicas(rank: int, world: int, folder: Path, output: Path) -> None:
         ),
     ]
     for parallel, broken, local, name in cases:
-        layout, parameters = loaded(folder, parallel, rank)
+        layout, parameters = loaded(directory, parallel, rank)
         assert drifted_replicas(layout, parameters, dist.group.WORLD) == []
         if rank == broken:
             parameters[local].view(torch.int32).view(-1)[0] ^= 1
         assert drifted_replicas(layout, parameters, dist.group.WORLD) == [name]
 
 
-def megatron(rank: int, world: int, folder: Path, output: Path) -> None:
+def megatron(rank: int, world: int, directory: Path, output: Path) -> None:
     """Loads from layout to layout in a circle, every rank as if loaded directly."""
     parallels = [
         ParallelLayout(world, tensor=2, pipeline=2),
@@ -129,17 +129,17 @@ def megatron(rank: int, world: int, folder: Path, output: Path) -> None:
         ParallelLayout(world, pipeline=2, virtual_pipeline=2),
         ParallelLayout(world, tensor=2, context=2),
     ]
-    layout, parameters = loaded(folder, parallels[-1], rank)
+    layout, parameters = loaded(directory, parallels[-1], rank)
     for parallel in parallels:
-        destination, expected = loaded(folder, parallel, rank)
+        destination, expected = loaded(directory, parallel, rank)
         filled = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         execute_distributed(plan(layout, destination), parameters, filled, dist.group.WORLD, bucket_bytes=5_000)
         assert all(torch.equal(filled[name], expected[name]) for name in expected), parallel.describe()
         layout, parameters = destination, filled
 
 
-def export(rank: int, world: int, folder: Path, output: Path) -> None:
-    """The folder is the source bit for bit from every layout; a failure of rank 0 reaches all ranks."""
+def export(rank: int, world: int, directory: Path, output: Path) -> None:
+    """The directory is the source bit for bit from every layout; a failure of rank 0 reaches all ranks."""
     for number, parallel in enumerate(
         (
             ParallelLayout(world, tensor=2, pipeline=2),
@@ -147,31 +147,31 @@ def export(rank: int, world: int, folder: Path, output: Path) -> None:
             ParallelLayout(world, pipeline=2),
         )
     ):
-        layout, parameters = loaded(folder, parallel, rank)
+        layout, parameters = loaded(directory, parallel, rank)
         target = output / f"out{number}"
         export_to_huggingface(
-            target, folder, layout, parameters, dist.group.WORLD, batch_bytes=20_000, shard_bytes=50_000
+            target, directory, layout, parameters, dist.group.WORLD, batch_bytes=20_000, shard_bytes=50_000
         )
         if rank == 0:
-            before = load_file(folder / "model.safetensors")
+            before = load_file(directory / "model.safetensors")
             after = {k: v for file in target.glob("*.safetensors") for k, v in load_file(file).items()}
             assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
         error, text = (ValueError, "exists already") if rank == 0 else (RuntimeError, "failed on rank 0")
-        again = partial(export_to_huggingface, target, folder, layout, parameters, dist.group.WORLD)
+        again = partial(export_to_huggingface, target, directory, layout, parameters, dist.group.WORLD)
         assert text in fails(error, again)
 
 
-def mismatch(rank: int, world: int, folder: Path, output: Path) -> None:
+def mismatch(rank: int, world: int, directory: Path, output: Path) -> None:
     """A rank with another plan is an error on every rank, before anything moves."""
     parallel = ParallelLayout(world, tensor=4) if rank == 3 else ParallelLayout(world, tensor=2, pipeline=2)
-    layout, parameters = loaded(folder, parallel, rank)
+    layout, parameters = loaded(directory, parallel, rank)
     engine = Engine(layout, torch.float32)
     update = local_weight_sync(layout, engine, dist.group.WORLD)
     assert "have different plans" in fails(ValueError, lambda: update.update(1, parameters))
     assert engine.version is None and all(bool(tensor.isnan().all()) for tensor in engine.tensors.values())
 
 
-def ranges(rank: int, world: int, folder: Path, output: Path) -> None:
+def ranges(rank: int, world: int, directory: Path, output: Path) -> None:
     """Flat ZeRO ranges that cut rows in the middle -> uneven rows, in several types, buckets smaller than a row."""
     shapes = {"w": (7, 5, 3), "b": (11,), "s": ()}
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
@@ -198,24 +198,24 @@ def ranges(rank: int, world: int, folder: Path, output: Path) -> None:
         assert torch.equal(filled["b"], values["b"]) and torch.equal(filled["s"], values["s"])
 
 
-def subgroup(rank: int, world: int, folder: Path, output: Path) -> None:
+def subgroup(rank: int, world: int, directory: Path, output: Path) -> None:
     """Ranks of a group need not be ranks of the world: the last two processes hold a TP2 model of their own."""
     group = dist.new_group([2, 3])
     if rank < 2:
         return
-    layout, parameters = loaded(folder, ParallelLayout(2, tensor=2), dist.get_rank(group))
+    layout, parameters = loaded(directory, ParallelLayout(2, tensor=2), dist.get_rank(group))
     engine = Engine(layout, torch.float32)
     assert local_weight_sync(layout, engine, group).update(1, parameters).is_complete
-    stored = load_file(folder / "model.safetensors")
+    stored = load_file(directory / "model.safetensors")
     assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in stored.items())
-    export_to_huggingface(output / "subgroup", folder, layout, parameters, group)
+    export_to_huggingface(output / "subgroup", directory, layout, parameters, group)
 
 
 SCENARIOS = {f.__name__: f for f in (sync, megatron, export, mismatch, ranges, replicas, subgroup)}
 
 
 def run(arguments: dict) -> None:
-    """arguments: {"scenarios": names, "folder": model, "output": empty folder}."""
+    """arguments: {"scenarios": names, "directory": model, "output": empty directory}."""
     for name in arguments["scenarios"]:
-        SCENARIOS[name](dist.get_rank(), dist.get_world_size(), Path(arguments["folder"]), Path(arguments["output"]))
+        SCENARIOS[name](dist.get_rank(), dist.get_world_size(), Path(arguments["directory"]), Path(arguments["output"]))
         dist.barrier()

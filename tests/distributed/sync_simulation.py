@@ -128,7 +128,7 @@ class SimulatedEngine:
     def load(self, model: Parameters, payload: bytes) -> None:
         weight_loader.load(model, pickle.loads(payload))
 
-    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
+    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None:
         raise NotImplementedError
 
     def update_weight_version(self, version: int) -> None:
@@ -275,7 +275,7 @@ class World:
     def updates(
         self,
         engines: Sequence[Any],
-        folder: Path,
+        directory: Path,
         timeouts: SyncTimeouts,
         *,
         peers: Sequence[Any] | None = None,
@@ -298,7 +298,7 @@ class World:
                 self.nodes,
                 ThreadCoordinator(machines[node], rank - self.nodes.ranks_of(node)[0]),
                 peers=None if peers is None else peers[rank],
-                directory=folder,
+                directory=directory,
                 message_timeout_s=message_timeout_s,
                 grace_s=timeouts.grace_s,
             )

@@ -23,7 +23,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 PATIENT = SyncTimeouts(30, 30, 30, 30, 40, 30, 20)
 
 
-def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, folder: Path, **sizes: Any):
+def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, directory: Path, **sizes: Any):
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(
         small_architecture(num_hidden_layers=4, **sizes),
@@ -48,7 +48,7 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, folder
         world.nodes,
         GroupCoordinator(groups[world.nodes.node_of(rank)]),
         peers=peers,
-        directory=folder,
+        directory=directory,
         grace_s=timeouts.grace_s,
     )
     update = WeightSync(world.plan, handles, transport, GroupCoordinator(dist.group.WORLD), timeouts)
@@ -59,7 +59,7 @@ def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Two versions into two engines, on one machine or on two; every byte compared with the executor's."""
     rank = dist.get_rank()
     world, engines, update, _place = _build(
-        arguments["ranks_per_node"], arguments["num_engines"], PATIENT, Path(arguments["folder"])
+        arguments["ranks_per_node"], arguments["num_engines"], PATIENT, Path(arguments["directory"])
     )
     for step in (1, 150, 1500):  # shorter and longer than what one meeting carries
         everyone = update.coordinator.exchange("é" * step * rank, "values of several lengths", 20.0)
@@ -73,7 +73,7 @@ def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
             assert world.holds(engine, index, expected) and engine.version == version and not engine.is_paused
     assert update.serving == tuple(range(arguments["num_engines"]))
     dist.barrier()
-    left = [path.name for path in Path(arguments["folder"]).iterdir()]
+    left = [path.name for path in Path(arguments["directory"]).iterdir()]
     assert not left, left
     return {"bytes": [report.engines[e].num_bytes for e in report.engines]}
 
@@ -82,7 +82,7 @@ def killed(arguments: dict[str, Any]) -> dict[str, Any]:
     """Rank 3 is killed in the middle of the second version: the others hear of it in time, and nothing is resumed."""
     rank = dist.get_rank()
     hasty = SyncTimeouts(30, 10, 10, 10, 10, 10, 5)
-    world, engines, update, _place = _build(4, 1, hasty, Path(arguments["folder"]))
+    world, engines, update, _place = _build(4, 1, hasty, Path(arguments["directory"]))
     assert update.update(1, world.weights(1)[rank]).is_complete
     weights = world.weights(2)
     if rank == 3:
@@ -105,7 +105,7 @@ def killed(arguments: dict[str, Any]) -> dict[str, Any]:
     assert update.states == {0: EngineState.UNSERVED} and update.serving == ()
     for engine in engines.values():
         assert engine.is_paused and engine.calls[-1] == "tensor"
-    left = [path.name for path in Path(arguments["folder"]).iterdir() if path.name.startswith(PREFIX)]
-    (Path(arguments["folder"]) / f"survivor{rank}").write_text(f"{seconds:.2f} {message} {left}")
+    left = [path.name for path in Path(arguments["directory"]).iterdir() if path.name.startswith(PREFIX)]
+    (Path(arguments["directory"]) / f"survivor{rank}").write_text(f"{seconds:.2f} {message} {left}")
     # Rank 3 is missing at the launcher's barrier.
     os._exit(0)

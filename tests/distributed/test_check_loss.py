@@ -1,4 +1,4 @@
-"""check-loss itself: it passes on two processes, on a user's folder, and it sees what it is there to see."""
+"""check-loss itself: it passes on two processes, on a user's directory, and it sees what it is there to see."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_all_layouts_of_two_processes_agree_with_the_plain_model(capfd) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_a_tied_model_from_a_folder(tmp_path) -> None:
+def test_a_tied_model_from_a_directory(tmp_path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(

@@ -28,14 +28,14 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with small critics and their fp64 references, and the policy `policy`."""
+    """A directory with small critics and their fp64 references, and the policy `policy`."""
     from critic_checks import model_of, write_critic
 
-    folder = tmp_path_factory.mktemp("critic_references")
+    directory = tmp_path_factory.mktemp("critic_references")
     for name in MODELS:
-        write_critic(folder, name)
-    model_of("qwen2-tied", "ForCausalLM").save_pretrained(folder / "policy")
-    return str(folder)
+        write_critic(directory, name)
+    model_of("qwen2-tied", "ForCausalLM").save_pretrained(directory / "policy")
+    return str(directory)
 
 
 @pytest.mark.timeout(200)
@@ -77,7 +77,7 @@ def test_a_model_on_a_part_of_the_world_is_the_model_of_transformers(references:
 
 @pytest.fixture(scope="module")
 def two_ranks(references: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `critic_checks.two_ranks` found, and the folder of its exports."""
+    """What `critic_checks.two_ranks` found, and the directory of its exports."""
     target = tmp_path_factory.mktemp("exports")
     arguments = {
         "references": references,
@@ -114,7 +114,7 @@ def test_actor_and_critic_train_in_turn_on_layouts_of_their_own(two_ranks: dict[
 
 
 @pytest.mark.timeout(180)
-def test_an_exported_critic_is_the_folder_it_came_from_and_what_transformers_loads(
+def test_an_exported_critic_is_the_directory_it_came_from_and_what_transformers_loads(
     two_ranks: dict[str, Any], references: str
 ) -> None:
     import transformers

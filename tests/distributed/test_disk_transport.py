@@ -1,4 +1,4 @@
-"""Deliveries through a Hugging Face folder: trainer and engine ranks as threads, the folder and its faults real."""
+"""Deliveries through a Hugging Face directory: trainer and engine ranks as threads, the directory and its faults real."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ TP2_PP2 = ParallelLayout(4, tensor=2, pipeline=2)
 
 
 class DiskEngine(SimulatedEngine):
-    """An engine that loads a folder by itself, as the server does."""
+    """An engine that loads a directory by itself, as the server does."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world.layout)
         self._world = world
-        self.folders: list[Path] = []
+        self.directories: list[Path] = []
 
-    def update_weights_from_disk(self, folder: str, *, flush_cache: bool = True) -> None:
+    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None:
         self._call("disk")
         assert self.is_paused and self.session
-        self.folders.append(Path(folder))
-        stored = load_file(Path(folder) / "model.safetensors")
+        self.directories.append(Path(directory))
+        stored = load_file(Path(directory) / "model.safetensors")
         layout = self._world.layout
         filled = [
             {n: torch.zeros(s.shape, dtype=s.dtype) for n, s in layout.local_specs(rank).items()}
@@ -65,25 +65,25 @@ class Exporter:
         self.error: Exception | None = None
 
     def of_rank(self, rank: int):
-        def export(folder: Path, sources) -> None:
+        def export(directory: Path, sources) -> None:
             self._shards[rank] = sources
             self._barrier.wait()
             if rank == 0 and self.error is None:
-                self._write(folder)
+                self._write(directory)
             self._barrier.wait()
             if self.error is not None:
                 raise self.error if rank == 0 else RuntimeError("export failed on rank 0")
 
         return export
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, directory: Path) -> None:
         tensors = self._world.source.tensors
         whole = {name: torch.zeros(spec.shape) for name, spec in tensors.items()}
         target = SingleHolderLayout(tensors, self._world.size)
         shards = [self._shards[rank] for rank in range(self._world.size)]
         empty = [whole, *({} for _ in range(self._world.size - 1))]
         execute_in_memory(plan(self._world.source, target), shards, empty)
-        with atomic_directory(folder) as temporary:
+        with atomic_directory(directory) as temporary:
             save_file(whole, temporary / "model.safetensors")
 
 
@@ -92,13 +92,13 @@ def world() -> World:
     return World(small_architecture(), TP2_PP2, tensor_parallel=2)
 
 
-def updates(world: World, engine: DiskEngine, folder: Path, exporter: Exporter) -> list[WeightSync]:
+def updates(world: World, engine: DiskEngine, directory: Path, exporter: Exporter) -> list[WeightSync]:
     meeting = Meeting(world.size)
     result = []
     for rank in range(world.size):
         handles = EngineHandles(world.leaders, {0: engine} if world.leaders[0] == rank else {})
         coordinator = ThreadCoordinator(meeting, rank)
-        transport = DiskTransport(world.plan, handles, folder, exporter.of_rank(rank), coordinator)
+        transport = DiskTransport(world.plan, handles, directory, exporter.of_rank(rank), coordinator)
         result.append(WeightSync(world.plan, handles, transport, coordinator, PATIENT, "session"))
     return result
 
@@ -126,7 +126,7 @@ def test_versions_one_after_the_other(world, tmp_path) -> None:
         assert all(report.is_complete for report in update_all(everyone, version, weights))
         assert world.holds(engine, 0, world.expected(weights)) and engine.version == version
         # Only what is served stays.
-        assert list((tmp_path / "versions").iterdir()) == [engine.folders[-1]]
+        assert list((tmp_path / "versions").iterdir()) == [engine.directories[-1]]
 
 
 def test_an_engine_that_loaded_other_bytes_is_not_served(world, tmp_path) -> None:
@@ -134,8 +134,8 @@ def test_an_engine_that_loaded_other_bytes_is_not_served(world, tmp_path) -> Non
     everyone = updates(world, engine, tmp_path, Exporter(world))
     real = engine.update_weights_from_disk
 
-    def load_and_lose(folder: str, *, flush_cache: bool = True) -> None:
-        real(folder)
+    def load_and_lose(directory: str, *, flush_cache: bool = True) -> None:
+        real(directory)
         next(engine.models[1].parameters()).data.view(torch.int32).view(-1)[3] ^= 1
 
     engine.update_weights_from_disk = load_and_lose
@@ -155,8 +155,8 @@ def test_a_failed_export_touches_no_engine(world, tmp_path) -> None:
     assert all(report.is_complete for report in update_all(everyone, 2, world.weights(2)))
 
 
-def test_an_engine_that_does_not_see_the_folder(world, tmp_path) -> None:
-    """Its report never appears; the folder of the last good version stays beside the new one."""
+def test_an_engine_that_does_not_see_the_directory(world, tmp_path) -> None:
+    """Its report never appears; the directory of the last good version stays beside the new one."""
     engine = DiskEngine(world)
     everyone = updates(world, engine, tmp_path, Exporter(world))
     assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))

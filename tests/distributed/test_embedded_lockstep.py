@@ -74,24 +74,24 @@ def collect(engine: DistributedEmbeddedEngine, requests: list[GenerationRequest]
     return stream
 
 
-def two_rounds(rank: int, folder: Path) -> None:
+def two_rounds(rank: int, directory: Path) -> None:
     engine = distributed_engine()
     rounds = [engine.run_on_rank0(lambda: collect(engine, make_requests())) for _ in range(2)]
     assert engine.policy_version == 3
     if rank == 0:
-        (folder / "rounds.json").write_text(json.dumps([[asdict(done) for done in stream] for stream in rounds]))
+        (directory / "rounds.json").write_text(json.dumps([[asdict(done) for done in stream] for stream in rounds]))
 
 
-def failing_rank(rank: int, folder: Path) -> None:
+def failing_rank(rank: int, directory: Path) -> None:
     engine = distributed_engine()
     if rank == 1:
         engine.parameters_by_name()["model.norm.weight"].fill_(float("nan"))
     with pytest.raises(RuntimeError, match="rank 1: RuntimeError: policy version 3 gave logits that are not finite"):
         engine.run_on_rank0(lambda: collect(engine, make_requests()))
-    (folder / f"failing_rank.{rank}").touch()
+    (directory / f"failing_rank.{rank}").touch()
 
 
-def failing_driver(rank: int, folder: Path) -> None:
+def failing_driver(rank: int, directory: Path) -> None:
     engine = distributed_engine()
 
     def body() -> None:
@@ -101,25 +101,25 @@ def failing_driver(rank: int, folder: Path) -> None:
 
     with pytest.raises((ValueError, RuntimeError), match="no prompts left"):
         engine.run_on_rank0(body)
-    (folder / f"failing_driver.{rank}").touch()
+    (directory / f"failing_driver.{rank}").touch()
 
 
-def three_ranks(folder: str) -> None:
+def three_ranks(directory: str) -> None:
     for scenario in (two_rounds, failing_rank, failing_driver):
-        scenario(dist.get_rank(), Path(folder))
+        scenario(dist.get_rank(), Path(directory))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three ranks left behind after all scenarios (one start of processes serves all tests)."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_distributed(target_in(__file__, "three_ranks"), 3, str(folder), timeout_s=150)
-    return folder
+    directory = tmp_path_factory.mktemp("ranks")
+    run_distributed(target_in(__file__, "three_ranks"), 3, str(directory), timeout_s=150)
+    return directory
 
 
 @pytest.mark.timeout(180)
-def test_lockstep_gives_the_samples_of_one_engine(folder: Path) -> None:
-    first, second = json.loads((folder / "rounds.json").read_text())
+def test_lockstep_gives_the_samples_of_one_engine(directory: Path) -> None:
+    first, second = json.loads((directory / "rounds.json").read_text())
     assert first == second
     alone = make_engine()
     alone.submit(make_requests())
@@ -140,5 +140,5 @@ def test_lockstep_gives_the_samples_of_one_engine(folder: Path) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("scenario", ["failing_rank", "failing_driver"])
-def test_a_failure_reaches_every_rank(scenario: str, folder: Path) -> None:
-    assert [(folder / f"{scenario}.{rank}").exists() for rank in range(3)] == [True] * 3
+def test_a_failure_reaches_every_rank(scenario: str, directory: Path) -> None:
+    assert [(directory / f"{scenario}.{rank}").exists() for rank in range(3)] == [True] * 3

@@ -24,11 +24,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks saw of each case, and of each of what can be offloaded."""
     from critic_checks import write_critic
 
-    folder = tmp_path_factory.mktemp("critics")
+    directory = tmp_path_factory.mktemp("critics")
     for name in {case["model"] for case in CASES}:
-        write_critic(folder, name)
+        write_critic(directory, name)
     cases = [{**case, "offload": offload} for case in CASES for offload in ("optimizer", "all")]
-    arguments = {"cases": cases, "references": str(folder)}
+    arguments = {"cases": cases, "references": str(directory)}
     return list(zip(cases, run_distributed("offload_checks:offload", 2, arguments, timeout_s=240), strict=True))
 
 

@@ -13,7 +13,7 @@ WORKER = Path(__file__).with_name("reshard_worker.py")
 WORLD_SIZE = 4
 
 
-def _model(folder: Path, config_class, model_class, *, tied: bool) -> Path:
+def _model(directory: Path, config_class, model_class, *, tied: bool) -> Path:
     torch.manual_seed(0)
     config = config_class(
         vocab_size=301,
@@ -28,8 +28,8 @@ def _model(folder: Path, config_class, model_class, *, tied: bool) -> Path:
     model = model_class(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    model.save_pretrained(folder)
-    return folder
+    model.save_pretrained(directory)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,6 @@ def _model(folder: Path, config_class, model_class, *, tied: bool) -> Path:
 )
 def test_four_ranks(tied, scenarios, tmp_path):
     classes = (Qwen2Config, Qwen2ForCausalLM) if tied else (Qwen3Config, Qwen3ForCausalLM)
-    folder = _model(tmp_path / "model", *classes, tied=tied)
-    arguments = {"scenarios": scenarios, "folder": str(folder), "output": str(tmp_path)}
+    directory = _model(tmp_path / "model", *classes, tied=tied)
+    arguments = {"scenarios": scenarios, "directory": str(directory), "output": str(tmp_path)}
     run_distributed(str(WORKER) + ":run", WORLD_SIZE, arguments)

@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("sync_worker.py")
 
 @pytest.mark.parametrize(("ranks_per_node", "num_engines"), [(4, 1), (2, 2), (1, 1)])
 def test_shards_reach_engines_on_one_machine_and_on_several(ranks_per_node, num_engines, tmp_path):
-    arguments = {"ranks_per_node": ranks_per_node, "num_engines": num_engines, "folder": str(tmp_path)}
+    arguments = {"ranks_per_node": ranks_per_node, "num_engines": num_engines, "directory": str(tmp_path)}
     result = run_distributed(f"{WORKER}:nodes", 4, arguments, timeout_s=200.0)
     assert len(result["bytes"]) == num_engines and len(set(result["bytes"])) == 1
 
@@ -31,7 +31,7 @@ def test_a_killed_sender_ends_the_update_everywhere(tmp_path):
     run.mkdir()
     processes = [RankProcess() for _ in range(4)]
     try:
-        start_job(processes, f"{WORKER}:killed", run, 200.0, {"folder": str(arenas)})
+        start_job(processes, f"{WORKER}:killed", run, 200.0, {"directory": str(arenas)})
         codes = [process.wait(200.0) for process in processes]
     finally:
         for process in processes:
@@ -95,7 +95,7 @@ def test_an_engine_that_cannot_open_the_slots_says_why(tmp_path, handles, monkey
 
 
 def test_arenas_that_cannot_be_made_are_told_to_all_ranks(tmp_path):
-    """The others must not wait for a rank whose folder is gone."""
+    """The others must not wait for a rank whose directory is gone."""
     world = World(small_architecture(), ParallelLayout(4, tensor=2, pipeline=2), tensor_parallel=2)
     updates = world.updates([SimulatedEngine(world.layout)], tmp_path / "gone", PATIENT)
     weights = world.weights(1)

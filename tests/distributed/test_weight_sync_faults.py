@@ -297,15 +297,15 @@ class FaultyTransport(SharedMemoryTransport):
 class Trial:
     """One world of engines and trainer ranks that lives through many runs."""
 
-    def __init__(self, number: int, folder: Path) -> None:
+    def __init__(self, number: int, directory: Path) -> None:
         tensor_parallel, num_engines = ((2, 1), (1, 2))[number % 2]
         architecture = small_architecture(bool(number % 4 < 2), num_hidden_layers=1, hidden_size=8, vocab_size=67)
         parallel = ParallelLayout(2, tensor=2) if number % 3 else ParallelLayout(2)
         self.world = World(
             architecture, parallel, tensor_parallel=tensor_parallel, num_engines=num_engines, bucket_bytes=2048
         )
-        self.folder = folder / str(number)
-        self.folder.mkdir()
+        self.directory = directory / str(number)
+        self.directory.mkdir()
         self.truth = Truth()
         self.random = random.Random(number)
         self.engines = [FaultyEngine(self.world, e, self.truth) for e in range(num_engines)]
@@ -324,7 +324,7 @@ class Trial:
         self.version += 1
         session = f"life {self.version}"
         self.updates = self.world.updates(
-            self.engines, self.folder, PATIENT, transport_of=FaultyTransport, session=session
+            self.engines, self.directory, PATIENT, transport_of=FaultyTransport, session=session
         )
 
     def weights(self) -> list[dict[str, torch.Tensor]]:

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in (ROOT, ROOT / "tests" / "distributed", ROOT / "tests" / "e2e"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+for directory in (ROOT, ROOT / "tests" / "distributed", ROOT / "tests" / "e2e"):
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
 
 from interruptions import Finished, finish  # noqa: E402
 from launcher import standing  # noqa: E402
@@ -67,6 +67,6 @@ def finished(recipe: Path, tmp_path_factory: pytest.TempPathFactory, reaper: Non
 @pytest.fixture(scope="session")
 def finished_vapo(tmp_path_factory: pytest.TempPathFactory, reaper: None) -> Finished:
     """Three train steps of policy, critic and reference policy at DP2."""
-    folder = tmp_path_factory.mktemp("vapo")
+    directory = tmp_path_factory.mktemp("vapo")
     steps = ("run.total_steps=3", "algorithm.kl_reward_coefficient=0.05")
-    return finish(write_recipe(folder, "vapo"), "dp2", folder, *steps)
+    return finish(write_recipe(directory, "vapo"), "dp2", directory, *steps)

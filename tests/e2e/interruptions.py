@@ -25,30 +25,30 @@ class Finished:
     """A run that was never interrupted, and what it takes to make another of the same configuration."""
 
     settings: ResumeProofSettings
-    folder: Path
+    directory: Path
     seconds: float  # after start-up
 
-    def run(self, folder: Path, *extra: str) -> RunProcess:
-        return RunProcess(self.settings, folder, extra)
+    def run(self, directory: Path, *extra: str) -> RunProcess:
+        return RunProcess(self.settings, directory, extra)
 
 
-def finish(recipe: Path, layout: str, folder: Path, *overrides: str) -> Finished:
-    """Such a run, in `folder`; it keeps every checkpoint."""
-    settings = ResumeProofSettings(recipe, layout, folder, overrides, run_timeout_s=RUN_TIMEOUT_S)
+def finish(recipe: Path, layout: str, directory: Path, *overrides: str) -> Finished:
+    """Such a run, in `directory`; it keeps every checkpoint."""
+    settings = ResumeProofSettings(recipe, layout, directory, overrides, run_timeout_s=RUN_TIMEOUT_S)
     reference, _, seconds = make_reference(settings)
     return Finished(settings, reference, seconds)
 
 
-def kill_and_resume(finished: Finished, folder: Path, *overrides: str) -> None:
+def kill_and_resume(finished: Finished, directory: Path, *overrides: str) -> None:
     """Another run, killed (kill -9) at a random moment and started again, is the same run; `overrides` besides."""
     settings = replace(finished.settings, overrides=(*finished.settings.overrides, *overrides))
     seconds = random.uniform(0.1, 0.95) * finished.seconds
     try:
-        killed = kill_at(settings, folder, after_seconds(seconds)[1])
+        killed = kill_at(settings, directory, after_seconds(seconds)[1])
     except RunWasOver:
-        assert next(run_differences(finished.folder, folder), "") == ""
+        assert next(run_differences(finished.directory, directory), "") == ""
         return
     assert not killed.left, "outlived the kill"
-    assert not (folder / "summary.json").exists()
-    difference = resume_and_compare(settings, finished.folder, folder)[1]
+    assert not (directory / "summary.json").exists()
+    difference = resume_and_compare(settings, finished.directory, directory)[1]
     assert difference == "", f"killed {seconds:.3f} s after start-up"

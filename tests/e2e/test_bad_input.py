@@ -25,7 +25,7 @@ class Refusal:
 
 
 REFUSALS = {
-    "missing model folder": Refusal(("model.path=/no/such/model",), ("model.path", "/no/such/model")),
+    "missing model directory": Refusal(("model.path=/no/such/model",), ("model.path", "/no/such/model")),
     "missing data file": Refusal(("data.train_paths=['/no/such.jsonl']",), ("data.train_paths", "/no/such.jsonl")),
     "batch that does not divide": Refusal(
         ("training.mini_batch_prompts=4",), ("training.mini_batch_prompts", "rollout.prompts_per_step", "4", "6")
@@ -108,12 +108,12 @@ SPOILT: dict[str, tuple[Callable[[Path, Path], tuple[str, ...]], tuple[str, ...]
 
 @pytest.fixture(scope="module")
 def spoilt_runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
-    """The outcome and the folder of every spoilt run; two at a time, as each is one process."""
-    folders = {case: tmp_path_factory.mktemp("spoilt") for case in SPOILT}
+    """The outcome and the directory of every spoilt run; two at a time, as each is one process."""
+    directories = {case: tmp_path_factory.mktemp("spoilt") for case in SPOILT}
 
     def outcome(case: str) -> tuple:
-        overrides = SPOILT[case][0](recipe, folders[case])
-        return train(recipe, folders[case] / "run", "tp1", *NO_EVALUATION, *overrides), folders[case] / "run"
+        overrides = SPOILT[case][0](recipe, directories[case])
+        return train(recipe, directories[case] / "run", "tp1", *NO_EVALUATION, *overrides), directories[case] / "run"
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(SPOILT, pool.map(outcome, SPOILT), strict=True))
@@ -121,11 +121,11 @@ def spoilt_runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.mark.parametrize("case", SPOILT)
 def test_found_while_starting(case: str, spoilt_runs: dict[str, tuple]) -> None:
-    outcome, folder = spoilt_runs[case]
+    outcome, directory = spoilt_runs[case]
     assert outcome.code not in (0, None)
     assert outcome.last.startswith("first failure: rank 0, exception: ValueError: "), outcome.text
     for name in SPOILT[case][1]:
         assert name in outcome.last, outcome.last
-    assert checkpoint_names(folder) == []
-    assert not (folder / "huggingface").exists() and not (folder / "summary.json").exists()
-    assert json.loads((folder / "failure.json").read_text())["detail"].startswith("Traceback")
+    assert checkpoint_names(directory) == []
+    assert not (directory / "huggingface").exists() and not (directory / "summary.json").exists()
+    assert json.loads((directory / "failure.json").read_text())["detail"].startswith("Traceback")

@@ -29,51 +29,51 @@ ONE_EPOCH = (
 @pytest.fixture(scope="module")
 def exhausted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Outcome, Path]]:
     """One pass over 16 prompts, 6 groups a step, in every mode; two runs at a time, as each is one process."""
-    folder = tmp_path_factory.mktemp("exhausted")
+    directory = tmp_path_factory.mktemp("exhausted")
 
     def outcome(mode: str) -> tuple[Outcome, Path]:
         overrides = (*ONE_EPOCH, f"rollout.on_exhausted={mode}")
-        return train(recipe, folder / mode, "tp1", *overrides), folder / mode
+        return train(recipe, directory / mode, "tp1", *overrides), directory / mode
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(MODES, pool.map(outcome, MODES), strict=True))
 
 
-def ledger(folder: Path) -> dict:
-    step = checkpoint_steps(folder / "checkpoints")[-1]
-    return json.loads((folder / "checkpoints" / f"step_{step:06d}" / "collector.json").read_text())
+def ledger(directory: Path) -> dict:
+    step = checkpoint_steps(directory / "checkpoints")[-1]
+    return json.loads((directory / "checkpoints" / f"step_{step:06d}" / "collector.json").read_text())
 
 
 def test_the_last_groups_are_trained_where_partial_batches_are_allowed(exhausted: dict) -> None:
-    outcome, folder = exhausted["train_partial"]
+    outcome, directory = exhausted["train_partial"]
     assert outcome.code == 0, outcome.text
-    summary = json.loads((folder / "summary.json").read_text())
-    trained = [record["rollout/groups_trained"] for record in lines_of(folder / "metrics.jsonl")]
-    counters = ledger(folder)["counters"]
+    summary = json.loads((directory / "summary.json").read_text())
+    trained = [record["rollout/groups_trained"] for record in lines_of(directory / "metrics.jsonl")]
+    counters = ledger(directory)["counters"]
     assert summary["stopped"] == "data exhausted" and summary["train_steps"] == len(trained) >= 2
     assert 0 < trained[-1] < 6 and trained[:-1] == [6] * (len(trained) - 1)
     assert counters["num_started"] == 16 == counters["num_trained"] + counters["num_filtered"]
     assert counters["num_trained"] == sum(trained)
-    assert (folder / "huggingface" / "config.json").is_file()
+    assert (directory / "huggingface" / "config.json").is_file()
 
 
 def test_the_last_groups_are_kept_for_later_where_the_run_stops(exhausted: dict) -> None:
-    outcome, folder = exhausted["stop"]
+    outcome, directory = exhausted["stop"]
     assert outcome.code == 0, outcome.text
-    assert json.loads((folder / "summary.json").read_text())["stopped"] == "data exhausted"
-    assert [record["rollout/groups_trained"] for record in lines_of(folder / "metrics.jsonl")][-1] == 6
-    state = ledger(folder)
+    assert json.loads((directory / "summary.json").read_text())["stopped"] == "data exhausted"
+    assert [record["rollout/groups_trained"] for record in lines_of(directory / "metrics.jsonl")][-1] == 6
+    state = ledger(directory)
     kept = len(state["buffer"]["groups"])
     assert 0 < kept < 6
     assert state["counters"]["num_trained"] + state["counters"]["num_filtered"] + kept == 16
 
 
 def test_a_shortage_is_an_error_where_it_is_asked_to_be(exhausted: dict) -> None:
-    outcome, folder = exhausted["error"]
+    outcome, directory = exhausted["error"]
     assert outcome.code not in (0, None)
     assert "first failure: rank 0, exception: CollectionExhausted: " in outcome.last
     assert "of 6 groups: prompts are exhausted" in outcome.last
-    assert not (folder / "summary.json").exists() and not (folder / "huggingface").exists()
+    assert not (directory / "summary.json").exists() and not (directory / "huggingface").exists()
 
 
 def test_the_modes_agree_on_what_came_before(exhausted: dict) -> None:
@@ -86,7 +86,7 @@ def test_a_pipeline_is_one_flag_away(finished: Finished, recipe: Path, tmp_path:
     assert outcome.code == 0, outcome.text
     assert json.loads((tmp_path / "pp2" / "summary.json").read_text())["layout"] == "TP1 PP2 CP1 DP1"
     ours = lines_of(tmp_path / "pp2" / "metrics.jsonl")[0]
-    theirs = lines_of(finished.folder / "metrics.jsonl")[0]
+    theirs = lines_of(finished.directory / "metrics.jsonl")[0]
     # The first rollout batch is sampled from the same weights with the same seeds: only rounding may differ.
     for name in ("rollout/groups_generated", "actor/trained_tokens", "reward/mean"):
         assert ours[name] == theirs[name], name
@@ -102,14 +102,14 @@ def no_large_files() -> None:
 def test_a_checkpoint_that_does_not_fit_leaves_the_earlier_ones(
     finished: Finished, recipe: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "full"
-    shutil.copytree(finished.folder / "checkpoints" / "step_000003", folder / "checkpoints" / "step_000003")
-    outcome = train(recipe, folder, "tp2", *NO_EVALUATION, limit=no_large_files)
+    directory = tmp_path / "full"
+    shutil.copytree(finished.directory / "checkpoints" / "step_000003", directory / "checkpoints" / "step_000003")
+    outcome = train(recipe, directory, "tp2", *NO_EVALUATION, limit=no_large_files)
     assert outcome.code not in (0, None)
     assert "CheckpointError: checkpoint of step 4 was not saved" in outcome.last
     assert "File too large" in outcome.last, "the last line is the cause, not what followed from it"
-    assert f"the newest earlier checkpoint is {folder / 'checkpoints' / 'step_000003'}" in outcome.last
-    assert checkpoint_names(folder) == ["step_000003"]
-    original = finished.folder / "checkpoints" / "step_000003"
+    assert f"the newest earlier checkpoint is {directory / 'checkpoints' / 'step_000003'}" in outcome.last
+    assert checkpoint_names(directory) == ["step_000003"]
+    original = finished.directory / "checkpoints" / "step_000003"
     for file in original.iterdir():
-        assert (folder / "checkpoints" / "step_000003" / file.name).read_bytes() == file.read_bytes()
+        assert (directory / "checkpoints" / "step_000003" / file.name).read_bytes() == file.read_bytes()

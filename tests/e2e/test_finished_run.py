@@ -23,13 +23,13 @@ NUM_STEPS, GROUPS, GROUP_SIZE, EVALUATED = 5, 6, 4, [0, 2, 4, 5]
 
 
 def test_summary_says_what_was_gained(finished: Finished) -> None:
-    summary = json.loads((finished.folder / "summary.json").read_text())
-    evaluations = {record["train_step"]: record for record in lines_of(finished.folder / "evaluations.jsonl")}
+    summary = json.loads((finished.directory / "summary.json").read_text())
+    evaluations = {record["train_step"]: record for record in lines_of(finished.directory / "evaluations.jsonl")}
     assert summary["layout"] == "TP2 PP1 CP1 DP1" and summary["stopped"] == "finished"
     assert (summary["train_steps"], summary["optimizer_steps"]) == (NUM_STEPS, NUM_STEPS * GROUPS // 2)
     assert summary["accuracy_before"] == evaluations[0]["eval/avg_at_k"]
     assert summary["accuracy_after"] == evaluations[NUM_STEPS]["eval/avg_at_k"]
-    rows = lines_of(finished.folder / "metrics.jsonl")
+    rows = lines_of(finished.directory / "metrics.jsonl")
     times = [row["time/step"] - row["time/evaluate"] - row["time/checkpoint"] for row in rows]
     # What follows a step (here evaluations after steps 2 and 4) is in the row after it.
     assert [row["train_step"] for row in rows if row["time/evaluate"] > 0] == [3, 5]
@@ -37,13 +37,13 @@ def test_summary_says_what_was_gained(finished: Finished) -> None:
     assert summary["samples_per_s"] == pytest.approx(NUM_STEPS * GROUPS * GROUP_SIZE / sum(times), rel=1e-6)
     assert summary["train_seconds"] < summary["total_seconds"]
     assert summary["extra"]["lost_records"] == 0
-    for folder in summary["directories"].values():
-        assert Path(folder).exists(), folder
-    assert not list(finished.folder.glob("failure*"))
+    for directory in summary["directories"].values():
+        assert Path(directory).exists(), directory
+    assert not list(finished.directory.glob("failure*"))
 
 
 def test_every_step_is_on_record_once_and_complete(finished: Finished) -> None:
-    metrics = lines_of(finished.folder / "metrics.jsonl")
+    metrics = lines_of(finished.directory / "metrics.jsonl")
     assert [record["train_step"] for record in metrics] == list(range(1, NUM_STEPS + 1))
     for record in metrics:
         assert list(record)[1:] == list(STEP_METRICS) and None not in record.values()
@@ -51,16 +51,16 @@ def test_every_step_is_on_record_once_and_complete(finished: Finished) -> None:
         assert phases == pytest.approx(record["time/step"], rel=1e-6)
         # Sampling, the trainer's forward pass and the packing all speak of the same tokens of the same weights.
         assert record["mismatch/abs_logprob_diff_mean"] < (1e-5 if record["rollout/staleness_max"] == 0 else 0.5)
-    evaluations = lines_of(finished.folder / "evaluations.jsonl")
+    evaluations = lines_of(finished.directory / "evaluations.jsonl")
     assert [record["train_step"] for record in evaluations] == EVALUATED
     assert all(list(record)[1:] == list(EVALUATION_METRICS) for record in evaluations)
-    assert sorted(path.name for path in (finished.folder / "evaluations").iterdir()) == [
+    assert sorted(path.name for path in (finished.directory / "evaluations").iterdir()) == [
         f"step_{step:06d}.json" for step in EVALUATED
     ]
 
 
 def test_every_trained_response_is_among_the_samples_once(finished: Finished) -> None:
-    samples = lines_of(finished.folder / "samples.jsonl")
+    samples = lines_of(finished.directory / "samples.jsonl")
     ids = [record["sample_id"] for record in samples]
     assert len(set(ids)) == len(ids) == NUM_STEPS * GROUPS * GROUP_SIZE
     for record in samples:
@@ -74,21 +74,21 @@ def test_every_trained_response_is_among_the_samples_once(finished: Finished) ->
 def test_tensorboard_holds_the_same_numbers(finished: Finished) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(finished.folder / "tensorboard"))
+    events = EventAccumulator(str(finished.directory / "tensorboard"))
     events.Reload()
     for name in ("actor/loss", "reward/mean", "progress/policy_version"):
-        written = {record["train_step"]: record[name] for record in lines_of(finished.folder / "metrics.jsonl")}
+        written = {record["train_step"]: record[name] for record in lines_of(finished.directory / "metrics.jsonl")}
         assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(written, rel=1e-6)
 
 
-def gathered(folder: Path, config: Any) -> dict[str, torch.Tensor]:
+def gathered(directory: Path, config: Any) -> dict[str, torch.Tensor]:
     """The model in a TP2 checkpoint under Hugging Face names, put together by hand."""
     heads_a_group = config.num_attention_heads // config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ranks = [
         {
             name.removeprefix("parameter/0."): tensor
-            for name, tensor in load_file(folder / f"rank_{rank:05d}.safetensors").items()
+            for name, tensor in load_file(directory / f"rank_{rank:05d}.safetensors").items()
         }
         for rank in (0, 1)
     ]
@@ -121,15 +121,15 @@ def gathered(folder: Path, config: Any) -> dict[str, torch.Tensor]:
 
 
 def test_export_is_the_last_checkpoint_and_plain_transformers_loads_it(finished: Finished) -> None:
-    export = finished.folder / "huggingface"
+    export = finished.directory / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     state, config = model.state_dict(), model.config
-    checkpoint = finished.folder / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    checkpoint = finished.directory / "checkpoints" / f"step_{NUM_STEPS:06d}"
     expected = gathered(checkpoint, config)
     assert state.keys() - expected.keys() <= {"lm_head.weight"}, "all but the tied head"
     for name, tensor in expected.items():
         assert torch.equal(state[name], tensor), name
-    resolved = json.loads((finished.folder / "config.json").read_text())
+    resolved = json.loads((finished.directory / "config.json").read_text())
     base = AutoModelForCausalLM.from_pretrained(resolved["config"]["model"]["path"])
     assert all(not torch.equal(base.state_dict()[name], tensor) for name, tensor in expected.items())
     assert base.state_dict().keys() == state.keys()
@@ -139,21 +139,21 @@ def test_evaluating_the_export_alone_gives_the_summary_s_accuracy(
     finished: Finished, recipe: Path, tmp_path: Path
 ) -> None:
     outcome = run_command(
-        "eval", str(recipe), "--model", str(finished.folder / "huggingface"), "--output", str(tmp_path / "e.json")
+        "eval", str(recipe), "--model", str(finished.directory / "huggingface"), "--output", str(tmp_path / "e.json")
     )
     assert outcome.code == 0, outcome.text
-    summary = json.loads((finished.folder / "summary.json").read_text())
+    summary = json.loads((finished.directory / "summary.json").read_text())
     assert f"avg@2: {summary['accuracy_after']:.4f}" in outcome.text
-    of_the_run = json.loads((finished.folder / "evaluations" / f"step_{NUM_STEPS:06d}.json").read_text())
+    of_the_run = json.loads((finished.directory / "evaluations" / f"step_{NUM_STEPS:06d}.json").read_text())
     alone = json.loads((tmp_path / "e.json").read_text())
     assert alone["metrics"] == of_the_run["metrics"] and alone["rates"] == of_the_run["rates"]
 
 
 def test_a_finished_run_started_again_only_writes_its_end_anew(finished: Finished, tmp_path: Path) -> None:
-    folder = tmp_path / "again"
-    shutil.copytree(finished.folder, folder)
-    (folder / "summary.json").unlink()
-    run = finished.run(folder)
+    directory = tmp_path / "again"
+    shutil.copytree(finished.directory, directory)
+    (directory / "summary.json").unlink()
+    run = finished.run(directory)
     assert run.wait() == 0, run.exit_reason()
-    assert next(run_differences(finished.folder, folder), "") == ""
-    assert json.loads((folder / "summary.json").read_text())["train_steps"] == NUM_STEPS
+    assert next(run_differences(finished.directory, directory), "") == ""
+    assert json.loads((directory / "summary.json").read_text())["train_steps"] == NUM_STEPS

@@ -36,24 +36,24 @@ def signaled(run: RunProcess, signum: int, after_steps: int) -> int:
 
 
 def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_to_the_same_end(finished: Finished, tmp_path: Path) -> None:
-    folder = tmp_path / "stopped"
+    directory = tmp_path / "stopped"
     # Without an interval only the end and a signal save.
     rare = "checkpoint.interval=0"
     steps: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):
         # A step of its own: the rows of the run before are on record when this one has hardly begun.
         start, least = time.monotonic(), len(steps) + 1
-        run = finished.run(folder, rare)
+        run = finished.run(directory, rare)
         assert signaled(run, signum, least) == 0, run.exit_reason()
         assert time.monotonic() - start < RUN_TIMEOUT_S
-        summary = json.loads((folder / "summary.json").read_text())
-        steps = [record["train_step"] for record in lines_of(folder / "metrics.jsonl")]
+        summary = json.loads((directory / "summary.json").read_text())
+        steps = [record["train_step"] for record in lines_of(directory / "metrics.jsonl")]
         assert summary["stopped"] == "stopped by a signal" and summary["train_steps"] == steps[-1] == len(steps)
-        assert steps[-1] >= least and checkpoint_steps(folder / "checkpoints")[-1] == steps[-1]
-        assert not (folder / "huggingface").exists(), "only a run that came to its end exports"
-    run = finished.run(folder, rare)
+        assert steps[-1] >= least and checkpoint_steps(directory / "checkpoints")[-1] == steps[-1]
+        assert not (directory / "huggingface").exists(), "only a run that came to its end exports"
+    run = finished.run(directory, rare)
     assert run.wait() == 0, run.exit_reason()
-    assert next(run_differences(finished.folder, folder), "") == ""
+    assert next(run_differences(finished.directory, directory), "") == ""
 
 
 def flip_a_byte(file: Path) -> None:
@@ -63,29 +63,31 @@ def flip_a_byte(file: Path) -> None:
 
 
 def test_a_corrupt_checkpoint_is_passed_over_and_said_so(finished: Finished, tmp_path: Path) -> None:
-    folder = tmp_path / "corrupt"
-    shutil.copytree(finished.folder, folder)
+    directory = tmp_path / "corrupt"
+    shutil.copytree(finished.directory, directory)
     for step in (1, 2, 5):
-        shutil.rmtree(folder / "checkpoints" / f"step_{step:06d}")
-    flip_a_byte(folder / "checkpoints" / "step_000004" / "rank_00001.safetensors")
-    run = finished.run(folder)
+        shutil.rmtree(directory / "checkpoints" / f"step_{step:06d}")
+    flip_a_byte(directory / "checkpoints" / "step_000004" / "rank_00001.safetensors")
+    run = finished.run(directory)
     assert run.wait() == 0, run.exit_reason()
     log = run.log.read_text()
     assert "step_000004: contents of rank_00001.safetensors changed since they were written; trying the one" in log
     assert "checkpoints/step_000003" in log.partition("continuing from ")[2].splitlines()[0]
-    assert next(run_differences(finished.folder, folder), "") == ""
+    assert next(run_differences(finished.directory, directory), "") == ""
 
 
 def test_without_any_whole_checkpoint_the_run_refuses(finished: Finished, recipe: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "broken"
-    shutil.copytree(finished.folder / "checkpoints", folder / "checkpoints")
+    directory = tmp_path / "broken"
+    shutil.copytree(finished.directory / "checkpoints", directory / "checkpoints")
     for step in (1, 2, 3):
-        shutil.rmtree(folder / "checkpoints" / f"step_{step:06d}")
-    flip_a_byte(folder / "checkpoints" / "step_000004" / "rank_00000.safetensors")
-    (folder / "checkpoints" / "step_000005" / "manifest.json").unlink()
-    before = checkpoint_names(folder)
-    outcome = train(recipe, folder, "tp1", *NO_EVALUATION)
+        shutil.rmtree(directory / "checkpoints" / f"step_{step:06d}")
+    flip_a_byte(directory / "checkpoints" / "step_000004" / "rank_00000.safetensors")
+    (directory / "checkpoints" / "step_000005" / "manifest.json").unlink()
+    before = checkpoint_names(directory)
+    outcome = train(recipe, directory, "tp1", *NO_EVALUATION)
     assert outcome.code != 0
-    assert outcome.last.startswith("first failure: rank 0") and f"none of the checkpoints in {folder}" in outcome.last
+    assert (
+        outcome.last.startswith("first failure: rank 0") and f"none of the checkpoints in {directory}" in outcome.last
+    )
     assert "step_000004" in outcome.last and "step_000005: no manifest.json" in outcome.last
-    assert checkpoint_names(folder) == before, "a checkpoint that cannot be read is not deleted"
+    assert checkpoint_names(directory) == before, "a checkpoint that cannot be read is not deleted"

@@ -19,24 +19,24 @@ OFFLOADED = ('model.offload="all"', 'critic.offload="all"')
 @pytest.fixture(scope="module")
 def offloaded(finished_vapo: Finished, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The run offloaded, and what it said."""
-    folder, settings = tmp_path_factory.mktemp("offloaded") / "run", finished_vapo.settings
+    directory, settings = tmp_path_factory.mktemp("offloaded") / "run", finished_vapo.settings
     overrides = (*settings.overrides, "checkpoint.keep=10", *OFFLOADED)
-    outcome = train(settings.recipe, folder, settings.layout, *overrides)
+    outcome = train(settings.recipe, directory, settings.layout, *overrides)
     assert outcome.code == 0, outcome.text
-    return folder, outcome.text
+    return directory, outcome.text
 
 
 def test_every_metric_checkpoint_and_weight_is_the_same(finished_vapo: Finished, offloaded: tuple[Path, str]) -> None:
-    folders = (finished_vapo.folder, offloaded[0])
-    assert next(run_differences(*folders), "") == ""
-    exported = [folder / "huggingface" / "model.safetensors" for folder in folders]
+    directories = (finished_vapo.directory, offloaded[0])
+    assert next(run_differences(*directories), "") == ""
+    exported = [directory / "huggingface" / "model.safetensors" for directory in directories]
     assert exported[0].read_bytes() == exported[1].read_bytes()
 
 
 def test_moving_is_a_phase_and_its_bytes_are_said(finished_vapo: Finished, offloaded: tuple[Path, str]) -> None:
-    folder, said = offloaded
-    assert all(row["time/offload"] == 0 for row in lines_of(finished_vapo.folder / "metrics.jsonl"))
-    assert all(row["time/offload"] > 0 for row in lines_of(folder / "metrics.jsonl"))
+    directory, said = offloaded
+    assert all(row["time/offload"] == 0 for row in lines_of(finished_vapo.directory / "metrics.jsonl"))
+    assert all(row["time/offload"] > 0 for row in lines_of(directory / "metrics.jsonl"))
     lines = [line for line in said.splitlines() if "offload: since the last train step" in line]
     assert len(lines) == 3 and " 0.0 MiB left" not in lines[-1]
 

@@ -64,11 +64,11 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     return {name: _dump(tmp_path_factory.mktemp(name), name) for name in ALGORITHMS}
 
 
-def _dump(folder: Path, algorithm: str) -> tuple[Path, Path]:
-    recipe = write_recipe(folder, algorithm)
-    outcome = train(recipe, folder / "run", "tp1", *WHOLE_STEP, "telemetry.dump_batches=1")
+def _dump(directory: Path, algorithm: str) -> tuple[Path, Path]:
+    recipe = write_recipe(directory, algorithm)
+    outcome = train(recipe, directory / "run", "tp1", *WHOLE_STEP, "telemetry.dump_batches=1")
     assert outcome.code == 0, outcome.text
-    return recipe, folder / "run" / "batches" / "step_000001"
+    return recipe, directory / "run" / "batches" / "step_000001"
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,11 @@ def test_every_pair_of_layouts_makes_the_same_step(
             assert step[name] == pytest.approx(reference[name], rel=RELATIVE, abs=1e-6), f"{pair}: {name}"
 
 
-def _replayed_by_command(recipe: Path, batch: Path, folder: Path) -> dict[str, float]:
+def _replayed_by_command(recipe: Path, batch: Path, directory: Path) -> dict[str, float]:
     """The metrics of the step in one process."""
     overrides = sets(WHOLE_STEP)
-    outcome = run_command("replay", str(recipe), str(batch), "--layout", "tp1", "--output-dir", str(folder), *overrides)
+    outcome = run_command(
+        "replay", str(recipe), str(batch), "--layout", "tp1", "--output-dir", str(directory), *overrides
+    )
     assert outcome.code == 0, outcome.text
     return json.loads((batch / "replay.json").read_text())

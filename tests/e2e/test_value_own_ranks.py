@@ -59,12 +59,12 @@ def test_a_rank_that_builds_a_model_cannot_join_as_nonmember(ranks: list[dict]) 
 
 @pytest.fixture(scope="module")
 def pretrained(vapo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a value pretraining of three steps."""
-    folder = tmp_path_factory.mktemp("pretrained") / "run"
-    outcome = pretrain(vapo, folder, OWN)
+    """The run directory of a value pretraining of three steps."""
+    directory = tmp_path_factory.mktemp("pretrained") / "run"
+    outcome = pretrain(vapo, directory, OWN)
     assert outcome.code == 0, outcome.text
     assert "TP2 PP1 CP1 DP1 on 2 processes, the critic TP1 PP1 CP1 DP1 on 1 more" in outcome.text
-    return folder
+    return directory
 
 
 def test_pretraining_and_a_run_from_its_critic(vapo: Path, pretrained: Path, tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ def vapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pretrained(vapo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a value pretraining of three steps."""
-    folder = tmp_path_factory.mktemp("pretrained") / "run"
-    outcome = pretrain(vapo, folder)
+    """The run directory of a value pretraining of three steps."""
+    directory = tmp_path_factory.mktemp("pretrained") / "run"
+    outcome = pretrain(vapo, directory)
     assert outcome.code == 0, outcome.text
-    return folder
+    return directory
 
 
 def test_pretraining_leaves_a_critic_and_says_what_it_explains(pretrained: Path) -> None:
@@ -54,18 +54,18 @@ def test_training_goes_on_from_the_pretrained_critic(vapo: Path, pretrained: Pat
     trained = AutoModelForTokenClassification.from_pretrained(tmp_path / "run" / "critic")
     before = AutoModelForTokenClassification.from_pretrained(critic)
     assert not torch.equal(trained.score.weight, before.score.weight)
-    folders = json.loads((tmp_path / "run" / "summary.json").read_text())["directories"]
-    assert folders["critic"] == str(tmp_path / "run" / "critic") and "huggingface" in folders
+    directories = json.loads((tmp_path / "run" / "summary.json").read_text())["directories"]
+    assert directories["critic"] == str(tmp_path / "run" / "critic") and "huggingface" in directories
 
 
 def test_killed_and_resumed_it_is_the_same_run(finished_vapo: Finished, tmp_path: Path) -> None:
-    assert require_windows_once(finished_vapo.folder / "samples.jsonl") > 0
+    assert require_windows_once(finished_vapo.directory / "samples.jsonl") > 0
     kill_and_resume(finished_vapo, tmp_path / "killed")
 
 
 def test_killed_with_windows_unfinished_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
     finished = finish(write_recipe(tmp_path, "tppo"), "dp2", tmp_path, "run.total_steps=3")
-    assert require_windows_once(finished.folder / "samples.jsonl") > 0
+    assert require_windows_once(finished.directory / "samples.jsonl") > 0
     kill_and_resume(finished, tmp_path / "killed")
 
 

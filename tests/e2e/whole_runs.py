@@ -49,16 +49,24 @@ def run_command(*arguments: str, limit: Callable[[], None] | None = None) -> Out
     return Outcome(process.returncode, tuple(line for line in output.splitlines() if line.strip()))
 
 
-def train(recipe: Path, folder: Path, layout: str, *overrides: str, limit: Callable[[], None] | None = None) -> Outcome:
+def train(
+    recipe: Path, directory: Path, layout: str, *overrides: str, limit: Callable[[], None] | None = None
+) -> Outcome:
     """`megatron-dapo train` to its end; `layout` "" leaves it to the recipe."""
-    arguments = [str(recipe), *(["--layout", layout] if layout else []), "--output-dir", str(folder), *sets(overrides)]
+    arguments = [
+        str(recipe),
+        *(["--layout", layout] if layout else []),
+        "--output-dir",
+        str(directory),
+        *sets(overrides),
+    ]
     return run_command("train", *arguments, limit=limit)
 
 
-def pretrain(recipe: Path, folder: Path, *overrides: str) -> Outcome:
+def pretrain(recipe: Path, directory: Path, *overrides: str) -> Outcome:
     """`megatron-dapo pretrain-value` at TP2 to its end, three steps from the start."""
     chosen = sets([*THREE_STEPS, *NO_EVALUATION, *overrides])
-    return run_command("pretrain-value", str(recipe), "--layout", "tp2", "--output-dir", str(folder), *chosen)
+    return run_command("pretrain-value", str(recipe), "--layout", "tp2", "--output-dir", str(directory), *chosen)
 
 
 def sets(overrides: Sequence[str]) -> list[str]:
@@ -71,7 +79,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def checkpoint_names(folder: Path) -> list[str]:
-    """What lies in a run's checkpoint folder."""
-    checkpoints = folder / "checkpoints"
+def checkpoint_names(directory: Path) -> list[str]:
+    """What lies in a run's checkpoint directory."""
+    checkpoints = directory / "checkpoints"
     return sorted(entry.name for entry in checkpoints.iterdir()) if checkpoints.is_dir() else []

@@ -15,8 +15,8 @@ from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
 # What tests import: modules beside them, and simulated trainers.
-FOLDER = Path(__file__).parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "distributed")]
+DIRECTORY = Path(__file__).parent
+sys.path[:0] = [str(DIRECTORY), str(DIRECTORY.parent / "distributed")]
 
 VOCAB_SIZE = 300
 # The machine may be busy with other tests: starting takes about ten seconds of two cores.
@@ -32,7 +32,7 @@ def engine_python(repository: Path) -> Path:
     return python
 
 
-def _save_tiny_model(folder: Path, *, is_tied: bool) -> Path:
+def _save_tiny_model(directory: Path, *, is_tied: bool) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -57,13 +57,13 @@ def _save_tiny_model(folder: Path, *, is_tied: bool) -> Path:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(4.0)
-    model.save_pretrained(folder)
-    return folder
+    model.save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 folder with random float32 weights and tied embeddings (hidden 64, 4 layers, 4 heads, 2 KV heads)."""
+    """A Qwen2 directory with random float32 weights and tied embeddings (hidden 64, 4 layers, 4 heads, 2 KV heads)."""
     return _save_tiny_model(tmp_path_factory.mktemp("tiny_tied"), is_tied=True)
 
 

@@ -40,7 +40,7 @@ FAMILIES = {
 }
 
 
-def save_model(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
+def save_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
     """A model with random weights far from uniform: hidden 256, 2 layers, 4 heads of 64, an odd vocabulary."""
     config_class, model_class, of_family = FAMILIES[family]
     config = config_class(
@@ -69,21 +69,21 @@ def save_model(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3.0)
-    model.save_pretrained(folder)
-    return folder
+    model.save_pretrained(directory)
+    return directory
 
 
 CUT_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}  # of 64, which a TP of 2 cuts inside blocks
 
 
-def save_quickstart_model(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
+def save_quickstart_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
     """The same with the quickstart's tokenizer."""
     base = QUICKSTART / "base_model"
     vocab_size = json.loads((base / "config.json").read_text())["vocab_size"]
-    save_model(folder, family, **{"vocab_size": vocab_size, "pad_token_id": 0, **changes})
+    save_model(directory, family, **{"vocab_size": vocab_size, "pad_token_id": 0, **changes})
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(base / name, folder / name)
-    return folder
+        shutil.copy(base / name, directory / name)
+    return directory
 
 
 # Of a run with that model: weights nobody trained, which solve nothing.
@@ -100,9 +100,9 @@ PARITY = re.compile(r"parity with server 0 on \d+ prompts: mean \|d log-prob\| (
 ROUNDING = re.compile(r"server 0 serves quantized weights: mean \|d log-prob\| (\S+), max (\S+) against", re.M)
 
 
-def weights_of(folder: Path, scale: float) -> dict[str, torch.Tensor]:
-    """The tensors of a folder; `scale` on all of them makes another version."""
-    return {name: tensor * scale for name, tensor in load_file(folder / "model.safetensors").items()}
+def weights_of(directory: Path, scale: float) -> dict[str, torch.Tensor]:
+    """The tensors of a directory; `scale` on all of them makes another version."""
+    return {name: tensor * scale for name, tensor in load_file(directory / "model.safetensors").items()}
 
 
 def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -111,11 +111,11 @@ def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def transformers_logprobs(
-    folder: Path, weights: dict[str, torch.Tensor], tokens: list[int], scratch: Path
+    directory: Path, weights: dict[str, torch.Tensor], tokens: list[int], scratch: Path
 ) -> list[float]:
-    """Of every token but the first, by transformers with these weights in the model of `folder`."""
+    """Of every token but the first, by transformers with these weights in the model of `directory`."""
     scratch.mkdir(exist_ok=True)
-    (scratch / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (scratch / "config.json").write_bytes((directory / "config.json").read_bytes())
     save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Runs in the engine's environment: SGLang's own model classes load folders, one tensor-parallel rank after the other.
+"""Runs in the engine's environment: SGLang's own model classes load directories, one tensor-parallel rank after the other.
 
     PYTHONPATH=<root> python sglang_model_probe.py CASES.json
 
-No server and no peers: the ranks' numbers are put in place of those of a process group. Each case is {"folder",
+No server and no peers: the ranks' numbers are put in place of those of a process group. Each case is {"directory",
 "model_module", "tensor_parallel", "expert_parallel", "device", "output"}; the parameters of rank r go to
 output/r.safetensors.
 """
@@ -31,9 +31,11 @@ from sglang.srt.runtime_context import get_parallel, publish  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 
-def start(folder: str, store: Path) -> None:
+def start(directory: str, store: Path) -> None:
     """The one-process state that model classes look at."""
-    arguments = ServerArgs(model_path=folder, device="cpu", attention_backend="torch_native", skip_tokenizer_init=True)
+    arguments = ServerArgs(
+        model_path=directory, device="cpu", attention_backend="torch_native", skip_tokenizer_init=True
+    )
     publish(arguments, role="scheduler")
     parallel_state.init_distributed_environment(
         world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}", backend="gloo"
@@ -46,7 +48,7 @@ def start(folder: str, store: Path) -> None:
 
 def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
     size, experts = case["tensor_parallel"], case["expert_parallel"]
-    config = ModelConfig(case["folder"], dtype="float32")
+    config = ModelConfig(case["directory"], dtype="float32")
     if case["device"] == "cpu":  # as the model runner does there, and only there
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), size)
     (model_class,) = [importlib.import_module(case["model_module"]).EntryClass]
@@ -59,14 +61,14 @@ def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
         model = model_class(config=config.hf_config, quant_config=None)
         for parameter in model.parameters():
             parameter.data.zero_()  # what the loader leaves alone is padding
-        model.load_weights(load_file(Path(case["folder"]) / "model.safetensors").items())
+        model.load_weights(load_file(Path(case["directory"]) / "model.safetensors").items())
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
 def main(path: Path) -> None:
     cases = json.loads(path.read_text(encoding="utf-8"))
     torch.set_default_dtype(torch.float32)
-    start(cases[0]["folder"], path.with_suffix(".store"))
+    start(cases[0]["directory"], path.with_suffix(".store"))
     for case in cases:
         output = Path(case["output"])
         output.mkdir()

@@ -21,18 +21,18 @@ SETTINGS = (
 )
 
 
-def command(recipe: Path, folder: Path, python: Path, *overrides: str, layout: str = "tp2") -> list[str]:
-    """`megatron-dapo train` in `folder`, with servers of the interpreter `python`."""
+def command(recipe: Path, directory: Path, python: Path, *overrides: str, layout: str = "tp2") -> list[str]:
+    """`megatron-dapo train` in `directory`, with servers of the interpreter `python`."""
     settings = (*SETTINGS, f'sglang.python="{python}"', *overrides)
     return [
         *(sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(recipe)),
-        *("--layout", layout, "--output-dir", str(folder)),
+        *("--layout", layout, "--output-dir", str(directory)),
         *(part for setting in settings for part in ("--set", setting)),
     ]
 
 
-def finish(recipe: Path, folder: Path, python: Path, *overrides: str) -> None:
+def finish(recipe: Path, directory: Path, python: Path, *overrides: str) -> None:
     """Such a run to its end."""
-    started = command(recipe, folder, python, *overrides)
+    started = command(recipe, directory, python, *overrides)
     done = subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_S, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

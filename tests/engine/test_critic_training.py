@@ -21,15 +21,15 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_servers_serve_what_is_trained(way: str, engine_python: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     settings = (
         "sglang.weight_sync_bucket_mb=1",
         "sglang.parity_interval=1",
         "run.total_steps=2",
         "optimizer.warmup_steps=0",
     )
-    finish(write_recipe(tmp_path, "vapo"), folder, engine_python, *settings, *WAYS[way])
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    finish(write_recipe(tmp_path, "vapo"), directory, engine_python, *settings, *WAYS[way])
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and all(row["mismatch/abs_logprob_diff_mean"] < 1e-5 for row in rows)
     assert all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in rows)
-    assert (folder / "huggingface" / "model.safetensors").is_file()
+    assert (directory / "huggingface" / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""The engine's word on a quantized folder: that its log-probs are asked for rightly, of a folder every engine serves."""
+"""The engine's word on a quantized directory: that its log-probs are asked for rightly, of a directory every engine serves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.quantization.engine_check import engine_logprobs
 from tools.quantization.probe import Sample, compare, logprobs_of
 
 
-def test_log_probs_of_a_served_folder_are_transformers(tiny_model, engine_python) -> None:
+def test_log_probs_of_a_served_directory_are_transformers(tiny_model, engine_python) -> None:
     generator = torch.Generator().manual_seed(0)
     samples = [Sample(torch.randint(3, 300, (20 + 5 * n,), generator=generator).tolist(), 6) for n in range(3)]
     served = engine_logprobs(tiny_model, samples, engine_python, "cpu", "float32")
@@ -19,7 +19,7 @@ def test_log_probs_of_a_served_folder_are_transformers(tiny_model, engine_python
     assert compare([logprobs_of(model, sample) for sample in samples], served).max_abs < 1e-4
 
 
-def test_a_folder_the_engine_cannot_serve_is_its_own_error(tmp_path, tiny_model, engine_python) -> None:
+def test_a_directory_the_engine_cannot_serve_is_its_own_error(tmp_path, tiny_model, engine_python) -> None:
     (tmp_path / "config.json").write_text(
         (tiny_model / "config.json").read_text().replace('"hidden_size": 64', '"hidden_size": 60')
     )

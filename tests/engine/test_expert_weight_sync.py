@@ -24,7 +24,7 @@ PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
 
 @pytest.fixture(scope="module")
 def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-MoE folder with random float32 weights: 2 layers, 8 experts, 2 of them a token."""
+    """A Qwen3-MoE directory with random float32 weights: 2 layers, 8 experts, 2 of them a token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -46,13 +46,13 @@ def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype="float32",
     )
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("moe")
+    directory = tmp_path_factory.mktemp("moe")
     model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():  # far from uniform: wrong weights must show
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
+    model.save_pretrained(directory)
+    return directory
 
 
 @pytest.mark.parametrize("tensor_parallel", [2])

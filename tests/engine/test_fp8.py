@@ -44,7 +44,7 @@ class Setup:
     """A server in FP8 full of random weights, and the model it is to get."""
 
     client: SglangClient
-    folder: Path
+    directory: Path
     scratch: Path
     world: Fp8World
     tolerance: float
@@ -63,7 +63,7 @@ class Setup:
             transport_of=transport_of,
             session="t",
         )
-        state, version = weights_of(self.folder, scale), next(VERSIONS)
+        state, version = weights_of(self.directory, scale), next(VERSIONS)
         sources = self.world.sources(state) if world is None else [chosen.shards(state, r) for r in range(chosen.size)]
         outcomes = run_ranks(chosen.size, lambda rank: updates[rank].update(version, sources[rank]), 280)
         assert all(isinstance(outcome, SyncReport) for outcome in outcomes), outcomes
@@ -71,8 +71,8 @@ class Setup:
 
     def gap(self, scale: float, *, rounded: bool = True) -> float:
         """Mean difference of log-probs between the server and transformers with the weights in FP8, or as trained."""
-        weights = weights_of(self.folder, scale)
-        expected = transformers_logprobs(self.folder, in_fp8(weights) if rounded else weights, TOKENS, self.scratch)
+        weights = weights_of(self.directory, scale)
+        expected = transformers_logprobs(self.directory, in_fp8(weights) if rounded else weights, TOKENS, self.scratch)
         served = self.client.prompt_logprobs(TOKENS)
         return sum(abs(a - b) for a, b in zip(served, expected, strict=True)) / len(expected)
 
@@ -80,21 +80,21 @@ class Setup:
 @pytest.fixture(scope="module", params=CASES)
 def setup(request, server_factory, tmp_path_factory) -> Setup:
     family, tensor_parallel, dtype, parallel, tolerance = CASES[request.param]
-    folder = save_model(tmp_path_factory.mktemp("fp8_model"), family)
+    directory = save_model(tmp_path_factory.mktemp("fp8_model"), family)
     server = server_factory(
-        folder, tensor_parallel=tensor_parallel, dtype=dtype, quantization="fp8", random_weights=True, seeded=True,
+        directory, tensor_parallel=tensor_parallel, dtype=dtype, quantization="fp8", random_weights=True, seeded=True,
         max_total_tokens=4096,
     )  # fmt: skip
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
     world = Fp8World(
-        ModelArchitecture.from_directory(folder),
+        ModelArchitecture.from_directory(directory),
         parallel,
         tensor_parallel=tensor_parallel,
         dtype=getattr(torch, dtype),
         bucket_bytes=BUCKET_BYTES,
         described=served_parameters(client, tensor_parallel),
     )
-    return Setup(client, folder, tmp_path_factory.mktemp("scratch"), world, tolerance)
+    return Setup(client, directory, tmp_path_factory.mktemp("scratch"), world, tolerance)
 
 
 def test_the_server_tells_what_it_quantizes(setup):

@@ -41,11 +41,11 @@ class Site:
     server: SglangServer
     client: SglangClient
     world: World
-    model_folder: Path
+    model_directory: Path
 
     def model(self, version: int) -> Tensors:
         """The whole model at a version."""
-        reference = AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32)
+        reference = AutoModelForCausalLM.from_pretrained(self.model_directory, dtype=torch.float32)
         return {n: t.detach() * (1 + 0.1 * version) for n, t in reference.named_parameters()}
 
     def weights(self, version: int) -> list[Tensors]:
@@ -53,7 +53,7 @@ class Site:
         return [self.world.shards(model, rank) for rank in range(self.world.size)]
 
     def check_served(self, version: int) -> None:
-        reference = AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32)
+        reference = AutoModelForCausalLM.from_pretrained(self.model_directory, dtype=torch.float32)
         with torch.no_grad():
             for name, tensor in self.model(version).items():
                 reference.get_parameter(name).copy_(tensor)
@@ -83,13 +83,13 @@ def site(request, filled_server, tiny_model_untied: Path) -> Site:
     return make_site(filled_server(tiny_model_untied, request.param), tiny_model_untied, request.param)
 
 
-def make_site(server: SglangServer, folder: Path, tensor_parallel: int) -> Site:
+def make_site(server: SglangServer, directory: Path, tensor_parallel: int) -> Site:
     assert server.info is not None
     client = SglangClient(server.url, read_key(server.key_file), api_version=server.info.api_version)
     layout = ParallelLayout(4, tensor=2, pipeline=2)
-    architecture = ModelArchitecture.from_directory(folder)
+    architecture = ModelArchitecture.from_directory(directory)
     world = World(architecture, layout, tensor_parallel=tensor_parallel, bucket_bytes=100_000)
-    return Site(server, client, world, folder)
+    return Site(server, client, world, directory)
 
 
 def update_all(everyone: Sequence[WeightSync], version: int, weights: Sequence[Tensors]) -> list:
@@ -121,7 +121,7 @@ def test_two_versions_and_a_killed_sender_between_them(site: Site, monkeypatch: 
     close_all(everyone)
 
 
-def test_a_folder(site: Site, tmp_path: Path) -> None:
+def test_a_directory(site: Site, tmp_path: Path) -> None:
     everyone = site.updates(
         lambda handles, coordinator: DiskTransport(
             site.world.plan, handles, tmp_path, exporter(site, coordinator.rank), coordinator
@@ -135,12 +135,12 @@ def test_a_folder(site: Site, tmp_path: Path) -> None:
 
 
 def exporter(site: Site, rank: int) -> Callable[[Path, Tensors], None]:
-    def export(folder: Path, sources: Tensors) -> None:
+    def export(directory: Path, sources: Tensors) -> None:
         if rank:
             return
         version = next(v for v in range(10) if torch.equal(site.weights(v)[0][FIRST], sources[FIRST]))
-        with atomic_directory(folder) as temporary:
-            shutil.copy(site.model_folder / "config.json", temporary)
+        with atomic_directory(directory) as temporary:
+            shutil.copy(site.model_directory / "config.json", temporary)
             tensors = {name: tensor.contiguous() for name, tensor in site.model(version).items()}
             save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
 

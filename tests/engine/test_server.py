@@ -172,7 +172,7 @@ def test_seeds_draw_from_the_models_distribution(http: httpx.Client, tiny_model:
 def test_two_ranks_serve_and_the_death_of_one_is_noticed(
     server_factory: Callable[..., SglangServer], tiny_model_untied: Path
 ) -> None:
-    """One start for three facts: two ranks serve the folder's weights, the death of one is noticed, nothing is left."""
+    """One start for three facts: two ranks serve the directory's weights, the death of one is noticed, nothing is left."""
     server = server_factory(tiny_model_untied, tensor_parallel=2)
     assert server.info is not None and server.info.tensor_parallel == 2
     headers = {"Authorization": f"Bearer {read_key(server.key_file)}"}
@@ -197,12 +197,12 @@ def test_two_ranks_serve_and_the_death_of_one_is_noticed(
 def test_a_killed_starter_leaves_nothing_of_its_server(
     tiny_model: Path, tmp_path: Path, engine_python: Path, repository: Path
 ) -> None:
-    """No process, scratch folder or shared memory. The server has random weights: the folder it is given has none."""
-    folder = tmp_path / "no_weights"
-    folder.mkdir()
-    (folder / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    """No process, scratch directory or shared memory. The server has random weights: the directory it is given has none."""
+    directory = tmp_path / "no_weights"
+    directory.mkdir()
+    (directory / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
     starter = subprocess.Popen(
-        [sys.executable, "-c", _STARTER, str(engine_python), str(folder), str(tmp_path)],
+        [sys.executable, "-c", _STARTER, str(engine_python), str(directory), str(tmp_path)],
         stdout=subprocess.PIPE,
         env=dict(os.environ, PYTHONPATH=str(repository)),
         start_new_session=True,
@@ -230,9 +230,9 @@ from megatron_dapo.engines.sglang.processes import leftovers
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
-python, model, folder = map(Path, sys.argv[1:])
+python, model, directory = map(Path, sys.argv[1:])
 settings = ServerSettings(
-    python=python, model_path=model, key_file=create_key(folder), log_dir=folder, random_weights=True,
+    python=python, model_path=model, key_file=create_key(directory), log_dir=directory, random_weights=True,
     start_timeout_s=280,
 )
 server = SglangServer.start(settings)

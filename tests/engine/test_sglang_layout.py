@@ -58,7 +58,7 @@ def _cases() -> list[tuple[str, int, int, str]]:
     return cases + [("qwen3_moe", *sizes) for sizes in EXPERT_SIZES]
 
 
-def _save(folder: Path, model: str) -> None:
+def _save(directory: Path, model: str) -> None:
     family, tied, kv_heads, vocab_size = MODELS[model]
     config_class, model_class, _ = FAMILIES[family]
     config = config_class(
@@ -78,19 +78,19 @@ def _save(folder: Path, model: str) -> None:
     instance = model_class(config)
     for parameter in instance.parameters():
         torch.nn.init.normal_(parameter)
-    instance.save_pretrained(folder)
+    instance.save_pretrained(directory)
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory, engine_python, repository):
-    """(model, tp, ep, device) -> folder of what SGLang holds on each rank; one process for all of them."""
+    """(model, tp, ep, device) -> directory of what SGLang holds on each rank; one process for all of them."""
     root = tmp_path_factory.mktemp("sglang_layout")
     for model in MODELS:
         _save(root / model, model)
     cases = {case: root / f"out{number}" for number, case in enumerate(_cases())}
     request = [
         {
-            "folder": str(root / model),
+            "directory": str(root / model),
             "model_module": FAMILIES[MODELS[model][0]][2],
             "tensor_parallel": tp,
             "expert_parallel": ep,

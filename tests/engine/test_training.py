@@ -27,16 +27,16 @@ pytestmark = pytest.mark.timeout(RUN_S + 30)
 class Run:
     """`megatron-dapo train` with SGLang servers."""
 
-    folder: Path
+    directory: Path
     process: subprocess.Popen[bytes]
     log: Path
 
     @property
     def engines(self) -> Path:
-        return self.folder / "engines"
+        return self.directory / "engines"
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        path = self.folder / name
+        path = self.directory / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def said(self, log: str, text: str) -> int:
@@ -60,7 +60,7 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         assert self.process.wait(RUN_S) == 0, self.tail()
-        return json.loads((self.folder / "summary.json").read_text())
+        return json.loads((self.directory / "summary.json").read_text())
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
@@ -85,11 +85,11 @@ def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
             "checkpoint.export_huggingface=false",
             *overrides,
         )
-        folder, log = tmp_path / "run", tmp_path / "run.log"
-        started = command(write_recipe(tmp_path), folder, engine_python, *settings)
+        directory, log = tmp_path / "run", tmp_path / "run.log"
+        started = command(write_recipe(tmp_path), directory, engine_python, *settings)
         with open(log, "wb") as stream:
             process = subprocess.Popen(started, stdout=stream, stderr=subprocess.STDOUT, env=ENVIRONMENT)
-        runs.append(Run(folder, process, log))
+        runs.append(Run(directory, process, log))
         return runs[-1]
 
     yield start
@@ -118,7 +118,7 @@ def check_nothing_is_left(run: Run) -> None:
     left = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if str(run.folder) in " ".join(process.info["cmdline"] or [])
+        if str(run.directory) in " ".join(process.info["cmdline"] or [])
     ]
     assert not left, f"left behind: {left}"
 

@@ -93,16 +93,16 @@ class Setup:
 @pytest.fixture(scope="module", params=["tied, one rank", "untied, two ranks"])
 def setup(request, filled_server, tiny_model, tiny_model_untied) -> Setup:
     tied = request.param == "tied, one rank"
-    folder, tensor_parallel = (tiny_model, 1) if tied else (tiny_model_untied, 2)
-    server = filled_server(folder, tensor_parallel)
+    directory, tensor_parallel = (tiny_model, 1) if tied else (tiny_model_untied, 2)
+    server = filled_server(directory, tensor_parallel)
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
     world = World(
-        ModelArchitecture.from_directory(folder),
+        ModelArchitecture.from_directory(directory),
         ParallelLayout(NUM_RANKS, tensor=2, pipeline=2),
         tensor_parallel=tensor_parallel,
         bucket_bytes=64 << 10,
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return Setup(server, client, model, world)
 
 
@@ -215,8 +215,8 @@ def test_another_model_is_refused_and_nothing_is_written(setup, tiny_model, tiny
         tensor_parallel=setup.world.layout.tensor_parallel,
         bucket_bytes=64 << 10,
     )
-    folder = tiny_model_untied if tied else tiny_model
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    directory = tiny_model_untied if tied else tiny_model
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     report = Setup(setup.server, setup.client, model, other).update(next(VERSIONS), 1.0)
     assert "lm_head.weight" in report.failures[0]
     assert ("no parameters" if tied else "keep old weights") in report.failures[0]

@@ -15,14 +15,14 @@ pytestmark = pytest.mark.timeout(RUN_S + 30)
 
 
 def test_windows_go_on_in_a_stock_server(engine_python: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     settings = (f"window.tokens={WINDOW}", "run.total_steps=3", "checkpoint.export_huggingface=false")
-    finish(write_recipe(tmp_path, "tppo"), folder, engine_python, *settings)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    finish(write_recipe(tmp_path, "tppo"), directory, engine_python, *settings)
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [row["rollout/responses_continued"] > 0 for row in rows] == [False, True, True]
     assert all(row["mismatch/abs_logprob_diff_mean"] < 1e-5 for row in rows)
-    assert require_windows_once(folder / "samples.jsonl") == 3 * 24
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert require_windows_once(directory / "samples.jsonl") == 3 * 24
+    samples = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
         start, length = sample["window"]["start"], len(sample["response_ids"])
         assert start % WINDOW == 0 and length <= start + WINDOW

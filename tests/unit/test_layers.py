@@ -1,5 +1,5 @@
 """The arrows between packages point one way: a module imports only from lower layers; heavy libraries stay in one
-folder each."""
+directory each."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_trainer_knows_no_launcher_and_no_command_line(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_heavy_libraries_stay_in_their_folder(path: Path) -> None:
+def test_heavy_libraries_stay_in_their_directory(path: Path) -> None:
     own = package_of(module_name(path))
     for imported in imports_of(path):
         root = imported.split(".")[0]

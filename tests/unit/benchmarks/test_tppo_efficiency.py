@@ -139,7 +139,7 @@ def test_runs_are_read_with_the_sizes_they_had(benchmark, tmp_path: Path) -> Non
     assert found["idle_share"] == {"full": pytest.approx(0.5), "windows": pytest.approx(1 - 1000 / 1200)}
 
 
-def test_a_folder_without_a_run_is_named(benchmark, tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_named(benchmark, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two are needed"):
         benchmark.run_report(tmp_path, 40, None)
 

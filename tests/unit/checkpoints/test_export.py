@@ -17,18 +17,18 @@ from megatron_dapo.reshard.planner import plan
 
 @pytest.fixture
 def loaded(make_model_directory):
-    folder = make_model_directory("qwen2", tied=True)
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+    directory = make_model_directory("qwen2", tied=True)
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
-    load_from_huggingface(folder, layout, 0, parameters)
-    return folder, layout, parameters
+    load_from_huggingface(directory, layout, 0, parameters)
+    return directory, layout, parameters
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_megatron_to_megatron_in_memory(family, make_model_directory):
     """TP2 PP2 -> TP4 -> PP2 VPP2, every rank as if loaded directly."""
-    folder = make_model_directory(family, tied=True)
-    architecture = ModelArchitecture.from_directory(folder)
+    directory = make_model_directory(family, tied=True)
+    architecture = ModelArchitecture.from_directory(directory)
     layouts = [
         megatron_layout(architecture, parallel, torch.float32)
         for parallel in (
@@ -41,7 +41,7 @@ def test_megatron_to_megatron_in_memory(family, make_model_directory):
     for layout in layouts:
         models.append([{n: torch.zeros(s) for n, s in layout.local_shapes(rank).items()} for rank in range(4)])
         for rank in range(4):
-            load_from_huggingface(folder, layout, rank, models[-1][rank])
+            load_from_huggingface(directory, layout, rank, models[-1][rank])
     for (source, held), (destination, expected) in zip(zip(layouts, models), list(zip(layouts, models))[1:]):
         filled = [{n: torch.zeros(s) for n, s in destination.local_shapes(rank).items()} for rank in range(4)]
         execute_in_memory(plan(source, destination), held, filled)
@@ -51,23 +51,23 @@ def test_megatron_to_megatron_in_memory(family, make_model_directory):
 
 
 def test_export_of_one_process(loaded, tmp_path):
-    folder, layout, parameters = loaded
-    report = export_to_huggingface(tmp_path / "out", folder, layout, parameters, None, batch_bytes=10_000)
-    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    directory, layout, parameters = loaded
+    report = export_to_huggingface(tmp_path / "out", directory, layout, parameters, None, batch_bytes=10_000)
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     assert (report.num_tensors, report.num_bytes, report.copied) == (50, 4 * layout.architecture.num_parameters, ())
 
 
 def test_export_in_another_type(loaded, tmp_path):
-    folder, layout, parameters = loaded
-    export_to_huggingface(tmp_path / "out", folder, layout, parameters, None, dtype=torch.bfloat16)
+    directory, layout, parameters = loaded
+    export_to_huggingface(tmp_path / "out", directory, layout, parameters, None, dtype=torch.bfloat16)
     after = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(after[n], t.bfloat16()) for n, t in load_file(folder / "model.safetensors").items())
+    assert all(torch.equal(after[n], t.bfloat16()) for n, t in load_file(directory / "model.safetensors").items())
     assert ModelArchitecture.from_directory(tmp_path / "out").dtype == torch.bfloat16
 
 
 def test_export_refuses_an_existing_target(loaded, tmp_path):
-    folder, layout, parameters = loaded
+    directory, layout, parameters = loaded
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="out exists already"):
-        export_to_huggingface(tmp_path / "out", folder, layout, parameters, None)
+        export_to_huggingface(tmp_path / "out", directory, layout, parameters, None)

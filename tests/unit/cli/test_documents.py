@@ -15,10 +15,10 @@ from megatron_dapo.config.schema import leaf_fields, section_types
 from megatron_dapo.telemetry.metrics import EVALUATION_METRICS, STEP_METRICS
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = ("docs", "examples", "benchmarks", "tools", "checkpoint_converters")
+DIRECTORIES = ("docs", "examples", "benchmarks", "tools", "checkpoint_converters")
 KINDS = ("*.md", "*.sh", "*.toml")
 DOCUMENTS = sorted(
-    {ROOT / "README.md", ROOT / "Makefile", *(p for f in FOLDERS for k in KINDS for p in (ROOT / f).rglob(k))}
+    {ROOT / "README.md", ROOT / "Makefile", *(p for f in DIRECTORIES for k in KINDS for p in (ROOT / f).rglob(k))}
 )
 TOP_LEVEL = {path for path in section_types() if path and "." not in path}
 PASSED_ON = ("convert",)  # its arguments are another program's
@@ -111,7 +111,7 @@ def test_programs_and_their_options_exist(document: Path) -> None:
 
 
 def siblings(path: Path) -> list[Path]:
-    """Modules of its folder that a program shares options with."""
+    """Modules of its directory that a program shares options with."""
     imported = re.findall(r"from (?:benchmarks\.)?([\w.]+) import", path.read_text(encoding="utf-8"))
     candidates = [ROOT / "benchmarks" / (name.replace(".", "/") + ".py") for name in imported]
     candidates += [path.parent / (name.rpartition(".")[2] + ".py") for name in imported]

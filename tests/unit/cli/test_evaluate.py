@@ -1,4 +1,4 @@
-"""The embedded engine filled from a folder against transformers' own greedy decoding, and a whole evaluation."""
+"""The embedded engine filled from a directory against transformers' own greedy decoding, and a whole evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = ["<eos>", "<unk>", "Answer", ":", *"0123456789+=?"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("eval")
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -61,9 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_engine_holds_the_folders_weights(folder: Path) -> None:
-    engine = loaded_engine(load_config(folder / "recipe.toml").config, folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+def test_the_engine_has_the_weights_of_the_directory(directory: Path) -> None:
+    engine = loaded_engine(load_config(directory / "recipe.toml").config, directory / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
     prompt = (4, 14, 5, 15, 16)
     engine.submit(
         [
@@ -81,9 +81,9 @@ def test_engine_holds_the_folders_weights(folder: Path) -> None:
     assert list(completions[0].token_ids) == expected.tolist()
 
 
-def test_eval_command(folder: Path, tmp_path: Path) -> None:
+def test_eval_command(directory: Path, tmp_path: Path) -> None:
     output = tmp_path / "deep" / "result.json"
-    result = CliRunner().invoke(app, ["eval", str(folder / "recipe.toml"), "--output", str(output)])
+    result = CliRunner().invoke(app, ["eval", str(directory / "recipe.toml"), "--output", str(output)])
     assert result.exit_code == 0, result.output
     assert "avg@3:" in result.output and "pass@3:" in result.output
     document = json.loads(output.read_text())
@@ -95,5 +95,5 @@ def test_eval_command(folder: Path, tmp_path: Path) -> None:
         [0],
     )
     assert protocol["verifier"] == "dapo" and protocol["engine"] == "embedded" and len(protocol["dataset_sha256"]) == 64
-    repeated = CliRunner().invoke(app, ["eval", str(folder / "recipe.toml"), "--model", str(folder / "model")])
+    repeated = CliRunner().invoke(app, ["eval", str(directory / "recipe.toml"), "--model", str(directory / "model")])
     assert repeated.output.splitlines()[-1] == result.output.splitlines()[-1]

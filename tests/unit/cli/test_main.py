@@ -26,9 +26,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
     """Calls of the launcher, which here only writes a summary."""
     calls = []
 
-    def launch(module: str, arguments: list[str], num_processes: int, run_folder: Path) -> int:
-        calls.append((module, list(arguments), num_processes, run_folder))
-        write_summary(run_folder / "summary.json", SUMMARY)
+    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path) -> int:
+        calls.append((module, list(arguments), num_processes, run_directory))
+        write_summary(run_directory / "summary.json", SUMMARY)
         return 0
 
     monkeypatch.setattr(local, "launch_workers", launch)
@@ -36,17 +36,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
 
 
 def test_train_starts_the_workers_it_was_asked_for(recipe: Path, tmp_path: Path, started: list) -> None:
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     result = runner.invoke(
-        app, ["train", str(recipe), "--set", "run.seed=5", "--layout", "tp2", "--output-dir", str(folder)]
+        app, ["train", str(recipe), "--set", "run.seed=5", "--layout", "tp2", "--output-dir", str(directory)]
     )
     assert result.exit_code == 0, result.output
-    ((module, arguments, num_processes, run_folder),) = started
-    assert (module, num_processes, run_folder) == (WORKER, 2, folder)
+    ((module, arguments, num_processes, run_directory),) = started
+    assert (module, num_processes, run_directory) == (WORKER, 2, directory)
     assert (
         arguments[:3] == [str(recipe), "--set", "run.seed=5"]
         and "parallel.tp_size=2" in arguments
-        and f"run.output_dir={folder}" in arguments
+        and f"run.output_dir={directory}" in arguments
     )
     assert "TP2" in result.output and "accuracy after" in result.output and "0.900" in result.output
 
@@ -55,23 +55,24 @@ PRETRAIN = ["--set", "algorithm.name=vapo", "--set", "rollout.filter_groups=fals
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_workers_pretrain_in_the_folder_that_is_watched(
+def test_workers_pretrain_in_the_directory_that_is_watched(
     given: bool, recipe: Path, tmp_path: Path, started: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "elsewhere" if given else Path("runs/run/value_pretraining")
+    directory = tmp_path / "elsewhere" if given else Path("runs/run/value_pretraining")
     result = runner.invoke(
-        app, ["pretrain-value", str(recipe), *PRETRAIN, *(["--output-dir", str(folder)] if given else [])]
+        app, ["pretrain-value", str(recipe), *PRETRAIN, *(["--output-dir", str(directory)] if given else [])]
     )
     assert result.exit_code == 0, result.output
-    ((_, arguments, _, run_folder),) = started
+    ((_, arguments, _, run_directory),) = started
     told = parse_arguments(arguments)
     config = load_config(told.recipe, told.overrides).config
-    assert run_folder == folder
+    assert run_directory == directory
     assert (
-        pretraining_config(config, Path(told.pretrain_value) if told.pretrain_value else None).run.output_dir == folder
+        pretraining_config(config, Path(told.pretrain_value) if told.pretrain_value else None).run.output_dir
+        == directory
     )
-    assert "20 to 150 train steps" in result.output and f"output: {folder}" in result.output
+    assert "20 to 150 train steps" in result.output and f"output: {directory}" in result.output
 
 
 def test_pretraining_is_checked_as_what_it_is(recipe: Path, started: list) -> None:
@@ -129,18 +130,18 @@ def test_dry_run_starts_nothing(recipe: Path, started: list) -> None:
 
 
 def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "run"
-    record_failure(folder, Failure(rank=9, kind="exception", message="of an earlier attempt"))
-    write_summary(folder / "summary.json", SUMMARY)
+    directory = tmp_path / "run"
+    record_failure(directory, Failure(rank=9, kind="exception", message="of an earlier attempt"))
+    write_summary(directory / "summary.json", SUMMARY)
 
-    def launch(module: str, arguments: list[str], num_processes: int, run_folder: Path) -> int:
-        assert not (run_folder / "summary.json").exists(), "an earlier run's summary would be taken for this one's"
-        record_failure(run_folder, Failure(rank=1, kind="exception", message="ValueError: bad gold"))
-        record_failure(run_folder, Failure(rank=0, kind="exception", message="connection closed"))
+    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path) -> int:
+        assert not (run_directory / "summary.json").exists(), "an earlier run's summary would be taken for this one's"
+        record_failure(run_directory, Failure(rank=1, kind="exception", message="ValueError: bad gold"))
+        record_failure(run_directory, Failure(rank=0, kind="exception", message="connection closed"))
         return 1
 
     monkeypatch.setattr(local, "launch_workers", launch)
-    result = runner.invoke(app, ["train", str(recipe), "--output-dir", str(folder)])
+    result = runner.invoke(app, ["train", str(recipe), "--output-dir", str(directory)])
     assert result.exit_code == 1
     assert result.output.strip().splitlines()[-1] == "first failure: rank 1, exception: ValueError: bad gold"
 
@@ -159,7 +160,7 @@ def test_eval_does_not_ask_for_the_critic(recipe: Path, monkeypatch: pytest.Monk
     def reached(*arguments: object) -> None:
         raise ValueError("it evaluates")
 
-    sys.modules["megatron_dapo.cli.evaluate"].evaluate_folder = reached
+    sys.modules["megatron_dapo.cli.evaluate"].evaluate_directory = reached
     critic = ["--set", "critic.parallel.tp_size=2", "--set", "critic.path=/gone"]
     result = runner.invoke(app, ["eval", str(recipe), *PRETRAIN, *critic])
     assert "error: it evaluates" in result.output, result.output

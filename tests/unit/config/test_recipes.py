@@ -162,10 +162,10 @@ def test_recipe_with_a_critic_fits_its_model_and_machines(name: str) -> None:
 
 
 def test_quickstart_inputs_stand_beside_the_recipe() -> None:
-    folder = ROOT / "examples" / "quickstart"
-    config = load_config(folder / "quickstart.toml").config
-    assert config.model.path == folder / "base_model"
-    assert config.data.train_paths == (folder / "train.jsonl",) and config.data.eval_paths == (
-        folder / "heldout.jsonl",
+    directory = ROOT / "examples" / "quickstart"
+    config = load_config(directory / "quickstart.toml").config
+    assert config.model.path == directory / "base_model"
+    assert config.data.train_paths == (directory / "train.jsonl",) and config.data.eval_paths == (
+        directory / "heldout.jsonl",
     )
     assert config.parallel.tp_size == 2 and config.num_processes == 2

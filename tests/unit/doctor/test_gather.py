@@ -1,4 +1,4 @@
-"""Facts gathered from made-up environments, folders and interpreters."""
+"""Facts gathered from made-up environments, directories and interpreters."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def config(**sections: dict) -> Config:
     return config_from_dict({"model": {"path": str(MODEL)}, "data": {"train_paths": ["train.jsonl"]}, **sections})
 
 
-def put(folder: Path, *files: str) -> None:
+def put(directory: Path, *files: str) -> None:
     for file in files:
-        path = folder / file
+        path = directory / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("raise RuntimeError('imported')\n", encoding="utf-8")
 
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that comes first where modules are looked for."""
+    """A directory that comes first where modules are looked for."""
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     return tmp_path
@@ -104,7 +104,7 @@ def test_an_interpreter_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.error == "" and facts.version == gather.installed_versions().get("sglang")
 
 
-def test_model_folder(tmp_path: Path) -> None:
+def test_model_directory(tmp_path: Path) -> None:
     problem, detail = gather.model_problem(config())
     assert problem == "" and "qwen2" in detail
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -141,7 +141,7 @@ def test_attention_shape_is_that_of_a_tensor_rank() -> None:
     assert gather.attention_shape(config(parallel={"tp_size": 2})) == (head_dim, heads // 2, groups // 2)
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_directories(tmp_path: Path) -> None:
     deep = tmp_path / "not" / "yet"
     assert gather.existing_parent(deep) == tmp_path and gather.free_bytes(deep) > 0
     assert gather.same_disk(deep, tmp_path) and gather.used_bytes(deep) == 0
@@ -151,7 +151,7 @@ def test_folders(tmp_path: Path) -> None:
     assert "is a file" in gather.output_dir_problem(tmp_path / "file" / "run")
 
 
-def test_a_folder_another_run_works_in(tmp_path: Path) -> None:
+def test_a_directory_another_run_works_in(tmp_path: Path) -> None:
     lock = DirectoryLock(tmp_path)
     assert "is in use" in gather.output_dir_problem(tmp_path)
     lock.release()

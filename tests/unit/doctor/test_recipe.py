@@ -11,7 +11,7 @@ from megatron_dapo.doctor import recipe
 from megatron_dapo.doctor.recipe import AttentionResult, CheckpointSize, SglangFacts, Storage
 
 PYTHON = Path("/engines/bin/python")
-FOLDER = Path("/runs/x")
+DIRECTORY = Path("/runs/x")
 
 
 def test_violations_are_conflicts_with_numbers_and_fix() -> None:
@@ -53,22 +53,22 @@ def test_a_checkpoint_is_weights_main_params_and_moments() -> None:
 
 def test_checkpoints_that_are_there_already_need_no_more_space() -> None:
     checkpoint = CheckpointSize(4000, 1000, 1, True)
-    fresh = recipe.checkpoint_storage(FOLDER, 48_000, 0, [checkpoint], keep=2)
+    fresh = recipe.checkpoint_storage(DIRECTORY, 48_000, 0, [checkpoint], keep=2)
     assert fresh.needed == 3 * 16_000 and recipe.storage_finding(fresh).verdict == "ok"
-    resumed = recipe.checkpoint_storage(FOLDER, 16_000, 32_000, [checkpoint], keep=2)
+    resumed = recipe.checkpoint_storage(DIRECTORY, 16_000, 32_000, [checkpoint], keep=2)
     assert resumed.needed == 16_000 and "less 32 kB" in resumed.formula
-    assert recipe.checkpoint_storage(FOLDER, 0, 1 << 40, [checkpoint], keep=2).needed == 0
+    assert recipe.checkpoint_storage(DIRECTORY, 0, 1 << 40, [checkpoint], keep=2).needed == 0
 
 
 def test_a_critic_is_in_every_checkpoint() -> None:
     models = [CheckpointSize(4000, 1000, 1, True), CheckpointSize(2000, 500, 1, True, "critic")]
-    both = recipe.checkpoint_storage(FOLDER, 0, 0, models, keep=1)
+    both = recipe.checkpoint_storage(DIRECTORY, 0, 0, models, keep=1)
     assert both.needed == 2 * (16_000 + 8_000) and "policy: 4 kB" in both.formula and "critic: 2 kB" in both.formula
 
 
 def test_exports_and_checkpoints_on_one_disk_add_up() -> None:
-    assert recipe.export_storage(FOLDER, 0, 1000, 2, 0).needed == 4000
-    both = recipe.export_storage(FOLDER, 0, 1000, 2, 48_000)
+    assert recipe.export_storage(DIRECTORY, 0, 1000, 2, 0).needed == 4000
+    both = recipe.export_storage(DIRECTORY, 0, 1000, 2, 48_000)
     assert both.needed == 52_000 and "48 kB of checkpoints" in both.formula
 
 
@@ -83,15 +83,15 @@ def test_shared_memory_is_two_buckets_a_rank() -> None:
 
 @pytest.mark.parametrize("free, verdict", [(999, "conflict"), (1000, "ok")])
 def test_storage_says_both_numbers(free: int, verdict: str) -> None:
-    finding = recipe.storage_finding(Storage("disk", FOLDER, free, 1000, "10 x 100", "free some"))
+    finding = recipe.storage_finding(Storage("disk", DIRECTORY, free, 1000, "10 x 100", "free some"))
     assert finding.verdict == verdict and recipe.size(free) in finding.detail and "1 kB = 10 x 100" in finding.detail
 
 
 @pytest.mark.parametrize(
     "judge",
     [
-        lambda problem: recipe.model_finding(FOLDER, problem, "qwen2"),
-        lambda problem: recipe.output_dir_finding(FOLDER, problem),
+        lambda problem: recipe.model_finding(DIRECTORY, problem, "qwen2"),
+        lambda problem: recipe.output_dir_finding(DIRECTORY, problem),
         lambda problem: recipe.ports_finding("127.0.0.1", 2, problem),
         lambda problem: recipe.engine_key_finding("key", problem),
     ],

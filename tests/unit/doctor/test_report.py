@@ -37,12 +37,12 @@ def doctor(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def in_folder(tmp_path: Path) -> tuple[str, ...]:
+def in_directory(tmp_path: Path) -> tuple[str, ...]:
     return (str(RECIPE), "--set", f"run.output_dir={tmp_path / 'run'}")
 
 
 def test_a_sound_machine(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    result = doctor(*in_folder(tmp_path))
+    result = doctor(*in_directory(tmp_path))
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1].startswith("no conflict")
     assert "TEDotProductAttention  (it is installed)" in result.output and not (tmp_path / "run").exists()
@@ -50,13 +50,13 @@ def test_a_sound_machine(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_job_of_one_core_is_warned_about(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine.setattr(gather, "process_limits", lambda: ProcessLimits(1, 64, None, 512 << 30))
-    result = doctor(*in_folder(tmp_path))
+    result = doctor(*in_directory(tmp_path))
     assert result.exit_code == 0 and "warning   cores: 1 of the machine's 64 cores" in result.output
     assert "--cpus-per-task" in result.output and result.output.splitlines()[-1] == "no conflict, 1 warning"
 
 
 def test_the_last_line_is_the_first_conflict_with_its_fix(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    result = doctor(*in_folder(tmp_path), "--set", "rollout.top_k=3", "--set", "training.mini_batch_prompts=3")
+    result = doctor(*in_directory(tmp_path), "--set", "rollout.top_k=3", "--set", "training.mini_batch_prompts=3")
     assert result.exit_code == 1
     last = result.output.rstrip().splitlines()[-1]
     assert last.startswith("first conflict: recipe ") and "Fix: " in last
@@ -64,7 +64,7 @@ def test_the_last_line_is_the_first_conflict_with_its_fix(machine: pytest.Monkey
 
 
 def test_json_is_one_object_with_everything(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    result = doctor(*in_folder(tmp_path), "--layout", "tp3", "--json")
+    result = doctor(*in_directory(tmp_path), "--layout", "tp3", "--json")
     answer = json.loads(result.stdout)
     assert result.exit_code == 1 and answer["ok"] is False
     assert answer["first_conflict"]["name"] == "recipe parallel.tp_size"
@@ -117,7 +117,7 @@ def test_fp8_that_cannot_run_comes_before_what_follows_from_it(machine: pytest.M
         raise ProbeFailure(problem)
 
     machine.setattr(gather, "implementation_rows", fail)
-    answer = json.loads(doctor(*in_folder(tmp_path), "--json").stdout)
+    answer = json.loads(doctor(*in_directory(tmp_path), "--json").stdout)
     assert answer["first_conflict"]["name"] == "linear products" and "8.9" in answer["first_conflict"]["detail"]
     assert "precision.recipe" in answer["first_conflict"]["fix"] and answer["facts"]["precision"] == {
         "problem": problem
@@ -142,7 +142,7 @@ def test_every_back_end_of_transformer_engine_is_tried_alone(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_the_quickstart_on_this_machine(tmp_path: Path) -> None:
-    answer = json.loads(doctor(*in_folder(tmp_path), "--json").stdout)
+    answer = json.loads(doctor(*in_directory(tmp_path), "--json").stdout)
     verdicts = {finding["name"]: finding["verdict"] for finding in answer["findings"]}
     assert verdicts["recipe"] == verdicts["model directory"] == verdicts["attention default"] == "ok"
     assert verdicts["checkpoint disk"] == verdicts["output directory"] == "ok"

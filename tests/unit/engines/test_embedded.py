@@ -419,10 +419,10 @@ def test_sliding_windows_are_refused() -> None:
         EmbeddedEngine(config, EmbeddedEngineSettings())
 
 
-def test_the_model_of_a_folder_is_built_without_its_weights(tmp_path) -> None:
+def test_the_model_of_a_directory_is_built_without_its_weights(tmp_path) -> None:
     model = reference_model("qwen3")
     model.config.save_pretrained(tmp_path)
-    engine = EmbeddedEngine.from_folder(tmp_path, EmbeddedEngineSettings(max_slots=2, max_length=64))
+    engine = EmbeddedEngine.from_directory(tmp_path, EmbeddedEngineSettings(max_slots=2, max_length=64))
     load(engine, model)
     engine.set_policy_version(0)
     request = GenerationRequest("a", (4, 5, 6), SamplingParams(max_new_tokens=30), seed=0)

@@ -1,4 +1,4 @@
-"""One run a folder, no process that outlives its launcher, and stacks of a running one."""
+"""One run a directory, no process that outlives its launcher, and stacks of a running one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ time.sleep(60)
 """
 
 
-def test_a_folder_in_use_is_refused_until_its_holder_dies(tmp_path: Path) -> None:
+def test_a_directory_in_use_is_refused_until_its_holder_dies(tmp_path: Path) -> None:
     holder = start(HOLD, str(tmp_path))
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
@@ -59,7 +59,7 @@ def test_a_folder_in_use_is_refused_until_its_holder_dies(tmp_path: Path) -> Non
     DirectoryLock(tmp_path).release()
 
 
-def test_a_folder_nobody_used_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_nobody_used_is_left_alone(tmp_path: Path) -> None:
     require_unused(tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

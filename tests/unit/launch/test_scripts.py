@@ -21,19 +21,19 @@ STUBS = {
 }
 
 
-def run_script(script: str, folder: Path, job: int) -> list[str]:
+def run_script(script: str, directory: Path, job: int) -> list[str]:
     for name, body in STUBS.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
+        (directory / name).write_text(f"#!/bin/bash\n{body}\n")
+        (directory / name).chmod(0o755)
     facts = {
         "SLURM_JOB_ID": job,
         "SLURM_JOB_NODELIST": "node[0-1]",
         "SLURM_CPUS_ON_NODE": 96,
         "SLURM_NTASKS_PER_NODE": 8,
     }
-    environment = {"PATH": f"{folder}:{os.environ['PATH']}", **{name: str(value) for name, value in facts.items()}}
+    environment = {"PATH": f"{directory}:{os.environ['PATH']}", **{name: str(value) for name, value in facts.items()}}
     command = ["bash", str(SCRIPTS / script), *ARGUMENTS[script], "--set", "run.name=x"]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 

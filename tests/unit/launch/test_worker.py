@@ -9,11 +9,11 @@ from pathlib import Path
 
 RECIPE = """
 [model]
-path = "{folder}/no_model"
+path = "{directory}/no_model"
 [data]
-train_paths = ["{folder}/no_data.jsonl"]
+train_paths = ["{directory}/no_data.jsonl"]
 [run]
-output_dir = "{folder}/run"
+output_dir = "{directory}/run"
 """
 FAIL = """
 import sys
@@ -26,7 +26,7 @@ worker.main([sys.argv[1]])
 def test_a_failure_whose_record_cannot_be_written_ends_the_process(tmp_path: Path) -> None:
     """A FIFO without a reader stands in for a hung file system: opening it to write blocks."""
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
-    recipe.write_text(RECIPE.format(folder=tmp_path))
+    recipe.write_text(RECIPE.format(directory=tmp_path))
     run.mkdir()
     os.mkfifo(run / "failure_rank_0.tmp")
     done = subprocess.run(

@@ -25,13 +25,13 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 @pytest.fixture(scope="module")
 def want(tmp_path_factory: pytest.TempPathFactory) -> CriticReference:
-    folder = tmp_path_factory.mktemp("critics")
-    write_critic(folder, "qwen3")
-    return CriticReference.read(folder, "qwen3")
+    directory = tmp_path_factory.mktemp("critics")
+    write_critic(directory, "qwen3")
+    return CriticReference.read(directory, "qwen3")
 
 
 def build(want: CriticReference, **case: str) -> MegatronCritic:
-    return MegatronCritic.build(want.folder, LAYOUT, settings_of(case))
+    return MegatronCritic.build(want.directory, LAYOUT, settings_of(case))
 
 
 def test_the_head_computes_in_fp32_and_keeps_fp32_main_params_of_a_bfloat16_model(want: CriticReference) -> None:
@@ -80,17 +80,17 @@ def test_the_state_of_an_actor_is_refused(want: CriticReference, tmp_path: Path)
 def test_a_policy_without_weights_gives_a_critic_that_starts_near_zero(want: CriticReference) -> None:
     from critic_checks import model_of
 
-    folder = want.folder.parent / "config_only"
-    folder.mkdir(exist_ok=True)
-    model_of("qwen3", "ForCausalLM").config.save_pretrained(folder)
-    critic = MegatronCritic.build_random(folder, LAYOUT, settings_of({}), seed=1)
+    directory = want.directory.parent / "config_only"
+    directory.mkdir(exist_ok=True)
+    model_of("qwen3", "ForCausalLM").config.save_pretrained(directory)
+    critic = MegatronCritic.build_random(directory, LAYOUT, settings_of({}), seed=1)
     values = torch.cat(critic.forward_values(of_rank(LAYOUT)))
     assert 1e-4 < values.abs().mean() < 0.05
 
 
-def test_a_wrong_folder_is_refused_before_anything_is_built(want: CriticReference, tmp_path: Path) -> None:
+def test_a_wrong_directory_is_refused_before_anything_is_built(want: CriticReference, tmp_path: Path) -> None:
     from critic_checks import model_of
 
     model_of("qwen3", "ForCausalLM", vocab_size=299).save_pretrained(tmp_path / "policy")
     with pytest.raises(ValueError, match="vocab_size 300 and 299"):
-        MegatronCritic.build(want.folder, LAYOUT, settings_of({}), policy_dir=tmp_path / "policy")
+        MegatronCritic.build(want.directory, LAYOUT, settings_of({}), policy_dir=tmp_path / "policy")

@@ -1,4 +1,4 @@
-"""Puts the shared cases of this folder on the path."""
+"""Puts the shared cases of this directory on the path."""
 
 from __future__ import annotations
 

@@ -52,11 +52,11 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def test_save_and_load(store: CheckpointStore) -> None:
     assert newest_valid(store) is None
-    folder = save_checkpoint(store, 7, content(7), metadata={"layout": "TP2"})
+    directory = save_checkpoint(store, 7, content(7), metadata={"layout": "TP2"})
     found = newest_valid(store)
-    assert is_of(found, 7) and found.directory == folder == store.directory / "step_000007"
+    assert is_of(found, 7) and found.directory == directory == store.directory / "step_000007"
     assert found.metadata == {"layout": "TP2"}
-    assert sorted(os.listdir(folder)) == ["manifest.json", "model.safetensors", "trainer.json"]
+    assert sorted(os.listdir(directory)) == ["manifest.json", "model.safetensors", "trainer.json"]
 
 
 def test_newest_counts_by_number_not_by_spelling(store: CheckpointStore) -> None:
@@ -91,8 +91,8 @@ def test_a_broken_checkpoint_does_not_count_as_kept(store: CheckpointStore) -> N
     assert is_of(store.open(1), 1) and is_of(store.open(3), 3)
 
 
-def corrupt_contents(folder: Path) -> None:
-    path = folder / "model.safetensors"
+def corrupt_contents(directory: Path) -> None:
+    path = directory / "model.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
@@ -100,17 +100,20 @@ def corrupt_contents(folder: Path) -> None:
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "one bit": corrupt_contents,
-    "truncated": lambda folder: os.truncate(folder / "model.safetensors", 40),
-    "missing file": lambda folder: (folder / "trainer.json").unlink(),
-    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
-    "manifest cut": lambda folder: os.truncate(folder / "manifest.json", 20),
-    "manifest of another step": lambda folder: (folder / "manifest.json").write_text(
-        (folder / "manifest.json").read_text().replace('"step": 2', '"step": 9')
+    "truncated": lambda directory: os.truncate(directory / "model.safetensors", 40),
+    "missing file": lambda directory: (directory / "trainer.json").unlink(),
+    "no manifest": lambda directory: (directory / "manifest.json").unlink(),
+    "manifest cut": lambda directory: os.truncate(directory / "manifest.json", 20),
+    "manifest of another step": lambda directory: (directory / "manifest.json").write_text(
+        (directory / "manifest.json").read_text().replace('"step": 2', '"step": 9')
     ),
-    "path in manifest": lambda folder: (folder / "manifest.json").write_text(
-        (folder / "manifest.json").read_text().replace("trainer.json", "../../trainer.json")
+    "path in manifest": lambda directory: (directory / "manifest.json").write_text(
+        (directory / "manifest.json").read_text().replace("trainer.json", "../../trainer.json")
     ),
-    "file becomes folder": lambda folder: ((folder / "trainer.json").unlink(), (folder / "trainer.json").mkdir()),
+    "file becomes directory": lambda directory: (
+        (directory / "trainer.json").unlink(),
+        (directory / "trainer.json").mkdir(),
+    ),
 }
 
 
@@ -235,9 +238,9 @@ print(calls)
 """.replace("CALLS", repr(CALLS))
 
 
-def run_killed(folder: Path, point: int) -> subprocess.CompletedProcess[str]:
+def run_killed(directory: Path, point: int) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).resolve().parents[3])
-    command = [sys.executable, "-c", KILLED, str(folder), str(point), root]
+    command = [sys.executable, "-c", KILLED, str(directory), str(point), root]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -246,13 +249,13 @@ def test_kill_at_random_write_points(tmp_path: Path) -> None:
     assert total > 30
     points = random.Random(0).sample(range(1, total + 1), 16)
     for point in points:
-        folder = tmp_path / str(point)
-        assert run_killed(folder, point).returncode == -9
-        store = CheckpointStore(folder, keep=1)
+        directory = tmp_path / str(point)
+        assert run_killed(directory, point).returncode == -9
+        store = CheckpointStore(directory, keep=1)
         found = newest_valid(store)
         assert found is not None, f"nothing loadable after a kill at write point {point}"
         assert all(found.load_json(f"{name}.json") == [found.step] * 500 for name in "abc")
-        assert [path.name for path in folder.iterdir() if path.suffix] == []
+        assert [path.name for path in directory.iterdir() if path.suffix] == []
 
 
 class Ranks:
@@ -330,7 +333,7 @@ def test_one_failing_rank_fails_all_and_leaves_the_old(store: CheckpointStore) -
     assert newest_valid(store).load_json("rank_1.json") == 1
 
 
-def test_ranks_that_do_not_share_the_folder_are_named(tmp_path: Path) -> None:
+def test_ranks_that_do_not_share_the_directory_are_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     store.begin(1)
     store.writer(1, 0).finish()

@@ -22,10 +22,10 @@ SECRET = "correct horse battery staple"
 @pytest.fixture(scope="module")
 def user_path():
     """Where the workers find `user_rewards`: they are given this process's import path."""
-    folder = os.path.dirname(__file__)
-    sys.path.insert(0, folder)
-    yield folder
-    sys.path.remove(folder)
+    directory = os.path.dirname(__file__)
+    sys.path.insert(0, directory)
+    yield directory
+    sys.path.remove(directory)
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ def plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(state))
 
 
-def through_files(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def through_files(state: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Saved as a run saves it, and read back."""
     document, tensors = split_state(state)
-    store = CheckpointStore(folder, keep=1)
+    store = CheckpointStore(directory, keep=1)
 
     def write(writer: Any) -> None:
         writer.save_json("collector.json", document)

@@ -31,8 +31,8 @@ def make_samples() -> list[TrainSample]:
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     samples = make_samples()
-    folder = dump_batch(tmp_path / "step_000003", samples, {"train_step": 3, "learning_rate": 1e-6})
-    loaded = load_batch(folder)
+    directory = dump_batch(tmp_path / "step_000003", samples, {"train_step": 3, "learning_rate": 1e-6})
+    loaded = load_batch(directory)
     assert loaded.metadata == {"train_step": 3, "learning_rate": 1e-6}
     assert len(loaded.samples) == len(samples)
     for got, expected in zip(loaded.samples, samples):

@@ -213,7 +213,7 @@ def test_the_loss_sees_response_tokens_only(tokenizer: Qwen2Tokenizer, model: Qw
     assert loss_of(model, examples).item() == pytest.approx(total / count, rel=1e-4)
 
 
-def test_a_few_steps_train_and_save_a_folder_transformers_loads(tmp_path: Path) -> None:
+def test_a_few_steps_train_and_save_a_directory_transformers_loads(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(DEFAULT_SEED)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(model_config(tokenizer))

@@ -79,7 +79,7 @@ def test_other_programs_of_the_interpreter_get_no_arguments(shown) -> None:
     assert shown("-c", "print(1)").stdout.splitlines()[2] == "-c print(1)"
 
 
-def test_without_the_folder_it_says_what_to_set(shown) -> None:
+def test_without_the_directory_it_says_what_to_set(shown) -> None:
     done = shown("-V", directory="")
     assert done.returncode != 0 and "MEGATRON_DAPO_SGLANG_DIR" in done.stderr
 

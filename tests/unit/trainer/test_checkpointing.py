@@ -30,7 +30,7 @@ def restored(critic: dict[str, Any]) -> CriticCounters:
     counters = CriticCounters()
     state = RunState(None, RunProgress(), StepCounters(), None, LAYOUT, 0, 1, CriticState(None, counters, LAYOUT, 0))
     checkpoint = SimpleNamespace(
-        folder="checkpoint",
+        directory="checkpoint",
         metadata=state.layouts(),
         load_json=lambda name: {"progress": {}, "learner": {}, "critic": critic},
     )

@@ -19,11 +19,11 @@ from megatron_dapo.parallel.layout import ParallelLayout
 
 @pytest.fixture
 def loaded(make_model_directory):
-    folder = make_model_directory("qwen2", tied=True)
-    layout = megatron_layout(ModelArchitecture.from_directory(folder), ParallelLayout(1), torch.float32)
+    directory = make_model_directory("qwen2", tied=True)
+    layout = megatron_layout(ModelArchitecture.from_directory(directory), ParallelLayout(1), torch.float32)
     parameters = {name: torch.empty(shape) for name, shape in layout.local_shapes(0).items()}
-    load_from_huggingface(folder, layout, 0, parameters)
-    return folder, layout, parameters
+    load_from_huggingface(directory, layout, 0, parameters)
+    return directory, layout, parameters
 
 
 class Engine:
@@ -44,12 +44,12 @@ class Engine:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_engine_gets_the_model(dtype, loaded):
-    folder, layout, parameters = loaded
+    directory, layout, parameters = loaded
     engine = Engine(layout, dtype)
     actor = SimpleNamespace(tensors=layout, named_local_parameters=lambda: parameters)
     sync = local_weight_sync(layout, engine, None, weights=WeightSource(actor, 0, None), bucket_bytes=3000)
     sync.publish(3)
-    stored = load_file(folder / "model.safetensors")
+    stored = load_file(directory / "model.safetensors")
     assert all(torch.equal(engine.tensors[name], tensor.to(dtype)) for name, tensor in stored.items())
     assert engine.version == 3 and sync.serving == (0,)
     report = sync.update(4, parameters)

@@ -246,8 +246,8 @@ def test_weights_are_sent_as_stock_sglang_takes_them(make_server) -> None:
         "load_format": "module.load",
         "flush_cache": False,
     }
-    client_of(old).update_weights_from_disk("/a/folder")
-    assert seen.pop()[1]["model_path"] == "/a/folder"
+    client_of(old).update_weights_from_disk("/a/directory")
+    assert seen.pop()[1]["model_path"] == "/a/directory"
     client = client_of(new, api_version=SimpleNamespace(needs_update_session=True))
     with pytest.raises(EngineHttpError, match="no weight update session is open"):
         client.update_weights_from_tensor([b"x"])

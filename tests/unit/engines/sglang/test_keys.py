@@ -43,7 +43,7 @@ def test_refuses_what_is_no_key(tmp_path: Path, content: str) -> None:
         read_key(path)
 
 
-def test_refuses_a_missing_file_a_link_and_a_folder(tmp_path: Path) -> None:
+def test_refuses_a_missing_file_a_link_and_a_directory(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(create_key(tmp_path))
     with pytest.raises(ValueError, match="No such file"):

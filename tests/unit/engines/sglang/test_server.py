@@ -244,7 +244,7 @@ def test_an_interpreter_that_is_none(settings: Any, tmp_path: Path) -> None:
         SglangServer.start(settings(python=tmp_path / "missing"))
 
 
-def test_a_folder_without_a_model(settings: Any, tmp_path: Path) -> None:
+def test_a_directory_without_a_model(settings: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a Hugging Face checkpoint directory"):
         SglangServer.start(settings(model_path=tmp_path))
 
