@@ -21,22 +21,20 @@ from megatron_dapo.trainer.build_rollout import (
 )
 
 
-def evaluate_folder(
-    config: Config, model_folder: Path, progress: Callable[[EvaluationProgress], None]
-) -> EvaluationResult:
-    """avg@k and its like of the model in `model_folder`, by the evaluation section of `config`."""
-    inputs = read_model_inputs(model_folder, config.model.trust_remote_code)
-    engine = loaded_engine(config, model_folder)
+def evaluate_model(config: Config, model_dir: Path, progress: Callable[[EvaluationProgress], None]) -> EvaluationResult:
+    """avg@k and its like of the model in `model_dir`, by the evaluation section of `config`."""
+    inputs = read_model_inputs(model_dir, config.model.trust_remote_code)
+    engine = loaded_engine(config, model_dir)
     with open_verifier_pool(config.reward) as pool:
         dataset = load_eval_dataset(config, inputs, pool)
-        protocol = evaluation_protocol(config, str(model_folder), dataset, inputs.stop_tokens, pool.version)
+        protocol = evaluation_protocol(config, str(model_dir), dataset, inputs.stop_tokens, pool.version)
         return evaluate(dataset.prompts, engine, pool, inputs.decode, protocol, progress=progress)
 
 
-def loaded_engine(config: Config, model_folder: Path) -> EmbeddedEngine:
+def loaded_engine(config: Config, model_dir: Path) -> EmbeddedEngine:
     """An embedded engine that holds the directory's weights."""
-    engine = build_local_engine(config, model_folder)
-    with HFCheckpoint(model_folder) as source, torch.no_grad():
+    engine = build_local_engine(config, model_dir)
+    with HFCheckpoint(model_dir) as source, torch.no_grad():
         for name, parameter in engine.parameters_by_name().items():
             parameter.copy_(source.read_tensor(name))
     engine.set_policy_version(0)

@@ -183,10 +183,10 @@ def evaluate(
             "error: data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'", err=True
         )
         raise typer.Exit(REFUSED)
-    from megatron_dapo.cli.evaluate import evaluate_folder
+    from megatron_dapo.cli.evaluate import evaluate_model
 
     try:
-        result = evaluate_folder(config, config.model.path, lambda report: None)
+        result = evaluate_model(config, config.model.path, lambda report: None)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(REFUSED) from None

@@ -30,10 +30,10 @@ def end_with_parent(signum: int) -> partial[object]:
 class DirectoryLock:
     """Held by rank 0 while it lives, so that no second run writes into the directory. Any death releases it."""
 
-    def __init__(self, run_folder: Path) -> None:
+    def __init__(self, run_directory: Path) -> None:
         """Take the lock. RuntimeError, naming the process, where another run holds it."""
-        run_folder.mkdir(parents=True, exist_ok=True)
-        self._stream = _lock(run_folder)
+        run_directory.mkdir(parents=True, exist_ok=True)
+        self._stream = _lock(run_directory)
         self._stream.truncate(0)
         self._stream.write(str(os.getpid()))
         self._stream.flush()
@@ -42,17 +42,17 @@ class DirectoryLock:
         self._stream.close()
 
 
-def require_unused(run_folder: Path) -> None:
-    """RuntimeError where a run works in `run_folder` now."""
-    if (run_folder / _LOCK).is_file():
-        _lock(run_folder).close()
+def require_unused(run_directory: Path) -> None:
+    """RuntimeError where a run works in `run_directory` now."""
+    if (run_directory / _LOCK).is_file():
+        _lock(run_directory).close()
 
 
 _LOCK = "run.lock"
 
 
-def _lock(run_folder: Path) -> TextIO:
-    stream = open(run_folder / _LOCK, "a+", encoding="utf-8")
+def _lock(run_directory: Path) -> TextIO:
+    stream = open(run_directory / _LOCK, "a+", encoding="utf-8")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -60,7 +60,7 @@ def _lock(run_folder: Path) -> TextIO:
         holder = stream.read() or "unknown"
         stream.close()
         raise RuntimeError(
-            f"output directory {run_folder} is in use by process {holder}: wait for that run, stop it, or choose another "
+            f"output directory {run_directory} is in use by process {holder}: wait for that run, stop it, or choose another "
             "run.output_dir"
         ) from None
     return stream

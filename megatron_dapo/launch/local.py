@@ -22,14 +22,14 @@ from megatron_dapo.launch.lifetime import end_with_parent, require_unused
 logger = logging.getLogger(__name__)
 
 
-def worker_pid_file(run_folder: Path, rank: int) -> Path:
+def worker_pid_file(run_directory: Path, rank: int) -> Path:
     """Return the file in which the worker of `rank` leaves its process id."""
-    return run_folder / "workers" / f"{rank}.pid"
+    return run_directory / "workers" / f"{rank}.pid"
 
 
-def write_worker_pid(run_folder: Path, rank: int) -> None:
+def write_worker_pid(run_directory: Path, rank: int) -> None:
     """Leave this process's id for the launcher, in one piece."""
-    file = worker_pid_file(run_folder, rank)
+    file = worker_pid_file(run_directory, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".new")
     partial.write_text(str(os.getpid()), encoding="utf-8")
@@ -61,9 +61,9 @@ def _worker_environment(num_processes: int) -> dict[str, str]:
 class _Forwarder:
     """Passes the first signal to the workers and kills the group at the second."""
 
-    def __init__(self, process: subprocess.Popen, run_folder: Path) -> None:
+    def __init__(self, process: subprocess.Popen, run_directory: Path) -> None:
         self._process = process
-        self._run_folder = run_folder
+        self._run_directory = run_directory
         self._received = 0
 
     def __call__(self, signum: int, frame: object) -> None:
@@ -84,7 +84,7 @@ class _Forwarder:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _worker_pids(self) -> list[int]:
-        files = sorted((self._run_folder / "workers").glob("*.pid"))
+        files = sorted((self._run_directory / "workers").glob("*.pid"))
         return [int(file.read_text()) for file in files]
 
 
@@ -95,25 +95,25 @@ def _send(pid: int, signum: int) -> None:
         pass
 
 
-def _forget_old_workers(run_folder: Path) -> None:
-    for file in (run_folder / "workers").glob("*.pid"):
+def _forget_old_workers(run_directory: Path) -> None:
+    for file in (run_directory / "workers").glob("*.pid"):
         file.unlink()
 
 
-def launch_workers(module: str, arguments: Sequence[str], num_processes: int, run_folder: Path) -> int:
+def launch_workers(module: str, arguments: Sequence[str], num_processes: int, run_directory: Path) -> int:
     """Runs `module` under torchrun to its end and returns its exit code (128 + signal number, as shells count).
 
-    Signals are forwarded as the module says. RuntimeError where another run works in `run_folder`.
+    Signals are forwarded as the module says. RuntimeError where another run works in `run_directory`.
     """
-    require_unused(run_folder)
-    _forget_old_workers(run_folder)
+    require_unused(run_directory)
+    _forget_old_workers(run_directory)
     process = subprocess.Popen(
         torchrun_command(num_processes, module, arguments),
         env=_worker_environment(num_processes),
         start_new_session=True,
         preexec_fn=end_with_parent(signal.SIGTERM),
     )
-    forward = _Forwarder(process, run_folder)
+    forward = _Forwarder(process, run_directory)
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         code = process.wait()

@@ -40,64 +40,64 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     return Failure(rank=rank, kind=kind, message=message, detail=lines)
 
 
-def record_failure(run_folder: Path, failure: Failure) -> bool:
+def record_failure(run_directory: Path, failure: Failure) -> bool:
     """Write this rank's record, and failure.json if it is the first; return whether it was.
 
     The record takes the number of the attempt under way.
     """
-    run_folder.mkdir(parents=True, exist_ok=True)
-    failure = replace(failure, attempt=max(1, _attempt(run_folder)))
-    own = run_folder / f"failure_rank_{failure.rank}.json"
+    run_directory.mkdir(parents=True, exist_ok=True)
+    failure = replace(failure, attempt=max(1, _attempt(run_directory)))
+    own = run_directory / f"failure_rank_{failure.rank}.json"
     partial = own.with_suffix(".tmp")
     partial.write_text(json.dumps(asdict(failure), indent=1), encoding="utf-8")
     os.replace(partial, own)
     if failure.kind == "consequence":
         return False
     try:
-        os.link(own, run_folder / "failure.json")  # fails if another rank was first
+        os.link(own, run_directory / "failure.json")  # fails if another rank was first
     except FileExistsError:
         return False
     return True
 
 
-def read_failure(run_folder: Path) -> Failure | None:
+def read_failure(run_directory: Path) -> Failure | None:
     """The first root cause (where only consequences are on record, the first of them), or None where nothing is."""
-    path = run_folder / "failure.json"
+    path = run_directory / "failure.json"
     if path.is_file():
         return _read(path)
-    return min(map(_read, run_folder.glob("failure_rank_*.json")), key=lambda failure: failure.time, default=None)
+    return min(map(_read, run_directory.glob("failure_rank_*.json")), key=lambda failure: failure.time, default=None)
 
 
 def _read(path: Path) -> Failure:
     return Failure(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def begin_attempt(run_folder: Path, started: float) -> int:
+def begin_attempt(run_directory: Path, started: float) -> int:
     """Count a start of the run, forget the failures of earlier ones, and return its number.
 
     Rank 0 calls it before the work starts. started: when its process started, in seconds since 1970; a record of another
     rank that failed since then is one of this attempt and stays.
     """
-    run_folder.mkdir(parents=True, exist_ok=True)
-    clear_failures(run_folder, before=started)
-    number = _attempt(run_folder) + 1
-    partial = run_folder / f"{_ATTEMPT}.tmp"
+    run_directory.mkdir(parents=True, exist_ok=True)
+    clear_failures(run_directory, before=started)
+    number = _attempt(run_directory) + 1
+    partial = run_directory / f"{_ATTEMPT}.tmp"
     partial.write_text(str(number), encoding="utf-8")
-    os.replace(partial, run_folder / _ATTEMPT)
+    os.replace(partial, run_directory / _ATTEMPT)
     return number
 
 
-def clear_failures(run_folder: Path, before: float = math.inf) -> None:
+def clear_failures(run_directory: Path, before: float = math.inf) -> None:
     """Remove the records of failures before the time `before`, in seconds since 1970; by default all."""
-    for path in [run_folder / "failure.json", *run_folder.glob("failure_rank_*.json")]:
+    for path in [run_directory / "failure.json", *run_directory.glob("failure_rank_*.json")]:
         if path.is_file() and _read(path).time < before:
             path.unlink(missing_ok=True)
 
 
-def _attempt(run_folder: Path) -> int:
+def _attempt(run_directory: Path) -> int:
     """Return the number of the attempt under way, 0 before the first."""
     try:
-        return int((run_folder / _ATTEMPT).read_text(encoding="utf-8"))
+        return int((run_directory / _ATTEMPT).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return 0
 

@@ -160,7 +160,7 @@ def test_eval_does_not_ask_for_the_critic(recipe: Path, monkeypatch: pytest.Monk
     def reached(*arguments: object) -> None:
         raise ValueError("it evaluates")
 
-    sys.modules["megatron_dapo.cli.evaluate"].evaluate_directory = reached
+    sys.modules["megatron_dapo.cli.evaluate"].evaluate_model = reached
     critic = ["--set", "critic.parallel.tp_size=2", "--set", "critic.path=/gone"]
     result = runner.invoke(app, ["eval", str(recipe), *PRETRAIN, *critic])
     assert "error: it evaluates" in result.output, result.output
