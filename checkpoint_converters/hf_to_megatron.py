@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_dapo.checkpoints.convert import huggingface_to_megatron
+from checkpoint_converters.convert import huggingface_to_megatron
 
 
 def main(arguments: list[str] | None = None) -> int:

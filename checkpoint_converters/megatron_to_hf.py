@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_dapo.checkpoints.convert import megatron_to_huggingface
+from checkpoint_converters.convert import megatron_to_huggingface
 from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_dapo.checkpoints.convert import first_difference
+from checkpoint_converters.convert import first_difference
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -100,7 +100,7 @@ def learn_values_with_megatron(num_steps: int, num_prompts: int = 4) -> dict[str
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
             settings = CriticSettings(optimizer=OptimizerConfig(weight_decay=0.0))
-            critic = MegatronCritic.build_random(directory, layout, settings, seed=0)
+            critic = MegatronCritic.build(directory, layout, settings, random_seed=0)
         before = judge(critic)
         for step in range(num_steps):
             rate = 3e-3 * min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / num_steps)) / 2

@@ -18,7 +18,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_dapo.checkpoints.architecture import LANGUAGE_MODEL, ModelArchitecture
-from megatron_dapo.checkpoints.load import load_from_huggingface
+from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.implementations import describe, implementations
 from megatron_dapo.megatron.model import output_weight, unwrap
@@ -122,12 +122,17 @@ class MegatronActor(TrainedModel):
         settings: ActorSettings,
         beside: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
+        random_seed: int | None = None,
     ) -> MegatronActor:
-        """Build the actor with the architecture and weights of a Hugging Face directory."""
-        ranks = part or all_ranks()
+        """Build the actor of a Hugging Face directory, with its weights or, given `random_seed`, with random ones."""
+        rank = (part or all_ranks()).rank
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-            load_from_huggingface(model_dir, tensors, ranks.rank, parameters)
+            if random_seed is None:
+                report = load_from_huggingface(model_dir, tensors, rank, parameters)
+                logger.info("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, model_dir)
+            else:
+                initialize_randomly(random_seed, tensors, rank, parameters)
 
         return cls(ModelArchitecture.from_directory(model_dir), layout, settings, load, beside, part)
 

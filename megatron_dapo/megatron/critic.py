@@ -73,36 +73,22 @@ class MegatronCritic(TrainedModel):
         policy_dir: str | Path | None = None,
         beside: Sequence[TrainedModel] = (),
         part: RankSet | None = None,
+        random_seed: int | None = None,
     ) -> MegatronCritic:
-        """Build the critic from a policy, a reward model or a critic (see `checkpoints.critic`).
+        """Build the critic from a policy, a reward model or a critic (see `checkpoints.critic`), or, given the
+        `random_seed` of a random policy of the architecture in `directory`, from that policy's layers.
 
         ValueError where `directory` holds none of these, or not the architecture and tokenizer of `policy_dir`.
         """
-        ranks = part or all_ranks()
+        rank = (part or all_ranks()).rank
 
         def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-            load_critic(directory, tensors, ranks.rank, parameters, settings.head)
+            if random_seed is None:
+                load_critic(directory, tensors, rank, parameters, settings.head)
+            else:
+                initialize_critic_randomly(random_seed, tensors, rank, parameters, settings.head)
 
         return cls(critic_architecture(directory, policy_dir), layout, settings, load, beside, part)
-
-    @classmethod
-    def build_random(
-        cls,
-        policy_dir: str | Path,
-        layout: ParallelLayout,
-        settings: CriticSettings,
-        *,
-        seed: int,
-        beside: Sequence[TrainedModel] = (),
-        part: RankSet | None = None,
-    ) -> MegatronCritic:
-        """Build the critic of a policy that starts from the random weights of `seed`: its layers are the same."""
-        ranks = part or all_ranks()
-
-        def load(parameters: Mapping[str, torch.Tensor], tensors: MegatronLayout) -> None:
-            initialize_critic_randomly(seed, tensors, ranks.rank, parameters, settings.head)
-
-        return cls(ModelArchitecture.from_directory(policy_dir).with_value_head(), layout, settings, load, beside, part)
 
     def forward_values(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """Compute the values of each micro-batch, fp32 [P_local] in this context rank's order of tokens

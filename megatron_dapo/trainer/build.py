@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,7 @@ from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule, build_la
 from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.algorithms.value_loss import ValueLoss, build_value_loss
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.critic import ValueHeadInit
-from megatron_dapo.checkpoints.load import initialize_randomly, load_from_huggingface
 from megatron_dapo.config.schema import Config
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
@@ -94,18 +91,7 @@ def build_learner(
 
 
 def _load_policy(config: Config, topology: RunTopology) -> MegatronActor:
-    path, rank = config.model.path, topology.policy.rank
-    # Without permission the loader names the missing files, which says more than a random policy would.
-    has_weights = any(path.glob("*.safetensors")) or not config.model.allow_random_init
-
-    def load(parameters: Any, tensors: Any) -> None:
-        if has_weights:
-            report = load_from_huggingface(path, tensors, rank, parameters)
-        else:
-            report = initialize_randomly(config.run.seed, tensors, rank, parameters)
-            logger.warning("%s holds no weights: the policy starts from random ones (model.allow_random_init)", path)
-        logger.info("loaded %d of %d tensors from %s", report.num_tensors, report.num_model_tensors, path)
-
+    path = config.model.path
     settings = ActorSettings(
         model=_model_settings(config),
         optimizer=config.optimizer,
@@ -116,8 +102,12 @@ def _load_policy(config: Config, topology: RunTopology) -> MegatronActor:
         offload=config.model.offload,
         collective_timeout_s=collective_timeout(config.run.wait_timeout_seconds),
     )
-    architecture = ModelArchitecture.from_directory(path)
-    return MegatronActor(architecture, topology.policy_layout, settings, load, part=topology.policy)
+    # Without permission the loader names the missing files, which says more than a random policy would.
+    is_random = config.model.allow_random_init and not any(path.glob("*.safetensors"))
+    if is_random:
+        logger.warning("%s holds no weights: the policy starts from random ones (model.allow_random_init)", path)
+    seed = config.run.seed if is_random else None
+    return MegatronActor.build(path, topology.policy_layout, settings, part=topology.policy, random_seed=seed)
 
 
 def critic_start(config: Config) -> Path:
@@ -147,7 +137,7 @@ def _build_critic(config: Config, topology: RunTopology, beside: Sequence[Traine
         head=ValueHeadInit(seed=config.run.seed, scale=config.critic.head_scale),
     )
     if not any(start.glob("*.safetensors")) and start == config.model.path and config.model.allow_random_init:
-        return MegatronCritic.build_random(start, layout, settings, seed=config.run.seed, beside=beside, part=part)
+        return MegatronCritic.build(start, layout, settings, beside=beside, part=part, random_seed=config.run.seed)
     critic = MegatronCritic.build(start, layout, settings, policy_dir=config.model.path, beside=beside, part=part)
     if load_training_state(start, critic, layout, critic.rank, part.group):
         logger.info("the critic resumes with the optimizer state of %s", start)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
@@ -18,58 +17,26 @@ from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricW
 from megatron_dapo.types import Group
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """Paths of a run's output."""
 
-    output_dir: Path
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.output_dir / "tensorboard"
-
-    @property
-    def metrics(self) -> Path:
-        return self.output_dir / "metrics.jsonl"
-
-    @property
-    def evaluation_metrics(self) -> Path:
-        return self.output_dir / "evaluations.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.output_dir / "evaluations"
-
-    @property
-    def samples(self) -> Path:
-        return self.output_dir / "samples.jsonl"
-
-    @property
-    def disagreements(self) -> Path:
-        return self.output_dir / "disagreements.jsonl"
-
-    @property
-    def dumps(self) -> Path:
-        return self.output_dir / "batches"
-
-    @property
-    def huggingface(self) -> Path:
-        return self.output_dir / "huggingface"
-
-    @property
-    def critic(self) -> Path:
-        """Return the directory of the critic and its optimizer state, which can be `critic.path` of another run."""
-        return self.output_dir / "critic"
-
-    @property
-    def summary(self) -> Path:
-        return self.output_dir / "summary.json"
+    def __init__(self, output_dir: Path) -> None:
+        self.tensorboard = output_dir / "tensorboard"
+        self.metrics = output_dir / "metrics.jsonl"
+        self.evaluation_metrics = output_dir / "evaluations.jsonl"
+        self.evaluations = output_dir / "evaluations"
+        self.samples = output_dir / "samples.jsonl"
+        self.disagreements = output_dir / "disagreements.jsonl"
+        self.dumps = output_dir / "batches"
+        self.huggingface = output_dir / "huggingface"
+        self.critic = output_dir / "critic"  # and its optimizer state; can be `critic.path` of another run
+        self.summary = output_dir / "summary.json"
 
 
 class Phases:
     """Times the phases of one rank, shows them, and ends the process with stacks if one takes too long.
 
-    `recorder`: set on the rank that shows progress. `watch`: of a phase by its name, see `recovery.deadlines`.
+    `display`: set on the rank that shows progress. `watch`: of a phase by its name, see `recovery.deadlines`.
     """
 
     def __init__(
@@ -78,7 +45,7 @@ class Phases:
         watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.timer = timer or PhaseTimer(list(PHASES))
-        self.recorder: Recorder | None = None
+        self.display: ProgressView | None = None
         self._watch = watch
 
     @contextmanager
@@ -91,8 +58,8 @@ class Phases:
 
     def show(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
         """Show how far the current phase is, on the rank that shows it."""
-        if self.recorder is not None:
-            self.recorder.phase(text, done, total)
+        if self.display is not None:
+            self.display.phase(text, done, total)
 
 
 class Recorder:
@@ -114,11 +81,6 @@ class Recorder:
         self.progress: ProgressView | None = None
         if telemetry.progress:
             self.progress = progress_view(config.run.total_steps, config.mismatch.alarm, train_step)
-
-    def phase(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
-        """Show what is going on now."""
-        if self.progress is not None:
-            self.progress.phase(text, done, total)
 
     def step(self, train_step: int, metrics: Mapping[str, float]) -> None:
         """Write a finished train step; `metrics` are exactly those of the schema."""

@@ -153,7 +153,7 @@ def _build(
     if rank == 0:
         recorder = Recorder(config, progress.train_step, max(map(int, progress.evaluations), default=-1))
         stack.callback(recorder.close)
-        phases.recorder = recorder
+        phases.display = recorder.progress
     parts = Parts(
         rollout=Rollout(engines, collector, topology.coordination, filter_overlong=config.reward.overlong_filter),
         learner=learner,

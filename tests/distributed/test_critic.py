@@ -8,7 +8,7 @@ import torch
 from launcher import run_distributed
 from safetensors.torch import load_file
 
-from megatron_dapo.checkpoints.convert import first_difference
+from checkpoint_converters.convert import first_difference
 
 MODELS = ("qwen2", "qwen3", "llama3", "qwen3-moe")
 CASES: list[dict[str, Any]] = [

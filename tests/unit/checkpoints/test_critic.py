@@ -12,12 +12,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.checkpoints.architecture import ModelArchitecture
-from megatron_dapo.checkpoints.convert import (
+from checkpoint_converters.convert import (
     first_difference,
     huggingface_to_megatron,
     megatron_to_huggingface,
 )
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.critic import (
     ValueHeadInit,
     critic_architecture,

@@ -83,7 +83,7 @@ def test_a_policy_without_weights_gives_a_critic_that_starts_near_zero(want: Cri
     directory = want.directory.parent / "config_only"
     directory.mkdir(exist_ok=True)
     model_of("qwen3", "ForCausalLM").config.save_pretrained(directory)
-    critic = MegatronCritic.build_random(directory, LAYOUT, settings_of({}), seed=1)
+    critic = MegatronCritic.build(directory, LAYOUT, settings_of({}), random_seed=1)
     values = torch.cat(critic.forward_values(of_rank(LAYOUT)))
     assert 1e-4 < values.abs().mean() < 0.05
 

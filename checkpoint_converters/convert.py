@@ -13,6 +13,15 @@ from pathlib import Path
 
 import torch
 
+from checkpoint_converters.megatron_checkpoint import (
+    MANIFEST_FILE,
+    UNTOUCHED_FILE,
+    MegatronCheckpoint,
+    is_megatron_checkpoint,
+    manifest,
+    one_replica,
+    rank_file,
+)
 from megatron_dapo.checkpoints.architecture import HEADS, ModelArchitecture
 from megatron_dapo.checkpoints.atomic_directory import atomic_directory
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
@@ -22,15 +31,6 @@ from megatron_dapo.checkpoints.huggingface_writer import (
     hf_checkpoint_writer,
 )
 from megatron_dapo.checkpoints.load import check_complete, zero_padding
-from megatron_dapo.checkpoints.megatron_checkpoint import (
-    MANIFEST_FILE,
-    UNTOUCHED_FILE,
-    MegatronCheckpoint,
-    is_megatron_checkpoint,
-    manifest,
-    one_replica,
-    rank_file,
-)
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter, StoredModel
 from megatron_dapo.reshard.execution import execute_from_reader
