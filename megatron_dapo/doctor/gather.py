@@ -66,13 +66,13 @@ class ProbeFailure(RuntimeError):
 def ask(name: str, environment: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
     """Run probe `name` in a process with `environment` added and return its answer. ProbeFailure where there is none."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    return _answer(
-        run(
-            [sys.executable, "-m", _PROBES, name, json.dumps(arguments)],
-            {"PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
-            timeout_s,
-        )
-    )
+    command = [sys.executable, "-m", _PROBES, name, json.dumps(arguments)]
+    output = run(command, {"PYTHONPATH": os.pathsep.join(paths), **(environment or {})}, timeout_s)
+    # Libraries write to standard output, too, before the answer and after it.
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]
+    if not lines:
+        raise ProbeFailure("it ended without an answer")
+    return json.loads(lines[-1].removeprefix(MARK))
 
 
 def run(command: list[str], environment: Mapping[str, str], timeout_s: float) -> str:
@@ -88,13 +88,6 @@ def run(command: list[str], environment: Mapping[str, str], timeout_s: float) ->
     if done.returncode != 0:
         raise ProbeFailure(_cause(done.returncode, done.stderr))
     return done.stdout
-
-
-def _answer(output: str) -> Any:
-    lines = [line for line in output.splitlines() if line.startswith(MARK)]
-    if not lines:
-        raise ProbeFailure("it ended without an answer")
-    return json.loads(lines[-1].removeprefix(MARK))
 
 
 def _cause(code: int, errors: str) -> str:
@@ -259,7 +252,7 @@ def implementation_rows(config: Config | None) -> list[dict[str, str]]:
         precision=config.precision.model_dump(),
         head=config.model.logprob_implementation,
     )
-    rows.append({"op": "rollout engine", "name": _ROLLOUT[config.rollout.engine](config), "reason": "the recipe"})
+    rows.append({"op": "rollout engine", "name": _rollout_engine(config), "reason": "the recipe"})
     return rows
 
 
@@ -271,12 +264,11 @@ def precision_answer(config: Config) -> dict[str, str]:
         return {"problem": str(failure)}
 
 
-def _sglang_engine(config: Config) -> str:
+def _rollout_engine(config: Config) -> str:
+    if config.rollout.engine == "embedded":
+        return "transformers inside the trainer's processes"
     servers = len(config.sglang.urls) or f"{config.sglang.servers_per_node} a node"
     return f"SGLang servers ({servers}, {config.sglang.placement}, weights by {config.sglang.weight_sync_transport})"
-
-
-_ROLLOUT = {"embedded": lambda config: "transformers inside the trainer's processes", "sglang": _sglang_engine}
 
 
 # ---- a recipe
@@ -411,13 +403,6 @@ def _file_bytes(file: Path) -> int:
         return file.lstat().st_size if file.is_file() else 0
     except FileNotFoundError:  # a run that writes there deletes old checkpoints meanwhile
         return 0
-
-
-def shared_memory_dir() -> Path:
-    """Return the directory through which weights reach servers on this node."""
-    from megatron_dapo.bridge.transports.shared_memory import default_directory
-
-    return default_directory()
 
 
 def output_dir_problem(output_dir: Path) -> str:

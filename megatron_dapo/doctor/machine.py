@@ -39,6 +39,11 @@ def conflict(name: str, detail: str, fix: str) -> Finding:
     return Finding(name, "conflict", detail, fix)
 
 
+def conflict_or_ok(name: str, problem: str, fix: str, detail: str) -> Finding:
+    """Return a conflict for `problem`, "" for none: then all is well, with `detail`."""
+    return conflict(name, problem, fix) if problem else ok(name, detail)
+
+
 def first_conflict(findings: Iterable[Finding]) -> Finding | None:
     """Return the first conflict in the order of the checks."""
     # Later ones may be its consequences.
@@ -146,10 +151,11 @@ def _of_job(limits: ProcessLimits) -> str:
 
 def torch_finding(facts: TorchFacts) -> Finding:
     """Check that torch can be imported."""
-    if facts.error and not facts.version:
-        fix = "install torch again: pip install torch with the build for this machine (README, Install by hand)"
-        return conflict("torch", f"it cannot be imported: {facts.error}", fix)
-    return ok("torch", f"{facts.version}, {f'CUDA {facts.cuda}' if facts.cuda else 'a CPU build'}")
+    problem = f"it cannot be imported: {facts.error}" if facts.error and not facts.version else ""
+    fix = "install torch again: pip install torch with the build for this machine (README, Install by hand)"
+    return conflict_or_ok(
+        "torch", problem, fix, f"{facts.version}, {f'CUDA {facts.cuda}' if facts.cuda else 'a CPU build'}"
+    )
 
 
 def gpu_finding(facts: TorchFacts) -> Finding:
@@ -187,13 +193,9 @@ def _devices_finding(facts: TorchFacts) -> Finding:
 
 def nccl_finding(facts: TorchFacts) -> Finding:
     """Check for NCCL, over which ranks on GPUs communicate."""
-    if facts.nccl is not None:
-        return ok("nccl", facts.nccl)
-    if not facts.devices:
-        return ok("nccl", "not needed without a GPU")
-    return conflict(
-        "nccl", "this torch has none, so ranks on GPUs cannot communicate", "install the CUDA build of torch"
-    )
+    is_missing = facts.nccl is None and facts.devices
+    problem = "this torch has none, so ranks on GPUs cannot communicate" if is_missing else ""
+    return conflict_or_ok("nccl", problem, "install the CUDA build of torch", facts.nccl or "not needed without a GPU")
 
 
 def bfloat16_finding(devices: Sequence[Device], dtype: str) -> Finding:
@@ -222,7 +224,8 @@ def linear_products_finding(answer: Mapping[str, str], num_bf16_layers: int) -> 
 
 def transformer_engine_findings(facts: TransformerEngineFacts, has_gpu: bool, locked: str | None) -> list[Finding]:
     """Check that Transformer Engine works, and its answer on FP8. `locked`: the lock's version."""
-    name, install = "transformer engine", f"pip install --no-build-isolation '{TE_PACKAGE}{_pin(locked)}'"
+    pin = f"=={locked}" if locked else ""
+    name, install = "transformer engine", f"pip install --no-build-isolation '{TE_PACKAGE}{pin}'"
     if facts.version is None:
         if has_gpu:
             return [warning(name, "not installed: the package's own layers run, without FP8", install)]
@@ -232,11 +235,8 @@ def transformer_engine_findings(facts: TransformerEngineFacts, has_gpu: bool, lo
         return [conflict(name, f"{facts.version} is installed but broken: {facts.error}", fix)]
     if not has_gpu:
         return [ok(name, f"{facts.version}; its layers are not used without a GPU")]
-    findings = [ok(name, facts.version)]
-    for title, support in (("fp8", facts.fp8), ("fp8 block scaling", facts.fp8_block_scaling)):
-        if support is not None:
-            findings.append(_support_finding(title, support))
-    return findings
+    asked = (("fp8", facts.fp8), ("fp8 block scaling", facts.fp8_block_scaling))
+    return [ok(name, facts.version), *(_support_finding(title, support) for title, support in asked if support)]
 
 
 def _support_finding(title: str, support: Support) -> Finding:
@@ -271,13 +271,8 @@ def triton_finding(version: str | None, has_gpu: bool) -> Finding:
 
 def psutil_finding(version: str | None) -> Finding:
     """Check for psutil: without it a worker of megatron-core's checkpoint save fails and the save never returns."""
-    if version is None:
-        return conflict("psutil", "not installed: saving a megatron-core checkpoint hangs", "pip install psutil")
-    return ok("psutil", version)
-
-
-def _pin(version: str | None) -> str:
-    return f"=={version}" if version else ""
+    problem = "" if version else "not installed: saving a megatron-core checkpoint hangs"
+    return conflict_or_ok("psutil", problem, "pip install psutil", version or "")
 
 
 # ---- packages
@@ -315,8 +310,7 @@ def choose_lock(locks: Sequence[Lock], device: str, python: tuple[int, int]) -> 
 
 def python_finding(version: tuple[int, int, int], lock: Lock | None) -> Finding:
     """Check that the interpreter is supported, and the lock's."""
-    text = ".".join(map(str, version))
-    supported = f"{_text(OLDEST_PYTHON)} to {_text(NEWEST_PYTHON)}"
+    text, supported = _text(version), f"{_text(OLDEST_PYTHON)} to {_text(NEWEST_PYTHON)}"
     if not OLDEST_PYTHON <= version[:2] <= NEWEST_PYTHON:
         fix = f"make the environment with Python {_text(lock.python if lock else NEWEST_PYTHON)}"
         return conflict("python", f"{text}; supported are {supported}", fix)
@@ -329,28 +323,25 @@ def package_findings(
     lock: Lock | None, installed: Mapping[str, str], required: Mapping[str, Requirement]
 ) -> list[Finding]:
     """Check each package against lock and requirements, required ones first. Keys are canonical names."""
-    if lock is None:
-        findings = [warning("lock", "no tested lock lies beside this installation", "install from the repository")]
-    else:
-        findings = [ok("lock", f"{lock.name}: {len(lock.pins)} packages")]
-    pins = lock.pins if lock else {}
-    names = [*required, *(name for name in pins if name not in required)]
-    return findings + [_package(name, installed.get(name), pins.get(name), required.get(name)) for name in names]
+    first = warning("lock", "no tested lock lies beside this installation", "install from the repository")
+    pins: Mapping[str, str] = {}
+    if lock is not None:
+        first, pins = ok("lock", f"{lock.name}: {len(lock.pins)} packages"), lock.pins
+    names = dict.fromkeys((*required, *pins))
+    return [first, *(_package(name, installed.get(name), pins.get(name), required.get(name)) for name in names)]
 
 
 def _package(name: str, installed: str | None, locked: str | None, required: Requirement | None) -> Finding:
     label = f"package {name}"
     words = f"installed {installed or 'not'}, locked {locked or 'not'}"
     install = f"pip install '{name}=={locked}'" if locked else f"pip install '{required}'"
-    if required is not None and not _satisfies(installed, required):
+    # Pre-releases count: vendors' images carry torch builds such as 2.11.0a0.
+    fits = required is None or installed is not None and required.specifier.contains(installed, prereleases=True)
+    if not fits:
         return conflict(label, f"{words}, needed {required}", install)
     if locked is not None and _public(installed) != _public(locked):
         return warning(label, words, install)
     return ok(label, words)
-
-
-def _satisfies(installed: str | None, required: Requirement) -> bool:
-    return installed is not None and required.specifier.contains(installed, prereleases=True)
 
 
 def _public(version: str | None) -> str | None:

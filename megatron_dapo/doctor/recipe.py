@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config.errors import Violation
-from megatron_dapo.doctor.machine import Finding, conflict, ok, warning
+from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, ok, warning
 from megatron_dapo.engines.sglang.versions import NEWEST, OLDEST, api_version_of
 
 # Largest relative error of an output or gradient. Rounding stays several times below; a wrong mask or order of heads is off
@@ -95,13 +95,6 @@ def processes_finding(needed: int, num_devices: int) -> Finding:
     return warning("processes", f"{needed} of the trainer, {num_devices} GPUs here", fix)
 
 
-def model_finding(path: Path, problem: str, detail: str) -> Finding:
-    """Report the model directory; `problem`: why it cannot be read, "" for none."""
-    if problem:
-        return conflict("model directory", problem, f"set model.path, or copy the directory again ({path})")
-    return ok("model directory", detail)
-
-
 def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
     """Check that the engines' environment can start the recipe's servers."""
     name, newest = "sglang", ".".join(map(str, NEWEST))
@@ -117,21 +110,11 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
         return [conflict(name, str(error), install + newest)]
     supported = f"{'.'.join(map(str, OLDEST))} to {newest}"
     findings = [ok(name, f"{facts.version} for {facts.python}; supported are {supported}")]
-    if wants_router and not facts.has_router:
+    if wants_router:
+        problem = "" if facts.has_router else f"sglang_router is not installed for {facts.python}"
         fix = f"{facts.python} -m pip install sglang-router==0.3.2, or set sglang.router = false"
-        findings.append(conflict("sglang router", f"sglang_router is not installed for {facts.python}", fix))
-    elif wants_router:
-        findings.append(ok("sglang router", "installed"))
+        findings.append(conflict_or_ok("sglang router", problem, fix, "installed"))
     return findings
-
-
-def engine_key_finding(path: str, problem: str) -> Finding:
-    """Report the key file of external servers; `problem`: why it cannot be used, "" for none."""
-    if problem:
-        return conflict(
-            "engine key", problem, "set sglang.api_key_file to the servers' key, readable by its owner alone"
-        )
-    return ok("engine key", path)
 
 
 def checkpoint_storage(path: Path, free: int, kept: int, models: Sequence[CheckpointSize], keep: int) -> Storage:
@@ -176,26 +159,7 @@ def shared_memory_storage(
 def storage_finding(storage: Storage) -> Finding:
     """Check that a file system has the space."""
     detail = f"{storage.path}: {size(storage.free)} free, needed {size(storage.needed)} = {storage.formula}"
-    if storage.free < storage.needed:
-        return conflict(storage.name, detail, storage.fix)
-    return ok(storage.name, detail)
-
-
-def output_dir_finding(output_dir: Path, problem: str) -> Finding:
-    """Report run.output_dir; `problem`: why it cannot be written, "" for none."""
-    if problem:
-        fix = "set run.output_dir to a directory of your own, or wait for the run that uses it"
-        return conflict("output directory", problem, fix)
-    return ok("output directory", f"{output_dir} can be written")
-
-
-def ports_finding(host: str, wanted: int, problem: str) -> Finding:
-    """Report `wanted` free ports; `problem`: why they cannot be reserved, "" for none."""
-    if problem:
-        return conflict(
-            "ports", problem, "set sglang.host to an address of this node, or end the processes that use the ports"
-        )
-    return ok("ports", f"{wanted} free on {host}")
+    return conflict_or_ok(storage.name, detail if storage.free < storage.needed else "", storage.fix, detail)
 
 
 def attention_findings(results: Sequence[AttentionResult], dtype: str, shape: str) -> list[Finding]:

@@ -20,7 +20,7 @@ from megatron_dapo.config import (
 )
 from megatron_dapo.doctor import gather, machine, recipe
 from megatron_dapo.doctor.gather import ProbeFailure
-from megatron_dapo.doctor.machine import Finding, conflict, first_conflict
+from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, first_conflict
 
 PACKAGE = "package "
 
@@ -116,8 +116,14 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> 
     yield recipe.processes_finding(config.num_processes, len(torch.devices))
     yield machine.bfloat16_finding(torch.devices, config.model.dtype)
     problem, detail = gather.model_problem(config)
-    yield recipe.model_finding(config.model.path, problem, detail)
-    yield recipe.output_dir_finding(config.run.output_dir, gather.output_dir_problem(config.run.output_dir))
+    output_dir, path = config.run.output_dir, config.model.path
+    yield conflict_or_ok("model directory", problem, f"set model.path, or copy the directory again ({path})", detail)
+    yield conflict_or_ok(
+        "output directory",
+        gather.output_dir_problem(output_dir),
+        "set run.output_dir to a directory of your own, or wait for the run that uses it",
+        f"{output_dir} can be written",
+    )
     if config.rollout.engine == "sglang":
         num_bytes = None if problem else gather.model_bytes(config)
         yield from _servers(config, bool(torch.devices), num_bytes)
@@ -131,14 +137,19 @@ def _recipe(config: Config, torch: machine.TorchFacts, report: DoctorReport) -> 
 def _servers(config: Config, has_gpu: bool, model_bytes: int | None) -> Iterator[Finding]:
     sglang = config.sglang
     if sglang.urls:
-        yield recipe.engine_key_finding(sglang.api_key_file, gather.key_problem(sglang.api_key_file))
+        fix = "set sglang.api_key_file to the servers' key, readable by its owner alone"
+        yield conflict_or_ok("engine key", gather.key_problem(sglang.api_key_file), fix, sglang.api_key_file)
         return
     yield from recipe.sglang_findings(gather.sglang_facts(config), sglang.router)
     # Each server needs a port for requests and one for its ranks' rendezvous; the router one for requests and one for metrics.
     wanted = 2 * (sglang.servers_per_node + sglang.router)
-    yield recipe.ports_finding(sglang.host, wanted, gather.ports_problem(sglang.host, wanted))
+    fix = "set sglang.host to an address of this node, or end the processes that use the ports"
+    yield conflict_or_ok("ports", gather.ports_problem(sglang.host, wanted), fix, f"{wanted} free on {sglang.host}")
     if sglang.weight_sync_transport == "shared_memory" and not has_gpu:
-        directory, ranks = gather.shared_memory_dir(), sglang.servers_per_node * sglang.tp_size
+        # Imported here: a report about a broken torch must not import it.
+        from megatron_dapo.bridge.transports.shared_memory import default_directory
+
+        directory, ranks = default_directory(), sglang.servers_per_node * sglang.tp_size
         free = gather.free_bytes(directory)
         yield recipe.storage_finding(
             recipe.shared_memory_storage(directory, free, ranks, sglang.weight_sync_bucket_mb, model_bytes)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dapo.config import Violation
 from megatron_dapo.doctor import recipe
+from megatron_dapo.doctor.machine import conflict, conflict_or_ok, ok
 from megatron_dapo.doctor.recipe import AttentionResult, CheckpointSize, SglangFacts, Storage
 
 PYTHON = Path("/engines/bin/python")
@@ -87,19 +88,10 @@ def test_storage_says_both_numbers(free: int, verdict: str) -> None:
     assert finding.verdict == verdict and recipe.size(free) in finding.detail and "1 kB = 10 x 100" in finding.detail
 
 
-@pytest.mark.parametrize(
-    "judge",
-    [
-        lambda problem: recipe.model_finding(DIRECTORY, problem, "qwen2"),
-        lambda problem: recipe.output_dir_finding(DIRECTORY, problem),
-        lambda problem: recipe.ports_finding("127.0.0.1", 2, problem),
-        lambda problem: recipe.engine_key_finding("key", problem),
-    ],
-)
-def test_a_problem_is_a_conflict_and_none_is_ok(judge) -> None:
-    assert judge("").verdict == "ok"
-    finding = judge("mode 0644 lets others at it")
-    assert finding.verdict == "conflict" and "mode 0644" in finding.detail
+def test_a_problem_is_a_conflict_and_none_is_ok() -> None:
+    assert conflict_or_ok("engine key", "", "change it", "the key") == ok("engine key", "the key")
+    finding = conflict_or_ok("engine key", "mode 0644 lets others at it", "change it", "the key")
+    assert finding == conflict("engine key", "mode 0644 lets others at it", "change it")
 
 
 def attention(results: list[AttentionResult], dtype: str = "bfloat16") -> dict[str, str]:
