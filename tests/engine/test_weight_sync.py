@@ -200,7 +200,7 @@ class TruncatingControl:
 def test_a_truncated_message_to_one_rank_is_no_end_of_the_server(number, setup):
     report = setup.update(next(VERSIONS), 1.2, control=TruncatingControl(setup.client, number))
     last = setup.world.layout.tensor_parallel - 1
-    assert f"rank {last} of the engine" in report.failures[0] and "report" in report.failures[0]
+    assert f"rank {last} of the engine" in report.failures[0] and "left no reply" in report.failures[0]
     assert setup.server.is_alive()
     assert setup.update(next(VERSIONS), 1.2).is_complete
     assert setup.gap(1.2) < TOLERANCE
