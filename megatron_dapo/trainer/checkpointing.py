@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRAINING_STATE = "training_state"
+RESUMED = "resuming from %s"  # the log line by which the proof of resume finds the checkpoint
 
 
 class Stateful(Protocol):
@@ -138,7 +139,7 @@ class Checkpoints:
         if found is None:
             return -1
         self.restore(found)
-        logger.info("resuming from %s", found.directory)
+        logger.info(RESUMED, found.directory)
         return found.step
 
     def restore_step(self, step: int) -> None:

@@ -72,7 +72,7 @@ def test_a_corrupt_checkpoint_is_passed_over_and_said_so(finished: Finished, tmp
     assert run.wait() == 0, run.exit_reason()
     log = run.log.read_text()
     assert "step_000004: contents of rank_00001.safetensors changed since they were written; trying the one" in log
-    assert "checkpoints/step_000003" in log.partition("continuing from ")[2].splitlines()[0]
+    assert "checkpoints/step_000003" in log.partition("resuming from ")[2].splitlines()[0]
     assert next(run_differences(finished.directory, directory), "") == ""
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 
 from megatron_dapo.launch.local import worker_pid_file
+from megatron_dapo.trainer.checkpointing import RESUMED
 from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -188,28 +189,39 @@ def _is_torchrun(process: psutil.Process) -> bool:
         return False
 
 
-# Phase of a stack: the first row with a function on it. Innermost work comes first.
-_PHASES: tuple[tuple[str, str], ...] = (
-    ("checkpoint write", r"checkpoint_store.py.* in write_own"),
-    ("checkpoint commit", r"checkpoint_store.py.* in (commit|begin|clean|_delete)"),
-    ("checkpoint", r"checkpoint_store.py.* in save_checkpoint"),
-    ("export", r"run.py.* in export"),
-    ("optimizer step", r"optimizer.py.* in guarded_step"),
-    ("forward and backward", r"learner.py.* in _step$"),
-    ("old log-probs", r"learner.py.* in _behavior_terms"),
-    ("evaluation", r"loop.py.* in _evaluate"),
-    ("scoring", r"scoring.py.* in score"),
-    ("generation", r"rollout.py.* in generate"),
-    ("weight sync", r"loop.py.* in _update_weights"),
-    ("recording", r"recorder.py.* in "),
-    ("loop", r"loop.py.* in "),
-    ("start or end", r"run.py.* in "),
+# Phase of a stack: the first row with one of its functions on it, or for no function with any of its file. Innermost work
+# comes first, because every stack has the loop on it.
+PHASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("checkpoint write", "recovery/checkpoint_store.py", ("write_own",)),
+    ("checkpoint commit", "recovery/checkpoint_store.py", ("commit", "begin", "clean", "_delete")),
+    ("checkpoint", "recovery/checkpoint_store.py", ("save_checkpoint",)),
+    ("export", "trainer/run.py", ("export", "export_critic")),
+    ("optimizer step", "megatron/optimizer.py", ("guarded_step",)),
+    ("forward and backward", "trainer/updater.py", ("step",)),
+    ("old log-probs", "trainer/actor_learner.py", ("_behavior_terms",)),
+    ("values", "trainer/critic_learner.py", ("values",)),
+    ("evaluation", "trainer/loop.py", ("_evaluate",)),
+    ("scoring", "rollout/scoring.py", ("score",)),
+    ("generation", "trainer/rollout.py", ("generate",)),
+    ("weight sync", "trainer/loop.py", ("_update_weights",)),
+    ("recording", "trainer/recorder.py", ()),
+    ("loop", "trainer/loop.py", ()),
 )
+START_OR_END = "start or end"
 
 
 def phase_of(stacks: str) -> str:
     """Return the phase of a worker from the stacks that faulthandler wrote."""
-    return next((name for name, pattern in _PHASES if re.search(pattern, stacks, re.MULTILINE)), "start or end")
+    frames = re.findall(r'File ".*?([^/"]+/[^/"]+)", line \d+ in (\w+)', stacks)
+    for name, file, functions in PHASES:
+        if any(found == file and (not functions or function in functions) for found, function in frames):
+            return name
+    return START_OR_END
+
+
+def resumed_from(log: str) -> str:
+    """Return the name of the last checkpoint that a run's log says it resumed from, "" for none."""
+    return (re.findall(RESUMED.replace("%s", r"\S*/(step_\d+)"), log) or [""])[-1]
 
 
 def prove_resume(settings: ResumeProofSettings, say: Say = lambda line: None) -> ResumeProofReport:
@@ -357,11 +369,11 @@ def kill_at(settings: ResumeProofSettings, directory: Path, moment: Moment) -> K
 
 
 def resume_and_compare(settings: ResumeProofSettings, reference: Path, directory: Path) -> tuple[str, str]:
-    """Restart the run until its end; return (checkpoint it continued from or "", first difference or "")."""
+    """Restart the run until its end; return (checkpoint it resumed from or "", first difference or "")."""
     run = RunProcess(settings, directory)
     code = run.wait()
     log = run.log.read_text(encoding="utf-8", errors="replace")
-    resumed = (re.findall(r"continuing from \S*/(step_\d+)", log) or [""])[-1]
+    resumed = resumed_from(log)
     if code:
         return resumed, f"{directory}: the restarted run ended with exit code {code}: {run.exit_reason()}"
     return resumed, next(run_differences(reference, directory), "")

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tools.resume_proof.compare_runs import checkpoint_steps, is_clocked, run_differences
-from tools.resume_proof.kill_points import phase_of
 
 
 def write_json(path: Path, value: object) -> None:
@@ -117,19 +116,3 @@ def test_every_other_difference_is_found(change: str, run: Path, other: Path) ->
     for first, second in ((run, other), (other, run)):
         assert list(run_differences(first, second)), change
     assert place in next(run_differences(run, other))
-
-
-def test_where_a_kill_hit_is_the_innermost_work() -> None:
-    writing = (
-        '  File "/x/recovery/durable_files.py", line 60 in write_file\n'
-        '  File "/x/recovery/checkpoint_store.py", line 250 in write_own\n'
-        '  File "/x/trainer/loop.py", line 204 in _save\n  File "/x/trainer/run.py", line 60 in run_training\n'
-    )
-    assert phase_of(writing) == "checkpoint write"
-    assert phase_of('  File "/x/trainer/run.py", line 60 in run_training\n') == "start or end"
-    assert (
-        phase_of(
-            '  File "/x/megatron/optimizer.py", line 80 in guarded_step\n  File "/x/learner.py", line 1 in _step\n'
-        )
-        == "optimizer step"
-    )
