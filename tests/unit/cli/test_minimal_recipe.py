@@ -33,4 +33,4 @@ def test_an_evaluation_that_is_asked_for_needs_its_data(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["t"]\n[evaluation]\ninterval = 5\n')
     result = CliRunner().invoke(app, ["train", str(recipe), "--dry-run"])
-    assert result.exit_code == 2 and "data.eval_paths names a file where evaluation.interval > 0" in result.output
+    assert result.exit_code == 2 and "data.eval_paths != () where evaluation.interval > 0" in result.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from megatron_dapo.config import (
     require_valid,
     schedule_steps,
     validate,
+    validator,
 )
-from megatron_dapo.config.errors import nearest_divisor
+from megatron_dapo.config.rules import Rule, broken, nearest_divisor
 from megatron_dapo.config.schema import leaf_fields, section_types, union_names
 from megatron_dapo.config.validator import field_bounds
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -479,3 +481,36 @@ def test_a_wrong_number_of_processes_is_named_with_those_of_the_critic() -> None
     config = with_own(critic__parallel__num_processes=1, critic__parallel__tp_size=1, parallel__num_processes=4)
     [found] = validate(config, world_size=3)
     assert found.path == "parallel.num_processes" and "start 5 processes" in found.suggestion
+
+
+ALL_RULES = (
+    *validator.RULES,
+    *validator.LAYOUT_RULES,
+    *validator.WORLD_RULES,
+    *validator.ARCHITECTURE_RULES,
+    *validator.PRECISION_RULES,
+    *validator.PRECISION_ARCHITECTURE_RULES,
+    *validator.CRITIC_RULES,
+    *validator.ENGINE_RULES,
+    validator.OWN_PROCESSES_RULE,
+)
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.formula)
+def test_every_expression_of_a_rule_can_be_evaluated(rule: Rule) -> None:
+    """Also those of `where` and `fix` that no broken configuration of these tests reaches."""
+    # Sizes whose 0 stands for another field are given: `where` keeps 0 from a formula that divides by it.
+    config = make(algorithm__name="tppo", parallel__etp_size=1, critic__mini_batch_prompts=4)
+    for formula, where in (("False", "True"), (rule.formula, "True"), (rule.formula, rule.where)):
+        found = list(broken([replace(rule, formula=formula, where=where)], config, facts_of(config)))
+        assert not found or (found[0].path and "{" not in found[0].suggestion)
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    return {**validator.facts_of(config, 1), **vars(QWEN_32B)}
+
+
+def test_a_rule_is_silent_where_a_field_it_names_is_out_of_its_range() -> None:
+    """A divisor of 0 has its own line; -3 would make two of one mistake."""
+    for number in (0, -3):
+        assert paths(make(training__mini_batch_prompts=number)) == ["training.mini_batch_prompts"]

@@ -61,7 +61,7 @@ def test_the_critics_schedule_has_the_same_rule_in_both() -> None:
     config = load_config(VAPO, decaying).config  # 24 train steps, 30 of pretraining at most
     for one, total in ((config, 24), (pretraining_config(config), 30)):
         (found,) = validate(one)
-        assert found.path == "critic.optimizer.warmup_steps" and found.values["steps_of_the_run"] == total
+        assert found.path == "critic.optimizer.warmup_steps" and found.values["critic_scheduled_steps"] == total
         assert found.suggestion == f"set critic.optimizer.warmup_steps below {total}"
     enough = load_config(VAPO, [*decaying, 'critic.optimizer.warmup_unit="optimizer_step"']).config
     assert validate(enough) == []  # 8 mini-batches a train step

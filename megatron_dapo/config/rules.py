@@ -1,0 +1,82 @@
+"""Relations between fields as data: the formula that an error prints is the one that was checked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dapo.config.errors import Violation, value_of
+from megatron_dapo.config.schema import Config, leaf_fields
+
+# A dotted path such as parallel.tp_size, or a single word such as num_layers.
+_NAME = re.compile(r"[a-z_]\w*(?:\.\w+)*")
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of `number` closest to `wanted` (the smaller one of two equally close)."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0] if number > 0 else [1]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def padded(number: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
+    return math.ceil(number / multiple) * multiple
+
+
+def is_function_path(name: str) -> bool:
+    """Return whether `name` has the form package.module:function."""
+    module, _, function = name.partition(":")
+    return bool(function) and all(part.isidentifier() for part in (*module.split("."), *function.split(".")))
+
+
+_FUNCTIONS = {
+    **{one.__name__: one for one in (any, range, min, max, math.gcd, math.ceil)},
+    **{one.__name__: one for one in (nearest_divisor, padded, is_function_path)},
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A relation that must hold where `where` does; both are Python expressions over the configuration's sections, the
+    facts given to `broken`, and the functions above."""
+
+    formula: str
+    fix: str  # an expression in braces is replaced by its value
+    where: str = "True"
+    reason: str = ""
+    path: str = ""  # the field to change; "": the first one that `fix` names
+
+    def fields(self) -> list[str]:
+        """Return the dotted paths of all fields that the rule is about, the one to change first."""
+        texts = (self.path or self.fix, self.formula, self.where, self.reason)
+        return list(dict.fromkeys(name for text in texts for name in _NAME.findall(text) if name in leaf_fields()))
+
+
+def broken(
+    rules: Sequence[Rule], config: Config, facts: Mapping[str, Any], out_of_range: Set[str] = frozenset()
+) -> Iterator[Violation]:
+    """Yield a violation for every rule that does not hold. `facts`: numbers that are no fields, by the name that formulas
+    use."""
+    sections = {name: getattr(config, name) for name in type(config).model_fields}
+    # All names are globals: a generator expression inside eval sees no others. The expressions are constants of this
+    # package; without builtins one that is mistyped fails here rather than doing something else.
+    names = {"__builtins__": {}, **_FUNCTIONS, **sections, **facts}
+    for rule in rules:
+        fields = rule.fields()
+        # A field outside its own range is reported already; computing with it could only divide by 0 or mislead.
+        if not out_of_range.isdisjoint(fields) or not eval(rule.where, names) or eval(rule.formula, names):
+            continue
+        words = [name for text in (rule.formula, rule.where) for name in _NAME.findall(text)]
+        where = f" where {rule.where}" if rule.where != "True" else ""
+        yield Violation(
+            path=rule.path or fields[0],
+            formula=rule.formula + where + (f" ({rule.reason})" if rule.reason else ""),
+            suggestion=re.sub(r"{(.+?)}", lambda match: str(eval(match[1], names)), rule.fix),
+            values={
+                **{path: value_of(config, path) for path in fields},
+                **{name: facts[name] for name in words if name in facts},
+            },
+        )
