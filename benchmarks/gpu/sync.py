@@ -47,7 +47,7 @@ from step import MODELS, QWEN
 from weight_sink import DEADLINE_S, SinkClient, SinkControl
 
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
-from megatron_dapo.bridge.transports.base import EngineControl, GroupCoordinator, SyncDeadline, SyncRequest, transfer
+from megatron_dapo.bridge.transports.base import ServerControl, SyncDeadline, SyncRequest, transfer
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
@@ -58,6 +58,7 @@ from megatron_dapo.engines.sglang.keys import create_key, read_key
 from megatron_dapo.engines.sglang.served import EngineStartError
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.planner import plan
@@ -72,7 +73,7 @@ START_MARGIN_S = 30.0  # of a case's time, for what is not the server's start
 class Trainer:
     """The weights and the updates that carry them."""
 
-    def __init__(self, directory: Path, device: torch.device, bucket_bytes: int, control: EngineControl) -> None:
+    def __init__(self, directory: Path, device: torch.device, bucket_bytes: int, control: ServerControl) -> None:
         architecture = ModelArchitecture.from_directory(directory / "model")
         tensors = megatron_layout(architecture, ParallelLayout(1), DTYPE)
         self.engine = sglang_layout(architecture, 1, DTYPE, device=device.type)
@@ -89,7 +90,7 @@ class Trainer:
 
     def update(self, slots: str) -> WeightSync:
         """A state machine whose transport has its slots there."""
-        handles, everyone = EngineHandles([0], {0: self.control}), GroupCoordinator(dist.group.WORLD)
+        handles, everyone = EngineHandles([0], {0: self.control}), Coordination(dist.group.WORLD)
         place = self._device if slots == "gpu" else torch.device("cpu")
         transport = SharedMemoryTransport(self._plan, handles, 0, NodeTopology(1, 1), everyone, device=place)
         return WeightSync(self._plan, handles, transport, everyone)
@@ -147,7 +148,7 @@ def without_trainer_checksums() -> Iterator[None]:
 # ---- engines
 
 
-def start_loader(directory: Path, device: torch.device, stack: ExitStack) -> EngineControl:
+def start_loader(directory: Path, device: torch.device, stack: ExitStack) -> ServerControl:
     """The weight loader of one engine rank in a process of its own."""
     file = directory / "specification.json"
     specification = {
@@ -170,7 +171,7 @@ def start_loader(directory: Path, device: torch.device, stack: ExitStack) -> Eng
 
 def start_server(
     directory: Path, device: torch.device, python: Path, timeout_s: float, stack: ExitStack
-) -> EngineControl:
+) -> ServerControl:
     """A stock SGLang server with random weights."""
     settings = ServerSettings(
         python=python,

@@ -22,7 +22,7 @@ from weight_sink import DEADLINE_S, SinkClient, SinkControl
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena, remove_arena
 from megatron_dapo.bridge.protocol.peer_group import Address, RendezvousStore, join
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
-from megatron_dapo.bridge.transports.base import EngineControl, GroupCoordinator, SyncDeadline, SyncRequest, transfer
+from megatron_dapo.bridge.transports.base import ServerControl, SyncDeadline, SyncRequest, transfer
 from megatron_dapo.bridge.transports.p2p import P2PTransport
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport, default_directory
 from megatron_dapo.bridge.weight_sync import EngineHandles, WeightSync
@@ -35,6 +35,7 @@ from megatron_dapo.engines.sglang.versions import api_version_of
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.execution import execute_distributed
@@ -73,7 +74,7 @@ class Trainer:
         ranks = range(self.specification["engine_tensor"]) if self.rank == 0 else ()
         return [SinkClient(self.directory / f"sink{rank}.sock") for rank in ranks]
 
-    def control(self) -> dict[int, EngineControl]:
+    def control(self) -> dict[int, ServerControl]:
         if self.rank:
             return {}
         server = self.specification["server"]
@@ -146,14 +147,14 @@ def without_trainer_checksums() -> Iterator[None]:
 def _p2p_update(trainer: Trainer) -> WeightSync:
     reshard = plan(trainer.actor.tensors, ShiftedLayout(trainer.engine, trainer.size), ranks_per_node=trainer.size)
     sync_plan = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"], rank_offset=trainer.size)
-    handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
+    handles, everyone = EngineHandles([0], trainer.control()), Coordination(dist.group.WORLD)
     return WeightSync(sync_plan, handles, P2PTransport(sync_plan, handles, everyone), everyone)
 
 
 def _shared_memory_update(trainer: Trainer) -> WeightSync:
     reshard = plan(trainer.actor.tensors, trainer.engine, ranks_per_node=trainer.size)
     sync_plan = SyncPlan(reshard, trainer.engine, trainer.specification["bucket_bytes"])
-    handles, everyone = EngineHandles([0], trainer.control()), GroupCoordinator(dist.group.WORLD)
+    handles, everyone = EngineHandles([0], trainer.control()), Coordination(dist.group.WORLD)
     nodes = NodeTopology(trainer.size, trainer.size)
     transport = SharedMemoryTransport(sync_plan, handles, trainer.rank, nodes, everyone)
     return WeightSync(sync_plan, handles, transport, everyone)

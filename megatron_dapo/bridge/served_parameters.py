@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from megatron_dapo.bridge.protocol.description import DESCRIBE, DescriptionChannel, get_description
 from megatron_dapo.bridge.protocol.messages import Command
 from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, PeerError, RendezvousStore
-from megatron_dapo.bridge.transports.base import LOAD_FORMAT, EngineControl, SyncDeadline, encode_payload
+from megatron_dapo.bridge.transports.base import LOAD_FORMAT, ServerControl, SyncDeadline, encode_payload
 from megatron_dapo.reshard.layout import TensorSpec
 
 
 def served_parameters(
-    control: EngineControl, tensor_parallel: int, *, host: str = LOOPBACK, timeout_s: float = 60.0
+    control: ServerControl, tensor_parallel: int, *, host: str = LOOPBACK, timeout_s: float = 60.0
 ) -> list[Mapping[str, TensorSpec]]:
     """Return shape and element type of every parameter of each rank of one server, as its model holds them now.
 

@@ -27,7 +27,6 @@ from megatron_dapo.bridge.sources import WeightSource
 from megatron_dapo.bridge.sync_plan import SyncPlan
 from megatron_dapo.bridge.transports.base import (
     Call,
-    Coordinator,
     EngineControl,
     EngineFailure,
     EngineHandles,
@@ -39,6 +38,7 @@ from megatron_dapo.bridge.transports.base import (
     reason_of,
     transfer,
 )
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.reshard.execution import Buffers
 
 logger = logging.getLogger(__name__)
@@ -110,12 +110,12 @@ class SyncReport:
 class WeightSync:
     """Drives all engines of a run through weight syncs. Collective: every trainer rank has one and makes the same calls.
 
-        sync = WeightSync(plan, handles, transport, coordinator)
+        sync = WeightSync(plan, handles, transport, coordination)
         report = sync.update(version, actor.named_local_parameters())
         if not report.is_complete: ...   # restart report.failures, then sync.update_engines(engines, version, parameters)
 
     Args:
-        coordinator: all trainer ranks.
+        coordination: all trainer ranks.
         session: name of this life of the trainer; versions must not go backwards within it. Rank 0's is taken.
         release_cache: called on every rank between the transfer and the engines' wake-up, if they share devices with
             the trainer.
@@ -127,7 +127,7 @@ class WeightSync:
         plan: SyncPlan,
         handles: EngineHandles,
         transport: Transport,
-        coordinator: Coordinator,
+        coordination: Coordination,
         timeouts: SyncTimeouts | None = None,
         session: str | None = None,
         release_cache: Callable[[], None] | None = None,
@@ -138,7 +138,7 @@ class WeightSync:
         self.plan = plan
         self.handles = handles
         self.transport = transport
-        self.coordinator = coordinator
+        self.coordination = coordination
         self.timeouts = timeouts or SyncTimeouts()
         self.states = dict.fromkeys(range(plan.num_engines), EngineState.UNSERVED)
         self.versions: dict[int, int | None] = dict.fromkeys(range(plan.num_engines))
@@ -217,7 +217,7 @@ class WeightSync:
             _drop(reports[engine], reason)
         for engine, num_bytes in result.num_bytes.items():
             reports[engine].num_bytes = num_bytes
-        for engine in self.handles.led_by(self.coordinator.rank, alive):
+        for engine in self.handles.led_by(self.coordination.rank, alive):
             reports[engine].seconds["transfer"] = time.perf_counter() - start
         if self._release_cache is not None:
             # Before the exchange that every engine's resume waits for: KV caches need the memory then.
@@ -229,9 +229,9 @@ class WeightSync:
         """Compare the checksums the engines read back with the sums of what all ranks wrote."""
         alive = self._in_state(reports, EngineState.TRANSFERRING)
         ranks = [rank for engine in alive for rank in self.plan.ranks_of(engine)]
-        total = self.coordinator.sum(result.expected.vector(ranks), "the checksums", self.timeouts.grace_s)
+        total = self.coordination.sum(result.expected.vector(ranks), "the checksums", self.timeouts.grace_s)
         expected = result.expected.named(ranks, total)
-        for engine in self.handles.led_by(self.coordinator.rank, alive):
+        for engine in self.handles.led_by(self.coordination.rank, alive):
             problem = self._difference(engine, version, result, expected)
             if problem:
                 _drop(reports[engine], problem)
@@ -285,7 +285,7 @@ class WeightSync:
         seconds: float,
     ) -> None:
         """Run `steps` for every engine this rank leads, all at once; drop those that do not reach `goal`."""
-        mine = self.handles.led_by(self.coordinator.rank, tuple(reports))
+        mine = self.handles.led_by(self.coordination.rank, tuple(reports))
         # Each thread gets a copy: one that misses its deadline must not change the report later.
         drafts = {e: EngineSyncReport(reports[e].state, seconds=dict(reports[e].seconds)) for e in mine}
         calls = {e: Call(lambda e=e: steps(self.handles.controls[e], drafts[e])) for e in mine}
@@ -307,7 +307,7 @@ class WeightSync:
         Another rank may still be busy for `seconds` when this one is done.
         """
         known: dict[str, dict[str, Any]] = {str(engine): asdict(report) for engine, report in reports.items()}
-        everyone = self.coordinator.exchange(known, what, seconds + 2 * self.timeouts.grace_s)
+        everyone = self.coordination.gather(known, what, seconds + 2 * self.timeouts.grace_s)
         for engine, report in reports.items():
             views = [view[str(engine)] for view in everyone]
             lead = views[self.handles.leaders[engine]]
@@ -332,7 +332,7 @@ class WeightSync:
         """Return the request of this sync. Raise ValueError on every rank if ranks ask for different things."""
         plan = "" if self._agreed else self.plan.digest.hex()
         own = [version, list(engines), plan, self._session, time.monotonic_ns()]
-        everyone = self.coordinator.exchange(own, "the start of a weight sync", self.timeouts.meet_s)
+        everyone = self.coordination.gather(own, "the start of a weight sync", self.timeouts.meet_s)
         for rank, (its_version, its_engines, its_plan, _, _) in enumerate(everyone):
             if its_plan != everyone[0][2]:
                 raise ValueError(f"weight sync: ranks 0 and {rank} have different plans; start all with one config")

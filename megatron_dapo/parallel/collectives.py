@@ -55,20 +55,6 @@ def broadcast_json(value: Any | None, source: int = 0, group: dist.ProcessGroup 
     return value if is_source else _decode(payload)
 
 
-def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's JSON-serializable value, in rank order. Tuples arrive as lists, also from the own rank."""
-    device = communication_device(group)
-    payload = _encode(value).to(device)
-    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    sizes[dist.get_rank(group)] = payload.numel()
-    dist.all_reduce(sizes, group=group)
-    padded = payload.new_zeros(int(sizes.max()))
-    padded[: payload.numel()] = payload
-    gathered = [torch.empty_like(padded) for _ in range(len(sizes))]
-    dist.all_gather(gathered, padded, group=group)
-    return [_decode(part[:size]) for part, size in zip(gathered, sizes.tolist(), strict=True)]
-
-
 def broadcast_tensors(
     tensors: Mapping[str, torch.Tensor] | None, source: int = 0, group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch.distributed as dist
-
-from megatron_dapo.parallel.collectives import all_gather_json
 
 
 @dataclass(frozen=True)
@@ -41,8 +36,3 @@ def node_topology(names: Sequence[str]) -> NodeTopology:
             "start the same number of processes on every node, with block distribution"
         )
     return NodeTopology(len(names), per_node)
-
-
-def host_names() -> list[str]:
-    """Return the host name of every rank of the default group. Collective."""
-    return all_gather_json(socket.gethostname(), dist.group.WORLD)

@@ -5,8 +5,7 @@ loaded.
     <directory>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file) and renamed
 
 A kill at any point leaves either the old directory or the new one. Old checkpoints are deleted only after the new one is
-in place. This module knows neither torch.distributed nor what is saved: ranks agree through a callable, content comes
-from a callable.
+in place. What is saved comes from a callable.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from megatron_dapo.recovery.durable_files import FileEntry, hash_file, sync_dire
 if TYPE_CHECKING:
     import torch
 
+    from megatron_dapo.parallel.coordination import Coordination
+
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
@@ -35,13 +36,6 @@ MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d{6,})")
 _PART = re.compile(r"manifest_rank_(\d+)\.json")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-
-Agree = Callable[[bool], bool]  # collective: True on every rank if every rank passed True; also a barrier
-
-
-def alone(ok: bool) -> bool:
-    """`Agree` for a single process."""
-    return ok
 
 
 class CheckpointError(RuntimeError):
@@ -117,13 +111,22 @@ class CheckpointWriter:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Only rank 0 calls what changes the directory (`begin`, `commit`, `abandon`, `clean`)."""
+    """The checkpoints of one run, as one of its ranks sees them; `coordination` is None in a single process.
 
-    def __init__(self, directory: str | Path, keep: int) -> None:
+    Only rank 0 calls what changes the directory (`begin`, `commit`, `abandon`, `clean`).
+    """
+
+    def __init__(self, directory: str | Path, keep: int, coordination: Coordination | None = None) -> None:
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: keep at least 1")
         self.directory = Path(directory)
         self.keep = keep
+        self.rank, self.num_ranks = (coordination.rank, coordination.size) if coordination else (0, 1)
+        self._coordination = coordination
+
+    def agree(self, ok: bool) -> bool:
+        """Return True on every rank if every rank passed True. Collective, and a barrier."""
+        return ok if self._coordination is None else self._coordination.all_true(ok)
 
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
@@ -143,13 +146,13 @@ class CheckpointStore:
         self.clean()
         self.partial_path(step).mkdir(parents=True)
 
-    def writer(self, step: int, rank: int) -> CheckpointWriter:
-        return CheckpointWriter(self.partial_path(step), rank)
+    def writer(self, step: int) -> CheckpointWriter:
+        return CheckpointWriter(self.partial_path(step), self.rank)
 
-    def commit(self, step: int, num_ranks: int, metadata: Mapping[str, Any] | None = None) -> Checkpoint:
+    def commit(self, step: int, metadata: Mapping[str, Any] | None = None) -> Checkpoint:
         """Merge the ranks' parts, put the checkpoint in place, then delete what is beyond `keep`."""
         partial, final = self.partial_path(step), self.path(step)
-        entries = list(_merged_entries(partial, num_ranks))
+        entries = list(_merged_entries(partial, self.num_ranks))
         document = {
             "format": FORMAT,
             "step": step,
@@ -157,7 +160,7 @@ class CheckpointStore:
             "metadata": dict(metadata or {}),
         }
         write_json(partial / MANIFEST, document)
-        for rank in range(num_ranks):
+        for rank in range(self.num_ranks):
             (partial / f"manifest_rank_{rank}.json").unlink()
         sync_directory(partial)
         if final.exists():
@@ -245,9 +248,6 @@ def save_checkpoint(
     write: Callable[[CheckpointWriter], None],
     *,
     metadata: Mapping[str, Any] | None = None,
-    rank: int = 0,
-    num_ranks: int = 1,
-    agree: Agree = alone,
 ) -> Path:
     """Every rank calls this; `write` saves this rank's files. Returns the directory once the checkpoint is in place.
 
@@ -256,12 +256,12 @@ def save_checkpoint(
     """
 
     def write_own() -> None:
-        writer = store.writer(step, rank)
+        writer = store.writer(step)
         write(writer)
         writer.finish()
 
-    begin, commit = partial(store.begin, step), partial(store.commit, step, num_ranks, metadata)
-    for is_mine, phase in ((rank == 0, begin), (True, write_own), (rank == 0, commit)):
+    is_first, begin, commit = store.rank == 0, partial(store.begin, step), partial(store.commit, step, metadata)
+    for is_mine, phase in ((is_first, begin), (True, write_own), (is_first, commit)):
         problem = None
         try:
             if is_mine:
@@ -269,8 +269,8 @@ def save_checkpoint(
         except Exception as error:
             # Agreed on before it is raised, or the other ranks would wait for this one.
             problem = error
-        if not agree(problem is None):
-            if rank == 0:
+        if not store.agree(problem is None):
+            if is_first:
                 store.abandon(step)
             message = _save_message(store, step, problem)
             if problem is None:
@@ -290,22 +290,21 @@ def _save_message(store: CheckpointStore, step: int, problem: Exception | None) 
     return f"checkpoint of step {step} was not saved in {store.directory}: {what}; {left}"
 
 
-def newest_valid(
-    store: CheckpointStore, *, rank: int = 0, num_ranks: int = 1, agree: Agree = alone
-) -> Checkpoint | None:
+def newest_valid(store: CheckpointStore) -> Checkpoint | None:
     """The newest checkpoint whose every byte is what was written; each rank reads its share of the files.
 
     None where there is no checkpoint directory at all. A broken newer one is reported and skipped; if all are broken,
     CheckpointError.
     """
-    if rank == 0:
+    if store.rank == 0:
         store.clean()
-    agree(True)
+    # The others list the directory only once rank 0 has put the leftovers of a killed run in order.
+    store.agree(True)
     reasons = []
     found_here = False
     for step in store.steps():
-        problem = _problem(store, step, rank, num_ranks)
-        if agree(problem is None):
+        problem = _problem(store, step)
+        if store.agree(problem is None):
             return store.open(step)
         reason = problem or f"checkpoint {store.path(step)}: another rank found it broken"
         logger.warning("%s; trying the one before", reason)
@@ -320,10 +319,10 @@ def newest_valid(
     return None
 
 
-def _problem(store: CheckpointStore, step: int, rank: int, num_ranks: int) -> str | None:
+def _problem(store: CheckpointStore, step: int) -> str | None:
     try:
         checkpoint = store.open(step)
-        wrong = wrong_files(checkpoint, sorted(checkpoint.files)[rank::num_ranks])
+        wrong = wrong_files(checkpoint, sorted(checkpoint.files)[store.rank :: store.num_ranks])
     except (CheckpointError, OSError) as error:
         return str(error)
     return (
@@ -333,9 +332,7 @@ def _problem(store: CheckpointStore, step: int, rank: int, num_ranks: int) -> st
     )
 
 
-def find_resume(
-    mode: str, store: CheckpointStore, *, rank: int = 0, num_ranks: int = 1, agree: Agree = alone
-) -> Checkpoint | None:
+def find_resume(mode: str, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to continue from under checkpoint.resume = `mode`, or None to start from the initial policy.
 
     auto: the newest valid one if there is any. must: CheckpointError if there is none. never: CheckpointError if there
@@ -350,7 +347,7 @@ def find_resume(
                 "choose another run.output_dir, or resume"
             )
         return None
-    found = newest_valid(store, rank=rank, num_ranks=num_ranks, agree=agree)
+    found = newest_valid(store)
     if found is None and mode == "must":
         raise CheckpointError(
             f'checkpoint.resume = "must", but there is no checkpoint in {store.directory}; check run.output_dir'

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.bridge.protocol.description import specs_from_json, specs_to_json
 from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, Address, PeerGroup, RendezvousStore, join
 from megatron_dapo.bridge.served_parameters import served_parameters
 from megatron_dapo.bridge.sources import SOURCES, WeightSource, expected_layouts
 from megatron_dapo.bridge.sync_plan import EngineLayout, SyncPlan
-from megatron_dapo.bridge.transports.base import GroupCoordinator
 from megatron_dapo.bridge.transports.disk import DiskTransport
 from megatron_dapo.bridge.transports.local import local_weight_sync
 from megatron_dapo.bridge.transports.p2p import P2PSettings, P2PTransport
@@ -46,8 +44,8 @@ from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, Servers, StartedServers
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
-from megatron_dapo.parallel.coordination import collective_timeout
-from megatron_dapo.parallel.nodes import host_names, node_topology
+from megatron_dapo.parallel.coordination import collective_timeout, coordinate
+from megatron_dapo.parallel.nodes import node_topology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.reshard.execution import Buffers
 from megatron_dapo.reshard.layout import Layout, ShiftedLayout, TensorSpec
@@ -147,8 +145,8 @@ class EngineBuilder:
         local = build_local_engine(config, config.model.path)
         engine = DistributedEmbeddedEngine(local, ranks.coordination, self._commands)
         weights = WeightSource(actor, ranks.rank, ranks.coordination.group)
-        coordinator = GroupCoordinator(ranks.coordination.group)
-        return Engines(engine, local_weight_sync(actor.tensors, engine, ranks.group, coordinator, weights=weights))
+        sync = local_weight_sync(actor.tensors, engine, ranks.group, ranks.coordination, weights=weights)
+        return Engines(engine, sync)
 
 
 class SglangBuilder(EngineBuilder):
@@ -161,14 +159,11 @@ class SglangBuilder(EngineBuilder):
     def __init__(self, config: Config, topology: RunTopology, commands: Rank0Commands, stack: ExitStack) -> None:
         super().__init__(config, topology, commands, stack)
         ranks = self._ranks
-        names = host_names()
+        names = topology.coordination.gather(socket.gethostname())
         self._nodes = node_topology(names[: ranks.num_ranks])
-        timeout = timedelta(seconds=collective_timeout(config.run.wait_timeout_seconds))
-        # Every process of the world makes all groups, in the same order; members of other nodes get a placeholder.
-        groups = [
-            dist.new_group(list(self._nodes.ranks_of(node)), backend="gloo", timeout=timeout)
-            for node in range(self._nodes.num_nodes)
-        ]
+        timeout_s, progress = collective_timeout(config.run.wait_timeout_seconds), topology.coordination.progress
+        # Every process of the world makes the groups of all nodes, in the same order, also those it is no member of.
+        by_node = [coordinate(self._nodes.ranks_of(node), timeout_s, progress) for node in range(self._nodes.num_nodes)]
         self._key_file = Path(config.sglang.api_key_file or config.run.output_dir / "engine.key")
         if topology.rank == 0 and not config.sglang.api_key_file:
             create_key(config.run.output_dir)
@@ -176,7 +171,7 @@ class SglangBuilder(EngineBuilder):
         if ranks.is_member:
             assert ranks.coordination is not None, "members have one"
             self._coordination = ranks.coordination
-            self._node_group = groups[self._nodes.node_of(ranks.rank)]
+            self._node_group = by_node[self._nodes.node_of(ranks.rank)]
             self._processes_here = names.count(names[ranks.rank])  # on this node, those of the critic included
             self._start(stack)
 
@@ -353,8 +348,7 @@ class SglangBuilder(EngineBuilder):
             pause_s=seconds, flush_s=seconds, session_s=seconds, transfer_s=seconds, resume_s=seconds
         )
         release_cache = self._device.release_cache if self._device else None
-        coordinator = GroupCoordinator(self._coordination.group)
-        return WeightSync(sync_plan, handles, transport, coordinator, timeouts, release_cache=release_cache)
+        return WeightSync(sync_plan, handles, transport, self._coordination, timeouts, release_cache=release_cache)
 
     def _describe(self, controls: Mapping[int, SglangClient]) -> list[dict[str, TensorSpec]]:
         """Return the parameters of the first server, which rank 0 leads. ValueError on every rank if it does not answer."""
@@ -391,7 +385,7 @@ class SglangBuilder(EngineBuilder):
             handles,
             self._ranks.rank,
             self._nodes,
-            GroupCoordinator(self._node_group),
+            self._node_group,
             peers=self._join_peers() if self._nodes.num_nodes > 1 else None,
             message_timeout_s=self._config.sglang.weight_sync_timeout_seconds,
             device=slot_device(self._config.sglang.shared_memory),
@@ -410,7 +404,7 @@ class SglangBuilder(EngineBuilder):
         # Trainer and engine ranks are one group: the engines' ranks come behind the trainer's.
         sync_plan = self._plan(source, engines, rank_offset=self._ranks.num_ranks)
         settings = P2PSettings(host=self._own_address(), backend="nccl" if self._device_type == "cuda" else "gloo")
-        return sync_plan, P2PTransport(sync_plan, handles, GroupCoordinator(self._coordination.group), settings)
+        return sync_plan, P2PTransport(sync_plan, handles, self._coordination, settings)
 
     def _disk(self, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
         config, group = self._config, self._ranks.group
@@ -420,8 +414,7 @@ class SglangBuilder(EngineBuilder):
 
         assert isinstance(source, MegatronLayout), "checkpoints hold the trained weights; the validator refuses others"
         sync_plan, directory = self._plan(source, engines), config.run.output_dir / "weights"
-        coordinator = GroupCoordinator(self._coordination.group)
-        return sync_plan, DiskTransport(sync_plan, handles, directory, export, coordinator)
+        return sync_plan, DiskTransport(sync_plan, handles, directory, export, self._coordination)
 
     _TRANSPORTS = {"shared_memory": _shared_memory, "p2p": _p2p, "disk": _disk}
 

@@ -24,7 +24,6 @@ from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import (
-    Agree,
     Checkpoint,
     CheckpointStore,
     CheckpointWriter,
@@ -85,7 +84,6 @@ class RunState:
     collector: AsyncCollector | None
     layout: ParallelLayout
     rank: int  # in the world, and among the policy's ranks
-    num_ranks: int  # of the world
     critic: CriticState | None = None
 
     @classmethod
@@ -98,7 +96,7 @@ class RunState:
             rank = topology.critic.rank if topology.critic.is_member else 0
             critic = CriticState(learner.local_critic, learner.critic.counters, topology.critic_layout, rank)
         layout, counters = topology.policy_layout, learner.counters
-        return cls(learner.local_actor, progress, counters, collector, layout, topology.rank, topology.size, critic)
+        return cls(learner.local_actor, progress, counters, collector, layout, topology.rank, critic)
 
     def layouts(self) -> dict[str, Any]:
         """Return the layouts by their names in a checkpoint's metadata."""
@@ -121,21 +119,18 @@ class RunState:
 class Checkpoints:
     """Saves and restores a RunState. Every method is collective."""
 
-    def __init__(self, store: CheckpointStore, state: RunState, agree: Agree) -> None:
+    def __init__(self, store: CheckpointStore, state: RunState) -> None:
         self._store = store
         self._state = state
-        self._agree = agree
 
     @classmethod
     def of(cls, config: Config, state: RunState, coordination: Coordination) -> Checkpoints:
         """Return those of the run's checkpoint directory, agreed on by all ranks."""
-        store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep)
-        return cls(store, state, coordination.all_true)
+        return cls(CheckpointStore(config.checkpoint_dir, config.checkpoint.keep, coordination), state)
 
     def resume(self, resume: str) -> int:
         """Restore the checkpoint that checkpoint.resume names and return its train step; -1 without one."""
-        rank, num_ranks = self._state.rank, self._state.num_ranks
-        found = find_resume(resume, self._store, rank=rank, num_ranks=num_ranks, agree=self._agree)
+        found = find_resume(resume, self._store)
         if found is None:
             return -1
         self.restore(found)
@@ -163,9 +158,6 @@ class Checkpoints:
             state.progress.train_step,
             self._write,
             metadata={"train_step": state.progress.train_step, **state.layouts()},
-            rank=state.rank,
-            num_ranks=state.num_ranks,
-            agree=self._agree,
         )
 
     def _write(self, writer: CheckpointWriter) -> None:

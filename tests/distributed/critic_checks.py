@@ -32,7 +32,7 @@ from megatron_dapo.megatron.critic import CriticSettings, MegatronCritic
 from megatron_dapo.megatron.model_config import ModelSettings
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.megatron.trained_model import TrainedModel
-from megatron_dapo.parallel.collectives import all_gather_json
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks, partition_ranks
 from megatron_dapo.proof.oracle import stored_tensors
@@ -251,7 +251,8 @@ def parity_of_parts(arguments: dict[str, Any]) -> list[list[dict[str, Any]]]:
     word between the two. Every rank's errors, in rank order, for each pair."""
     parts = partition_ranks(arguments["num_last"], timeout_s=120)
     mine = next(part for part in parts if part.is_member)
-    return [all_gather_json(_pair_of_parts(arguments["references"], pair, parts, mine)) for pair in arguments["pairs"]]
+    everyone = Coordination(dist.group.WORLD)
+    return [everyone.gather(_pair_of_parts(arguments["references"], pair, parts, mine)) for pair in arguments["pairs"]]
 
 
 def _pair_of_parts(

@@ -14,11 +14,12 @@ from sync_simulation import SimulatedEngine
 import megatron_dapo
 from megatron_dapo.bridge.sources import WeightSource
 from megatron_dapo.bridge.sync_plan import SyncPlan
-from megatron_dapo.bridge.transports.base import EngineHandles, GroupCoordinator
+from megatron_dapo.bridge.transports.base import EngineHandles
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import WeightSync
 from megatron_dapo.checkpoints.sglang_layout import sglang_layout
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.planner import plan
@@ -66,11 +67,11 @@ def trace(arguments: dict[str, Any]) -> list[str]:
     layout = sglang_layout(actor.architecture, 1, torch.float32, 1, device="cpu")
     engine = SimulatedEngine(layout)
     sync_plan = SyncPlan(plan(actor.tensors, layout), layout, 1 << 16)
-    handles, coordinator = EngineHandles([0], {0: engine}), GroupCoordinator(None)
+    handles, alone = EngineHandles([0], {0: engine}), Coordination()
     transport = SharedMemoryTransport(
-        sync_plan, handles, 0, NodeTopology(1, 1), coordinator, directory=Path(arguments["arenas"])
+        sync_plan, handles, 0, NodeTopology(1, 1), alone, directory=Path(arguments["arenas"])
     )
-    sync = WeightSync(sync_plan, handles, transport, coordinator, weights=WeightSource(actor, 0, None))
+    sync = WeightSync(sync_plan, handles, transport, alone, weights=WeightSource(actor, 0, None))
     found = Trace()
     threading.setprofile(found)
     sys.setprofile(found)

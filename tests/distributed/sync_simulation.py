@@ -1,7 +1,7 @@
 """Engines without a server, and trainer ranks as threads, for tests of deliveries.
 
 A `SimulatedEngine` runs the real weight loader on a module that has the parameters of each engine rank; only HTTP is
-missing. `run_ranks` runs every trainer rank in a thread; they agree through `ThreadCoordinator`s.
+missing. `run_ranks` runs every trainer rank in a thread; they agree through `ThreadCoordination`s.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.peer_group import PeerGroup
 from megatron_dapo.bridge.sync_plan import SyncPlan
-from megatron_dapo.bridge.transports.base import CoordinationError
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, SyncTimeouts, WeightSync
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
+from megatron_dapo.parallel.coordination import CoordinationError
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.execution import execute_in_memory
@@ -141,7 +141,7 @@ class SimulatedEngine:
 
 
 class Meeting:
-    """Where the ranks of one run meet; `ThreadCoordinator` is one rank's view of it."""
+    """Where the ranks of one run meet; `ThreadCoordination` is one rank's view of it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -149,7 +149,7 @@ class Meeting:
         self.rounds: dict[int, dict[int, Any]] = {}
 
 
-class ThreadCoordinator:
+class ThreadCoordination:
     """Agreement between threads, with deadlines."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -158,7 +158,7 @@ class ThreadCoordinator:
         self.size = meeting.size
         self._round = 0
 
-    def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
+    def gather(self, value: Any, what: str, timeout_s: float) -> list[Any]:
         values = self._meet(json.dumps(value), what, timeout_s)
         return [json.loads(text) for text in values]
 
@@ -296,14 +296,14 @@ class World:
                 handles,
                 rank,
                 self.nodes,
-                ThreadCoordinator(machines[node], rank - self.nodes.ranks_of(node)[0]),
+                ThreadCoordination(machines[node], rank - self.nodes.ranks_of(node)[0]),
                 peers=None if peers is None else peers[rank],
                 directory=directory,
                 message_timeout_s=message_timeout_s,
                 grace_s=timeouts.grace_s,
             )
-            coordinator = ThreadCoordinator(everyone, rank)
-            result.append(WeightSync(self.plan, handles, transport, coordinator, timeouts, session))
+            coordination = ThreadCoordination(everyone, rank)
+            result.append(WeightSync(self.plan, handles, transport, coordination, timeouts, session))
         return result
 
 

@@ -14,10 +14,10 @@ from sync_simulation import SimulatedEngine, World, small_architecture
 
 from megatron_dapo.bridge.protocol.arena import PREFIX
 from megatron_dapo.bridge.protocol.peer_group import Address, RendezvousStore, join
-from megatron_dapo.bridge.transports.base import CoordinationError, GroupCoordinator
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, EngineState, SyncTimeouts, WeightSync
 from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.parallel.coordination import Coordination, CoordinationError
 from megatron_dapo.parallel.layout import ParallelLayout
 
 PATIENT = SyncTimeouts(30, 30, 30, 30, 40, 30, 20)
@@ -46,12 +46,12 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, direct
         handles,
         rank,
         world.nodes,
-        GroupCoordinator(groups[world.nodes.node_of(rank)]),
+        Coordination(groups[world.nodes.node_of(rank)]),
         peers=peers,
         directory=directory,
         grace_s=timeouts.grace_s,
     )
-    update = WeightSync(world.plan, handles, transport, GroupCoordinator(dist.group.WORLD), timeouts)
+    update = WeightSync(world.plan, handles, transport, Coordination(dist.group.WORLD), timeouts)
     return world, engines, update, place
 
 
@@ -62,7 +62,7 @@ def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
         arguments["ranks_per_node"], arguments["num_engines"], PATIENT, Path(arguments["directory"])
     )
     for step in (1, 150, 1500):  # shorter and longer than what one meeting carries
-        everyone = update.coordinator.exchange("é" * step * rank, "values of several lengths", 20.0)
+        everyone = update.coordination.gather("é" * step * rank, "values of several lengths", 20.0)
         assert everyone == ["é" * step * other for other in range(dist.get_world_size())]
     for version in (1, 2):
         weights = world.weights(version)

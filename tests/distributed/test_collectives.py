@@ -10,6 +10,7 @@ import torch.distributed as dist
 from launcher import run_distributed, target_in
 
 from megatron_dapo.parallel import collectives
+from megatron_dapo.parallel.coordination import Coordination
 
 TENSORS = {
     "empty": torch.zeros(0, 3),
@@ -25,9 +26,8 @@ def worker(_: Any) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     value = {"text": "Ωmega", "list": [1, 2.5, None], "big": "x" * 100_000}
     assert collectives.broadcast_json(value if rank == 1 else None, source=1) == value
-    assert collectives.all_gather_json({"rank": rank, "pad": "y" * rank}) == [
-        {"rank": r, "pad": "y" * r} for r in range(size)
-    ]
+    gathered = Coordination(dist.group.WORLD).gather({"rank": rank, "pad": "y" * rank})
+    assert gathered == [{"rank": r, "pad": "y" * r} for r in range(size)]
 
     received = collectives.broadcast_tensors(TENSORS if rank == 2 else None, source=2)
     assert list(received) == list(TENSORS)

@@ -13,7 +13,7 @@ from sync_simulation import (
     PATIENT,
     Meeting,
     SimulatedEngine,
-    ThreadCoordinator,
+    ThreadCoordination,
     World,
     run_ranks,
     small_architecture,
@@ -97,9 +97,9 @@ def updates(world: World, engine: DiskEngine, directory: Path, exporter: Exporte
     result = []
     for rank in range(world.size):
         handles = EngineHandles(world.leaders, {0: engine} if world.leaders[0] == rank else {})
-        coordinator = ThreadCoordinator(meeting, rank)
-        transport = DiskTransport(world.plan, handles, directory, exporter.of_rank(rank), coordinator)
-        result.append(WeightSync(world.plan, handles, transport, coordinator, PATIENT, "session"))
+        coordination = ThreadCoordination(meeting, rank)
+        transport = DiskTransport(world.plan, handles, directory, exporter.of_rank(rank), coordination)
+        result.append(WeightSync(world.plan, handles, transport, coordination, PATIENT, "session"))
     return result
 
 

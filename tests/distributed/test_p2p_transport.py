@@ -14,7 +14,7 @@ from sync_simulation import (
     PATIENT,
     Meeting,
     SimulatedEngine,
-    ThreadCoordinator,
+    ThreadCoordination,
     World,
     break_sender,
     run_ranks,
@@ -57,9 +57,9 @@ def updates(
     result = []
     for rank in range(world.size):
         handles = EngineHandles(world.leaders, {e: c for e, c in enumerate(engines) if world.leaders[e] == rank})
-        coordinator = ThreadCoordinator(meeting, rank)
-        transport = P2PTransport(world.plan, handles, coordinator, P2PSettings(connect_s=connect_s, backend=backend))
-        result.append(WeightSync(world.plan, handles, transport, coordinator, timeouts, "session"))
+        coordination = ThreadCoordination(meeting, rank)
+        transport = P2PTransport(world.plan, handles, coordination, P2PSettings(connect_s=connect_s, backend=backend))
+        result.append(WeightSync(world.plan, handles, transport, coordination, timeouts, "session"))
     return result
 
 

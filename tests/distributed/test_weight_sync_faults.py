@@ -28,9 +28,9 @@ from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec
 from megatron_dapo.bridge.protocol.messages import Bucket, Command, Reply
 from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
-from megatron_dapo.bridge.transports.base import CoordinationError
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineState, SyncTimeouts
+from megatron_dapo.parallel.coordination import CoordinationError
 from megatron_dapo.parallel.layout import ParallelLayout
 
 NUM_FAULTS = 1000

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from learners import build, judged_samples
 
-from megatron_dapo.parallel.collectives import all_gather_json
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.trainer.updater import TooManySkips
 
 
@@ -53,4 +53,4 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
             learner.learn(judged, step)
     except TooManySkips as error:
         seen["error"] = str(error)
-    return all_gather_json(seen)
+    return Coordination(dist.group.WORLD).gather(seen)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from learners import build, samples
 
-from megatron_dapo.parallel.collectives import all_gather_json
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.trainer.updater import TooManySkips
 from megatron_dapo.types import TrainSample
 
@@ -47,4 +47,4 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         seen["error"] = str(error)
     seen["at_the_end"] = vars(learner.counters).copy()
     seen["changed_at_the_end"] = sum(not torch.equal(tensor, state()[name]) for name, tensor in before.items())
-    return all_gather_json(seen)
+    return Coordination(dist.group.WORLD).gather(seen)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from learners import build, judged_samples
 
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
-from megatron_dapo.parallel.collectives import all_gather_json
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.trainer.topology import RunTopology
 
 
@@ -29,7 +29,7 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     if learner.local_critic is not None:
         learner.critic._value_loss = spoilt(learner.critic._value_loss)
     second = learner.learn(judged, 1)
-    return all_gather_json(
+    return Coordination(dist.group.WORLD).gather(
         {
             "rank": model.rank,
             "layout": model.layout.describe(),

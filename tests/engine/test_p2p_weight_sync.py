@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from sync_simulation import Meeting, ThreadCoordinator, World, break_sender, run_ranks
+from sync_simulation import Meeting, ThreadCoordination, World, break_sender, run_ranks
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.bridge.transports.disk import DiskTransport
@@ -63,19 +63,19 @@ class Site:
         assert served == pytest.approx(expected, abs=1e-4)
         assert self.client.weight_version == str(version)
 
-    def updates(self, transport_of: Callable[[EngineHandles, ThreadCoordinator], Transport]) -> list[WeightSync]:
+    def updates(self, transport_of: Callable[[EngineHandles, ThreadCoordination], Transport]) -> list[WeightSync]:
         """One a trainer rank, of a trainer that begins to live now."""
         meeting, session = Meeting(self.world.size), secrets.token_hex(8)
         result = []
         for rank in range(self.world.size):
             handles = EngineHandles([0], {0: self.client} if rank == 0 else {})
-            coordinator = ThreadCoordinator(meeting, rank)
-            transport = transport_of(handles, coordinator)
-            result.append(WeightSync(self.world.plan, handles, transport, coordinator, TIMEOUTS, session))
+            coordination = ThreadCoordination(meeting, rank)
+            transport = transport_of(handles, coordination)
+            result.append(WeightSync(self.world.plan, handles, transport, coordination, TIMEOUTS, session))
         return result
 
     def by_peers(self) -> list[WeightSync]:
-        return self.updates(lambda handles, coordinator: P2PTransport(self.world.plan, handles, coordinator))
+        return self.updates(lambda handles, coordination: P2PTransport(self.world.plan, handles, coordination))
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
@@ -123,8 +123,8 @@ def test_two_versions_and_a_killed_sender_between_them(site: Site, monkeypatch: 
 
 def test_a_directory(site: Site, tmp_path: Path) -> None:
     everyone = site.updates(
-        lambda handles, coordinator: DiskTransport(
-            site.world.plan, handles, tmp_path, exporter(site, coordinator.rank), coordinator
+        lambda handles, coordination: DiskTransport(
+            site.world.plan, handles, tmp_path, exporter(site, coordination.rank), coordination
         )
     )
     for version in (4, 5):

@@ -23,21 +23,17 @@ Command(op="adopt", manifest=...) instead.
 
 from __future__ import annotations
 
-import json
 import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.bridge.protocol.messages import Command, Reply
 from megatron_dapo.bridge.sync_plan import ExpectedChecksums
-from megatron_dapo.parallel.collectives import communication_device
 from megatron_dapo.reshard.execution import Buffers
 
 LOAD_FORMAT = "megatron_dapo.bridge.protocol.weight_loader.load"
@@ -45,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class EngineControl(Protocol):
-    """Control of one engine. Every method returns when the engine is done and raises if it fails."""
+    """Control of one engine during a weight sync. Every method returns when the engine is done and raises if it fails."""
 
     def pause(self, mode: str) -> None: ...
 
@@ -53,17 +49,21 @@ class EngineControl(Protocol):
 
     def begin_weight_update(self) -> None: ...
 
-    def update_weights_from_tensor(
-        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
-    ) -> None: ...
-
-    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None: ...
-
     def end_weight_update(self) -> None: ...
 
     def update_weight_version(self, version: int) -> None: ...
 
     def resume(self) -> None: ...
+
+
+class ServerControl(EngineControl, Protocol):
+    """Control of an engine in processes of its own, which take weights as requests: SGLang's endpoints."""
+
+    def update_weights_from_tensor(
+        self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
+    ) -> None: ...
+
+    def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -154,98 +154,6 @@ def transfer(transport: Transport, request: SyncRequest, sources: Buffers, deadl
 
 class EngineFailure(RuntimeError):
     """An engine failed a command; the text says how."""
-
-
-class CoordinationError(RuntimeError):
-    """Trainer ranks did not agree in time: one is gone or late."""
-
-
-class Coordinator(Protocol):
-    """Agreement among some trainer ranks, with deadlines. Every rank of the group must call."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
-        """Return every rank's JSON value, in rank order."""
-
-    def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
-        """Return the element-wise sum of int64 vectors of equal length; wraps modulo 2^64."""
-
-
-class GroupCoordinator:
-    """Agreement over a torch.distributed group (None: this process alone); a gloo group, whose waits have deadlines.
-
-    After a failure the group's state is unknown, so every later call fails at once.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._broken = ""
-        self._device = torch.device("cpu") if group is None else communication_device(group)
-
-    @property
-    def rank(self) -> int:
-        return 0 if self._group is None else dist.get_rank(self._group)
-
-    @property
-    def size(self) -> int:
-        return 1 if self._group is None else dist.get_world_size(self._group)
-
-    def exchange(self, value: Any, what: str, timeout_s: float) -> list[Any]:
-        deadline, payload = SyncDeadline(timeout_s), json.dumps(value).encode()
-        if self.size == 1:
-            return [json.loads(payload)]
-        # Most values are short and fit behind their length: one collective instead of two.
-        frames = self._gather(_framed(payload, _SHORT_BYTES), what, deadline)
-        longest = max(_length(frame) for frame in frames)
-        if longest > _SHORT_BYTES - _LENGTH_BYTES:
-            frames = self._gather(_framed(payload, _LENGTH_BYTES + longest), what, deadline)
-        return [json.loads(frame[_LENGTH_BYTES : _LENGTH_BYTES + _length(frame)]) for frame in frames]
-
-    def _gather(self, own: bytearray, what: str, deadline: SyncDeadline) -> list[bytes]:
-        """Return every rank's bytes, equally many."""
-        tensor = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._finish(lambda: dist.all_gather(gathered, tensor, group=self._group, async_op=True), what, deadline)
-        return [bytes(frame.tolist()) for frame in gathered]
-
-    def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
-        total = values.to(self._device, copy=True)
-        if self.size == 1:
-            return total
-        deadline = SyncDeadline(timeout_s)
-        self._finish(lambda: dist.all_reduce(total, group=self._group, async_op=True), what, deadline)
-        return total.to(values.device)
-
-    def _finish(self, start: Callable[[], Any], what: str, deadline: SyncDeadline) -> None:
-        if self._broken:
-            raise CoordinationError(f"{what}: not tried, the trainer's ranks have lost each other ({self._broken})")
-        try:
-            start().wait(timedelta(seconds=deadline.left_s))
-        except RuntimeError as error:
-            self._broken = what
-            first_line = (str(error).splitlines() or ["no reason given"])[0][:300]
-            raise CoordinationError(
-                f"{what}: rank {self.rank} of {self.size} waited {deadline.seconds:.1f} s for the others: {first_line}"
-            ) from error
-
-
-_SHORT_BYTES = 1024
-_LENGTH_BYTES = 8  # of the length in front, little-endian
-
-
-def _framed(payload: bytes, num_bytes: int) -> bytearray:
-    """Return the length of a payload and as much of it as fits, in exactly `num_bytes`."""
-    framed = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[: num_bytes - _LENGTH_BYTES]
-    return bytearray(framed.ljust(num_bytes, b"\0"))
-
-
-def _length(framed: bytes) -> int:
-    return int.from_bytes(framed[:_LENGTH_BYTES], "little")
 
 
 class Call(Generic[Result]):

@@ -17,7 +17,6 @@ from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
     Call,
-    Coordinator,
     EngineHandles,
     SyncDeadline,
     SyncRequest,
@@ -26,6 +25,7 @@ from megatron_dapo.bridge.transports.base import (
     encode_payload,
     reason_of,
 )
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.reshard.execution import Buffers
 
 PREFIX = "weights-"
@@ -39,7 +39,7 @@ class DiskTransport:
         directory: of the versions written. Only the last one is kept.
         export: export(directory, sources) writes the model into a directory that does not exist yet. Collective; raises
             on every rank if it fails on one.
-        coordinator: all trainer ranks.
+        coordination: all trainer ranks.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class DiskTransport:
         handles: EngineHandles,
         directory: Path,
         export: Callable[[Path, Buffers], object],
-        coordinator: Coordinator,
+        coordination: Coordination,
     ) -> None:
         self.plan = plan
         self.handles = handles
         self.directory = Path(directory).absolute()
         self.export = export
-        self.coordinator = coordinator
-        self.rank = coordinator.rank
+        self.coordination = coordination
+        self.rank = coordination.rank
 
     def begin(self, request: SyncRequest, deadline: SyncDeadline) -> None:
         """Prepare the result; engines hear of the sync once the directory is complete."""
@@ -87,7 +87,7 @@ class DiskTransport:
             except Exception as error:
                 result.fail(engine, reason_of(error))
         what = f"weight sync {request.sync_id}, the loads"
-        failures = self.coordinator.exchange(len(result.failures), what, self._deadline.left_s + _GRACE_S)
+        failures = self.coordination.gather(len(result.failures), what, self._deadline.left_s + _GRACE_S)
         if request.engines and not any(failures) and self.rank == 0:
             self._remove_others()
         return result
@@ -104,7 +104,7 @@ class DiskTransport:
         except Exception as error:
             problem = reason_of(error)
         what = f"weight sync {self._request.sync_id}, the directory"
-        problems = [view for view in self.coordinator.exchange(problem, what, self._deadline.left_s) if view]
+        problems = [view for view in self.coordination.gather(problem, what, self._deadline.left_s) if view]
         for engine in self._request.engines if problems else ():
             self._result.fail(engine, f"{self._target}: {problems[0]}")
         return not problems

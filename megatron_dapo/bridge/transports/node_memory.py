@@ -22,8 +22,9 @@ from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, create_arena, 
 from megatron_dapo.bridge.protocol.cuda_memory import open_shared, share
 from megatron_dapo.bridge.protocol.messages import CHUNK_ALIGNMENT
 from megatron_dapo.bridge.protocol.progress import NUM_SLOTS
-from megatron_dapo.bridge.transports.base import Coordinator, EngineControl, SyncRequest, reason_of
+from megatron_dapo.bridge.transports.base import ServerControl, SyncRequest, reason_of
 from megatron_dapo.bridge.transports.forwarding import EngineNodes
+from megatron_dapo.parallel.coordination import Coordination
 
 
 @dataclass
@@ -60,13 +61,13 @@ class SyncMemory:
 class NodeMemory:
     """Creates, opens and keeps the memory. `directory`: of the arenas; `device`: of this rank's slots."""
 
-    def __init__(self, nodes: EngineNodes, node_group: Coordinator, directory: Path, device: torch.device) -> None:
+    def __init__(self, nodes: EngineNodes, node_group: Coordination, directory: Path, device: torch.device) -> None:
         self.device = device
         self._nodes = nodes
         self._node_group = node_group
         self._directory = directory
         self._kept: dict[int, Arena] = {}  # engine rank -> its arena, unlinked and mapped by all that use it
-        self._kept_for: dict[int, EngineControl] = {}  # engines this rank leads: whose processes have mapped theirs
+        self._kept_for: dict[int, ServerControl] = {}  # engines this rank leads: whose processes have mapped theirs
         self._own_slots: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}  # with their handles
         self._opened: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}
         remove_stale(directory)
@@ -86,7 +87,7 @@ class NodeMemory:
             "slots": {str(rank): handle for rank, (handle, _) in self._make_slots(here).items()},
         }
         what = f"weight sync {request.sync_id}, the arenas"
-        everyone = self._node_group.exchange(announced, what, timeout_s)
+        everyone = self._node_group.gather(announced, what, timeout_s)
         memory.pids = tuple(int(others["pid"]) for others in everyone)
         memory.is_new = any(others["arenas"] or others["slots"] for others in everyone)
         try:

@@ -49,8 +49,7 @@ from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
     Call,
-    Coordinator,
-    EngineControl,
+    ServerControl,
     EngineHandles,
     SyncDeadline,
     SyncRequest,
@@ -58,6 +57,7 @@ from megatron_dapo.bridge.transports.base import (
     encode_payload,
     reason_of,
 )
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.reshard.execution import Buffers
 
 _TOO_LONG = "took longer than"  # in the TimeoutError of `Call.result`
@@ -128,22 +128,22 @@ class P2PTransport:
     """`Transport` by point-to-point.
 
     Args:
-        coordinator: all trainer ranks.
+        coordination: all trainer ranks.
     """
 
     def __init__(
-        self, plan: SyncPlan, handles: EngineHandles, coordinator: Coordinator, settings: P2PSettings | None = None
+        self, plan: SyncPlan, handles: EngineHandles, coordination: Coordination, settings: P2PSettings | None = None
     ) -> None:
         self.plan = plan
         self.handles = handles
-        self.coordinator = coordinator
-        self.rank = coordinator.rank
+        self.coordination = coordination
+        self.rank = coordination.rank
         self.settings = settings or P2PSettings()
         self.seconds: dict[str, float] = {}  # of the last sync on this rank, by phase; the slowest engine's
         self.received: dict[int, int] = {}  # bytes an engine rank reported in the last sync; of engines led here
         self._store: RendezvousStore | None = None  # of leaders
         self._groups: dict[int, PeerGroup] = {}
-        self._joined_by: dict[int, EngineControl] = {}  # of engines this rank leads: the process that joined the group
+        self._joined_by: dict[int, ServerControl] = {}  # of engines this rank leads: the process that joined the group
 
     def begin(self, request: SyncRequest, deadline: SyncDeadline) -> None:
         """Agree on every engine's group."""
@@ -236,7 +236,7 @@ class P2PTransport:
             if leads:
                 own["offers"][str(engine)] = self._offer()
         what = f"weight sync {self._request.sync_id}, the groups"
-        everyone = self.coordinator.exchange(own, what, self._deadline.left_s)
+        everyone = self.coordination.gather(own, what, self._deadline.left_s)
         found = {}
         for engine in engines:
             names = {view["groups"][str(engine)] for view in everyone if str(engine) in view["groups"]}
@@ -255,7 +255,7 @@ class P2PTransport:
         known = {str(engine): share.failure for engine, share in shares.items() if share.failure}
         # Ranks whose wait for an engine has just ended at the deadline still have to say so.
         seconds = self._deadline.left_s + _CALL_GRACE_S
-        everyone = self.coordinator.exchange(known, f"weight sync {self._request.sync_id}, the outcome", seconds)
+        everyone = self.coordination.gather(known, f"weight sync {self._request.sync_id}, the outcome", seconds)
         reasons: dict[int, list[str]] = {}
         for rank, view in enumerate(everyone):
             for engine, reason in ((int(engine), reason) for engine, reason in view.items()):

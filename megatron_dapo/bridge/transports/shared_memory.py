@@ -30,9 +30,7 @@ from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, write_ch
 from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
     Call,
-    CoordinationError,
-    Coordinator,
-    EngineControl,
+    ServerControl,
     EngineFailure,
     EngineHandles,
     SyncDeadline,
@@ -44,6 +42,7 @@ from megatron_dapo.bridge.transports.base import (
 )
 from megatron_dapo.bridge.transports.forwarding import EngineNodes, Forwarding, Incoming, arrivals
 from megatron_dapo.bridge.transports.node_memory import NodeMemory, SyncMemory
+from megatron_dapo.parallel.coordination import Coordination, CoordinationError
 from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.reshard.execution import Buffers
 
@@ -95,7 +94,7 @@ class SharedMemoryTransport:
         handles: EngineHandles,
         rank: int,
         nodes: NodeTopology,
-        node_group: Coordinator,
+        node_group: Coordination,
         *,
         peers: PeerGroup | None = None,
         directory: Path | None = None,
@@ -261,7 +260,7 @@ class SharedMemoryTransport:
             return
         own = {str(engine): reason for engine, reason in state.result.failures.items()}
         what = f"weight sync {state.request.sync_id}, the end"
-        everyone = self.node_group.exchange(own, what, state.deadline.left_s + self.grace_s)
+        everyone = self.node_group.gather(own, what, state.deadline.left_s + self.grace_s)
         for engine in here:
             reasons = [view[str(engine)] for view in everyone if str(engine) in view]
             if reasons:
@@ -355,7 +354,7 @@ class SharedMemoryTransport:
 
 
 def _post_commands(
-    control: EngineControl, message: Sequence[Sequence[Command]], arenas: Sequence[Arena]
+    control: ServerControl, message: Sequence[Sequence[Command]], arenas: Sequence[Arena]
 ) -> tuple[Reply, ...]:
     """Post some commands to each rank of an engine and return their replies.
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -259,14 +260,14 @@ def test_kill_at_random_write_points(tmp_path: Path) -> None:
 
 
 class Ranks:
-    """Threads that stand for ranks, agreeing through a barrier."""
+    """Threads that stand for ranks, agreeing through a barrier. Each gets a store of its own over one directory."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, store: CheckpointStore, num_ranks: int) -> None:
+        self._store, self._num_ranks = store, num_ranks
         self._barrier = threading.Barrier(num_ranks, timeout=20)
         self._votes: dict[int, bool] = {}
 
-    def agree(self, rank: int) -> Callable[[bool], bool]:
+    def store_of(self, rank: int) -> CheckpointStore:
         def vote(ok: bool) -> bool:
             self._votes[rank] = ok
             self._barrier.wait()
@@ -274,18 +275,19 @@ class Ranks:
             self._barrier.wait()
             return result
 
-        return vote
+        coordination = SimpleNamespace(rank=rank, size=self._num_ranks, all_true=vote)
+        return CheckpointStore(self._store.directory, self._store.keep, coordination)
 
-    def run(self, work: Callable[[int, Callable[[bool], bool]], object]) -> list[object]:
-        results: list[object] = [None] * self.num_ranks
+    def run(self, work: Callable[[CheckpointStore], object]) -> list[object]:
+        results: list[object] = [None] * self._num_ranks
 
         def target(rank: int) -> None:
             try:
-                results[rank] = work(rank, self.agree(rank))
+                results[rank] = work(self.store_of(rank))
             except Exception as error:
                 results[rank] = error
 
-        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(self.num_ranks)]
+        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(self._num_ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -294,36 +296,36 @@ class Ranks:
 
 
 def test_several_ranks(store: CheckpointStore) -> None:
-    def save(step: int) -> Callable[[int, Callable[[bool], bool]], object]:
-        def work(rank: int, agree: Callable[[bool], bool]) -> object:
+    def save(step: int) -> Callable[[CheckpointStore], object]:
+        def work(own: CheckpointStore) -> object:
             def write(writer) -> None:
-                writer.save_tensors(f"rank_{rank}.safetensors", {"w": torch.full((8,), float(rank + step))})
+                writer.save_tensors(f"rank_{own.rank}.safetensors", {"w": torch.full((8,), float(own.rank + step))})
 
-            return save_checkpoint(store, step, write, rank=rank, num_ranks=3, agree=agree)
+            return save_checkpoint(own, step, write)
 
         return work
 
-    assert Ranks(3).run(save(1)) == [store.path(1)] * 3
-    Ranks(3).run(save(2))
+    assert Ranks(store, 3).run(save(1)) == [store.path(1)] * 3
+    Ranks(store, 3).run(save(2))
     path = store.path(2) / "rank_2.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"abcd")
     # Rank 2 alone reads the broken file; all must take the one before.
-    found = Ranks(3).run(lambda rank, agree: newest_valid(store, rank=rank, num_ranks=3, agree=agree))
+    found = Ranks(store, 3).run(newest_valid)
     assert [checkpoint.step for checkpoint in found] == [1, 1, 1]
     assert found[0].load_tensors("rank_2.safetensors")["w"][0] == 3.0
 
 
 def test_one_failing_rank_fails_all_and_leaves_the_old(store: CheckpointStore) -> None:
     def save(step: int, bad: int | None) -> list[object]:
-        def work(rank: int, agree: Callable[[bool], bool]) -> object:
+        def work(own: CheckpointStore) -> object:
             def write(writer: CheckpointWriter) -> None:
-                if rank == bad:
+                if own.rank == bad:
                     raise OSError(errno.ENOSPC, "No space left on device")
-                writer.save_json(f"rank_{rank}.json", step)
+                writer.save_json(f"rank_{own.rank}.json", step)
 
-            return save_checkpoint(store, step, write, rank=rank, num_ranks=2, agree=agree)
+            return save_checkpoint(own, step, write)
 
-        return Ranks(2).run(work)
+        return Ranks(store, 2).run(work)
 
     save(1, bad=None)
     results = save(2, bad=1)

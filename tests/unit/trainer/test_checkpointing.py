@@ -28,13 +28,13 @@ LAYOUT = ParallelLayout(1)
 def restored(critic: dict[str, Any]) -> CriticCounters:
     """The critic's counters after restoring a checkpoint whose run.json has these for it."""
     counters = CriticCounters()
-    state = RunState(None, RunProgress(), StepCounters(), None, LAYOUT, 0, 1, CriticState(None, counters, LAYOUT, 0))
+    state = RunState(None, RunProgress(), StepCounters(), None, LAYOUT, 0, CriticState(None, counters, LAYOUT, 0))
     checkpoint = SimpleNamespace(
         directory="checkpoint",
         metadata=state.layouts(),
         load_json=lambda name: {"progress": {}, "learner": {}, "critic": critic},
     )
-    Checkpoints(SimpleNamespace(), state, lambda ok: ok).restore_policy(checkpoint)
+    Checkpoints(SimpleNamespace(), state).restore_policy(checkpoint)
     return counters
 
 

@@ -61,15 +61,15 @@ def test_engine_gets_the_model(dtype, loaded):
 def test_a_changed_element_is_noticed(loaded, monkeypatch):
     _, layout, parameters = loaded
     engine = Engine(layout)
-    finish = Receiver.finish
+    checksums = Receiver.checksums
 
-    def spoil(self: Receiver, sync_id: str) -> dict[str, int]:
+    def spoil(self: Receiver) -> dict[str, int]:
         self.parameters["model.layers.2.mlp.up_proj.weight"][5, 6] += 1e-6
-        return finish(self, sync_id)
+        return checksums(self)
 
     actor = SimpleNamespace(tensors=layout, named_local_parameters=lambda: parameters)
     sync = local_weight_sync(layout, engine, None, weights=WeightSource(actor, 0, None))
-    monkeypatch.setattr(Receiver, "finish", spoil)
+    monkeypatch.setattr(Receiver, "checksums", spoil)
     with pytest.raises(RuntimeError, match="1 of 50 parameters .* differ .*: model.layers.2.mlp.up_proj.weight"):
         sync.publish(1)
     assert engine.version is None and sync.serving == ()
