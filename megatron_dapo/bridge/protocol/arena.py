@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from zlib import crc32
 
 import torch
 
-from megatron_dapo.bridge.protocol.progress import NUM_SLOTS, NUM_WORDS, ArenaProgress
+from megatron_dapo.bridge.protocol.progress import KEY_WORD, NUM_SLOTS, NUM_WORDS, ArenaProgress
 
 PREFIX = "megatron_dapo-arena-"
 REPLY_BYTES = 1 << 20
@@ -27,9 +28,10 @@ _HEADER_BYTES = 16  # length and checksum of the reply, 8 bytes each, little-end
 
 @dataclass(frozen=True)
 class ArenaSpec:
-    """Path and division of an arena."""
+    """Path, key and division of an arena."""
 
     path: str
+    key: int  # also in the arena: a damaged path that names the arena of another engine rank does not open it
     slot_bytes: int
     num_slots: int = NUM_SLOTS
 
@@ -42,7 +44,7 @@ class ArenaSpec:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> ArenaSpec:
-        return ArenaSpec(str(value["path"]), int(value["slot_bytes"]), int(value["num_slots"]))
+        return ArenaSpec(str(value["path"]), int(value["key"]), int(value["slot_bytes"]), int(value["num_slots"]))
 
 
 class Arena:
@@ -61,6 +63,10 @@ class Arena:
         self.reply = memory[:REPLY_BYTES]
         self.progress = ArenaProgress(memory[REPLY_BYTES:_SLOTS_BEGIN].view(torch.int64))
         self.slots = memory[_SLOTS_BEGIN:].view(spec.num_slots, spec.slot_bytes)
+        if self.progress.key != spec.key:
+            raise ValueError(
+                f"arena {spec.path}: its key is {self.progress.key}, not {spec.key}: it is another engine's"
+            )
 
     def write_reply(self, text: str) -> None:
         write_reply(self.reply, text)
@@ -76,11 +82,12 @@ class Arena:
 def create_arena(directory: Path, name: str, slot_bytes: int, num_slots: int = NUM_SLOTS) -> ArenaSpec:
     """Create a file in `directory` and reserve its memory. Raise ValueError if there is not enough."""
     path = directory / f"{PREFIX}{os.getpid()}-{name}"
-    spec = ArenaSpec(str(path), slot_bytes, num_slots)
+    spec = ArenaSpec(str(path), secrets.randbits(62), slot_bytes, num_slots)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         # Without the reservation, the first write beyond the free memory would kill the process (SIGBUS).
         os.posix_fallocate(descriptor, 0, spec.num_bytes)
+        os.pwrite(descriptor, spec.key.to_bytes(8, "little"), REPLY_BYTES + 8 * KEY_WORD)
     except OSError as error:
         remove_arena(spec)
         free = os.statvfs(directory)

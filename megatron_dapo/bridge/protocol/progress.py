@@ -19,6 +19,7 @@ LEFT = "it has left the weight sync"  # a writer ends its waiting; the engine's 
 ABANDONED = "the trainer has abandoned the weight sync"
 _NUMBER, _STOPPED, _LOADED, _BEGUN, _WRITTEN = 0, 1, 2, 3, 4
 NUM_WORDS = 1024
+KEY_WORD = NUM_WORDS - 1  # written once, when the memory is created
 # Looking costs time that writers and readers of one machine need: a wait is prolonged by at most a chunk of itself.
 _SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.00005, 0.002, 0.125
 
@@ -29,9 +30,14 @@ class ArenaProgress:
     def __init__(self, words: torch.Tensor) -> None:
         self._words = words
 
+    @property
+    def key(self) -> int:
+        """Key of the memory, zero if it has none."""
+        return int(self._words[KEY_WORD])
+
     def start(self, number: int) -> None:
         """Reset all counters for weight sync `number`. No process may still work on an earlier one."""
-        self._words.zero_()
+        self._words[:KEY_WORD].zero_()
         self._words[_NUMBER] = number
 
     def stop(self) -> None:

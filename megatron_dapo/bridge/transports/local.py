@@ -99,7 +99,8 @@ class LocalTransport:
         reply = self._receiver.handle(Command(request.sync_id, "adopt", request.sync_id, manifest), Channel())
         if not reply.ok:
             result.fail(self.rank, f"{reply.op}: {reply.message}")
-        result.replies[self.rank], result.num_bytes[self.rank] = (reply,), self.plan.num_bytes(self.rank)
+        result.replies[self.rank] = (reply,)
+        result.num_bytes[self.rank] = sum(parameter.nbytes for parameter in self._parameters.values())
         return result
 
     def close(self) -> None:

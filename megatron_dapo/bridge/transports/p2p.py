@@ -49,8 +49,8 @@ from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan
 from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
     Call,
-    ServerControl,
     EngineHandles,
+    ServerControl,
     SyncDeadline,
     SyncRequest,
     TransferResult,

@@ -30,9 +30,9 @@ from megatron_dapo.bridge.sync_plan import ExpectedChecksums, SyncPlan, write_ch
 from megatron_dapo.bridge.transports.base import (
     LOAD_FORMAT,
     Call,
-    ServerControl,
     EngineFailure,
     EngineHandles,
+    ServerControl,
     SyncDeadline,
     SyncRequest,
     TransferResult,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -31,6 +32,15 @@ def test_two_mappings_share_slots_and_report(tmp_path):
     assert reader.slots[1].tolist() == [0] * 7 + [9] + [0] * 248
     assert reader.slots[0].sum() == 0
     assert reader.read_reply() == '{"id": "é"}'
+
+
+def test_a_path_changed_to_another_arena_does_not_open_it(tmp_path):
+    """One damaged digit of a command's path names the arena of the neighboring engine rank."""
+    own, other = create_arena(tmp_path, "sync-0", 64), create_arena(tmp_path, "sync-1", 64)
+    Arena(other).progress.start(7)
+    assert Arena(other).progress.key == other.key, "a start resets the counters alone"
+    with pytest.raises(ValueError, match=f"its key is {other.key}, not {own.key}: it is another engine's"):
+        Arena(dataclasses.replace(own, path=other.path))
 
 
 def test_missing_and_broken_replies(tmp_path):
