@@ -27,6 +27,7 @@ from megatron_dapo.config.validator import schedule_steps
 from megatron_dapo.megatron.context import slice_for_context
 from megatron_dapo.megatron.response_tokens import gather_response_tokens, is_reporting_rank
 from megatron_dapo.parallel.collectives import max_over, sum_over
+from megatron_dapo.parallel.coordination import Progress
 from megatron_dapo.trainer.offload import POLICY, REFERENCE, DeviceModels
 from megatron_dapo.trainer.recorder import Phases
 from megatron_dapo.trainer.updater import (
@@ -84,6 +85,7 @@ class PolicyLearner:
         config: Config,
         phases: Phases,
         models: DeviceModels,
+        progress: Progress | None = None,
     ) -> None:
         """`reference`: the initial policy, if a KL term needs it."""
         self.counters = StepCounters()
@@ -104,6 +106,7 @@ class PolicyLearner:
             LearningRateSchedule(config.optimizer, schedule_steps(config), config.policy_starts_at),
             training.micro_batch_tokens,
             training.max_consecutive_skips,
+            progress,
         )
 
     def learn(self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None) -> LearnResult:

@@ -70,15 +70,15 @@ def build_learner(
     offloads = config.model.offload != "none" or config.has_critic and config.critic.offload != "none"
     models = DeviceModels(local if offloads else {}, phases)
 
-    policy = None
+    policy, progress = None, topology.coordination.progress
     if actor is not None:
         objective = PolicyObjective(algorithm, _sum_over_context(actor))
-        policy = PolicyLearner(actor, reference, objective, config, phases, models)
+        policy = PolicyLearner(actor, reference, objective, config, phases, models, progress)
     if not config.has_critic:
         assert policy is not None, "without a critic every rank holds the policy"
         return Learner(policy, algorithm.advantage, phases, models)
     policy_side = policy or RemotePolicy()
-    critic_side = CriticLearner(critic, _value_loss(config), config) if critic else RemoteCritic()
+    critic_side = CriticLearner(critic, _value_loss(config), config, progress) if critic else RemoteCritic()
     concurrent = None
     if not topology.is_shared:
         concurrent = ConcurrentUpdate(topology, policy_side.counters, critic_side.counters, phases)

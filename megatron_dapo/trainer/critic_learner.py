@@ -20,6 +20,7 @@ from megatron_dapo.algorithms.value_loss import ValueLoss, ValueLossInputs
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import critic_schedule_steps
 from megatron_dapo.megatron.response_tokens import gather_response_tokens
+from megatron_dapo.parallel.coordination import Progress
 from megatron_dapo.trainer.updater import LearningRateSchedule, StepCounters, Updater, add_sums, cut, loss_weights
 from megatron_dapo.types import MicroBatch, TrainSample
 
@@ -44,7 +45,9 @@ class CriticCounters(StepCounters):
 class CriticLearner:
     """Computes values and trains the critic. All its ranks call each method with the same samples."""
 
-    def __init__(self, critic: MegatronCritic, value_loss: ValueLoss, config: Config) -> None:
+    def __init__(
+        self, critic: MegatronCritic, value_loss: ValueLoss, config: Config, progress: Progress | None = None
+    ) -> None:
         self.counters = CriticCounters()
         self.critic = critic
         self._value_loss = value_loss
@@ -57,6 +60,7 @@ class CriticLearner:
             LearningRateSchedule(section.optimizer, critic_schedule_steps(config)),
             section.micro_batch_tokens or training.micro_batch_tokens,
             training.max_consecutive_skips,
+            progress,
         )
 
     def values(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import torch
 
 from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
 from megatron_dapo.config.model_schema import OptimizerConfig
+from megatron_dapo.parallel.coordination import Progress
 from megatron_dapo.parallel.mini_batch import build_micro_batches, split_mini_batches
 from megatron_dapo.parallel.packing import MicroBatchLimits
 from megatron_dapo.types import MicroBatch, TrainSample
@@ -111,6 +112,7 @@ class Updater:
     Args:
         name: of the model, in log lines and errors.
         model: this rank's part of the policy or the critic.
+        progress: marked by every optimizer step, so that the deadline of a train phase never counts its length.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Updater:
         schedule: LearningRateSchedule,
         micro_batch_tokens: int,
         max_consecutive_skips: int,
+        progress: Progress | None = None,
     ) -> None:
         self.counters = counters
         self.schedule = schedule
@@ -128,6 +131,7 @@ class Updater:
         self._model = model
         self._limits = MicroBatchLimits(max_tokens=micro_batch_tokens)
         self._max_consecutive_skips = max_consecutive_skips
+        self._progress = progress or Progress()
 
     def pack(self, samples: Sequence[TrainSample], loss_weights: Sequence[float] | None = None) -> MiniBatch:
         """Pack all samples of one optimizer step; `loss_weights` weigh each sample's tokens (None: no loss is computed)."""
@@ -150,6 +154,7 @@ class Updater:
         result: StepResult = self._model.train_step(
             mini_batch.micro_batches, loss_fn, learning_rate=rate, **forward_options
         )
+        self._progress.mark()
         # After the step, which no rank applied if any rank had a gradient that is not finite.
         self.counters.count(result, self._name, self._max_consecutive_skips)
         return result

@@ -1,11 +1,16 @@
-"""Learning-rate schedules, which count trained steps in the unit of their section."""
+"""Learning-rate schedules, which count trained steps in the unit of their section, and optimizer steps as progress."""
 
 from __future__ import annotations
+
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.trainer.updater import LearningRateSchedule
+from megatron_dapo.parallel.coordination import Progress
+from megatron_dapo.recovery.deadlines import watch
+from megatron_dapo.trainer.updater import LearningRateSchedule, MiniBatch, StepCounters, Updater
 
 
 def make_schedule(peak: float, warmup_steps: int, total_steps: int, first_train_step: int = 0, **section):
@@ -42,3 +47,19 @@ def test_a_schedule_counts_in_its_own_unit():
 def test_unknown_shape_names_what_exists():
     with pytest.raises(ValueError, match="constant"):
         OptimizerConfig(schedule="step")
+
+
+def test_a_train_phase_of_many_optimizer_steps_outlives_its_deadline():
+    """16 steps of 0.1 s under a deadline of 0.8 s, which the phase as a whole exceeds and no step comes near."""
+
+    def train_step(*_, **__):
+        time.sleep(0.1)
+        return SimpleNamespace(applied=True)
+
+    progress, expired = Progress(), []
+    model = SimpleNamespace(train_step=train_step)
+    updater = Updater("policy", model, StepCounters(), make_schedule(1.0, 0, 10), 64, 3, progress)
+    with watch("phase train", 0.8, expired.append, progress):
+        for step in range(16):
+            updater.step(MiniBatch([], 0), None, step)
+    assert expired == [] and updater.counters.optimizer_steps == 16
