@@ -427,6 +427,7 @@ def _arrive(messages: list[Callable[[], None]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # three minutes on two idle cores; a run that hangs is found by its own limit of a minute
 def test_a_thousand_faults(tmp_path: Path) -> None:
     trials = [Trial(number, tmp_path) for number in range(NUM_WORLDS)]
     errors: list[BaseException] = []
@@ -444,8 +445,7 @@ def test_a_thousand_faults(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(280)
-        assert not thread.is_alive(), "a run hangs"
+        thread.join()  # every run in it has a limit
     if errors:
         raise errors[0]
     assert [violation for trial in trials for violation in trial.truth.violations] == []
