@@ -1,7 +1,6 @@
 """The typed configuration tree, its loader and its validator. Imports neither torch nor anything of the package above
 layer 0."""
 
-from megatron_dapo.config.errors import ConfigError, Violation
 from megatron_dapo.config.inputs import ArchitectureFacts, missing_inputs, read_architecture
 from megatron_dapo.config.loader import (
     LoadedConfig,
@@ -11,6 +10,7 @@ from megatron_dapo.config.loader import (
     read_resolved,
     write_resolved,
 )
+from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import Config, pretraining_config
 from megatron_dapo.config.validator import require_valid, schedule_steps, validate
 

@@ -56,6 +56,7 @@ class PpoClipLossConfig(TokenLossConfig):
     """The ratio is clipped above at 1 + clip_ratio_high. Above clip_ratio_low it is DAPO's clip-higher; PPO and GRPO
     take clip_ratio_low."""
 
+    # With c = 1 ratios just above 1 would lose their gradient, inside the clipping range.
     dual_clip: Annotated[Literal["off"] | float, Bounds(gt=1)] = "off"
     """Bound c of the loss for negative advantages: at most c * |advantage| (arXiv 1912.09729). Public scripts of DAPO
     and T-PPO take 10."""
@@ -67,12 +68,14 @@ class GspoLossConfig(Section):
     name: Literal["gspo"] = "gspo"
     """Name of the policy loss."""
 
+    # A sequence's ratio is a geometric mean over tokens, so it moves far less than a token's.
     clip_ratio_low: Fraction = 3e-4
     """The sequence's ratio is clipped below at 1 - clip_ratio_low."""
 
     clip_ratio_high: NonNegativeFloat = 4e-4
     """The sequence's ratio is clipped above at 1 + clip_ratio_high."""
 
+    # Constants beside the keys of the other losses: GSPO is defined as a mean over responses.
     aggregation: ClassVar[Aggregation] = "sample_mean"
     aggregation_length: ClassVar[int] = 0
 
@@ -214,7 +217,7 @@ class AlgorithmConfig(Section):
     kl_loss_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL loss towards the initial policy. Above 0 the reference policy is kept in memory."""
 
-    kl_estimator: KlEstimator = "k3"
+    kl_estimator: KlEstimator = "k3"  # GRPO's
     """Per-token estimator of the KL loss; k2 alone has the gradient of the reverse KL (k1 has none and is only a
     metric)."""
 
@@ -236,13 +239,13 @@ class AlgorithmConfig(Section):
 class TrainingConfig(Section):
     """Mini-batches, epochs and micro-batches of the policy's optimizer steps."""
 
-    mini_batch_prompts: PositiveInt = 32
+    mini_batch_prompts: PositiveInt = 32  # 16 optimizer steps a rollout batch, as in DAPO's paper
     """Groups of one optimizer step; must divide rollout.prompts_per_step."""
 
     epochs: PositiveInt = 1
     """Passes over a rollout batch."""
 
-    micro_batch_tokens: PositiveInt = 24576
+    micro_batch_tokens: PositiveInt = 24576  # holds DAPO's 2,048 prompt and 20,480 response tokens
     """Padded tokens of one packed micro-batch of one data-parallel rank (before context parallelism cuts it). Bounds
     activation memory; must hold the longest prompt and response."""
 
@@ -292,7 +295,7 @@ class CriticConfig(Section):
     head_scale: NonNegativeFloat = 0.01
     """About how large the values of a fresh head are."""
 
-    parallel: CriticParallelConfig = CriticParallelConfig()
+    parallel: CriticParallelConfig = CriticParallelConfig()  # no etp_size: it is the policy's
     """Layout of the critic over the processes."""
 
     offload: Offload = "none"
@@ -315,7 +318,7 @@ class CriticConfig(Section):
     """squared: (V - target)^2 / 2. clipped: where V has moved beyond its bounds since the advantages were estimated, it
     is trained only if it is further from the target than the bound is (PPO)."""
 
-    clip_value_low: PositiveFloat = 0.5
+    clip_value_low: PositiveFloat = 0.5  # a quarter of what separates right from wrong by default
     """V is held above V_old - clip_value_low, in units of the return."""
 
     clip_value_high: PositiveFloat = 0.5
@@ -328,6 +331,7 @@ class CriticConfig(Section):
     """Train steps at the beginning in which the critic learns and the policy does not, whose learning-rate schedule begins
     after them."""
 
+    # Explained variance is at most 1 and has no lower bound.
     explained_variance_alarm: Annotated[float, Bounds(le=1)] = -1.0
     """A warning names the step when the critic explains less than this share of the returns' variance. Values start to
     help above 0."""
@@ -347,14 +351,14 @@ class AdvantageEstimationConfig(Section):
     policy_lambda: Fraction = 0.95
     """Lambda under lambda_rule = fixed."""
 
-    lambda_alpha: PositiveFloat = 0.05
+    lambda_alpha: PositiveFloat = 0.05  # VAPO's paper
     """Share of the length that the weights of the errors sum to, under lambda_rule = length_adaptive and window."""
 
     lambda_floor: Annotated[float, Bounds(ge=0, lt=1)] = 0.0
     """Smallest lambda under lambda_rule = length_adaptive and window. The rule alone is negative below 1 /
     lambda_alpha tokens; VAPO names no floor, T-PPO's authors take 0.95."""
 
-    critic_lambda: Fraction = 1.0
+    critic_lambda: Fraction = 1.0  # below 1, long responses hide a late reward from early values (VC-PPO)
     """Lambda of the critic's targets. 1: Monte-Carlo returns (decoupled GAE). policy_lambda of a fixed rule: plain
     PPO. tppo needs 1."""
 
@@ -366,8 +370,7 @@ class AdvantageEstimationConfig(Section):
 
 
 class WindowConfig(Section):
-    """Windows of tppo (arXiv 2506.15050): a generation step makes at most so many tokens of a response; it continues in the
-    next."""
+    """Windows of tppo (arXiv 2506.15050): the tokens of a response made in one generation step; it continues in the next."""
 
     tokens: PositiveInt = 8192
     """Tokens of a window."""
@@ -381,13 +384,14 @@ class WindowConfig(Section):
 
 
 class ValuePretrainingConfig(Section):
-    """On what `megatron-dapo pretrain-value` trains and when it ends: the critic learns Monte-Carlo returns of the policy as it is (VC-PPO)."""
+    """Data and end of `megatron-dapo pretrain-value`, in which the critic learns Monte-Carlo returns of the fixed policy
+    (VC-PPO)."""
 
     train_paths: tuple[InputPath, ...] = ()
     """Prompts it samples from, e.g. a set of wide difficulty. Relative: from the recipe's directory. Empty:
     data.train_paths."""
 
-    min_steps: Annotated[int, Bounds(ge=2)] = 20
+    min_steps: Annotated[int, Bounds(ge=2)] = 20  # a slope needs two points
     """Steps (rollout batches) at least."""
 
     max_steps: PositiveInt = 150

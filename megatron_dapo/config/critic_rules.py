@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron_dapo.config.algorithm_schema import CriticParallelConfig
-from megatron_dapo.config.errors import Violation
-from megatron_dapo.config.rules import Rule
+from megatron_dapo.config.rules import Rule, Violation
 from megatron_dapo.config.schema import Config
 
 _CRITIC = 'algorithm.name != "dapo"'
 _WINDOWS = 'algorithm.name == "tppo"'
 
 CRITIC_RULES = (
+    # Both are terms of rewards and losses that only the algorithms with a critic compute.
     *(
         Rule(f"{path} == 0", f'set {path} = 0, or algorithm.name = "vapo"', where='algorithm.name == "dapo"')
         for path in ("algorithm.kl_reward_coefficient", "algorithm.positive_example_coefficient")
@@ -114,6 +114,7 @@ _CRITIC_FIELDS = {f"parallel.{name}" for name in CriticParallelConfig.model_fiel
 
 def as_policy(config: Config) -> Config:
     """Return the configuration with the critic's layout in the place of the policy's, to be checked by the same rules."""
+    # Else a fix would add the critic's own processes to themselves.
     no_own_processes = config.critic.parallel.model_copy(update={"num_processes": 0})
     critic = config.critic.model_copy(update={"parallel": no_own_processes})
     return config.model_copy(update={"parallel": config.critic_parallel, "critic": critic})

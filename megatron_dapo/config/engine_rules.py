@@ -25,6 +25,7 @@ ENGINE_RULES = (
         where=_GIVEN_BY_URL,
         reason="shared memory reaches only servers that this run starts",
     ),
+    # Servers given by URL are on devices that this run knows nothing of.
     Rule(
         'sglang.placement == "disaggregated"',
         'set sglang.placement = "disaggregated"',

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.config.errors import Violation
+from megatron_dapo.config.rules import Violation
 from megatron_dapo.config.schema import Config
 
 
@@ -57,7 +56,9 @@ def read_architecture(directory: str | Path) -> ArchitectureFacts:
     if missing:
         raise ValueError(f"{path}: no whole number under {', '.join(missing)}; not a decoder this package knows")
     facts = {name: document[key] for name, key in _KEYS.items()}
+    # Without the field, as in old Llama configs, every query head has a key-value head of its own.
     kv_heads = document.get("num_key_value_heads") or facts["num_attention_heads"]
+    # transformers 5 writes the number of experts under its second name.
     experts = document.get("num_experts") or document.get("num_local_experts") or 0
     sparse_step = document.get("decoder_sparse_step") or 1
     return ArchitectureFacts(
@@ -73,23 +74,18 @@ def read_architecture(directory: str | Path) -> ArchitectureFacts:
 
 
 def missing_inputs(config: Config) -> list[Violation]:
-    """One violation for each model directory or data file that is not there."""
-    return list(_missing(config))
-
-
-def _missing(config: Config) -> Iterator[Violation]:
-    model = config.model.path
-    if not model.is_dir():
-        yield _absent("model.path", model, "a Hugging Face directory that exists")
-    critic = Path(config.critic.path)
+    """Return a violation for each model directory or data file that is not there."""
+    found, critic = [], Path(config.critic.path)
+    if not config.model.path.is_dir():
+        found.append(_absent("model.path", config.model.path, "a Hugging Face directory that exists"))
     if config.has_critic and config.critic.path and not (critic / "config.json").is_file():
-        yield _absent(
-            "critic.path", critic, "a Hugging Face directory that exists (`megatron-dapo pretrain-value` writes one)"
-        )
-    yield from _absent_files("data.train_paths", config.data.train_paths)
-    yield from _absent_files("data.eval_paths", config.data.eval_paths)
+        words = "a Hugging Face directory that exists (`megatron-dapo pretrain-value` writes one)"
+        found.append(_absent("critic.path", critic, words))
+    files = {"data.train_paths": config.data.train_paths, "data.eval_paths": config.data.eval_paths}
     if config.has_critic:
-        yield from _absent_files("value_pretraining.train_paths", config.value_pretraining.train_paths)
+        files["value_pretraining.train_paths"] = config.value_pretraining.train_paths
+    absent = ((path, file) for path, paths in files.items() for file in paths if not file.is_file())
+    return [*found, *(_absent(path, file, "a file that exists") for path, file in absent)]
 
 
 def critics_of_other_models(config: Config, policy: ArchitectureFacts) -> list[Violation]:
@@ -102,6 +98,7 @@ def critics_of_other_models(config: Config, policy: ArchitectureFacts) -> list[V
         critic = read_architecture(directory)
     except ValueError as error:
         return [Violation("critic.path", "a model directory this package knows", str(error))]
+    # A critic may have been trained at another length, and only one of two configs may spell head_dim out.
     values = {
         f"{name} of critic and policy": (own, getattr(policy, name))
         for name, own in vars(critic).items()
@@ -111,17 +108,8 @@ def critics_of_other_models(config: Config, policy: ArchitectureFacts) -> list[V
         return []
     values = values or {"head size of critic and policy": (critic.head_size, policy.head_size)}
     fix = "set critic.path to a critic of this model, or leave it out to start from the policy"
-    return [
-        Violation(
-            "critic.path", "a critic of the policy's architecture", fix, {"critic.path": config.critic.path, **values}
-        )
-    ]
-
-
-def _absent_files(path: str, files: Iterable[Path]) -> Iterator[Violation]:
-    for file in files:
-        if not file.is_file():
-            yield _absent(path, file, "a file that exists")
+    values = {"critic.path": config.critic.path, **values}
+    return [Violation("critic.path", "a critic of the policy's architecture", fix, values)]
 
 
 def _absent(path: str, file: Path, what: str) -> Violation:

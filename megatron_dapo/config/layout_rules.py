@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dapo.config.errors import Violation, value_of
 from megatron_dapo.config.inputs import ArchitectureFacts
-from megatron_dapo.config.rules import Rule
+from megatron_dapo.config.rules import Rule, Violation, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.precision import RECIPES, LinearSizes, Recipe, micro_batch_multiple, misfits, token_multiple
 
 LAYOUT_RULES = (
+    # Megatron-core has no interleaved schedule for a single stage, and no sequence parallelism for a single tensor rank.
     Rule(
         "parallel.vpp_size == 1",
         "set parallel.vpp_size = 1, or parallel.pp_size = 2 or more",
@@ -97,6 +97,7 @@ ARCHITECTURE_RULES = (
         "choose pp_size * vpp_size = {nearest_divisor(num_layers, parallel.pp_size * parallel.vpp_size)}",
         path="parallel.pp_size",
     ),
+    # Strictly below: a response needs a position, too.
     Rule(
         "data.max_prompt_tokens < max_position_embeddings",
         "set data.max_prompt_tokens below {max_position_embeddings}, or use a model with more positions",
@@ -135,11 +136,13 @@ _LAYER_FIELDS = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_
 _FP8_PARAM = "precision.fp8_param and computes_in_fp8"
 
 PRECISION_RULES = (
+    # fp32 and bf16 name what model.dtype says; they convert nothing.
     Rule(
         "model.dtype == recipe_dtype",
         'set precision.recipe = "", or model.dtype = "{recipe_dtype}"',
         where='recipe_dtype != ""',
     ),
+    # Without FP8 these keys would have no effect: refused rather than ignored.
     *(
         Rule(
             f"{path} == {off}",

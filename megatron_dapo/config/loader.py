@@ -21,12 +21,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.errors import ConfigError, Violation, value_of
 from megatron_dapo.config.renamed import FOREIGN_NAMES, RENAMED, renamed_value
+from megatron_dapo.config.rules import ConfigError, Violation, value_of
 from megatron_dapo.config.schema import Config, leaf_fields, section_types, union_names
 from megatron_dapo.config.section import RelativeToRecipe
 
-if sys.version_info >= (3, 11):
+if sys.version_info >= (3, 11):  # tomllib is in the standard library from here on
     import tomllib
 else:
     import tomli as tomllib
@@ -81,6 +81,7 @@ def write_resolved(loaded: LoadedConfig, path: str | Path) -> None:
 def read_resolved(path: str | Path) -> LoadedConfig:
     """Return the configuration that a run directory holds. Raises ConfigError if it does not fit this version's schema."""
     document = json.loads(Path(path).read_text(encoding="utf-8"))
+    # Input paths became absolute when the recipe was read, so the directory does not matter.
     values = _flatten(document["config"], origin=str(path), directory=Path.cwd())
     built = _build(values, source=str(path))
     return LoadedConfig(config=built.config, origins=MappingProxyType(dict(document["origins"])))
@@ -91,9 +92,8 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
     resolved = recipe.resolve()
     if resolved in chain:
         loop = " -> ".join(str(path) for path in (*chain, resolved))
-        raise ConfigError(
-            [_violation("base", "recipes that do not inherit from themselves", f"break the loop {loop}")], str(recipe)
-        )
+        problem = Violation("base", "recipes that do not inherit from themselves", f"break the loop {loop}")
+        raise ConfigError([problem], str(recipe))
     tree = _read_toml(recipe)
     # Flattened before merging, so that a child changes one key of a table and a list is replaced as a whole.
     base = tree.pop("base", None)
@@ -101,9 +101,8 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
     if base is None:
         return own
     if not isinstance(base, str):
-        raise ConfigError(
-            [_violation("base", "the path of one recipe", 'write base = "other.toml"', base=base)], str(recipe)
-        )
+        problem = Violation("base", "the path of one recipe", 'write base = "other.toml"', {"base": base})
+        raise ConfigError([problem], str(recipe))
     return _layered(_recipe_values(recipe.parent / base, (*chain, resolved)), own)
 
 
@@ -123,15 +122,12 @@ def _read_toml(recipe: Path) -> dict[str, Any]:
     except FileNotFoundError:
         near = difflib.get_close_matches(recipe.name, [p.name for p in recipe.parent.glob("*.toml")], n=1)
         hint = f"did you mean {recipe.parent / near[0]}?" if near else "check the path"
-        raise ConfigError(
-            [_violation("recipe", "a recipe file that exists", hint, file=str(recipe))], str(recipe)
-        ) from None
+        problem = Violation("recipe", "a recipe file that exists", hint, {"file": str(recipe)})
     except IsADirectoryError:
-        raise ConfigError(
-            [_violation("recipe", "a recipe file", "name a .toml file", file=str(recipe))], str(recipe)
-        ) from None
+        problem = Violation("recipe", "a recipe file", "name a .toml file", {"file": str(recipe)})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError([_violation("recipe", "valid TOML", f"correct it: {error}")], str(recipe)) from None
+        problem = Violation("recipe", "valid TOML", f"correct it: {error}")
+    raise ConfigError([problem], str(recipe))
 
 
 def _flatten(tree: Mapping[str, Any], origin: str, directory: Path, prefix: str = "") -> dict[str, _Value]:
@@ -156,13 +152,14 @@ def _override_values(overrides: Sequence[str]) -> dict[str, _Value]:
         try:
             if not separator or not path:
                 rule = "an override as section.field=value, the value in TOML"
-                problems.append(_violation(path or "--set", rule, f"rewrite --set {override!r}"))
+                problems.append(Violation(path or "--set", rule, f"rewrite --set {override!r}"))
             else:
+                # Typed in a shell: relative paths are from the current directory, not the recipe's.
                 values[path] = _Value(_parse_override(path, text), SET_ORIGIN, Path.cwd())
         except ValueError:
             kind, example = _written(path)
             rewrite = f"write {example}" if example else f"rewrite --set {override!r} as section.field=value"
-            problems.append(_violation(path, kind, rewrite, **{path: text}))
+            problems.append(Violation(path, kind, rewrite, {path: text}))
     if problems:
         raise ConfigError(problems, SET_ORIGIN)
     return values
@@ -205,7 +202,14 @@ def _either(words: Sequence[str]) -> str:
     return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+# A type in words, and an example of its values.
+_KINDS = {
+    int: ("a whole number", "8"),
+    float: ("a number", "0.5"),
+    bool: ("true or false", "true"),
+    str: ("text", "name"),
+    Path: ("a path", "name"),
+}
 
 
 def _written(path: str) -> tuple[str, str]:
@@ -220,9 +224,8 @@ def _written(path: str) -> tuple[str, str]:
         value = "[0.9, 0.95]" if numbers else '["a.jsonl"]' if path.endswith("_paths") else '["a", "b"]'
         return f"a list of {'numbers' if numbers else 'texts'}", f"--set '{path}={value}'"
     kinds = [words for kind, words in _KINDS.items() if kind in (field.annotation, *items)]
-    examples = {int: "8", float: "0.5", bool: "true"}
-    value = next((text for kind, text in examples.items() if kind in (field.annotation, *items)), "name")
-    return _either([*kinds, *map(repr, choices)]), f"--set {path}={choices[0] if choices else value}"
+    example = choices[0] if choices else kinds[0][1]
+    return _either([*(words for words, _ in kinds), *map(repr, choices)]), f"--set {path}={example}"
 
 
 def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
@@ -240,6 +243,7 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
         problems += found.values()
     if problems or config is None:
         raise ConfigError(problems, source)
+    # The keys of a union's other members are leaves as well, but not of this configuration.
     origins = {
         path: known[path].origin if path in known else DEFAULT_ORIGIN
         for path in leaf_fields()
@@ -282,47 +286,37 @@ def _name_unions(tree: dict[str, Any]) -> None:
 
 def _absolute_inputs(path: str, value: _Value) -> Any:
     field = leaf_fields()[path]
-    if any(isinstance(mark, RelativeToRecipe) for mark in field.metadata):
-        return _absolute(value.value, value.directory)
-    inner = typing.get_args(field.annotation)
-    if inner and any(isinstance(mark, RelativeToRecipe) for mark in getattr(inner[0], "__metadata__", ())):
-        return (
-            [_absolute(item, value.directory) for item in value.value]
-            if isinstance(value.value, (list, tuple))
-            else value.value
-        )
-    return value.value
+    # pydantic takes the mark off a single path's annotation, and leaves it on the items of a list.
+    items = [getattr(item, "__metadata__", ()) for item in typing.get_args(field.annotation)]
+    if not any(isinstance(mark, RelativeToRecipe) for marks in (field.metadata, *items) for mark in marks):
+        return value.value
+    if isinstance(value.value, list | tuple):
+        return [_absolute(item, value.directory) for item in value.value]
+    return _absolute(value.value, value.directory)
 
 
 def _absolute(value: Any, directory: Path) -> Any:
     if not isinstance(value, str | os.PathLike):
         return value
+    # abspath, not resolve: a symbolic link to a model or data set stays as the recipe names it.
     return os.path.abspath(directory / Path(value).expanduser())
 
 
 def _unknown(path: str, value: _Value) -> Violation:
     if path in section_types():
         fields = ", ".join(dict.fromkeys(name for model in section_types()[path] for name in model.model_fields))
-        return _violation(
-            path,
-            f"fields of the section {path}",
-            f"set its fields ({fields}), e.g. in a table [{path}]",
-            value=value.value,
-        )
+        fix = f"set its fields ({fields}), e.g. in a table [{path}]"
+        return Violation(path, f"fields of the section {path}", fix, {"value": value.value})
     if path in RENAMED:
         new = RENAMED[path]
         note = FOREIGN_NAMES.get(new, {}).get(str(value.value))
-        line = f"{new} = {_toml(renamed_value(new, value.value))}"
+        # JSON writes scalars and lists as TOML does.
+        line = f"{new} = {json.dumps(renamed_value(new, value.value), default=str)}"
         fix = f"write {line} in {value.origin}" + (f" ({value.value} is {note})" if note else "")
-        return _violation(path, f"its present name, {new}", fix, **{path: value.value})
+        return Violation(path, f"its present name, {new}", fix, {path: value.value})
     nearest = _nearest(path)
     rule = f"a known key (this one is given by {value.origin})"
-    return _violation(path, rule, f"did you mean {nearest}?" if nearest else "remove it")
-
-
-def _toml(value: Any) -> str:
-    """A value as it is written in a recipe."""
-    return json.dumps(value, default=str)
+    return Violation(path, rule, f"did you mean {nearest}?" if nearest else "remove it")
 
 
 def _nearest(path: str) -> str | None:
@@ -346,8 +340,9 @@ def _nearest(path: str) -> str | None:
 
 def _from_pydantic(entry: Mapping[str, Any], known: Mapping[str, _Value]) -> Violation:
     path = _path_of(entry["loc"])
+    # Of a list with too few items pydantic also says "missing"; its location then goes on below the field.
     if entry["type"] == "missing" and path == ".".join(map(str, entry["loc"])):
-        return _violation(path, "a value (there is no default)", f"set {path} in the recipe or by --set {path}=...")
+        return Violation(path, "a value (there is no default)", f"set {path} in the recipe or by --set {path}=...")
     if entry["type"] == "union_tag_invalid":
         path = f"{path}.name"
     given = known[path].value if path in known else entry.get("input")
@@ -399,10 +394,6 @@ def _close_choice(path: str, given: Any) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _violation(path: str, formula: str, suggestion: str, **values: Any) -> Violation:
-    return Violation(path=path, formula=formula, suggestion=suggestion, values=values)
-
-
 _AXES = {
     "tp": "tp_size",
     "pp": "pp_size",
@@ -421,6 +412,7 @@ def layout_overrides(text: str) -> list[str]:
 
     "tp2pp1" starts 2 processes, "tp2dp2sp" 4. Raises ValueError for anything else.
     """
+    # As people write it: tp2-pp1, "TP2 PP1", tp2xpp1.
     compact = re.sub(r"[\s,_x-]+", "", text.lower())
     tokens = list(_TOKEN.finditer(compact))
     if not tokens or "".join(token.group(0) for token in tokens) != compact:

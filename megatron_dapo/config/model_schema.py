@@ -39,7 +39,7 @@ class ModelConfig(Section):
     """What leaves the device for host memory while engines generate or a critic works: nothing, the optimizer state and
     gradients, or those and the weights. A reference policy likewise."""
 
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # the name of transformers' own argument
     """Run Python code that ships in the model directory. Only for directories whose author you trust."""
 
     allow_random_init: bool = False
@@ -118,7 +118,7 @@ WarmupUnit = Literal["train_step", "optimizer_step"]
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    learning_rate: NonNegativeFloat = 1e-6
+    learning_rate: NonNegativeFloat = 1e-6  # DAPO's paper
     """Peak learning rate."""
 
     warmup_steps: NonNegativeInt = 0
@@ -134,9 +134,10 @@ class OptimizerConfig(Section):
     min_learning_rate: NonNegativeFloat = 0.0
     """Final learning rate of the cosine and linear schedules."""
 
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: NonNegativeFloat = 0.1  # DAPO's published script
     """Decoupled weight decay; not applied to biases and norms."""
 
+    # Below 1, because Adam's bias correction divides by 1 - beta ** step.
     betas: Annotated[tuple[float, float], Bounds(ge=0, lt=1)] = (0.9, 0.999)
     """Decay of the running means of the gradient and of its square."""
 
@@ -150,5 +151,5 @@ class OptimizerConfig(Section):
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW of the critic and its learning-rate schedule."""
 
-    learning_rate: NonNegativeFloat = 2e-6
+    learning_rate: NonNegativeFloat = 2e-6  # VAPO's paper: twice the policy's
     """Peak learning rate of the critic."""

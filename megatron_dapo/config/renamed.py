@@ -21,6 +21,7 @@ _PARALLEL = {
     "expert_model_parallel_size": "ep_size",
     "expert_tensor_parallel_size": "etp_size",
 }
+# A critic has no etp_size of its own.
 _NOT_OF_CRITICS = ("expert_tensor", "expert_tensor_parallel_size")
 
 RENAMED: Mapping[str, str] = MappingProxyType(
@@ -99,4 +100,5 @@ FOREIGN_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 def renamed_value(path: str, value: Any) -> Any:
     """Return the value that the key `path` has now for an old `value`; most values have not changed."""
     known = RENAMED_VALUES.get(path, {})
+    # Lists cannot be looked up, and none was renamed.
     return known.get(value, value) if isinstance(value, str | int | float) else value

@@ -55,7 +55,7 @@ class RolloutConfig(Section):
     """embedded: transformers generation inside the trainer's processes, fed by the weight bridge. sglang: SGLang
     servers."""
 
-    prompts_per_step: PositiveInt = 512
+    prompts_per_step: PositiveInt = 512  # with 16 responses each, the rollout batch of DAPO's paper
     """Groups (prompts) of one rollout batch, i.e. of one train step."""
 
     group_size: PositiveInt = 16
@@ -76,11 +76,11 @@ class RolloutConfig(Section):
     allow_biased_sampling: bool = False
     """Allow top_p < 1 or top_k > 0 in training rollouts, knowing that the importance ratios are then wrong."""
 
-    oversample: AtLeastOne = 1.0
+    oversample: AtLeastOne = 1.0  # below 1 the first round could never fill the batch
     """Prompts in flight at a time as a multiple of prompts_per_step. Above 1 fills a batch sooner when many groups are
     filtered, at the price of surplus groups."""
 
-    max_num_gen_batches: NonNegativeInt = 10
+    max_num_gen_batches: NonNegativeInt = 10  # as in verl's recipe of DAPO
     """A generation round is prompts_per_step * oversample prompts; after this many in one step collecting ends as
     on_exhausted says. 0: no limit."""
 
@@ -117,7 +117,7 @@ class OverlongPunishmentConfig(Section):
     enabled: bool = False
     """Add the punishment to the reward."""
 
-    max_length: PositiveInt = 20480
+    max_length: PositiveInt = 20480  # the DAPO paper's 16,384 expected tokens and cache of 4,096
     """Response tokens at which the punishment is full. Usually rollout.max_response_tokens."""
 
     cache_length: PositiveInt = 4096
@@ -193,7 +193,7 @@ class SglangConfig(Section):
     urls: tuple[str, ...] = ()
     """Servers that run already (other nodes of the same job), instead of starting any. Needs api_key_file."""
 
-    api_key_file: str = ""
+    api_key_file: str = ""  # a file, not the key: recipes and resolved configurations are shared
     """File with the API key of the servers in urls, readable by its owner alone. "": servers started here get a fresh
     key in the run's directory."""
 
@@ -211,8 +211,8 @@ class SglangConfig(Section):
     all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face directory."""
 
     shared_memory: SharedMemory = "host"
-    """Place of the memory of weight_sync_transport = "shared_memory" lies. host: in the machine's, on a GPU as well. device: on the GPU that an
-    engine rank shares with a trainer rank, opened by all through CUDA IPC; it has not run on a GPU yet."""
+    """Memory of weight_sync_transport = "shared_memory". host: the node's, for servers on GPUs as well. device: the GPU
+    that an engine rank shares with a trainer rank, opened by all through CUDA IPC; it has not run on a GPU yet."""
 
     weight_sync_bucket_mb: PositiveInt = 64
     """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""
@@ -245,7 +245,7 @@ class SglangConfig(Section):
     """Share of a device's memory for a server's weights and KV cache. Lower it when the trainer on the same device runs
     out of memory."""
 
-    enable_deterministic_inference: bool = True
+    enable_deterministic_inference: bool = True  # the name of SGLang's own flag
     """Give every response its own seed (SGLang's deterministic mode, somewhat slower). Off: rollouts cannot be
     repeated."""
 

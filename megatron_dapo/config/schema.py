@@ -58,7 +58,7 @@ class RunConfig(Section):
     """Use only kernels whose results repeat bit for bit (PyTorch, cuBLAS, cuDNN, NCCL, Transformer Engine). On a GPU a
     resumed run equals the uninterrupted one bit for bit only with it; it is slower there. A CPU's kernels always repeat."""
 
-    total_steps: PositiveInt = 100
+    total_steps: PositiveInt = 100  # not epochs: under dynamic sampling an epoch has no fixed number of steps
     """Train steps (rollout batches trained); the run ends after this many. Learning-rate schedules are laid over it."""
 
     max_generation_steps: NonNegativeInt = 0
@@ -81,7 +81,7 @@ class CheckpointConfig(Section):
     interval: NonNegativeInt = 20
     """Train steps between checkpoints. 0: only at the end and on a signal."""
 
-    keep: PositiveInt = 2
+    keep: PositiveInt = 2  # one to resume from if the newest turns out to be damaged
     """Newest valid checkpoints kept; an older one is deleted only after a newer one is valid."""
 
     resume: Resume = "auto"
@@ -99,13 +99,13 @@ class EvaluationConfig(Section):
     interval: NonNegativeInt = 0
     """Train steps between evaluations. 0: none in between."""
 
-    num_samples: PositiveInt = 32
+    num_samples: PositiveInt = 32  # DAPO's paper reports avg@32 on AIME 2024
     """Responses per problem (k)."""
 
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy."""
 
-    top_p: ProbabilityMass = 0.7
+    top_p: ProbabilityMass = 0.7  # as DAPO's paper evaluates
     """Nucleus mass."""
 
     top_k: NonNegativeInt = 0
@@ -146,7 +146,7 @@ class MismatchConfig(Section):
     """The run ends with an error if the gap of the first batch is larger: engine and trainer do not hold the same
     model. bfloat16 on both sides comes to some 0.01 to 0.03; float32 allows 1e-3."""
 
-    alarm: PositiveFloat = 0.02
+    alarm: PositiveFloat = 0.02  # within what bfloat16 alone explains: it warns, the gate above ends the run
     """A warning names the step when the gap of a batch is larger."""
 
     trend_factor: Annotated[float, Bounds(gt=1)] = 2.0

@@ -23,7 +23,7 @@ class Bounds:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    min_length: int = 0
+    min_length: int = 0  # of a text or list; it stands alone
 
     def hold(self, value: Any) -> bool:
         """Return whether `value` is inside; a word such as "off" always is."""
@@ -73,5 +73,9 @@ class Section(BaseModel):
     """Immutable, no unknown keys, no silent conversion between types."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",  # a misspelled key would silently leave its default
+        strict=True,  # else "1" would pass for 1, and 1 for true
+        allow_inf_nan=False,  # TOML can write both
+        use_attribute_docstrings=True,
     )

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 
 from megatron_dapo.config.critic_rules import CRITIC_RULES, OWN_PROCESSES_RULE, as_policy, of_critic
 from megatron_dapo.config.engine_rules import ENGINE_RULES
-from megatron_dapo.config.errors import ConfigError, Violation, value_of
 from megatron_dapo.config.inputs import ArchitectureFacts
 from megatron_dapo.config.layout_rules import (
     ARCHITECTURE_RULES,
@@ -25,11 +24,11 @@ from megatron_dapo.config.layout_rules import (
     unfit_shapes,
 )
 from megatron_dapo.config.model_schema import OptimizerConfig
-from megatron_dapo.config.rules import Rule, broken
+from megatron_dapo.config.rules import ConfigError, Rule, Violation, broken, value_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.section import Bounds
 
-VERIFIER_PRESETS = ("dapo", "lenient")
+VERIFIER_PRESETS = ("dapo", "lenient")  # those of rewards.verifier, which this layer may not import
 
 
 def validate(
@@ -54,6 +53,7 @@ def validate(
         (*RULES, *LAYOUT_RULES, *PRECISION_RULES, *CRITIC_RULES, *ENGINE_RULES), config, facts, outside.keys()
     )
     found += _layout_violations(config, facts, architecture, outside)
+    # No process is left for the policy: the critic's layout would be reported for a world that cannot be.
     if own >= processes >= 1:
         return [*found, *broken([OWN_PROCESSES_RULE], config, {**facts, "processes": processes}, outside.keys())]
     if config.has_critic and (own or config.critic_parallel != config.parallel):
@@ -123,6 +123,7 @@ def _schedule_steps(
 ) -> int:
     if optimizer.warmup_unit == "train_step":
         return train_steps
+    # max: a size of 0 is reported by its own bound and must not divide here.
     return train_steps * (config.rollout.prompts_per_step // max(mini_batch_prompts, 1)) * epochs
 
 

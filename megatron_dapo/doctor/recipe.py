@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.config.errors import Violation
+from megatron_dapo.config.rules import Violation
 from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, ok, warning
 from megatron_dapo.engines.sglang.versions import NEWEST, OLDEST, api_version_of
 
