@@ -204,7 +204,7 @@ def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Nam
         raise Missing(str(error)) from None
     samples = make_samples(lengths, architecture.vocab_size)
     limits = MicroBatchLimits(max_tokens=work.micro_batch_tokens)
-    micro_batches = build_micro_batches(samples, token_mean, layout, 0, limits)
+    micro_batches = build_micro_batches(samples, token_mean(samples), layout, 0, limits)
     losses: list[float] = []
 
     def train() -> None:

@@ -10,22 +10,22 @@ from heapq import heapify, heappop, heappush
 Parts = list[list[int]]
 
 
-def balanced_partition(sizes: Sequence[int], num_overlaps: int, max_items: int | None = None) -> Parts:
-    """Indices of `sizes` in `num_overlaps` parts of nearly equal sums, each of at most `max_items` indices.
+def balanced_partition(sizes: Sequence[int], num_parts: int, max_items: int | None = None) -> Parts:
+    """Indices of `sizes` in `num_parts` parts of nearly equal sums, each of at most `max_items` indices.
 
     Longest processing time first (R. Graham, 1969): the largest size left goes to the part with the smallest sum, so
     the largest sum is at most 4/3 of the best possible where `max_items` does not bind. No part is empty unless there
     are fewer sizes than parts. Sizes are positive. ValueError where the parts cannot hold all sizes.
     """
     room = len(sizes) if max_items is None else max_items
-    if num_overlaps * room < len(sizes):
+    if num_parts * room < len(sizes):
         raise ValueError(
-            f"{len(sizes)} items do not fit into {num_overlaps} parts of at most {room}; allow at least "
-            f"{-(-len(sizes) // num_overlaps)}"
+            f"{len(sizes)} items do not fit into {num_parts} parts of at most {room}; allow at least "
+            f"{-(-len(sizes) // num_parts)}"
         )
-    parts: Parts = [[] for _ in range(num_overlaps)]
-    open_parts = [(0, part) for part in range(num_overlaps)]
-    heapify(open_parts)
+    parts: Parts = [[] for _ in range(num_parts)]
+    open_parts = [(0, part) for part in range(num_parts)]
+    heapify(open_parts)  # equal sums: the lower part first, on every rank alike
     for index in largest_first(sizes):
         load, part = heappop(open_parts)
         parts[part].append(index)
@@ -45,6 +45,7 @@ def fewest_parts(sizes: Sequence[int], capacity: int, max_items: int | None = No
     free: list[tuple[int, int]] = []  # (free room, part), sorted; full parts are left out
     for index in largest_first(sizes):
         assert sizes[index] <= capacity, f"size {sizes[index]} exceeds the capacity {capacity}"
+        # The first part with room enough is the fullest one: `free` is sorted by room.
         place = bisect_left(free, (sizes[index], -1))
         left, part = free.pop(place) if place < len(free) else (capacity, len(parts))
         if part == len(parts):
@@ -55,17 +56,17 @@ def fewest_parts(sizes: Sequence[int], capacity: int, max_items: int | None = No
     return parts
 
 
-def spread(parts: Parts, sizes: Sequence[int], num_overlaps: int) -> Parts:
-    """The same indices in `num_overlaps` >= len(parts) parts, none empty and no sum larger than before: the smallest index
+def spread(parts: Parts, sizes: Sequence[int], num_parts: int) -> Parts:
+    """The same indices in `num_parts` >= len(parts) parts, none empty and no sum larger than before: the smallest index
     of the part with the largest sum among those that hold several moves into a part of its own, until there are
     enough."""
     parts = [sorted(part, key=lambda index: (-sizes[index], index)) for part in parts]
-    assert len(parts) <= num_overlaps <= sum(map(len, parts)), (
-        f"cannot spread {sum(map(len, parts))} items over {num_overlaps} parts"
+    assert len(parts) <= num_parts <= sum(map(len, parts)), (
+        f"cannot spread {sum(map(len, parts))} items over {num_parts} parts"
     )
     several = [(-sum(sizes[index] for index in part), place) for place, part in enumerate(parts) if len(part) > 1]
     heapify(several)
-    while len(parts) < num_overlaps:
+    while len(parts) < num_parts:
         negative_load, place = heappop(several)
         moved = parts[place].pop()
         parts.append([moved])

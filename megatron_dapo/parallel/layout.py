@@ -70,6 +70,7 @@ class ParallelLayout:
 
     def _check_experts(self) -> None:
         if self.expert_tensor is None:
+            # As many tensor ranks for experts as for dense layers: experts take ranks of the other axes alone.
             if (self.data * self.context) % self.expert:
                 raise ValueError(
                     f"parallel layout: expert {self.expert} does not divide context x data = "
@@ -113,6 +114,7 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> RankCoordinates:
         assert 0 <= rank < self.world_size, f"rank {rank} outside a world of {self.world_size}"
+        # Tensor ranks communicate most: as neighbors they share a node.
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
@@ -124,10 +126,6 @@ class ParallelLayout:
         data, expert = divmod(rest, self.expert)
         return ExpertCoordinates(tensor=tensor, expert=expert, data=data)
 
-    def rank_of(self, coordinates: RankCoordinates) -> int:
-        c = coordinates
-        return c.tensor + self.tensor * (c.context + self.context * (c.data + self.data * c.pipeline))
-
     def layers_of(self, pipeline_rank: int, vp_stage: int, num_layers: int) -> range:
         """Global indices of the layers of one model chunk: an even split, interleaved over stages under virtual
         pipelining."""
@@ -138,6 +136,7 @@ class ParallelLayout:
                 f"{self.virtual_pipeline} = {num_chunks} chunks; choose sizes whose product divides {num_layers}"
             )
         per_chunk = num_layers // num_chunks
+        # Interleaved as in Megatron-core: a stage's chunks are `pipeline` chunks apart.
         start = (vp_stage * self.pipeline + pipeline_rank) * per_chunk
         return range(start, start + per_chunk)
 

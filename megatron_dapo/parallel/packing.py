@@ -64,10 +64,11 @@ def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: M
     max_items = limits.max_sequences or None
     fewest = fewest_parts(sizes, capacity, max_items)
     per_rank = padded_length(-(-len(fewest) // num_ranks), layout.pipeline if layout.virtual_pipeline > 1 else 1)
-    num_overlaps = min(per_rank * num_ranks, len(sizes))
-    parts = balanced_partition(sizes, num_overlaps, max_items)
+    num_parts = min(per_rank * num_ranks, len(sizes))
+    parts = balanced_partition(sizes, num_parts, max_items)
+    # Balanced sums ignore the capacity. The fewest parts keep it, and so do parts split off from them.
     if max(_loads(parts, sizes)) > capacity:
-        parts = spread(fewest, sizes, num_overlaps)
+        parts = spread(fewest, sizes, num_parts)
     return _deal(parts, sizes, num_ranks, per_rank)
 
 
@@ -101,6 +102,11 @@ def _deal(parts: Parts, sizes: Sequence[int], num_ranks: int, per_rank: int) -> 
     return tuple((tuple(tuple(sorted(parts[part])) for part in rank) + empty)[:per_rank] for rank in ranks)
 
 
+# Fields of a sample [R] that a micro-batch has at the same name; those of None are 0.
+_PER_TOKEN = ("loss_mask", "advantages", "rollout_logprobs", "staleness", "values", "returns")
+_REALS = (*_PER_TOKEN, "loss_weights", "positive_weights")
+
+
 def pack(
     samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout, sequence_length: int = 0
 ) -> MicroBatch:
@@ -123,42 +129,26 @@ def pack(
         true_lengths.append(0)
         sample_ids.append(PADDING_ID)
     bounds = torch.tensor([0, *padded]).cumsum(0)
-    integers = torch.zeros(2, int(bounds[-1]), dtype=torch.int64)
-    reals = torch.zeros(5, int(bounds[-1]))
-    estimates = torch.zeros(3, int(bounds[-1]))
+    integers = {name: torch.zeros(int(bounds[-1]), dtype=torch.int64) for name in ("token_ids", "targets")}
+    reals = {name: torch.zeros(int(bounds[-1])) for name in _REALS}
+    # Not strict: the bounds also hold the padding sequence's start and the end.
     for sample, weight, start in zip(samples, loss_weights, bounds.tolist(), strict=False):
         _write(sample, weight, start, integers, reals)
-        _write_estimates(sample, start, estimates)
     sizes = bounds[1:] - bounds[:-1]
     return MicroBatch(
-        token_ids=integers[0],
+        **integers,
+        **reals,
         position_ids=torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(sizes),
-        targets=integers[1],
         cu_seqlens=bounds.to(torch.int32),
         sequence_lengths=tuple(true_lengths),
         sequence_ids=torch.arange(len(padded)).repeat_interleave(sizes),
-        loss_mask=reals[0],
-        loss_weights=reals[1],
-        advantages=reals[2],
-        rollout_logprobs=reals[3],
         sample_ids=tuple(sample_ids),
-        staleness=reals[4],
-        values=estimates[0],
-        returns=estimates[1],
-        positive_weights=estimates[2],
     )
 
 
-def _write_estimates(sample: TrainSample, start: int, estimates: torch.Tensor) -> None:
-    """Write the critic's estimates of one sample to the positions of its tokens' log-probs."""
-    place = slice(start + sample.prompt_length - 1, start + sample.num_tokens - 1)
-    for row, per_token in enumerate((sample.values, sample.returns)):
-        if per_token is not None:
-            estimates[row, place] = per_token
-    estimates[2, place] = sample.loss_mask * sample.positive_weight
-
-
-def _write(sample: TrainSample, weight: float, start: int, integers: torch.Tensor, reals: torch.Tensor) -> None:
+def _write(
+    sample: TrainSample, weight: float, start: int, integers: dict[str, torch.Tensor], reals: dict[str, torch.Tensor]
+) -> None:
     """Put one sample's fields at its place."""
     num_response = sample.num_response_tokens
     if sample.prompt_length < 1 or num_response < 0:
@@ -172,15 +162,14 @@ def _write(sample: TrainSample, weight: float, start: int, integers: torch.Tenso
                 f"sample {sample.sample_id!r}: {name} has shape {tuple(getattr(sample, name).shape)}, its response "
                 f"has {num_response} tokens"
             )
-    integers[0, start : start + sample.num_tokens] = sample.tokens
-    place = slice(start + sample.prompt_length - 1, start + sample.num_tokens - 1)
-    integers[1, place] = sample.tokens[sample.prompt_length :]
-    reals[0, place] = sample.loss_mask
-    reals[1, place] = sample.loss_mask * weight
-    reals[2, place] = sample.advantages
-    reals[3, place] = sample.rollout_logprobs
-    if sample.staleness is not None:
-        reals[4, place] = sample.staleness
+    integers["token_ids"][start : start + sample.num_tokens] = sample.tokens
+    place = slice(start + sample.prompt_length - 1, start + sample.num_tokens - 1)  # one early: it predicts the token
+    integers["targets"][place] = sample.tokens[sample.prompt_length :]
+    for name in _PER_TOKEN:
+        if (per_token := getattr(sample, name)) is not None:
+            reals[name][place] = per_token
+    reals["loss_weights"][place] = sample.loss_mask * weight
+    reals["positive_weights"][place] = sample.loss_mask * sample.positive_weight
 
 
 def pad_to_longest(samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout) -> MicroBatch:

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 Handler = Callable[[dict[str, Any]], None]
 
 _FINISH, _PROGRESS = "finish", "progress"
-_REPORT_INTERVAL_S = 5.0
+_REPORT_INTERVAL_S = 5.0  # a broadcast for every finished response would hold rank 0 up
 
 
 class Rank0Commands:
@@ -56,6 +56,7 @@ class Rank0Commands:
         """Run handler `op` on every rank. Rank 0 calls it inside `run_on_rank0`, in the main thread."""
         assert self._coordination.rank == 0, "rank 0 sends commands; the others serve"
         command = {"op": op, **facts}
+        # Sent first: a handler may hold collectives, which the other ranks have to enter.
         self._send(command)
         try:
             self.handlers[op](command)
@@ -77,7 +78,7 @@ class Rank0Commands:
 
     def _send(self, command: dict[str, Any] | None) -> dict[str, Any]:
         """Return rank 0's command on every rank."""
-        self._sent_at = time.monotonic()
+        self._sent_at = time.monotonic()  # any command postpones the others' deadlines
         try:
             return self._coordination.broadcast(command)
         except RuntimeError as error:

@@ -61,6 +61,7 @@ def partition_ranks(num_last: int, timeout_s: float, progress: Progress | None =
         raise ValueError(f"{num_last} of {world_size} processes cannot be a part of their own: both parts need some")
     parts = []
     for first, count in ((0, world_size - num_last), (world_size - num_last, num_last)):
+        # Every process of the world has to call new_group for every group, in the same order.
         group = dist.new_group(list(range(first, first + count)), timeout=timedelta(seconds=timeout_s))
         coordination = coordinate(range(first, first + count), timeout_s, progress)
         parts.append(RankSet(first, count, rank, group if coordination is not None else None, coordination))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.algorithms.aggregation import AGGREGATIONS, global_denominators, sample_token_weights
+from megatron_dapo.algorithms.aggregation import AGGREGATIONS
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.load import load_from_huggingface
@@ -29,7 +29,7 @@ from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transform
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device
 from megatron_dapo.parallel.layout import ParallelLayout
-from megatron_dapo.parallel.mini_batch import WeighSamples, build_micro_batches
+from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.packing import padded_length, to_device
 from megatron_dapo.proof import oracle
 from megatron_dapo.proof.cases import (
@@ -44,6 +44,7 @@ from megatron_dapo.proof.cases import (
 )
 from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
 from megatron_dapo.proof.report import CheckLossSettings, LossCheckRow
+from megatron_dapo.trainer.updater import loss_weights
 from megatron_dapo.types import MicroBatch, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -99,19 +100,6 @@ def _loader(directory: str, weights: Mapping[str, torch.Tensor]) -> Loader:
     return load
 
 
-def weight_fn_of(aggregation: str) -> WeighSamples:
-    """Return the function with which training weighs samples under an aggregation."""
-
-    def weights(samples: Sequence[TrainSample]) -> list[float]:
-        trained = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
-        groups = torch.tensor([sample.group_index for sample in samples])
-        return sample_token_weights(
-            aggregation, trained, groups, global_denominators(trained, groups), MAX_RESPONSE_TOKENS
-        ).tolist()
-
-    return weights
-
-
 def dapo_loss(
     micro_batch: MicroBatch, outputs: TokenOutputs, index: int
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -136,21 +124,21 @@ def check_layout(problem: LossProblem, layout: ParallelLayout, dtype: str) -> li
     # One actor serves all cuts: gradients are cleared between them, parameters never change.
     actor = build_actor(problem, layout, dtype)
     return [
-        check_cut(problem, actor, cut, aggregation, weight_fn_of(aggregation))
+        check_cut(problem, actor, cut, aggregation, loss_weights(problem.samples, aggregation, MAX_RESPONSE_TOKENS))
         for cut in (EXPERT_CUTS if layout.expert > 1 else CUTS)
         for aggregation in AGGREGATIONS
     ]
 
 
 def check_cut(
-    problem: LossProblem, actor: MegatronActor, cut: Cut, aggregation: str, weight_fn: WeighSamples
+    problem: LossProblem, actor: MegatronActor, cut: Cut, aggregation: str, weights: Sequence[float]
 ) -> LossCheckRow:
-    """Compare the gradients of one cut, with samples weighted by `weight_fn`, to the answer of `aggregation`."""
+    """Compare the gradients of one cut, with samples weighted by `weights`, to the answer of `aggregation`."""
     layout, rank = actor.layout, actor.rank
     longest = padded_length(max(sample.num_tokens for sample in problem.samples), layout.micro_batch_alignment)
     limits = cut.limits(longest)
     micro_batches = build_micro_batches(
-        problem.samples, weight_fn, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing]
+        problem.samples, weights, layout, layout.coordinates(rank).data, limits, PACKINGS[cut.packing]
     )
     device = communication_device()
     metrics = actor.accumulate_gradients(

@@ -41,7 +41,7 @@ def watch(
         has_warned = False
         while (idle := progress.idle_s) < seconds:
             if idle < seconds / 2:
-                has_warned = False
+                has_warned = False  # there was progress: the next silence gets a warning of its own
             elif not has_warned:
                 has_warned = True
                 logger.warning("%s", message())
@@ -55,7 +55,7 @@ def watch(
         yield
     finally:
         done.set()
-        thread.join()
+        thread.join()  # no warning about a block that has ended
 
 
 def exit_after(seconds: float, code: int) -> None:

@@ -41,7 +41,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
             view = memoryview(chunk).cast("B")
             digest.update(view)
             size += len(view)
-            while view:
+            while view:  # os.write may take less than it was given
                 view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     finally:
@@ -74,7 +74,7 @@ def _safetensors_chunks(
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format allows trailing spaces; the data is aligned behind them
     yield len(text).to_bytes(8, "little")
     yield text
     for name in order:
@@ -107,6 +107,7 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch
 
+    # As bytes: numpy has neither bfloat16 nor FP8.
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 
@@ -122,6 +123,7 @@ def hash_file(path: Path) -> str:
 
 def sync_directory(directory: Path) -> None:
     """Flush a directory's entries (creations and renames in it) to the disk."""
+    # fsync of a file does not make its name durable: that is in the directory.
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

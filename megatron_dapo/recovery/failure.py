@@ -46,11 +46,12 @@ def record_failure(run_directory: Path, failure: Failure) -> bool:
     The record takes the number of the attempt under way.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
+    # 0 before the first start is counted: a rank may fail earlier than rank 0 counts it.
     failure = replace(failure, attempt=max(1, _attempt(run_directory)))
     own = run_directory / f"failure_rank_{failure.rank}.json"
     partial = own.with_suffix(".tmp")
     partial.write_text(json.dumps(asdict(failure), indent=1), encoding="utf-8")
-    os.replace(partial, own)
+    os.replace(partial, own)  # readers never see half a record
     if failure.kind == "consequence":
         return False
     try:

@@ -139,7 +139,7 @@ class Updater:
         model = self._model
         data_rank = model.layout.coordinates(model.rank).data
         # Every rank packs all samples by the same plan and keeps its own: no rank has to be told its share.
-        micro_batches = build_micro_batches(samples, lambda _: weights, model.layout, data_rank, self._limits)
+        micro_batches = build_micro_batches(samples, weights, model.layout, data_rank, self._limits)
         return MiniBatch(micro_batches, int(trained_tokens(samples).sum()))
 
     def learning_rate(self, optimizer_step: int, train_step: int) -> float:

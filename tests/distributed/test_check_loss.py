@@ -67,19 +67,21 @@ def per_micro_batch_mean(samples: Sequence[TrainSample]) -> list[float]:
 
 def faults(_: Any) -> dict[str, Any]:
     from megatron_dapo.parallel.layout import ParallelLayout
-    from megatron_dapo.proof.cases import Cut
+    from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, Cut
     from megatron_dapo.proof.compare import compare_gradients
     from megatron_dapo.proof.report import CheckLossSettings
-    from megatron_dapo.proof.worker import build_actor, check_cut, pose_problem, weight_fn_of
+    from megatron_dapo.proof.worker import build_actor, check_cut, pose_problem
+    from megatron_dapo.trainer.updater import loss_weights
 
     problem = pose_problem(CheckLossSettings())
     actor = build_actor(problem, ParallelLayout(2), "float32")
     cut = Cut("2", "packed")
-    right = check_cut(problem, actor, cut, "token_mean", weight_fn_of("token_mean"))
-    wrong_weights = check_cut(problem, actor, cut, "token_mean", per_micro_batch_mean)
+    weights = loss_weights(problem.samples, "token_mean", MAX_RESPONSE_TOKENS)
+    right = check_cut(problem, actor, cut, "token_mean", weights)
+    wrong_weights = check_cut(problem, actor, cut, "token_mean", per_micro_batch_mean(problem.samples))
     found = {"right": right.rel_diff, "per_micro_batch_mean": wrong_weights.rel_diff}
 
-    check_cut(problem, actor, cut, "token_mean", weight_fn_of("token_mean"))
+    check_cut(problem, actor, cut, "token_mean", weights)
     gradients = {name: gradient.clone() for name, gradient in actor.gradients().items()}
     answer = problem.answers["token_mean"].gradients
 

@@ -13,35 +13,35 @@ from megatron_dapo.parallel.balance import balanced_partition, fewest_parts, spr
 sizes_strategy = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
 
-def best_largest_sum(sizes: list[int], num_overlaps: int) -> int:
+def best_largest_sum(sizes: list[int], num_parts: int) -> int:
     """By trying every assignment."""
     best = sum(sizes)
-    for choice in product(range(num_overlaps), repeat=len(sizes)):
+    for choice in product(range(num_parts), repeat=len(sizes)):
         best = min(
             best,
-            max(sum(size for size, part in zip(sizes, choice, strict=True) if part == p) for p in range(num_overlaps)),
+            max(sum(size for size, part in zip(sizes, choice, strict=True) if part == p) for p in range(num_parts)),
         )
     return best
 
 
 @given(sizes_strategy, st.integers(1, 12))
-def test_balanced_partition_is_complete_without_empty_parts(sizes, num_overlaps) -> None:
-    parts = balanced_partition(sizes, num_overlaps)
+def test_balanced_partition_is_complete_without_empty_parts(sizes, num_parts) -> None:
+    parts = balanced_partition(sizes, num_parts)
     assert sorted(index for part in parts for index in part) == list(range(len(sizes)))
-    assert len(parts) == num_overlaps and (all(parts) or len(sizes) < num_overlaps)
-    assert parts == balanced_partition(list(sizes), num_overlaps)
+    assert len(parts) == num_parts and (all(parts) or len(sizes) < num_parts)
+    assert parts == balanced_partition(list(sizes), num_parts)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
-def test_balanced_partition_keeps_the_known_bound(sizes, num_overlaps) -> None:
-    largest = max(sum(sizes[index] for index in part) for part in balanced_partition(sizes, num_overlaps))
-    assert largest <= (4 / 3 - 1 / (3 * num_overlaps)) * best_largest_sum(sizes, num_overlaps) + 1e-9
+def test_balanced_partition_keeps_the_known_bound(sizes, num_parts) -> None:
+    largest = max(sum(sizes[index] for index in part) for part in balanced_partition(sizes, num_parts))
+    assert largest <= (4 / 3 - 1 / (3 * num_parts)) * best_largest_sum(sizes, num_parts) + 1e-9
 
 
 @given(sizes_strategy, st.integers(1, 12), st.integers(0, 3))
-def test_balanced_partition_respects_the_item_limit(sizes, num_overlaps, slack) -> None:
-    limit = -(-len(sizes) // num_overlaps) + slack
-    parts = balanced_partition(sizes, num_overlaps, limit)
+def test_balanced_partition_respects_the_item_limit(sizes, num_parts, slack) -> None:
+    limit = -(-len(sizes) // num_parts) + slack
+    parts = balanced_partition(sizes, num_parts, limit)
     assert max(map(len, parts)) <= limit and sum(map(len, parts)) == len(sizes)
 
 
@@ -61,8 +61,8 @@ def test_fewest_parts_keeps_capacity_and_item_limit(sizes, capacity, limit) -> N
 @given(sizes_strategy, st.data())
 def test_spread_never_makes_a_part_larger(sizes, data) -> None:
     parts = fewest_parts(sizes, 150)
-    num_overlaps = data.draw(st.integers(len(parts), len(sizes)))
-    wider = spread(parts, sizes, num_overlaps)
+    num_parts = data.draw(st.integers(len(parts), len(sizes)))
+    wider = spread(parts, sizes, num_parts)
     assert sorted(index for part in wider for index in part) == list(range(len(sizes)))
-    assert len(wider) == num_overlaps and all(wider)
+    assert len(wider) == num_parts and all(wider)
     assert max(sum(sizes[i] for i in part) for part in wider) <= max(sum(sizes[i] for i in part) for part in parts)

@@ -70,13 +70,9 @@ def make_samples(num: int) -> list[TrainSample]:
 def test_weights_are_those_of_the_whole_mini_batch_on_every_rank(layout, limits) -> None:
     samples = make_samples(13)
     total = sum(float(sample.loss_mask.sum()) for sample in samples)
-
-    def token_mean(everyone):
-        assert len(everyone) == 13
-        return [1.0 / total] * 13
-
+    weights = [1.0 / total] * 13
     batches = [
-        batch for rank in range(layout.data) for batch in build_micro_batches(samples, token_mean, layout, rank, limits)
+        batch for rank in range(layout.data) for batch in build_micro_batches(samples, weights, layout, rank, limits)
     ]
     assert sum(float(batch.loss_weights.double().sum()) for batch in batches) == pytest.approx(1.0, rel=1e-6)
     assert sorted(name for batch in batches for name in batch.sample_ids if name) == sorted(
@@ -86,9 +82,7 @@ def test_weights_are_those_of_the_whole_mini_batch_on_every_rank(layout, limits)
 
 def test_wrong_number_of_weights_is_an_error() -> None:
     with pytest.raises(ValueError, match="2 loss weights for 5 samples"):
-        build_micro_batches(
-            make_samples(5), lambda everyone: [1.0, 1.0], ParallelLayout(1), 0, MicroBatchLimits(max_sequences=2)
-        )
+        build_micro_batches(make_samples(5), [1.0, 1.0], ParallelLayout(1), 0, MicroBatchLimits(max_sequences=2))
 
 
 def _one_sample() -> TrainSample:
@@ -99,7 +93,7 @@ def test_micro_batches_lie_where_the_process_computes(monkeypatch) -> None:
     from megatron_dapo.parallel import mini_batch
 
     def devices() -> set[str]:
-        [built] = build_micro_batches([_one_sample()], lambda part: [1.0], ParallelLayout(1), 0, MicroBatchLimits(8))
+        [built] = build_micro_batches([_one_sample()], [1.0], ParallelLayout(1), 0, MicroBatchLimits(8))
         return {value.device.type for value in vars(built).values() if isinstance(value, torch.Tensor)}
 
     assert devices() == {"cpu"}
