@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, TypeVar
 
-from megatron_dapo.types import Completion, FinishReason, GenerationRequest, VersionRange
+from megatron_dapo.types import Completion, FinishReason, GenerationRequest, SamplingParams, VersionRange
 
 Result = TypeVar("Result")
 
@@ -138,18 +138,28 @@ def _check_prefix(request: GenerationRequest, prefix: Completion, vocab_size: in
         raise ValueError(f"request {name!r}: the prefix continues behind the stop ids {sorted(behind)}")
 
 
-def finish_reason_of(request: GenerationRequest, token_ids: Sequence[int]) -> FinishReason:
+def finish_reason_of(sampling: SamplingParams, token_ids: Sequence[int]) -> FinishReason:
     """Return how a response with these tokens ends by the request's own rules; "abort" if it does not end."""
-    if token_ids and token_ids[-1] in request.sampling.stop_token_ids:
+    if token_ids and token_ids[-1] in sampling.stop_token_ids:
         return "stop"
-    return "length" if len(token_ids) >= request.sampling.max_new_tokens else "abort"
+    return "length" if len(token_ids) >= sampling.max_new_tokens else "abort"
+
+
+def context_of(request: GenerationRequest) -> tuple[int, ...]:
+    """Return the tokens that the first new one depends on: the prompt and, for a continued response, the tokens so far."""
+    return request.prompt_ids + (request.prefix.token_ids if request.prefix else ())
 
 
 def aborted(request: GenerationRequest) -> Completion:
     """The completion of a request that was stopped before it got any token beyond its prefix."""
     if request.prefix is None:
         return Completion(request.request_id, (), (), "abort", ())
-    return replace(request.prefix, finish_reason=finish_reason_of(request, request.prefix.token_ids))
+    return replace(request.prefix, finish_reason=finish_reason_of(request.sampling, request.prefix.token_ids))
+
+
+def is_complete(request: GenerationRequest) -> bool:
+    """Return True if the request's prefix is a whole response already."""
+    return aborted(request).finish_reason != "abort"
 
 
 def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
@@ -176,3 +186,19 @@ def _merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...
         elif entry.end > entry.start:
             merged.append(entry)
     return tuple(merged)
+
+
+def completion_to_json(completion: Completion) -> dict[str, Any]:
+    """Return `completion` as JSON-serializable dictionaries and lists. Tokens are not copied: there may be millions."""
+    return {**vars(completion), "versions": tuple(asdict(version) for version in completion.versions)}
+
+
+def completion_from_json(value: Mapping[str, Any]) -> Completion:
+    """Invert `completion_to_json`."""
+    return Completion(
+        request_id=value["request_id"],
+        token_ids=tuple(value["token_ids"]),
+        logprobs=tuple(value["logprobs"]),
+        finish_reason=value["finish_reason"],
+        versions=tuple(VersionRange(**version) for version in value["versions"]),
+    )

@@ -16,11 +16,11 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TypeVar
 
-from megatron_dapo.engines.base import PrefixReuse, check_request_ids
+from megatron_dapo.engines.base import PrefixReuse, check_request_ids, completion_from_json, completion_to_json
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
-from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams
 
 Result = TypeVar("Result")
 
@@ -112,7 +112,7 @@ class DistributedEmbeddedEngine:
             self.local_engine.submit(_decode_requests(command, rank))
             advance = self.local_engine.poll if command["op"] == "advance" else self.local_engine.abort
             report: dict[str, Any] = {
-                "completions": [asdict(done) for done in advance()],
+                "completions": [completion_to_json(done) for done in advance()],
                 "prefix_reuse": asdict(self.local_engine.prefix_reuse),
             }
         except Exception as error:  # reported to every rank instead of leaving them to wait
@@ -127,7 +127,7 @@ class DistributedEmbeddedEngine:
         if failures:
             raise RuntimeError("generation failed on " + "; ".join(failures))
         self._prefix_reuse = sum((PrefixReuse(**entry["prefix_reuse"]) for entry in reports), PrefixReuse())
-        self._finished = [_decode_completion(done) for entry in reports for done in entry["completions"]]
+        self._finished = [completion_from_json(done) for entry in reports for done in entry["completions"]]
 
 
 def assign(requests: Iterable[GenerationRequest], load: Sequence[int]) -> list[list[GenerationRequest]]:
@@ -163,7 +163,7 @@ def _encode_requests(shares: Sequence[Sequence[GenerationRequest]]) -> dict[str,
                 prompts.setdefault(r.prompt_ids, len(prompts)),
                 samplings.setdefault(r.sampling, len(samplings)),
                 r.seed,
-                r.prefix and asdict(r.prefix),
+                r.prefix and completion_to_json(r.prefix),
             ]
             for r in share
         ]
@@ -178,16 +178,8 @@ def _decode_requests(command: dict[str, Any], rank: int) -> list[GenerationReque
         SamplingParams(**{**entry, "stop_token_ids": tuple(entry["stop_token_ids"])}) for entry in command["samplings"]
     ]
     return [
-        GenerationRequest(request_id, prompts[prompt], samplings[sampling], seed, prefix and _decode_completion(prefix))
+        GenerationRequest(
+            request_id, prompts[prompt], samplings[sampling], seed, prefix and completion_from_json(prefix)
+        )
         for request_id, prompt, sampling, seed, prefix in command["requests"][rank]
     ]
-
-
-def _decode_completion(entry: dict[str, Any]) -> Completion:
-    return Completion(
-        request_id=entry["request_id"],
-        token_ids=tuple(entry["token_ids"]),
-        logprobs=tuple(entry["logprobs"]),
-        finish_reason=entry["finish_reason"],
-        versions=tuple(VersionRange(**version) for version in entry["versions"]),
-    )

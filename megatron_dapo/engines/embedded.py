@@ -28,7 +28,8 @@ from megatron_dapo.engines.base import (
     behind_prefix,
     check_request,
     check_request_ids,
-    finish_reason_of,
+    context_of,
+    is_complete,
 )
 from megatron_dapo.engines.embedded_model import check_config, empty_model, stored_parts
 from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
@@ -49,9 +50,7 @@ _TEMPERATURE, _TOP_P = range(2)
 class EmbeddedEngineSettings:
     """Sizes of the engine."""
 
-    max_slots: int = (
-        64  # sequences generated at the same time; more give better throughput until memory or cache runs out
-    )
+    max_slots: int = 64  # sequences generated at the same time; more are faster until memory or cache runs out
     max_length: int = 2048  # positions of one sequence: prompt + response
     ticks_per_poll: int = 16  # tokens a row between two looks at finished responses
     prefill_tokens: int = 8192  # padded prompt tokens of one prefill forward pass, bounds its memory
@@ -201,7 +200,7 @@ class EmbeddedEngine:
             self.check(request)
         self._request_ids.update(request.request_id for request in requests)
         for request in requests:
-            if request.prefix is not None and finish_reason_of(request, request.prefix.token_ids) != "abort":
+            if is_complete(request):
                 self._complete.append(aborted(request))
             else:
                 self._waiting.append(request)
@@ -367,7 +366,7 @@ class EmbeddedEngine:
         prefixes: list[_Prefix] = []
         for offset in range(num_new):
             request = self._waiting.popleft()
-            context = _context(request)
+            context = context_of(request)
             prefix = self._current.get(context)
             if request.prefix is not None:
                 self._prefix_reuse += PrefixReuse(len(context), prefix.length if prefix is not None else 0)
@@ -421,21 +420,13 @@ class EmbeddedEngine:
         self._integers[:, span] = torch.tensor(integers, dtype=torch.int64, device=device).T
         floats = [[request.sampling.temperature, request.sampling.top_p] for request in requests]
         self._floats[:, span] = torch.tensor(floats, dtype=torch.float32, device=device).T
-        self._stops = _widen(self._stops, max(len(request.sampling.stop_token_ids) for request in requests))
-        width = self._stops.shape[1]
-        stops = [
-            [*request.sampling.stop_token_ids, *[-1] * (width - len(request.sampling.stop_token_ids))]
-            for request in requests
-        ]
-        self._stops[span] = torch.tensor(stops, dtype=torch.int64, device=device)
+        stops = [request.sampling.stop_token_ids for request in requests]
+        self._stops = _widen(self._stops, max(map(len, stops)))
+        padded = [[*ids, *[-1] * (self._stops.shape[1] - len(ids))] for ids in stops]  # -1: no token's id
+        self._stops[span] = torch.tensor(padded, dtype=torch.int64, device=device)
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.settings.device)
-
-
-def _context(request: GenerationRequest) -> tuple[int, ...]:
-    """Return the tokens that the first new one depends on."""
-    return request.prompt_ids + (request.prefix.token_ids if request.prefix else ())
 
 
 def _chunks(prefixes: list[_Prefix], max_tokens: int) -> list[list[_Prefix]]:

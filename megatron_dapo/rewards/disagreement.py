@@ -143,21 +143,18 @@ class ShadowedPool:
     def _disagreements(
         self, items: Sequence[ScoreItem], scores: Mapping[Hashable, Score], shadow_scores: Mapping[Hashable, Score]
     ) -> list[Disagreement]:
-        found = []
-        for key, response, answer, _ in items:
-            score, shadow = scores[key], shadow_scores[key]
-            if score.accuracy != shadow.accuracy:
-                found.append(
-                    Disagreement(
-                        key=str(key),
-                        response_tail=response[-RESPONSE_TAIL_CHARACTERS:],
-                        answer=answer,
-                        verifier=self.primary.version,
-                        outcome=score.outcome,
-                        extracted=score.extracted,
-                        shadow_verifier=self.shadow.version,
-                        shadow_outcome=shadow.outcome,
-                        shadow_extracted=shadow.extracted,
-                    )
-                )
-        return found
+        return [
+            Disagreement(
+                key=str(key),
+                response_tail=response[-RESPONSE_TAIL_CHARACTERS:],
+                answer=answer,
+                verifier=self.primary.version,
+                outcome=scores[key].outcome,
+                extracted=scores[key].extracted,
+                shadow_verifier=self.shadow.version,
+                shadow_outcome=shadow_scores[key].outcome,
+                shadow_extracted=shadow_scores[key].extracted,
+            )
+            for key, response, answer, _ in items
+            if scores[key].accuracy != shadow_scores[key].accuracy
+        ]

@@ -56,11 +56,7 @@ class Dispatcher:
     """Owns the workers in a thread of its own. Other threads call `submit` and `stop` only."""
 
     def __init__(
-        self,
-        settings: Mapping[str, Any],
-        environment: Mapping[str, str],
-        num_workers: int,
-        startup_timeout_s: float,
+        self, settings: Mapping[str, Any], environment: Mapping[str, str], num_workers: int, startup_timeout_s: float
     ) -> None:
         self.started: Future[str] = Future()  # the verifier's version, once the first worker is ready
         self.counts: Counter[str] = Counter()
@@ -165,14 +161,11 @@ class Dispatcher:
 
     def _replenish(self) -> None:
         while self._broken is None and len(self._workers) < self._num_workers:
-            self._start_worker()
-
-    def _start_worker(self) -> None:
-        worker = VerifierProcess.start(self._hello, self._environment)
-        self._workers.append(worker)
-        self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
-        self.counts["started"] += 1
-        self._write(worker)
+            worker = VerifierProcess.start(self._hello, self._environment)
+            self._workers.append(worker)
+            self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
+            self.counts["started"] += 1
+            self._write(worker)
 
     def _remove(self, worker: VerifierProcess) -> None:
         """Kill a worker and its children; its unscored answers return to the front of their calls."""
@@ -234,13 +227,10 @@ class Dispatcher:
 
     def _write(self, worker: VerifierProcess) -> None:
         worker.write()
-        if worker.unsent and not worker.is_leaving:
-            self._start_writing(worker)
-        else:
+        if not worker.unsent or worker.is_leaving:
+            # A pipe with room is always ready: watched with nothing to write, it would keep this thread spinning.
             self._stop_writing(worker)
-
-    def _start_writing(self, worker: VerifierProcess) -> None:
-        if worker.stdin not in self._selector.get_map():
+        elif worker.stdin not in self._selector.get_map():
             self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
 
     def _stop_writing(self, worker: VerifierProcess) -> None:
@@ -268,7 +258,11 @@ class Dispatcher:
         except ValueError as error:  # a user's function wrote into the pipe: this worker's replies cannot be trusted
             self._worker_is_gone(worker, f"the verifier process sent an unexpected message: {error}")
             return
-        self._handle_reply(worker, reply)
+        self._finish(worker.answered(), reply)
+        if reply["leaving"]:
+            worker.is_leaving = True
+            self.counts["crashed"] += 1
+            self._remove(worker)
 
     def _handle_hello(self, worker: VerifierProcess, message: Mapping[str, Any]) -> None:
         if "ready" not in message:
@@ -279,13 +273,6 @@ class Dispatcher:
         self._num_failed_starts = 0
         if not self.started.done():
             self.started.set_result(str(message["ready"]))
-
-    def _handle_reply(self, worker: VerifierProcess, reply: Mapping[str, Any]) -> None:
-        self._finish(worker.answered(), reply)
-        if reply["leaving"]:
-            worker.is_leaving = True
-            self.counts["crashed"] += 1
-            self._remove(worker)
 
     def _finish(self, task: Task, reply: Mapping[str, Any]) -> None:
         if task.is_done:

@@ -24,11 +24,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 from megatron_dapo.rewards.dispatcher import Dispatcher
-from megatron_dapo.rewards.verifier import tail_characters
+from megatron_dapo.rewards.verifier import PRESETS
 from megatron_dapo.rewards.verifier_process import Job, Task, worker_environment
 from megatron_dapo.types import Score
 
@@ -43,14 +42,6 @@ class Scorer(Protocol):
 
     def score_many(self, items: Iterable[ScoreItem]) -> Mapping[Hashable, Score]:
         """Return the scores by key. Blocks until all are there."""
-
-
-@dataclass(frozen=True)
-class RewardMap:
-    """Rewards of a right and of any other response: +1 / -1 as published, or 1 / 0."""
-
-    correct: float = 1.0
-    incorrect: float = -1.0
 
 
 @dataclass(frozen=True)
@@ -92,8 +83,8 @@ class VerifierPool:
                 f"got {num_workers}, {timeout_s}, {memory_limit_mb}"
             )
         self.verifier = verifier
-        self.rewards = RewardMap(reward_correct, reward_incorrect)
-        self._tail = tail_characters(verifier)
+        self._reward_correct, self._reward_incorrect = reward_correct, reward_incorrect
+        self._tail = PRESETS.get(verifier)
         self._task_ids = itertools.count()
         self._lock = threading.Lock()  # guards _outcomes, which callers share
         self._outcomes: Counter[str] = Counter()
@@ -125,7 +116,9 @@ class VerifierPool:
         order = dict.fromkeys(key for key, *_ in items)
         if len(order) != len(items):
             raise ValueError(f"score_many: {len(items)} items have only {len(order)} different keys")
-        truncated = {key: self._truncated() for key, _, _, is_truncated in items if is_truncated}
+        # A response cut off by its length is never right, even if it contains the answer.
+        never_right = Score(accuracy=0.0, reward=self._reward_incorrect, outcome="truncated")
+        truncated = {key: never_right for key, _, _, is_truncated in items if is_truncated}
         tasks = [
             self._task(key, "score", response if self._tail is None else response[-self._tail :], answer)
             for key, response, answer, is_truncated in items
@@ -157,9 +150,7 @@ class VerifierPool:
     def __enter__(self) -> VerifierPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- between callers and the dispatcher
@@ -170,10 +161,7 @@ class VerifierPool:
         return Task(task_id, key, json.dumps(message).encode() + b"\n")
 
     def _enqueue(
-        self,
-        tasks: Sequence[Task],
-        convert: Callable[[Mapping[str, Any]], Any],
-        results: dict[Hashable, Any],
+        self, tasks: Sequence[Task], convert: Callable[[Mapping[str, Any]], Any], results: dict[Hashable, Any]
     ) -> Future[dict[Hashable, Any]]:
         job = Job(deque(tasks), convert, results, num_open=len(tasks))
         job.future.set_running_or_notify_cancel()
@@ -190,13 +178,9 @@ class VerifierPool:
             with self._lock:
                 self._outcomes.update(score.outcome for score in scores.result().values())
 
-    def _truncated(self) -> Score:
-        # A response cut off by its length is never right, even if it contains the answer.
-        return Score(accuracy=0.0, reward=self.rewards.incorrect, outcome="truncated")
-
     def _score_of_reply(self, reply: Mapping[str, Any]) -> Score:
         is_correct = reply["outcome"] == "correct"
-        default = self.rewards.correct if is_correct else self.rewards.incorrect
+        default = self._reward_correct if is_correct else self._reward_incorrect
         reward = default if reply["reward"] is None else float(reply["reward"])
         return Score(float(is_correct), reward, reply["outcome"], reply["extracted"], reply["detail"])
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dapo.rewards.pool import ScoreItem, Scorer
@@ -68,7 +68,11 @@ def check_contract(
     for name, template in templates.items():
         items = _synthetic_items([answer for _, answer in sample], template)
         scores = scorer.score_many(items)
-        failures += [_describe(name, failed) for failed in _failures(items, scores)]
+        failures += [
+            _describe(name, item, scores[item[0]])
+            for item in items
+            if scores[item[0]].accuracy != float(item[0][1] == "correct")
+        ]
     if failures:
         raise ValueError(_refusal(failures, verifier, tuple(templates), len(sample)))
     return SelfTestReport(tuple(templates), len(sample), len(templates) * len(sample) * 4)
@@ -125,12 +129,8 @@ def _synthetic_items(answers: Sequence[str], template: str) -> list[ScoreItem]:
     return items
 
 
-def _failures(items: Sequence[ScoreItem], scores: Mapping[Hashable, Score]) -> list[tuple[ScoreItem, Score]]:
-    return [(item, scores[item[0]]) for item in items if scores[item[0]].accuracy != float(item[0][1] == "correct")]
-
-
-def _describe(format_name: str, failed: tuple[ScoreItem, Score]) -> str:
-    ((_, label), response, answer, _), score = failed
+def _describe(format_name: str, item: ScoreItem, score: Score) -> str:
+    (_, label), response, answer, _ = item
     detail = f" ({score.detail['error']})" if "error" in score.detail else ""
     return (
         f"[{format_name}, {label}] {response[-80:]!r} with gold {answer!r} is {score.outcome!r}{detail}, "

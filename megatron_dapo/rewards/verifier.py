@@ -37,23 +37,9 @@ class Verifier:
     gold_problem: Callable[[str], str | None]
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Module of a preset, and the number of trailing characters of a response that it reads (None: all)."""
-
-    module: str
-    tail_characters: int | None
-
-
-PRESETS: Mapping[str, Preset] = {
-    "dapo": Preset("megatron_dapo.rewards.dapo", 300),
-    "lenient": Preset("megatron_dapo.rewards.lenient", None),
-}
-
-
-def tail_characters(name: str) -> int | None:
-    """Return the number of trailing characters of a response that verifier `name` reads (None: all), without loading it."""
-    return PRESETS[name].tail_characters if name in PRESETS else None
+# Trailing characters of a response that each preset reads (None: all). Said here too because a pool cuts responses
+# without loading the module, which may import sympy.
+PRESETS: Mapping[str, int | None] = {"dapo": 300, "lenient": None}
 
 
 def load_verifier(name: str) -> Verifier:
@@ -69,8 +55,8 @@ def load_verifier(name: str) -> Verifier:
 
 
 def _load_preset(name: str) -> Verifier:
-    module = importlib.import_module(PRESETS[name].module)
-    assert module.TAIL_CHARACTERS == PRESETS[name].tail_characters, f"{name}: tail_characters out of step"
+    module = importlib.import_module(f"megatron_dapo.rewards.{name}")
+    assert module.TAIL_CHARACTERS == PRESETS[name], f"{name}: reads {module.TAIL_CHARACTERS}, not {PRESETS[name]}"
     return Verifier(name, f"{name}-{module.REVISION}", module.score, module.gold_problem)
 
 
@@ -113,15 +99,11 @@ def result_of(result: Any) -> VerifierResult:
     if isinstance(result, bool):  # before numbers: True is an int
         return VerifierResult("correct" if result else "wrong")
     if isinstance(result, (int, float)):
-        return _result_of_number(result)
+        reward = _finite(result)
+        return VerifierResult("correct" if reward >= USER_CORRECT_THRESHOLD else "wrong", reward=reward)
     if isinstance(result, Mapping):
         return _result_of_mapping(result)
     raise ValueError(f"a reward function returns bool, float, dict or Score, not {type(result).__name__}")
-
-
-def _result_of_number(result: float) -> VerifierResult:
-    reward = _finite(result)
-    return VerifierResult("correct" if reward >= USER_CORRECT_THRESHOLD else "wrong", reward=reward)
 
 
 def _result_of_mapping(result: Mapping[str, Any]) -> VerifierResult:

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dapo.rewards.result import VERIFIER_OUTCOMES
+
 ENVIRONMENT_ALLOW_LIST = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 MAX_REPLY_BYTES = 2**20  # a longer line was not written by our worker
 MAX_QUEUED = 64  # answers sent ahead to one process
@@ -175,7 +177,7 @@ def checked_reply(message: Any, expected_id: int | None) -> Mapping[str, Any]:
     if not isinstance(message, dict) or message.get("id") != expected_id or expected_id is None:
         raise ValueError(f"no reply to task {expected_id}")
     checks = (
-        message.get("outcome") in ("correct", "wrong", "unparsable", "error"),
+        message.get("outcome") in VERIFIER_OUTCOMES,
         isinstance(message.get("extracted"), (str, type(None))),
         isinstance(message.get("reward"), (int, float, type(None))),
         isinstance(message.get("detail"), dict),

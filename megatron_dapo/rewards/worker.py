@@ -54,26 +54,18 @@ def answer(verifier: Verifier, task: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reply to one task. An exception gives the outcome `error`; a MemoryError also ends this process."""
     leaving = False
     try:
-        result = _validate(verifier, task) if task["operation"] == "validate" else _score(verifier, task)
+        if task["operation"] == "validate":
+            result = _validate(verifier, task["answer"])
+        else:
+            result = verifier.score(task["response"], task["answer"])
     except BaseException as error:
         leaving = isinstance(error, MemoryError)
         result = VerifierResult("error", detail={"error": _describe(error)})
-    return {
-        "id": task["id"],
-        "outcome": result.outcome,
-        "extracted": result.extracted,
-        "reward": result.reward,
-        "detail": result.detail,
-        "leaving": leaving,
-    }
+    return {"id": task["id"], **vars(result), "leaving": leaving}
 
 
-def _score(verifier: Verifier, task: Mapping[str, Any]) -> VerifierResult:
-    return verifier.score(task["response"], task["answer"])
-
-
-def _validate(verifier: Verifier, task: Mapping[str, Any]) -> VerifierResult:
-    problem = verifier.gold_problem(task["answer"])
+def _validate(verifier: Verifier, answer: str) -> VerifierResult:
+    problem = verifier.gold_problem(answer)
     return VerifierResult("correct") if problem is None else VerifierResult("wrong", detail={"problem": problem})
 
 

@@ -228,13 +228,10 @@ class AsyncCollector:
             self._state = State.RAISED
             logger.error("collecting ahead failed, and no call has raised its error", exc_info=self._error)
         elif self._state is State.CLOSED:
-            self._hold_at_the_end()
-
-    def _hold_at_the_end(self) -> None:
-        try:
-            self._collector.hold()
-        except Exception:  # the run is over: the unfinished responses are lost, their prompts are not
-            logger.exception("the engine did not return its unfinished responses")
+            try:
+                self._collector.hold()
+            except Exception:  # the run is over: the unfinished responses are lost, their prompts are not
+                logger.exception("the engine did not return its unfinished responses")
 
     # Pauses, requested by the main thread
 
@@ -260,7 +257,7 @@ class AsyncCollector:
             elif self._state in (State.WAITING, State.EXHAUSTED):
                 self._resumed_state = self._state
                 self._set(State.PAUSED)
-            if not self._condition.wait_for(self._has_paused_or_ended, self._timeout_s):
+            if not self._condition.wait_for(lambda: self._state in (State.PAUSED, *_ENDED), self._timeout_s):
                 message = self._describe("the collection to pause")
                 if self._state is State.PAUSING:
                     self._set(State.COLLECTING)  # the request is withdrawn
@@ -271,9 +268,6 @@ class AsyncCollector:
                 return False
             self._set(state)
             return True
-
-    def _has_paused_or_ended(self) -> bool:
-        return self._state is State.PAUSED or self._state in _ENDED
 
     def _resume(self) -> None:
         with self._condition:

@@ -41,7 +41,7 @@ from megatron_dapo.rollout.open_group import (
 )
 from megatron_dapo.rollout.scoring import score_groups
 from megatron_dapo.rollout.statistics import KEPT, CollectStatistics, StatisticsBuilder
-from megatron_dapo.types import Completion, GenerationRequest, Group, SamplingParams
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -229,18 +229,14 @@ class GroupCollector(Collector):
             return
         for group in score_groups(self._scorer, complete, self._rollout.group_size, self._engine.policy_version):
             del self._in_flight[group.group_id]
-            decision = self._decision_on(group)
+            accuracies = [sample.score.accuracy for sample in group.samples]
+            decision = KEPT if self._filter is None else self._filter.decide(accuracies)
             self._builder.add_scored(group, decision)
             if decision == KEPT:
                 self._buffer.put(group)
                 self._num_started_at_last_kept = self._builder.num_started
             else:
                 self._counters.num_filtered += 1
-
-    def _decision_on(self, group: Group) -> str:
-        if self._filter is None:
-            return KEPT
-        return self._filter.decide([sample.score.accuracy for sample in group.samples])
 
     # Holding and queueing again
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_dapo.rollout.serialization import completion_from_json, completion_to_json
+from megatron_dapo.engines.base import completion_from_json, completion_to_json, finish_reason_of
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 # Times in a row that an engine may return the same response unfinished and without a new token. Requests in the queue
@@ -83,11 +83,7 @@ def settled(completion: Completion, sampling: SamplingParams) -> Completion:
     """Return `completion`, as finished if it was stopped exactly at its end."""
     if not is_partial(completion) or not completion.token_ids:
         return completion
-    if completion.token_ids[-1] in sampling.stop_token_ids:
-        return replace(completion, finish_reason="stop")
-    if len(completion.token_ids) >= sampling.max_new_tokens:
-        return replace(completion, finish_reason="length")
-    return completion
+    return replace(completion, finish_reason=finish_reason_of(sampling, completion.token_ids))
 
 
 def fresh_completions(

@@ -86,15 +86,7 @@ def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], group_size
         ]
     )
     for group in complete:
-        yield _group(group, tuple(scored[f"{group.group_id}/{index}"] for index in range(group_size)), serving)
-
-
-def _group(group: OpenGroup, samples: tuple[ScoredSample, ...], serving: int) -> Group:
-    versions = [version.version for sample in samples for version in sample.completion.versions]
-    return Group(
-        group_id=group.group_id,
-        prompt=group.prompt,
-        samples=samples,
-        policy_version=min(versions, default=serving),
-        generation_step=group.generation_step,
-    )
+        samples = tuple(scored[f"{group.group_id}/{index}"] for index in range(group_size))
+        versions = [run.version for sample in samples for run in sample.completion.versions]
+        # A group is as old as its oldest token.
+        yield Group(group.group_id, group.prompt, samples, min(versions, default=serving), group.generation_step)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, VersionRange, Window
+from megatron_dapo.engines.base import completion_from_json, completion_to_json
+from megatron_dapo.types import Group, Prompt, Score, ScoredSample, Window
 
 _SPAN = "token_span"
 
@@ -65,22 +66,6 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
         score=Score(**value["score"]),
         reward_parts=dict(value["reward_parts"]),
         window=Window(**value.get("window", {})),  # states written before there were windows
-    )
-
-
-def completion_to_json(completion: Completion) -> dict[str, Any]:
-    """Return `completion` as JSON-serializable dictionaries and lists."""
-    return {**vars(completion), "versions": tuple(asdict(version) for version in completion.versions)}
-
-
-def completion_from_json(value: Mapping[str, Any]) -> Completion:
-    """Invert `completion_to_json`."""
-    return Completion(
-        request_id=value["request_id"],
-        token_ids=tuple(value["token_ids"]),
-        logprobs=tuple(value["logprobs"]),
-        finish_reason=value["finish_reason"],
-        versions=tuple(VersionRange(**version) for version in value["versions"]),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_dapo.types import Completion, Group
@@ -143,26 +143,19 @@ class StatisticsBuilder:
     def build(self, *, num_carried_over: int, num_left_over: int, num_unfinished: int) -> CollectStatistics:
         """Return the statistics of everything counted so far."""
         num_responses = max(1, self.num_scored_responses)
+        # Counts that both classes have under one name.
+        names = {entry.name for entry in fields(CollectStatistics)}
+        counts = {name: value for name, value in vars(self).items() if name in names}
+        # dataclasses.asdict would count the pairs of a Counter: mappings are plain dictionaries.
+        counts |= {"filter_decisions": dict(self.filter_decisions), "outcomes": dict(self.outcomes)}
         return CollectStatistics(
-            num_started=self.num_started,
-            filter_decisions=dict(self.filter_decisions),
-            num_aborted=self.num_aborted,
-            num_stale=self.num_stale,
+            **counts,
             num_unfinished=num_unfinished,
-            num_continued=self.num_continued,
             num_carried_over=num_carried_over,
             num_left_over=num_left_over,
-            num_tokens=self.num_tokens,
             num_kept_tokens=sum(self.lengths["kept"]),
-            num_discarded_tokens=self.num_discarded_tokens,
             num_responses=self.num_scored_responses,
-            num_truncated=self.num_truncated,
-            num_duplicates=self.num_duplicates,
             mean_accuracy=self.accuracy_sum / num_responses,
             mean_reward=self.reward_sum / num_responses,
-            outcomes=dict(self.outcomes),
-            kept_lengths=LengthSummary.of(self.lengths["kept"]),
-            dropped_lengths=LengthSummary.of(self.lengths["dropped"]),
-            aborted_lengths=LengthSummary.of(self.lengths["aborted"]),
-            windows=self.windows,
+            **{f"{group}_lengths": LengthSummary.of(lengths) for group, lengths in self.lengths.items()},
         )

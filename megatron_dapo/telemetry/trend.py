@@ -77,7 +77,9 @@ class TrendAlarm:
         if self._num_high < settings.patience:
             return None
         warning = TrendWarning(before, now, len(self._levels))
-        self._means["long"] = self._means["short"] * self._scale(settings.long_steps, settings.short_steps)
+        # The raw means lack different corrections: the long one takes over the level, not the raw value.
+        scale = self._correction(settings.long_steps) / self._correction(settings.short_steps)
+        self._means["long"] = self._means["short"] * scale
         self._levels.clear()
         self._num_high = 0
         return warning
@@ -90,9 +92,6 @@ class TrendAlarm:
     def _correction(self, num_steps: int) -> float:
         """Return the value of a mean that started at 0 and averaged a constant 1 (Adam's bias correction)."""
         return 1 - (1 - 2 / (num_steps + 1)) ** self._num_seen
-
-    def _scale(self, to_steps: int, from_steps: int) -> float:
-        return self._correction(to_steps) / self._correction(from_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-serializable."""

@@ -175,7 +175,7 @@ class SglangClient:
         timeout = httpx.Timeout(None, connect=self.timeouts.connect_s)
         with self._errors("POST /generate", self.timeouts.generate_s):
             response = await http.post(self.url + "/generate", json=generate_body(request, rid), timeout=timeout)
-            if _was_aborted(response):
+            if response.status_code == 499:  # aborted before it reached the scheduler: nothing was generated
                 return Generation((), (), "abort", "")
             answer = self._answer("POST /generate", response)
             return parse_generation(answer, request, vocab_size=vocab_size)
@@ -183,27 +183,23 @@ class SglangClient:
     def generate_now(self, request: GenerationRequest, rid: str, *, vocab_size: int) -> Generation:
         """`generate`, waiting for the answer."""
         body = generate_body(request, rid)
-        answer = self._post("/generate", body, self.timeouts.generate_s)
+        answer = self._call("POST /generate", body, self.timeouts.generate_s)
         with self._errors("POST /generate", self.timeouts.generate_s):
             return parse_generation(answer, request, vocab_size=vocab_size)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token_ids[t] | token_ids[:t]) for t = 1 .. N-1 at temperature 1: what the parity probe compares."""
         sampling = sampling_body(SamplingParams(temperature=1.0), max_new_tokens=1, seed=0)
-        body = {
-            "input_ids": list(token_ids),
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        answer = self._post("/generate", body, self.timeouts.generate_s)
+        ids = list(token_ids)
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = self._call("POST /generate", body, self.timeouts.generate_s)
         with self._errors("POST /generate", self.timeouts.generate_s):
             return parse_prompt_logprobs(answer, token_ids)
 
     def abort(self, rid: str | None = None) -> None:
         """Stop one request, or all. Their calls of `generate` return what they have, with finish_reason "abort"."""
         body: dict[str, Any] = {"abort_all": True} if rid is None else {"rid": rid, "abort_all": False}
-        self._post("/abort_request", body, self.timeouts.control_s, retries=_NUM_RETRIES)
+        self._call("POST /abort_request", body, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     # State
 
@@ -211,22 +207,21 @@ class SglangClient:
         """Return when the server gives a sign of life within health_s; EngineError otherwise. A paused server gives
         none.
         """
-        self._get("/health", self.timeouts.health_s)
+        self._call("GET /health", None, self.timeouts.health_s)
 
     async def probe(self, http: httpx.AsyncClient) -> None:
         """`health` in an event loop."""
         with self._errors("GET /health", self.timeouts.health_s):
-            self._answer(
-                "GET /health", await http.get(self.url + "/health", timeout=self._timeout(self.timeouts.health_s))
-            )
+            response = await http.get(self.url + "/health", timeout=self._timeout(self.timeouts.health_s))
+            self._answer("GET /health", response)
 
     def server_info(self) -> dict[str, Any]:
         """The server's arguments and sizes; `version` is SGLang's."""
-        return self._get("/server_info", self.timeouts.control_s, retries=_NUM_RETRIES)
+        return self._call("GET /server_info", None, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     def model_info(self) -> dict[str, Any]:
         """The model it serves: model_path, model_type, architectures, weight_version."""
-        return self._get("/model_info", self.timeouts.control_s, retries=_NUM_RETRIES)
+        return self._call("GET /model_info", None, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     def max_length(self) -> int:
         """Most tokens (prompt + response) of one request: SGLang shortens longer responses silently."""
@@ -251,11 +246,11 @@ class SglangClient:
         """
         if mode not in PAUSE_MODES:
             raise ValueError(f"unknown pause mode {mode!r}; there are {', '.join(PAUSE_MODES)}")
-        self._post("/pause_generation", {"mode": mode}, self.timeouts.control_s, retries=_NUM_RETRIES)
+        self._call("POST /pause_generation", {"mode": mode}, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     def resume(self) -> None:
         """Generate again, after a pause."""
-        self._post("/continue_generation", {}, self.timeouts.control_s, retries=_NUM_RETRIES)
+        self._call("POST /continue_generation", {}, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     def flush_cache(self) -> None:
         """Drop all cached keys and values. The server refuses while it has work: tried until flush_s is over."""
@@ -264,7 +259,7 @@ class SglangClient:
         while True:
             left = max(0.1, end - time.monotonic())
             try:
-                self._post("/flush_cache", None, left, retries=_NUM_RETRIES)
+                self._call("POST /flush_cache", None, left, retries=_NUM_RETRIES)
                 return
             except EngineHttpError as error:
                 if error.status != 400 or time.monotonic() + pause >= end:
@@ -276,11 +271,11 @@ class SglangClient:
 
     def release_memory(self, tags: Sequence[str]) -> None:
         """Give memory back to the device: "kv_cache", "weights". What was in it is lost."""
-        self._post("/release_memory_occupation", {"tags": list(tags)}, self.timeouts.update_s)
+        self._call("POST /release_memory_occupation", {"tags": list(tags)}, self.timeouts.update_s)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         """Take memory again that was released; its content is undefined."""
-        self._post("/resume_memory_occupation", {"tags": list(tags)}, self.timeouts.update_s)
+        self._call("POST /resume_memory_occupation", {"tags": list(tags)}, self.timeouts.update_s)
 
     # Weights
 
@@ -293,7 +288,7 @@ class SglangClient:
         """
         encoded = [p if isinstance(p, str) else base64.b64encode(p).decode("ascii") for p in payloads]
         body = {"serialized_named_tensors": encoded, "load_format": load_format, "flush_cache": flush_cache}
-        self._post("/update_weights_from_tensor", body, self.timeouts.update_s)
+        self._call("POST /update_weights_from_tensor", body, self.timeouts.update_s)
 
     def update_weights_from_disk(self, directory: str, *, flush_cache: bool = True) -> None:
         """Load a Hugging Face checkpoint by its path on the server's node. Never repeated."""
@@ -304,34 +299,28 @@ class SglangClient:
             "flush_cache": flush_cache,
             "abort_all_requests": False,
         }
-        self._post("/update_weights_from_disk", body, self.timeouts.update_s)
+        self._call("POST /update_weights_from_disk", body, self.timeouts.update_s)
 
     def begin_weight_update(self) -> None:
         """Open the session that newer versions want around updates; nothing to do for older ones."""
         if self.api_version is not None and self.api_version.needs_update_session:
-            self._post("/begin_weight_update", {}, self.timeouts.control_s)
+            self._call("POST /begin_weight_update", {}, self.timeouts.control_s)
 
     def end_weight_update(self) -> None:
         """Close the session of `begin_weight_update`."""
         if self.api_version is not None and self.api_version.needs_update_session:
-            self._post("/end_weight_update", {}, self.timeouts.update_s)
+            self._call("POST /end_weight_update", {}, self.timeouts.update_s)
 
     def update_weight_version(self, version: int) -> None:
         """Label the weights; every later answer carries the label."""
         body = {"new_version": str(version), "abort_all_requests": False}
-        self._post("/update_weight_version", body, self.timeouts.control_s, retries=_NUM_RETRIES)
+        self._call("POST /update_weight_version", body, self.timeouts.control_s, retries=_NUM_RETRIES)
 
     # HTTP
 
-    def _get(self, path: str, deadline: float, retries: int = 0) -> Any:
-        return self._call("GET", path, None, deadline, retries)
-
-    def _post(self, path: str, body: dict[str, Any] | None, deadline: float, retries: int = 0) -> Any:
-        return self._call("POST", path, body, deadline, retries)
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None, deadline: float, retries: int) -> Any:
+    def _call(self, endpoint: str, body: dict[str, Any] | None, deadline: float, retries: int = 0) -> Any:
         """One call within `deadline`, repeated up to `retries` times where the connection was lost."""
-        endpoint, end = f"{method} {path}", time.monotonic() + deadline
+        (method, path), end = endpoint.split(), time.monotonic() + deadline
         while True:
             try:
                 with self._errors(endpoint, deadline):
@@ -370,28 +359,17 @@ class SglangClient:
         try:
             yield
         except httpx.ConnectTimeout:
-            raise EngineTimeout(
-                self.name,
-                endpoint,
-                f"no connection within {min(self.timeouts.connect_s, deadline):g} s; is the host reachable?",
-            ) from None
+            problem = f"no connection within {min(self.timeouts.connect_s, deadline):g} s; is the host reachable?"
+            raise EngineTimeout(self.name, endpoint, problem) from None
         except httpx.TimeoutException:
-            raise EngineTimeout(
-                self.name,
-                endpoint,
-                f"no answer within {deadline:g} s: it hangs or is overloaded; see its log, or raise the deadline",
-            ) from None
+            problem = f"no answer within {deadline:g} s: it hangs or is overloaded; see its log, or raise the deadline"
+            raise EngineTimeout(self.name, endpoint, problem) from None
         except httpx.ConnectError as error:
-            raise EngineGone(
-                self.name, endpoint, f"connection refused ({error}): the server has ended or never came up; see its log"
-            ) from None
+            problem = f"connection refused ({error}): the server has ended or never came up; see its log"
+            raise EngineGone(self.name, endpoint, problem) from None
         except httpx.TransportError as error:
-            raise EngineGone(
-                self.name,
-                endpoint,
-                f"connection lost before the answer ({type(error).__name__}: {error}): the server has ended; "
-                "see its log",
-            ) from None
+            lost = f"connection lost before the answer ({type(error).__name__}: {error})"
+            raise EngineGone(self.name, endpoint, f"{lost}: the server has ended; see its log") from None
         except (AnswerError, UnicodeDecodeError) as error:
             raise EngineAnswerError(self.name, endpoint, f"unexpected answer: {error}") from None
         except ValueError as error:  # what a broken JSON document raises
@@ -407,11 +385,6 @@ class SglangClient:
             max_keepalive_connections=num_connections,
             keepalive_expiry=_KEEPALIVE_S,
         )
-
-
-def _was_aborted(response: httpx.Response) -> bool:
-    """SGLang answers 499 to a request that was aborted before it reached the scheduler: nothing was generated."""
-    return response.status_code == 499
 
 
 WEIGHTS, CACHE = "weights", "kv_cache"

@@ -195,16 +195,15 @@ class SglangEngines:
         if self._update is None:
             assert self._is_attached, "attach comes before publish"
             self._update = self._build_update(self._controls)
-        lost = self._servers.dead(self._suspected())
+        lost = self._servers.dead(self._frontend.dead() if self._frontend is not None else {})
         if lost:
             self._replace(lost)
         self._make_room()
-        report = self._update.update(version, self._sources())
-        failed = report.failures
+        failed = self._update.update(version, self._weights()).failures
         while failed:
             self._replace(failed)
             self._make_room()
-            failed = self._update.update_engines(sorted(failed), version, self._sources()).failures
+            failed = self._update.update_engines(sorted(failed), version, self._weights()).failures
         self._serve(version)
 
     def _make_room(self) -> None:
@@ -270,9 +269,6 @@ class SglangEngines:
         if self._rank == 0:
             self._clients[server.index] = self._connect(server)
 
-    def _suspected(self) -> dict[int, str]:
-        return dict(self._frontend.dead()) if self._frontend is not None else {}
-
     def _replace(self, lost: Mapping[int, str]) -> None:
         """Start and connect fresh servers, without weights, in place of lost ones."""
         if self._frontend is not None:
@@ -298,6 +294,3 @@ class SglangEngines:
             self._frontend.serve(version, self._clients)
         self._all_gone.clear()
         self._back.set()
-
-    def _sources(self) -> Buffers:
-        return self._weights()

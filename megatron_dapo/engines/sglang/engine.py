@@ -29,7 +29,8 @@ from megatron_dapo.engines.base import (
     behind_prefix,
     check_request,
     check_request_ids,
-    finish_reason_of,
+    context_of,
+    is_complete,
 )
 from megatron_dapo.engines.sglang.client import (
     EngineAnswerError,
@@ -40,7 +41,7 @@ from megatron_dapo.engines.sglang.client import (
     SglangClient,
 )
 from megatron_dapo.engines.sglang.dispatcher import HttpDispatcher, Outcome, Probed, RequestAttempt
-from megatron_dapo.engines.sglang.wire import Generation, input_ids_of
+from megatron_dapo.engines.sglang.wire import Generation
 from megatron_dapo.types import Completion, GenerationRequest, VersionRange
 
 logger = logging.getLogger(__name__)
@@ -274,7 +275,7 @@ class SglangEngine:
         """Queue a request; one that is complete already is ready."""
         job = _Job(self._num_submitted, request)
         self._num_submitted += 1
-        if request.prefix is not None and finish_reason_of(request, request.prefix.token_ids) != "abort":
+        if is_complete(request):
             self._ready.append((job.order, aborted(request)))
             return
         self._jobs[request.request_id] = job
@@ -390,7 +391,7 @@ class SglangEngine:
         self._ready.append((job.order, completion))
 
     def _count(self, request: GenerationRequest, generation: Generation) -> None:
-        counts, num_read = self.statistics, len(input_ids_of(request))
+        counts, num_read = self.statistics, len(context_of(request))
         counts.num_tokens += len(generation.token_ids)
         if request.prefix is not None:
             counts.prefix_reuse += PrefixReuse(num_read, generation.num_cached)

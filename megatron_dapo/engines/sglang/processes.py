@@ -7,9 +7,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -54,7 +56,24 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_session() -> None:
+def end_with_starter(scratch: Path | None = None) -> None:
+    """End this process's session, and remove `scratch`, as soon as the other end of its standard input closes.
+
+    The starter's end closes however the starter dies. PR_SET_PDEATHSIG would not do here: the kernel sends it already
+    when the THREAD that started this process ends.
+    """
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        _end_session()
+
+    threading.Thread(target=watch, name="watch-starter", daemon=True).start()
+
+
+def _end_session() -> None:
     """Kill every process of the caller's session, itself last, and remove what they leave.
 
     multiprocessing's resource tracker is spared: it removes their semaphores and then ends by itself.
@@ -108,7 +127,8 @@ class ProcessTree:
 
     def ended_worker(self) -> ProcessId | None:
         """A recorded worker that is gone."""
-        return next((worker for worker in sorted(self._workers, key=_by_pid) if not worker.is_running), None)
+        by_pid = sorted(self._workers, key=lambda worker: worker.pid)
+        return next((worker for worker in by_pid if not worker.is_running), None)
 
     def pids(self) -> list[int]:
         """All processes of the server that run now."""
@@ -192,7 +212,3 @@ def _command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def _by_pid(process: ProcessId) -> int:
-    return process.pid

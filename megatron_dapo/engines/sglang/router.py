@@ -24,11 +24,11 @@ import httpx
 from megatron_dapo.engines.sglang.client import EngineError, EngineGone, EngineHttpError, SglangClient, Timeouts
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.ports import ReservedPort, reserve_port
+from megatron_dapo.engines.sglang.server_log import exit_reason
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 _MODULE = "megatron_dapo.engines.sglang.serve_router"
 _POLL_S = 0.1
-_NUM_LOG_LINES = 20
 
 
 class RouterStartError(RuntimeError):
@@ -140,12 +140,8 @@ class SglangRouter:
             port.release()
 
     def exit_reason(self) -> str:
-        """The end of its log."""
-        try:
-            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            lines = []
-        return f"end of {self._log}:\n" + "\n".join(lines[-_NUM_LOG_LINES:])
+        """The end of its log and, last, the first error in it."""
+        return exit_reason(self._log)
 
     def _list(self) -> list[dict[str, Any]]:
         return self._http.get("/workers").raise_for_status().json()["workers"]

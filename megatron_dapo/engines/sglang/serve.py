@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.engines.sglang import cpu
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.processes import end_session, end_with_parent
+from megatron_dapo.engines.sglang.processes import end_with_parent, end_with_starter
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -43,22 +41,6 @@ def serve(arguments: Sequence[str]) -> None:
         launch_server(prepare_server_args(list(sglang_arguments)))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-def end_with_starter(scratch: Path) -> None:
-    """End this process's session, and remove `scratch`, as soon as the other end of its standard input closes.
-
-    The starter's end closes however the starter dies. PR_SET_PDEATHSIG would not do here: the kernel sends it already
-    when the THREAD that started this process ends.
-    """
-    threading.Thread(target=_watch_starter, args=(scratch,), name="watch-starter", daemon=True).start()
-
-
-def _watch_starter(scratch: Path) -> None:
-    while os.read(0, 1):
-        pass
-    shutil.rmtree(scratch, ignore_errors=True)
-    end_session()
 
 
 if __name__ == "__mp_main__":

@@ -8,13 +8,12 @@ Its key comes from a file, and it ends when its standard input closes: the proce
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.engines.sglang.keys import read_key
+from megatron_dapo.engines.sglang.processes import end_with_starter
 
 # Seconds between two looks at a worker. One failure takes it out, one success brings it back.
 _HEALTH_INTERVAL_S = 1
@@ -31,7 +30,7 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add_argument("--metrics-port", type=int, required=True)
     parser.add_argument("workers", nargs="+")
     ours = parser.parse_args(arguments)
-    threading.Thread(target=_end_with_starter, daemon=True).start()
+    end_with_starter()
 
     # Not sglang_router.launch_router: that imports sglang itself, for its toy balancer.
     from sglang_router.router import Router
@@ -64,12 +63,6 @@ def serve(arguments: Sequence[str]) -> None:
         log_level="warn",
     )
     Router.from_args(settings).start()
-
-
-def _end_with_starter() -> None:
-    while os.read(0, 1):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

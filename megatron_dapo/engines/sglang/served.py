@@ -72,13 +72,9 @@ def open_http(url: str, key_file: Path) -> httpx.Client:
 def checked(url: str, http: httpx.Client, expectation: Expectation) -> ServerInfo:
     """Return the server's description. Raise EngineStartError if it is not as expected."""
     info = _server_info(url, http)
-    pairs = {
-        "architecture": (info.architecture, expectation.architecture),
-        "vocab_size": (info.vocab_size, expectation.vocab_size),
-        "dtype": (info.dtype, expectation.dtype),
-        "tensor_parallel": (info.tensor_parallel, expectation.tensor_parallel),
-    }
-    wrong = [f"{name} {found}, not {wanted}" for name, (found, wanted) in pairs.items() if found != wanted]
+    found, wanted = vars(info), vars(expectation)
+    names = ("architecture", "vocab_size", "dtype", "tensor_parallel")
+    wrong = [f"{name} {found[name]}, not {wanted[name]}" for name in names if found[name] != wanted[name]]
     if expectation.seeded and not info.seeded:
         wrong.append("no seeds per request: start it with --enable-deterministic-inference")
     if WEIGHT_LOADER not in info.weight_loaders:

@@ -46,7 +46,8 @@ class SglangServer:
     ) -> None:
         """See `start`."""
         self.settings, self.index, self.key_file, self.log = settings, index, settings.key_file, log
-        self.url = _url(settings.url_host, ports[0].number)
+        host = f"[{settings.url_host}]" if ":" in settings.url_host else settings.url_host  # IPv6 in brackets
+        self.url = f"http://{host}:{ports[0].number}"
         self.info: ServerInfo | None = None
         self._expectation, self._process, self._ports, self._scratch = expectation, process, ports, scratch
         self._tree = ProcessTree(process)
@@ -166,9 +167,8 @@ class AttachedServer:
         with open_http(self.url, self.key_file) as http:
             while not _answers(http, "/health", min(_HEALTH_S, max(_POLL_S, deadline - time.monotonic()))):
                 if time.monotonic() > deadline:
-                    raise EngineStartError(
-                        f"engine {self.index} at {self.url} is not healthy after {self.timeout_s:g} s"
-                    )
+                    problem = f"is not healthy after {self.timeout_s:g} s"
+                    raise EngineStartError(f"engine {self.index} at {self.url} {problem}")
                 time.sleep(_POLL_S)
             try:
                 self.info = checked(self.url, http, self.expectation)
@@ -177,9 +177,6 @@ class AttachedServer:
         return self.info
 
     def stop(self) -> None:
-        """Do nothing: the server belongs to its own operator."""
-
-    def kill(self) -> None:
         """Do nothing: the server belongs to its own operator."""
 
     def exit_reason(self) -> str:
@@ -197,7 +194,7 @@ def _spawn(
                 command(settings, numbers[0], numbers[1], scratch),
                 env=variables,
                 cwd=scratch,
-                stdin=subprocess.PIPE,  # never written to: it closes when this process ends, see serve.end_with_starter
+                stdin=subprocess.PIPE,  # never written to: it closes when this process ends, see processes.end_with_starter
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -213,11 +210,10 @@ def _new_log(directory: Path, index: int) -> Path:
     while True:
         path = directory / f"engine_{index}{f'.{attempt}' if attempt else ''}.log"
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            path.touch(mode=0o644, exist_ok=False)
+            return path
         except FileExistsError:
             attempt += 1
-        else:
-            return path
 
 
 def _discard(ports: tuple[ReservedPort, ...], scratch: Path) -> None:
@@ -231,10 +227,6 @@ def _answers(http: httpx.Client, path: str, timeout_s: float) -> bool:
         return http.get(path, timeout=timeout_s).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _exit_text(code: int) -> str:

@@ -10,7 +10,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.engines.sglang.versions import ApiVersion
@@ -46,7 +45,7 @@ class Servers(ABC):
         self._api_versions: dict[int, ApiVersion] = {}
 
     def ready(self) -> list[ReadyServer]:
-        """Wait until all servers are up and return them."""
+        """Wait until all servers are up and return them by index; ServersFailed on every rank if one does not come up."""
         entries, problems = [], []
         for index, server in self._own.items():
             try:
@@ -55,13 +54,21 @@ class Servers(ABC):
                 entries.append({"index": index, "url": server.url})
             except Exception as error:  # told to every rank instead of leaving them to wait
                 problems.append(f"server {index}: {error}")
-        gathered = _together(entries, problems, self._coordination)
+        everyone = self._coordination.gather({"entries": entries, "problems": problems})
+        failures = [problem for rank in everyone for problem in rank["problems"]]
+        if failures:
+            raise ServersFailed("; ".join(failures[1:] + failures[:1]))  # the first one is read last
+        gathered = sorted((entry for rank in everyone for entry in rank["entries"]), key=lambda entry: entry["index"])
         return [ReadyServer(leader=self.leaders[entry["index"]], **entry) for entry in gathered]
 
     def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
         """Return the servers that have ended and their reasons, with those that rank 0 knows to be lost."""
         own = [[index, server.exit_reason()] for index, server in self._own.items() if not server.is_alive()]
-        return _merge(own, suspected, self._coordination)
+        everyone = self._coordination.gather({"own": own, "suspected": [list(entry) for entry in suspected.items()]})
+        lost = {index: reason for rank in everyone for index, reason in rank["suspected"]}
+        # A server's own exit reason counts more than a suspicion: it has the end of the log.
+        lost.update({index: reason for rank in everyone for index, reason in rank["own"]})
+        return dict(sorted(lost.items()))
 
     def api_version(self, index: int) -> ApiVersion | None:
         """Return the API version of this rank's server; None for servers of other ranks."""
@@ -88,15 +95,11 @@ class StartedServers(Servers):
         restart_budget: int,
         coordination: Coordination,
     ) -> None:
-        """`start(index, slot)` spawns server `index`, the `slot`-th of its node, and does not wait for it. `group`:
-        of the ranks that have servers (None: all there are)."""
-        super().__init__(
-            [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)], coordination
-        )
-        self._start = start
-        self._per_node = per_node
-        self._budget = restart_budget
-        self._num_restarts = 0
+        """`start(index, slot)` spawns server `index`, the `slot`-th of its node, and does not wait for it."""
+        leaders = [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)]
+        super().__init__(leaders, coordination)
+        self._start, self._per_node = start, per_node
+        self._budget, self._num_restarts = restart_budget, 0
         for index, leader in enumerate(self.leaders):
             if leader == rank:
                 self._own[index] = start(index, index % per_node)
@@ -125,11 +128,7 @@ class ExternalServers(Servers):
     """Servers that run already; rank 0 speaks to all of them. They are never replaced and never ended."""
 
     def __init__(
-        self,
-        attach: Callable[[int], AttachedServer],
-        num_servers: int,
-        rank: int,
-        coordination: Coordination,
+        self, attach: Callable[[int], AttachedServer], num_servers: int, rank: int, coordination: Coordination
     ) -> None:
         super().__init__([0] * num_servers, coordination)
         if rank == 0:
@@ -141,20 +140,3 @@ class ExternalServers(Servers):
 
     def close(self) -> None:
         """Do nothing: they belong to their operator."""
-
-
-def _together(entries: list[dict[str, Any]], problems: list[str], coordination: Coordination) -> list[dict[str, Any]]:
-    """All ranks' entries by index; ServersFailed on every rank where one has a problem."""
-    everyone = coordination.gather({"entries": entries, "problems": problems})
-    failures = [problem for rank in everyone for problem in rank["problems"]]
-    if failures:
-        raise ServersFailed("; ".join(failures[1:] + failures[:1]))  # the first one is read last
-    return sorted((entry for rank in everyone for entry in rank["entries"]), key=lambda entry: entry["index"])
-
-
-def _merge(own: list[list[Any]], suspected: Mapping[int, str], coordination: Coordination) -> dict[int, str]:
-    """Return the servers that any rank knows to be lost; a server's own exit reason counts more than a suspicion."""
-    everyone = coordination.gather({"own": own, "suspected": [list(entry) for entry in suspected.items()]})
-    lost = {index: reason for rank in everyone for index, reason in rank["suspected"]}
-    lost.update({index: reason for rank in everyone for index, reason in rank["own"]})
-    return dict(sorted(lost.items()))

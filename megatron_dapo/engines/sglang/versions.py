@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 OLDEST = (0, 5, 17)
 NEWEST = (0, 5, 21)
-SUPPORTED = (OLDEST, NEWEST)
+FIRST_WITH_UPDATE_SESSION = (0, 5, 21)
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,6 @@ class ApiVersion:
 
     version: str
     needs_update_session: bool  # update_weights_from_tensor and _distributed only between begin_ and end_weight_update
-
-
-# First version with a difference -> the fields that change from there on.
-_CHANGES: tuple[tuple[tuple[int, int, int], dict[str, bool]], ...] = (
-    (OLDEST, {"needs_update_session": False}),
-    ((0, 5, 21), {"needs_update_session": True}),
-)
 
 
 def api_version_of(version: str) -> ApiVersion:
@@ -37,11 +30,7 @@ def api_version_of(version: str) -> ApiVersion:
             f"SGLang {version} is {'older' if older else 'newer'} than what is supported, {_text(OLDEST)} to "
             f"{_text(NEWEST)}: install sglang=={_text(OLDEST if older else NEWEST)} in the engine's environment"
         )
-    fields: dict[str, bool] = {}
-    for first, changes in _CHANGES:
-        if numbers >= first:
-            fields.update(changes)
-    return ApiVersion(version=version, **fields)
+    return ApiVersion(version, needs_update_session=numbers >= FIRST_WITH_UPDATE_SESSION)
 
 
 def _numbers(version: str) -> tuple[int, int, int]:

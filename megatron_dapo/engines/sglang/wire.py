@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dapo.engines.base import context_of
 from megatron_dapo.types import FinishReason, GenerationRequest, SamplingParams
 
 # log(softmax) in float32 may end a rounding error above 0.
@@ -40,11 +41,6 @@ class Generation:
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
 
 
-def input_ids_of(request: GenerationRequest) -> list[int]:
-    """Return the tokens the server reads: the prompt and, for a continued response, the tokens so far."""
-    return [*request.prompt_ids, *(request.prefix.token_ids if request.prefix else ())]
-
-
 def max_new_tokens_of(request: GenerationRequest) -> int:
     """Tokens the response may still grow by."""
     return request.sampling.max_new_tokens - (len(request.prefix.token_ids) if request.prefix else 0)
@@ -54,7 +50,7 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
     """The JSON body of /generate for one request under the server-side name `rid`."""
     return {
         "rid": rid,
-        "input_ids": input_ids_of(request),
+        "input_ids": context_of(request),
         "sampling_params": sampling_body(request.sampling, max_new_tokens_of(request), request.seed),
         "return_logprob": True,
         "logprob_start_len": -1,  # output tokens only
@@ -92,7 +88,7 @@ def parse_generation(answer: Any, request: GenerationRequest, *, vocab_size: int
     meta = _mapping(_mapping(answer, "the answer").get("meta_info"), "meta_info")
     token_ids = _token_ids(answer.get("output_ids"), vocab_size)
     logprobs = _logprobs(meta.get("output_token_logprobs"), token_ids)
-    num_read = len(input_ids_of(request))
+    num_read = len(context_of(request))
     _check_count(meta.get("prompt_tokens"), num_read, "prompt tokens read")
     _check_count(meta.get("completion_tokens"), len(token_ids), "completion tokens counted")
     reason = _finish_reason(meta.get("finish_reason"), token_ids, request)
@@ -171,37 +167,23 @@ def _num_cached(value: Any, num_read: int) -> int:
 def _finish_reason(value: Any, token_ids: tuple[int, ...], request: GenerationRequest) -> FinishReason:
     reason = _mapping(value, "finish_reason")
     kind = reason.get("type")
-    if kind not in _FINISH_CHECKS:
-        raise AnswerError(f"unknown finish reason {kind!r}; there are {', '.join(_FINISH_CHECKS)}")
+    if kind not in ("stop", "length", "abort"):
+        raise AnswerError(f"unknown finish reason {kind!r}; there are stop, length, abort")
     stops = set(request.sampling.stop_token_ids)
     num_left = max_new_tokens_of(request)
     if len(token_ids) > num_left:
         raise AnswerError(f"{len(token_ids)} tokens, at most {num_left} were requested")
     if behind := stops.intersection(token_ids[:-1]):
         raise AnswerError(f"the response continues behind the stop ids {sorted(behind)}")
-    _FINISH_CHECKS[kind](reason, token_ids, num_left)
-    # SGLang tests the length before the stop ids, and an abort before either.
-    if token_ids and token_ids[-1] in stops:
-        return "stop"
-    return "length" if kind == "abort" and len(token_ids) == num_left else kind
-
-
-def _check_stop(reason: Mapping[str, Any], token_ids: tuple[int, ...], num_left: int) -> None:
-    """Refuse a stop by text, which no request wants: SGLang reports not-a-number logits that way."""
-    if not token_ids or reason.get("matched") != token_ids[-1]:
+    # SGLang reports not-a-number logits as a stop by text, which no request wants.
+    if kind == "stop" and (not token_ids or reason.get("matched") != token_ids[-1]):
         raise AnswerError(f"stopped at {reason.get('matched')!r}, which is not the last token")
-
-
-def _check_length(reason: Mapping[str, Any], token_ids: tuple[int, ...], num_left: int) -> None:
-    if len(token_ids) != num_left:
+    if kind == "length" and len(token_ids) != num_left:
         raise AnswerError(
             f"stopped for its length at {len(token_ids)} tokens, {num_left} were requested: "
             "raise the server's context_length or max_total_tokens"
         )
-
-
-def _check_abort(reason: Mapping[str, Any], token_ids: tuple[int, ...], num_left: int) -> None:
-    """Any number of tokens may be there."""
-
-
-_FINISH_CHECKS = {"stop": _check_stop, "length": _check_length, "abort": _check_abort}
+    # SGLang tests the length before the stop ids, and an abort before either.
+    if token_ids and token_ids[-1] in stops:
+        return "stop"
+    return "length" if kind == "abort" and len(token_ids) == num_left else kind

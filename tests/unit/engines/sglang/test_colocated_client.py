@@ -17,8 +17,8 @@ class Recorded(ColocatedClient):
         super().__init__("http://127.0.0.1:1", None)
         self.calls: list[Any] = []
 
-    def _post(self, path: str, body: Any, deadline: float, retries: int = 0) -> Any:
-        self.calls.append((path, *(body or {}).get("tags", ())))
+    def _call(self, endpoint: str, body: Any, deadline: float, retries: int = 0) -> Any:
+        self.calls.append((endpoint.removeprefix("POST "), *(body or {}).get("tags", ())))
 
 
 def test_weights_come_back_before_and_the_cache_after_the_delivery() -> None:
