@@ -22,8 +22,8 @@ from megatron_dapo.reshard.layout import local_slice as slice_of_buffer
 from megatron_dapo.reshard.planner import ReshardPlan, Transfer
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
-DEFAULT_BUCKET_BYTES = 32 << 20
-_FORMAT_VERSION = 2  # part of the digest
+DEFAULT_BUCKET_BYTES = 32 << 20  # an engine rank has two slots of it in shared memory
+_FORMAT_VERSION = 2  # part of the digest: ranks of two releases must not agree by chance
 Specs = Mapping[str, TensorSpec]  # parameter name -> shape and element type
 
 
@@ -148,6 +148,7 @@ class SyncPlan:
         for name, transfers in by_name.items():
             limit = self.bucket_bytes // specs[name].dtype.itemsize
             for transfer in transfers:
+                # A transfer may exceed a bucket: the embedding of a large vocabulary is gigabytes.
                 for bounds in _cut(transfer.bounds, limit):
                     local = local_slice(transfer.destination_shard, bounds, tuple(specs[name].shape))
                     yield Write(Chunk(name, local, 0), transfer.source, transfer.source_shard, bounds)
@@ -167,6 +168,7 @@ class ExpectedChecksums:
         """Count a chunk; `values` in the engine's element type."""
         shape = tuple(self._plan.engines.local_specs(engine_rank)[chunk.name].shape)
         sums = self._sums.setdefault(engine_rank, {})
+        # Weighted by position in the whole parameter, so that the parts of many ranks add up modulo 2^64.
         part = slice_checksum(values.reshape(chunk.bounds.shape), chunk.bounds, shape)
         sums[chunk.name] = signed(sums.get(chunk.name, 0) + part)
 
@@ -268,7 +270,7 @@ def _cut(bounds: Slice, limit: int) -> Iterator[Slice]:
 def _pack(writes: Sequence[Write], specs: Specs, bucket_bytes: int) -> list[tuple[int, tuple[Write, ...]]]:
     """Pack writes greedily: whole parameters together, single writes of parameters larger than a bucket."""
     buckets: list[list[Write]] = []
-    filled = bucket_bytes + 1
+    filled = bucket_bytes + 1  # the first unit opens a bucket
     for unit in _interleaved(_units(writes, specs, bucket_bytes), specs):
         size = _aligned_bytes(unit, specs)
         # A write that alignment makes larger than a bucket gets one alone: no alignment is needed after the last chunk.
@@ -314,6 +316,7 @@ def _aligned_bytes(unit: Sequence[Write], specs: Specs) -> int:
 def _with_offsets(writes: Sequence[Write], specs: Specs) -> tuple[int, tuple[Write, ...]]:
     """Assign byte offsets within one bucket, source after source; return its bytes and the writes."""
     placed, position, end = [], 0, 0
+    # By source: each trainer rank writes, or sends, one run of bytes.
     for write in sorted(writes, key=lambda write: write.source):
         placed.append(write._replace(chunk=write.chunk._replace(byte_offset=position)))
         end = position + write.chunk.bounds.volume * specs[write.chunk.name].dtype.itemsize

@@ -140,12 +140,13 @@ class WeightSync:
         self.transport = transport
         self.coordination = coordination
         self.timeouts = timeouts or SyncTimeouts()
+        # Engines start with weights of their own, which no sync has verified.
         self.states = dict.fromkeys(range(plan.num_engines), EngineState.UNSERVED)
         self.versions: dict[int, int | None] = dict.fromkeys(range(plan.num_engines))
         self._session = session or secrets.token_hex(8)
         self._release_cache = release_cache
         self._weights = weights
-        self._agreed = False
+        self._agreed = False  # on the plan; compared once, because it never changes
 
     @property
     def serving(self) -> tuple[int, ...]:
@@ -169,7 +170,7 @@ class WeightSync:
         Raise ValueError if `version` is older than one that any engine serves: all engines serve one policy.
         """
         start = time.perf_counter()
-        engines = tuple(sorted(engines))
+        engines = tuple(sorted(engines))  # every rank walks them in one order
         self._check_version(version)
         request = self._agree(engines, version)
         reports = {engine: EngineSyncReport(self.states[engine]) for engine in engines}
@@ -196,13 +197,16 @@ class WeightSync:
         timeouts = self.timeouts
 
         def steps(control: EngineControl, report: EngineSyncReport) -> None:
-            _step(report, "pause", timeouts.pause_s, lambda: control.pause("abort"))
+            _step(
+                report, "pause", timeouts.pause_s, lambda: control.pause("abort")
+            )  # unfinished responses come back, to be continued later
             report.state = EngineState.PAUSED
             _step(report, "flush", timeouts.flush_s, control.flush_cache)
             report.state = EngineState.FLUSHED
             _step(report, "begin", 3 * timeouts.session_s, lambda: _begin_session(control))
             report.state = EngineState.TRANSFERRING
 
+        # Three: a session that cannot begin is ended and begun again.
         seconds = timeouts.pause_s + timeouts.flush_s + 3 * timeouts.session_s
         self._each(reports, EngineState.TRANSFERRING, steps, seconds)
         self._share(reports, "pausing the engines", seconds)
@@ -289,6 +293,7 @@ class WeightSync:
         # Each thread gets a copy: one that misses its deadline must not change the report later.
         drafts = {e: EngineSyncReport(reports[e].state, seconds=dict(reports[e].seconds)) for e in mine}
         calls = {e: Call(lambda e=e: steps(self.handles.controls[e], drafts[e])) for e in mine}
+        # Every step has a deadline of its own, whose error names it; this one only catches a thread beyond all of them.
         deadline = SyncDeadline(seconds + 0.5 * self.timeouts.grace_s)
         for engine, call in calls.items():
             report, draft = reports[engine], drafts[engine]
@@ -331,6 +336,7 @@ class WeightSync:
     def _agree(self, engines: tuple[int, ...], version: int) -> SyncRequest:
         """Return the request of this sync. Raise ValueError on every rank if ranks ask for different things."""
         plan = "" if self._agreed else self.plan.digest.hex()
+        # A clock instead of a counter: numbers grow on, also for a weight sync that is made anew in this process.
         own = [version, list(engines), plan, self._session, time.monotonic_ns()]
         everyone = self.coordination.gather(own, "the start of a weight sync", self.timeouts.meet_s)
         for rank, (its_version, its_engines, its_plan, _, _) in enumerate(everyone):
@@ -347,7 +353,7 @@ class WeightSync:
 
 
 def _drop(report: EngineSyncReport, reason: str) -> None:
-    if report.state is not EngineState.UNSERVED or not report.reason:
+    if report.state is not EngineState.UNSERVED or not report.reason:  # the first reason is the cause
         report.state, report.version, report.reason = EngineState.UNSERVED, None, reason
 
 

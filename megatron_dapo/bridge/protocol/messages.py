@@ -14,8 +14,8 @@ import torch
 
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
-PROTOCOL_VERSION = 4
-CHUNK_ALIGNMENT = 64  # byte offsets of chunks are multiples of it
+PROTOCOL_VERSION = 5  # rises with every change of a message: engines may outlive the trainer that started them
+CHUNK_ALIGNMENT = 64  # byte offsets of chunks are multiples of it, so that any element type can view them in place
 
 
 class ParameterManifest(NamedTuple):
@@ -77,7 +77,7 @@ class Bucket:
     engine_rank: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        chunks: dict[str, list[Any]] = {}
+        chunks: dict[str, list[Any]] = {}  # by name, which is long: the commands of a 32B model take megabytes
         for name, bounds, byte_offset in self.chunks:
             chunks.setdefault(name, []).append([byte_offset, bounds.offset, bounds.shape])
         segments = [[rank, *segment] for rank, segment in self.segments.items()]
@@ -102,6 +102,7 @@ class Bucket:
             position = stop
         if segments and position != num_bytes:
             raise ValueError(f"weight sync: the trainer sends {position} of {num_bytes} bytes of bucket {index}")
+        # JSON grouped them by name; the p2p stream walks them byte by byte.
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.byte_offset))
         return Bucket(index, num_bytes, ordered, segments, engine_rank)
 

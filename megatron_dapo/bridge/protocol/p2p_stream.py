@@ -22,10 +22,10 @@ from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, Reply
 from megatron_dapo.bridge.protocol.peer_group import ACKNOWLEDGE_TAG, REPLY_TAG, Address, PeerGroup, Pending
 from megatron_dapo.bridge.protocol.receiver import Receiver
 
-DIRECT_BYTES = 256 << 10  # chunks of at least this many bytes are messages of their own
+DIRECT_BYTES = 256 << 10  # chunks of at least this many bytes are messages of their own; below, a copy is cheaper
 STAGED_BUCKETS = 2  # as many bytes may be staged at either end
 WINDOW = 16  # buckets in flight at either end; those that need no staging take no memory
-MAX_REPLY_BYTES = 64 << 20
+MAX_REPLY_BYTES = 64 << 20  # a length that came over an unauthenticated connection must not allocate more
 RECEIVE = "receive"  # the operation of a command that stands for a whole weight sync
 READY = "ready"
 _ACKNOWLEDGE_S = 5.0
@@ -86,7 +86,7 @@ def messages(bucket: Bucket, trainers: Sequence[int], itemsizes: Mapping[str, in
 def messages_of(member: int, chunks: Iterable[Chunk], itemsizes: Mapping[str, int]) -> list[Message]:
     """Return the messages of one sender; `chunks` in the order of their bytes."""
     runs: list[list[Chunk]] = []
-    joins = False
+    joins = False  # the next small chunk may travel with the last run
     for chunk in chunks:
         is_small = chunk.bounds.volume * itemsizes[chunk.name] < DIRECT_BYTES
         if is_small and joins:

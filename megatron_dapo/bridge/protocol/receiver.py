@@ -225,6 +225,7 @@ class Receiver:
         """
         self._check_version(manifest)
         self._check_parameters(manifest)
+        # A sync that was open has been overtaken: its buckets would overwrite what the disk brought.
         self._current, self._newest = None, manifest
         self.version = manifest.version
         return self.checksums()
@@ -237,7 +238,7 @@ class Receiver:
         """Fill every parameter with noise, so that a test can tell that the first weight sync wrote all of it."""
         generator = torch.Generator().manual_seed(seed)
         for tensor in self.parameters.values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))  # drawn on the CPU: the same on any device
         self.version, self._current = None, None
 
     def _expect(self, sync_id: str, bucket: Bucket) -> _Sync:

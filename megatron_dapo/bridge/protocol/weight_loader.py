@@ -33,7 +33,7 @@ from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
 
 logger = logging.getLogger(__name__)
 
-_ATTRIBUTE = "megatron_dapo_weight_sync"  # of the model, which keeps the state between requests
+_ATTRIBUTE = "megatron_dapo_weight_sync"  # of the model: it is all that SGLang hands over, and lives between requests
 
 
 class MappedArena:

@@ -52,7 +52,7 @@ class DiskTransport:
     ) -> None:
         self.plan = plan
         self.handles = handles
-        self.directory = Path(directory).absolute()
+        self.directory = Path(directory).absolute()  # servers have a working directory of their own
         self.export = export
         self.coordination = coordination
         self.rank = coordination.rank
@@ -116,6 +116,7 @@ class DiskTransport:
         commands = [self._command(rank, request, target) for rank in self.plan.ranks_of(engine)]
         paths = [Path(command.channel["path"]) for command in commands]
         try:
+            # The stock endpoint says that it loaded, not what: the checksums do.
             control.update_weights_from_tensor([encode_payload(command) for command in commands], LOAD_FORMAT)
             return tuple(_reply(n, command, path) for n, (command, path) in enumerate(zip(commands, paths)))
         finally:

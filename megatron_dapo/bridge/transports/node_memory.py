@@ -70,7 +70,7 @@ class NodeMemory:
         self._kept_for: dict[int, ServerControl] = {}  # engines this rank leads: whose processes have mapped theirs
         self._own_slots: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}  # with their handles
         self._opened: dict[int, tuple[Mapping[str, Any], torch.Tensor]] = {}
-        remove_stale(directory)
+        remove_stale(directory)  # of runs that were killed
 
     def open(self, request: SyncRequest, memory: SyncMemory, timeout_s: float) -> None:
         """Fill `memory`: create arenas that engines led by this rank lack, and map those of all engines of the node.
@@ -124,6 +124,7 @@ class NodeMemory:
                 continue
             try:
                 for engine_rank in ranks:
+                    # On a GPU the arena holds the reply and the counters alone.
                     slot_bytes = 0 if self.device.type == "cuda" else self._slot_bytes(engine_rank)
                     spec = create_arena(self._directory, f"{request.sync_id}-{engine_rank}", slot_bytes)
                     memory.linked[engine_rank] = spec

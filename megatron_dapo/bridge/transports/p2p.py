@@ -157,6 +157,7 @@ class P2PTransport:
         """Send to all engines at once. A reused group that turns out to be dead is replaced, and its engine tried again."""
         self._attempt(self._request.engines, self._rendezvous, sources)
         reused = [engine for engine in self._request.engines if not self._rendezvous[engine].fresh]
+        # The connections of a kept group may have died between two syncs, which only their use can tell.
         again = tuple(engine for engine in reused if engine in self._failed)
         if again and not self._deadline.is_over:
             self._attempt(again, self._arrange(again), sources)
@@ -241,6 +242,7 @@ class P2PTransport:
         for engine in engines:
             names = {view["groups"][str(engine)] for view in everyone if str(engine) in view["groups"]}
             name, host, port = everyone[self.handles.leaders[engine]]["offers"][str(engine)]
+            # A member that left after a failure, or an engine that was restarted, makes all of them join anew.
             fresh = len(names) > 1 or "" in names
             found[engine] = _Rendezvous(name if fresh else names.pop(), Address(host, port), fresh)
         return found
@@ -281,6 +283,7 @@ class P2PTransport:
             for engine_rank, reply in zip(members.engine_ranks, _collect(received, deadline)):
                 share.received[engine_rank] = reply.num_bytes
             share.seconds["transfer"] = time.perf_counter() - start
+            # Trainer and engine compute their checksums at the same time.
             finished = self._watch(engine, group, "finish", share) if posted else []
             for engine_rank in members.engine_ranks:
                 share.sums.add_plan(engine_rank, self.rank, sources)
@@ -357,6 +360,7 @@ class P2PTransport:
             try:
                 control.update_weights_from_tensor(payloads, LOAD_FORMAT)
             except Exception as error:
+                # They wait for the engine ranks to come; in a kept group the broken connection tells them.
                 if rendezvous.fresh:
                     store = RendezvousClient(rendezvous.address, self.settings.connect_s)
                     for engine_rank in members.engine_ranks:
