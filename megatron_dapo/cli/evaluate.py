@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.config import Config
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.evaluation.protocol import EvaluationResult
-from megatron_dapo.evaluation.runner import EvaluationProgress, evaluate
+from megatron_dapo.evaluation.runner import evaluate
 from megatron_dapo.trainer.build_engines import build_local_engine
 from megatron_dapo.trainer.build_rollout import (
     evaluation_protocol,
@@ -21,18 +20,19 @@ from megatron_dapo.trainer.build_rollout import (
 )
 
 
-def evaluate_model(config: Config, model_dir: Path, progress: Callable[[EvaluationProgress], None]) -> EvaluationResult:
-    """avg@k and its like of the model in `model_dir`, by the evaluation section of `config`."""
+def evaluate_model(config: Config) -> EvaluationResult:
+    """Estimate avg@k, pass@k and cons@k of the model in model.path by the evaluation section."""
+    model_dir = config.model.path
     inputs = read_model_inputs(model_dir, config.model.trust_remote_code)
     engine = loaded_engine(config, model_dir)
     with open_verifier_pool(config.reward) as pool:
         dataset = load_eval_dataset(config, inputs, pool)
         protocol = evaluation_protocol(config, str(model_dir), dataset, inputs.stop_tokens, pool.version)
-        return evaluate(dataset.prompts, engine, pool, inputs.decode, protocol, progress=progress)
+        return evaluate(dataset.prompts, engine, pool, inputs.decode, protocol)
 
 
 def loaded_engine(config: Config, model_dir: Path) -> EmbeddedEngine:
-    """An embedded engine that holds the directory's weights."""
+    """Return an embedded engine that holds the directory's weights."""
     engine = build_local_engine(config, model_dir)
     with HFCheckpoint(model_dir) as source, torch.no_grad():
         for name, parameter in engine.parameters_by_name().items():

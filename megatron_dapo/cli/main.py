@@ -11,14 +11,14 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from megatron_dapo import __version__
-from megatron_dapo.cli import doctor
 from megatron_dapo.cli.plan import Plan, describe, describe_pretraining, make_plan
 from megatron_dapo.config import Config, pretraining_config
 from megatron_dapo.config.algorithm_schema import CriticConfig
@@ -33,7 +33,6 @@ app = typer.Typer(
 
 plan_app = typer.Typer(no_args_is_help=True, help="What a run would cost, computed without running it.")
 app.add_typer(plan_app, name="plan")
-doctor.register(app)
 
 REFUSED = 2
 WORKER = "megatron_dapo.launch.worker"
@@ -46,8 +45,35 @@ SetOption = Annotated[
 LayoutOption = Annotated[
     str | None, typer.Option(help="parallel layout, e.g. tp2pp1 or tp2dp2sp; replaces the recipe's")
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 OutputDirOption = Annotated[Path | None, typer.Option(help="where the run writes; replaces run.output_dir")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
+
+
+def _refuse(reason: object) -> NoReturn:
+    typer.echo(f"error: {reason}", err=True)
+    raise typer.Exit(REFUSED)
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(help="check also what this recipe needs")] = None,
+    overrides: SetOption = None,
+    layout: LayoutOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Check packages, GPUs and their libraries, and what a recipe needs; the first conflict is the last line.
+
+    Exit code: 0 no conflict (warnings do not count), 1 a conflict, 2 arguments that cannot be read.
+    """
+    from megatron_dapo.doctor.report import describe, examine, to_json
+
+    try:
+        report = examine(recipe, overrides or [], layout)
+    except ValueError as error:  # a bad --layout
+        _refuse(error)
+    typer.echo(json.dumps(to_json(report)) if json_output else "\n".join(describe(report)))
+    raise typer.Exit(0 if report.is_ok else 1)
 
 
 @app.command()
@@ -101,8 +127,7 @@ def _plan(
     try:
         return make_plan(recipe, overrides or [], layout, output_dir, num_devices, adapt=adapt)
     except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
+        _refuse(error)
 
 
 def _num_devices() -> int:
@@ -123,10 +148,9 @@ def _run(recipe: Path, plan: Plan, arguments: tuple[str, ...] = ()) -> int:
     try:
         require_unused(directory)
     except RuntimeError as error:
-        typer.echo(f"error: {error}", err=True)
-        return REFUSED
+        _refuse(error)
     summary = directory / "summary.json"
-    summary.unlink(missing_ok=True)
+    summary.unlink(missing_ok=True)  # else a run that ends without one would show its predecessor's
     code = _start_workers(recipe, plan, directory, arguments)
     if code == 0 and summary.is_file():
         Console().print(summary_table(read_summary(summary)))
@@ -179,17 +203,13 @@ def evaluate(
     plan = _plan(recipe, chosen, "tp1", None, num_devices=None, adapt=_without_critic)
     config = plan.loaded.config
     if not config.data.eval_paths:
-        typer.echo(
-            "error: data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'", err=True
-        )
-        raise typer.Exit(REFUSED)
+        _refuse("data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'")
     from megatron_dapo.cli.evaluate import evaluate_model
 
     try:
-        result = evaluate_model(config, config.model.path, lambda report: None)
+        result = evaluate_model(config)
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
+        _refuse(error)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(result.to_json() + "\n", encoding="utf-8")
@@ -207,7 +227,7 @@ def _without_critic(config: Config) -> Config:
 @app.command("check-loss")
 def check_loss(
     processes: Annotated[int, typer.Option(min=1, help="processes to start; layouts that fit them are compared")] = 4,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: JsonOption = False,
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory; default: a small random model")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
@@ -232,14 +252,14 @@ def plan_sync(
     ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
     within_node: Annotated[float, typer.Option(help="GB/s of a rank to ranks of its node, each direction")] = 400.0,
     between_nodes: Annotated[float, typer.Option(help="GB/s of a rank to other nodes, each direction")] = 50.0,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Print what a weight sync moves and how long it takes: bytes of every rank, messages, memory."""
-    from megatron_dapo.cli.plan_sync import GB, describe_sync, plan_sync_of_recipe, to_json
+    from megatron_dapo.cli import plan_sync as costs
     from megatron_dapo.reshard.traffic import Links
 
     try:
-        figures = plan_sync_of_recipe(
+        figures = costs.plan_sync(
             recipe,
             overrides or [],
             layout,
@@ -249,12 +269,11 @@ def plan_sync(
             engines=engines,
             device=device,
             ranks_per_node=ranks_per_node,
-            links=Links(within_node * GB, between_nodes * GB),
+            links=Links(within_node * costs.GB, between_nodes * costs.GB),
         )
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
-    typer.echo(json.dumps(to_json(figures)) if json_output else "\n".join(describe_sync(figures)))
+        _refuse(error)
+    typer.echo(json.dumps(asdict(figures)) if json_output else "\n".join(costs.describe_sync(figures)))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
@@ -263,11 +282,8 @@ def convert(
 ) -> None:
     """Convert checkpoints: megatron-dapo convert {hf-to-megatron|megatron-to-hf|verify} ARGUMENTS..."""
     if direction not in CONVERTERS:
-        typer.echo(
-            f"error: convert {direction!r}: choose one of {', '.join(CONVERTERS)}, then --help for its arguments",
-            err=True,
-        )
-        raise typer.Exit(REFUSED)
+        _refuse(f"convert {direction!r}: choose one of {', '.join(CONVERTERS)}, then --help for its arguments")
+    # They are programs of their own, with argparse; --help and options after the direction are theirs.
     module = importlib.import_module(f"checkpoint_converters.{CONVERTERS[direction]}")
     raise typer.Exit(module.main(context.args))
 

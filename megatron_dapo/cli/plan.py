@@ -98,8 +98,7 @@ def describe(plan: Plan) -> list[str]:
     rollout, training, optimizer, algorithm = config.rollout, config.training, config.optimizer, config.algorithm
     mini_batches = rollout.prompts_per_step // training.mini_batch_prompts * training.epochs
     return [
-        f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes{_critic_processes(plan)}, "
-        f"{config.model.dtype}",
+        _layout(plan),
         *(precision_lines(config, plan.architecture, plan.layout) if plan.architecture else ()),
         f"a train step: {rollout.prompts_per_step} prompts x {rollout.group_size} responses, {mini_batches} optimizer "
         f"steps of {training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
@@ -119,8 +118,7 @@ def describe_pretraining(plan: Plan) -> list[str]:
     rollout, steps, critic = config.rollout, config.value_pretraining, config.critic
     layout = critic_layout(config, plan.num_processes)
     return [
-        f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes{_critic_processes(plan)}, "
-        f"{config.model.dtype}",
+        _layout(plan),
         f"critic from {critic.path or config.model.path}, {layout.describe()}; {steps.min_steps} to {steps.max_steps} "
         f"train steps of {rollout.prompts_per_step} prompts x {rollout.group_size} responses of at most "
         f"{rollout.max_response_tokens} tokens",
@@ -134,11 +132,11 @@ def _rate(optimizer: OptimizerConfig) -> str:
     return f"{optimizer.learning_rate:g} {optimizer.schedule} after {warmup}"
 
 
-def _critic_processes(plan: Plan) -> str:
-    own = plan.loaded.config.num_critic_processes
-    if not own:
-        return ""
-    return f", the critic {critic_layout(plan.loaded.config, plan.num_processes).describe()} on {own} more"
+def _layout(plan: Plan) -> str:
+    config, critic = plan.loaded.config, ""
+    if own := config.num_critic_processes:
+        critic = f", the critic {critic_layout(config, plan.num_processes).describe()} on {own} more"
+    return f"layout: {plan.layout.describe()} on {plan.layout.world_size} processes{critic}, {config.model.dtype}"
 
 
 def _advantage(config: Config) -> str:
