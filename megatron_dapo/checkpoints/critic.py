@@ -1,4 +1,4 @@
-"""The critic's tensors: their starting values, and their export to a Hugging Face directory.
+"""The starting values of the critic's tensors.
 
 A critic is the policy's layers and a head that gives one value a token: `score.weight` [1, h] and `score.bias` [1], as
 transformers' *ForTokenClassification with one label has them. It starts from
@@ -21,21 +21,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.checkpoints.architecture import (
-    FINAL_NORM,
     HEADS,
     LANGUAGE_MODEL,
     VALUE_BIAS,
     VALUE_WEIGHT,
     ModelArchitecture,
 )
-from megatron_dapo.checkpoints.export import ExportReport, export_model
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.load import RandomReader, WeightLoadReport, fill, random_normal
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
-from megatron_dapo.checkpoints.safetensors_file import StoredModel
 from megatron_dapo.reshard.execution import Buffers, ShardReader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.slices import Slice
@@ -43,7 +39,6 @@ from megatron_dapo.reshard.slices import Slice
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
-_LABELS = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
 # Fields in which a policy and a critic of the same layers may differ.
 _FREE_FIELDS = frozenset({"head", "tie_word_embeddings", "dtype", "max_position_embeddings"})
 
@@ -110,54 +105,6 @@ def initialize_critic_randomly(
     report = _fill_with_head(specs, RandomReader(seed), layout, rank, parameters, init)
     _log_head("random weights", report.fresh, init, rank)
     return report
-
-
-def export_critic(
-    target: str | Path,
-    source_directory: str | Path,
-    layout: MegatronLayout,
-    parameters: Buffers,
-    group: dist.ProcessGroup | None,
-    *,
-    dtype: torch.dtype | None = None,
-) -> ExportReport:
-    """Write the critic of all ranks' `parameters` to directory `target`, a *ForTokenClassification of one label.
-
-    Types, config and tokenizer are those of `source_directory`, from which the critic started; a head that it lacks gets
-    the type of its last norm. See `export_to_huggingface` for the rest.
-    """
-    source = ModelArchitecture.from_directory(source_directory, heads=HEADS)
-    with HFCheckpoint(source_directory) as stored:
-        stored.check(source)
-        return export_model(
-            target,
-            _CriticSource(stored, source, layout.architecture),
-            layout,
-            parameters,
-            group,
-            dtype=dtype,
-            config_fields={**_LABELS, "architectures": [layout.architecture.class_name]},
-        )
-
-
-class _CriticSource(StoredModel):
-    """A critic to export: a directory's tensors with the value head in place of its own head."""
-
-    def __init__(self, stored: HFCheckpoint, source: ModelArchitecture, critic: ModelArchitecture) -> None:
-        super().__init__()
-        # A critic has no output matrix, also not as a second copy of the embedding.
-        dropped = {*source.head_shapes(), *source.aliases()}
-        kept = {name: spec for name, spec in stored.specs.items() if name not in dropped}
-        # A fresh head has no stored type; the last norm is the tensor before it.
-        dtype = stored.specs[FINAL_NORM].dtype
-        head = {n: stored.specs.get(n, TensorSpec(shape, dtype)) for n, shape in critic.head_shapes().items()}
-        self.path = stored.path
-        self.specs = kept | head
-        self._stored = stored
-
-    def read_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of the directory."""
-        return self._stored.read_tensor(name)
 
 
 class _JoinedReader:

@@ -1,4 +1,4 @@
-"""Export the parameters of many Megatron ranks to a Hugging Face directory that rank 0 writes, a few tensors at a time."""
+"""Export the policy or critic of many Megatron ranks to a Hugging Face directory that rank 0 writes, a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.checkpoints.architecture import FINAL_NORM, HEADS, LANGUAGE_MODEL, ModelArchitecture
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint, untouched_names
-from megatron_dapo.checkpoints.huggingface_writer import (
-    DEFAULT_SHARD_BYTES,
-    NO_FIELDS,
-    hf_checkpoint_writer,
-    output_specs,
-)
+from megatron_dapo.checkpoints.huggingface_writer import DEFAULT_SHARD_BYTES, hf_checkpoint_writer, output_specs
 from megatron_dapo.checkpoints.load import check_buffers
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.checkpoints.safetensors_file import StoredModel
@@ -26,6 +21,8 @@ from megatron_dapo.reshard.layout import SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 
 DEFAULT_BATCH_BYTES = 256 << 20  # of whole tensors on rank 0 between two writes
+# transformers derives num_labels from id2label; without it a head has two labels.
+_LABELS = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
 @dataclass(frozen=True)
@@ -52,46 +49,25 @@ def export_to_huggingface(
     """Write the model of all ranks' `parameters` (group None: of one process) to the directory `target`.
 
     Names, shapes and types (dtype None) are those of `source_directory`, the model training started from; its config
-    and tokenizer are copied. Rank 0 holds at most `batch_bytes` or the largest tensor at a time. The directory appears
-    complete or not at all. Collective over `group`; a ValueError or OSError of rank 0 becomes RuntimeError on the
-    others.
+    and tokenizer are copied. A critic is written as a *ForTokenClassification of one label; a head that its source lacks
+    gets the type of the last norm. Rank 0 holds at most `batch_bytes` or the largest tensor at a time. The directory
+    appears complete or not at all. Collective over `group`; a ValueError or OSError of rank 0 becomes RuntimeError on
+    the others.
     """
-    with HFCheckpoint(source_directory) as source:
-        source.check(layout.architecture)
-        return export_model(
-            target, source, layout, parameters, group, dtype=dtype, shard_bytes=shard_bytes, batch_bytes=batch_bytes
-        )
-
-
-def export_model(
-    target: str | Path,
-    source: StoredModel,
-    layout: MegatronLayout,
-    parameters: Buffers,
-    group: dist.ProcessGroup | None,
-    *,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    batch_bytes: int = DEFAULT_BATCH_BYTES,
-    config_fields: Mapping[str, Any] = NO_FIELDS,
-) -> ExportReport:
-    """Export like `export_to_huggingface`, from a checked source; `config_fields` replace those of its config.json."""
+    architecture, is_policy = layout.architecture, layout.architecture.head == LANGUAGE_MODEL
+    config_fields = {} if is_policy else {**_LABELS, "architectures": [architecture.class_name]}
     rank = 0 if group is None else dist.get_rank(group)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")
     device = next(iter(parameters.values())).device
-    specs = output_specs(source, layout.architecture, dtype)
-    reshard = plan(layout, SingleHolderLayout({name: specs[name] for name in layout.tensors}, num_ranks))
-    with ExitStack() as stack:
+    with HFCheckpoint(source_directory) as stored, ExitStack() as stack:
+        source = _checked_source(stored, architecture)
+        specs = output_specs(source, architecture, dtype)
+        reshard = plan(layout, SingleHolderLayout({name: specs[name] for name in layout.tensors}, num_ranks))
         with _share_failure(group, device):
             if rank == 0:
                 context = hf_checkpoint_writer(
-                    target,
-                    source,
-                    layout.architecture,
-                    dtype=dtype,
-                    shard_bytes=shard_bytes,
-                    config_fields=config_fields,
+                    target, source, architecture, dtype=dtype, shard_bytes=shard_bytes, config_fields=config_fields
                 )
                 writer = stack.enter_context(context)
         for batch in _batches(reshard.destination.tensors, batch_bytes):
@@ -108,8 +84,38 @@ def export_model(
         path=Path(target),
         num_tensors=len(specs),
         num_bytes=sum(spec.num_bytes for spec in specs.values()),
-        copied=untouched_names(source.specs, layout.architecture),
+        copied=untouched_names(source.specs, architecture),
     )
+
+
+def _checked_source(stored: HFCheckpoint, architecture: ModelArchitecture) -> StoredModel:
+    if architecture.head == LANGUAGE_MODEL:
+        stored.check(architecture)
+        return stored
+    # A critic may have started from a policy or a reward model, whose own head is checked and then dropped.
+    started = ModelArchitecture.from_directory(stored.path, heads=HEADS)
+    stored.check(started)
+    return _CriticSource(stored, started, architecture)
+
+
+class _CriticSource(StoredModel):
+    """A critic to export: a directory's tensors with the value head in place of its own head."""
+
+    def __init__(self, stored: HFCheckpoint, source: ModelArchitecture, critic: ModelArchitecture) -> None:
+        super().__init__()
+        # A critic has no output matrix, also not as a second copy of the embedding.
+        dropped = {*source.head_shapes(), *source.aliases()}
+        kept = {name: spec for name, spec in stored.specs.items() if name not in dropped}
+        # A fresh head has no stored type; the last norm is the tensor before it.
+        dtype = stored.specs[FINAL_NORM].dtype
+        head = {n: stored.specs.get(n, TensorSpec(shape, dtype)) for n, shape in critic.head_shapes().items()}
+        self.path = stored.path
+        self.specs = kept | head
+        self._stored = stored
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of the directory."""
+        return self._stored.read_tensor(name)
 
 
 def _batches(tensors: Mapping[str, TensorSpec], batch_bytes: int) -> Iterator[dict[str, TensorSpec]]:

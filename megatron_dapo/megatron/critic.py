@@ -20,11 +20,10 @@ from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitectur
 from megatron_dapo.checkpoints.critic import (
     ValueHeadInit,
     critic_architecture,
-    export_critic,
     initialize_critic_randomly,
     load_critic,
 )
-from megatron_dapo.checkpoints.export import ExportReport
+from megatron_dapo.checkpoints.export import ExportReport, export_to_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.schedule import Loss
 from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
@@ -108,7 +107,9 @@ class MegatronCritic(TrainedModel):
     def export(self, target: str | Path, source_dir: str | Path, dtype: torch.dtype | None = None) -> ExportReport:
         """Write a Hugging Face directory, a *ForTokenClassification of one label. `source_dir`: where it started."""
         parameters = {name: parameter.detach() for name, parameter in self.named_local_parameters().items()}
-        return export_critic(target, source_dir, self.tensors, parameters, self.part.collective_group, dtype=dtype)
+        return export_to_huggingface(
+            target, source_dir, self.tensors, parameters, self.part.collective_group, dtype=dtype
+        )
 
 
 def _read_values(chunk: GPTModel, output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:

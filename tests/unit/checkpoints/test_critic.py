@@ -21,10 +21,10 @@ from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.critic import (
     ValueHeadInit,
     critic_architecture,
-    export_critic,
     initialize_critic_randomly,
     load_critic,
 )
+from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.load import initialize_randomly
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout, megatron_layout
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -110,7 +110,7 @@ def test_a_critic_comes_and_goes_bit_for_bit(tmp_path, family, dtype) -> None:
     directory = make(tmp_path / "critic", "ForTokenClassification", family, dtype, num_labels=1)
     layout, [buffers], report = load(directory)
     assert report.fresh == ()
-    export_critic(tmp_path / "again", directory, layout, buffers, None)
+    export_to_huggingface(tmp_path / "again", directory, layout, buffers, None)
     assert first_difference(directory, tmp_path / "again") is None
     huggingface_to_megatron(directory, tmp_path / "megatron", tensor=2, pipeline=2)
     megatron_to_huggingface(tmp_path / "megatron", tmp_path / "back")
@@ -129,7 +129,7 @@ def test_a_critic_comes_and_goes_bit_for_bit(tmp_path, family, dtype) -> None:
 def test_what_started_elsewhere_is_exported_as_a_critic_that_transformers_loads(tmp_path, head, fields) -> None:
     directory = make(tmp_path / "source", head, dtype=torch.bfloat16, **fields)
     layout, [buffers], _ = load(directory)
-    report = export_critic(tmp_path / "critic", directory, layout, buffers, None)
+    report = export_to_huggingface(tmp_path / "critic", directory, layout, buffers, None)
     assert report.num_tensors == len(layout.tensors)
     model, found = transformers.AutoModelForTokenClassification.from_pretrained(
         tmp_path / "critic", output_loading_info=True
