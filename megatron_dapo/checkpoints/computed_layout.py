@@ -82,6 +82,7 @@ class ComputedLayout(ABC):
         """Return columns [index * width, +width) of matrix `name`; those beyond it are padding."""
         rows, columns = self.tensors[name].shape
         real = min(columns - index * width, width)
+        # The last ranks of a padded size may have padding alone.
         shards = (Shard(name, (0, index * width), (rows, real), local, (0, 0)),) if real > 0 else ()
         return Buffer(local, (rows, width), shards)
 

@@ -33,7 +33,7 @@ from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.load import RandomReader, WeightLoadReport, fill, random_normal
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.reshard.execution import Buffers, ShardReader
-from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
+from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, slice_view
 from megatron_dapo.reshard.slices import Slice
 
 logger = logging.getLogger(__name__)
@@ -116,11 +116,10 @@ class _JoinedReader:
 
     def read(self, rank: int, shard: Shard, bounds: Slice, out: torch.Tensor) -> None:
         """Copy `bounds` of a tensor to `out`; see `ShardReader`."""
-        if shard.tensor not in self._tensors:
+        if shard.tensor in self._tensors:
+            out.copy_(slice_view(self._tensors[shard.tensor], bounds))
+        else:
             self._others.read(rank, shard, bounds, out)
-            return
-        slices = tuple(slice(start, start + size) for start, size in zip(bounds.offset, bounds.shape, strict=True))
-        out.copy_(self._tensors[shard.tensor][slices])
 
 
 def _fill_with_head(

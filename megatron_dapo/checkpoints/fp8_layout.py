@@ -101,6 +101,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def blocks_of(size: int) -> int:
     """Return the number of blocks that `size` rows or columns reach into."""
+    # Rounded up: the last block of a size that is no multiple is smaller, and has a scale all the same.
     return -(-size // BLOCK)
 
 
@@ -230,6 +231,7 @@ class Fp8SourceLayout:
             for name, bounds in self._slices(shards).items():
                 ends = (start + size for start, size in zip(*bounds))
                 shape = self.tensors[name].shape
+                # An end inside a block is a cut, except where the tensor itself ends.
                 if any(o % BLOCK for o in bounds.offset) or any(e % BLOCK and e != n for e, n in zip(ends, shape)):
                     cut.add(name)
         return tuple(name for name in self.tensors if name in cut)

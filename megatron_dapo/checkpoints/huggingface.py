@@ -110,6 +110,7 @@ class HFCheckpoint(StoredModel):
         for alias, name in architecture.aliases().items():
             if alias not in self.specs:
                 continue
+            # As many rows as fit the bound: an embedding of a large vocabulary has gigabytes.
             rows = max(1, _COMPARE_BYTES * self.specs[name].shape[0] // max(1, self.specs[name].num_bytes))
             for start in range(0, self.specs[name].shape[0], rows):
                 # Taking either copy would be a guess.

@@ -131,7 +131,7 @@ def hf_checkpoint_writer(
             yield writer
             writer.finish()
         finally:
-            writer.abandon()
+            writer.abandon()  # after finish nothing is open any more
         copy_side_files(source.path, directory)
         _update_config(directory / "config.json", config_fields, dtype)
         _verify(directory, specs)

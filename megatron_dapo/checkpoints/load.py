@@ -13,7 +13,7 @@ import torch
 from megatron_dapo.checkpoints.huggingface import HFCheckpoint
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.reshard.execution import Buffers, ShardReader, execute_from_reader
-from megatron_dapo.reshard.layout import Layout, Shard, SingleHolderLayout, TensorSpec, local_holes
+from megatron_dapo.reshard.layout import Layout, Shard, SingleHolderLayout, TensorSpec, local_holes, slice_view
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice
 
@@ -51,6 +51,7 @@ def load_from_huggingface(
 
 def initialize_randomly(seed: int, layout: MegatronLayout, rank: int, parameters: Buffers) -> WeightLoadReport:
     """Fill `parameters` of `rank` with random weights; padding becomes zero."""
+    # Made in fp32 and cast on the way in: a bfloat16 model starts as the fp32 one, rounded.
     specs = {name: TensorSpec(shape, torch.float32) for name, shape in layout.architecture.shapes().items()}
     return fill(SingleHolderLayout(specs, layout.num_ranks), RandomReader(seed), layout, rank, parameters)
 
@@ -93,8 +94,8 @@ def zero_padding(shards: tuple[Shard, ...], buffers: Buffers) -> dict[str, int]:
     """Set every local element that no shard covers (vocabulary padding) to zero; return their number by buffer."""
     holes = local_holes(shards, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
     for name, slices in holes.items():
-        for offset, shape in slices:
-            buffers[name].detach()[tuple(slice(o, o + n) for o, n in zip(offset, shape))].zero_()
+        for bounds in slices:
+            slice_view(buffers[name].detach(), bounds).zero_()
     return {name: sum(bounds.volume for bounds in slices) for name, slices in holes.items()}
 
 
@@ -121,8 +122,7 @@ class RandomReader:
         """Copy `bounds` of a random tensor to `out`; see `ShardReader`."""
         if shard.tensor != self._name:
             self._name, self._tensor = shard.tensor, self._make(shard.tensor, shard.shape)
-        slices = tuple(slice(start, start + size) for start, size in zip(bounds.offset, bounds.shape, strict=True))
-        out.copy_(self._tensor[slices].reshape(out.shape))
+        out.copy_(slice_view(self._tensor, bounds).reshape(out.shape))
 
     def _make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):

@@ -144,6 +144,7 @@ class MegatronLayout(ComputedLayout):
         assert self.architecture.experts is not None
         size = self.parallel.expert_tensor_size
         num_local = self.architecture.experts.num_experts // self.parallel.expert
+        # With experts the norm cannot be fused into linear_fc1: the router reads its output first.
         yield self._whole(local + "pre_mlp_layernorm.weight", name + "post_attention_layernorm.weight")
         yield self._whole(local + "mlp.router.weight", name + ROUTER)
         for index in range(num_local):
@@ -224,6 +225,7 @@ def megatron_layout(
 
     Raises ValueError if the sizes do not divide the model.
     """
+    # Checkpoints may mix types; a trainer holds all parameters in one.
     if isinstance(dtype, torch.dtype):
         dtype = dict.fromkeys(architecture.shapes(), dtype)
     return MegatronLayout(architecture, parallel, dtype)

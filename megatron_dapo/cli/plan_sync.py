@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from megatron_dapo.config import layout_overrides, load_config
 from megatron_dapo.doctor.recipe import size
 from megatron_dapo.reshard.layout import Layout, ShiftedLayout
 from megatron_dapo.reshard.planner import plan
-from megatron_dapo.reshard.traffic import Links, traffic_table
+from megatron_dapo.reshard.traffic import Links, TrafficTable, traffic_table
 from megatron_dapo.trainer.topology import parallel_layout
 
 GB, MIB = 1e9, 1 << 20
@@ -105,9 +106,6 @@ def plan_sync(
     # The engines are equal, so the ranks of one stand for all.
     specs = [engine.local_specs(rank).values() for rank in range(engine_tp)]
     shards = torch.tensor([sum(spec.num_bytes for spec in rank) for rank in specs]).repeat(engines)
-    sent, received, local = table.sent, table.received, table.local
-    # stable: of ranks that send the same, the first ones are named, in every run.
-    top = torch.argsort(sent, descending=True, stable=True)[:NUM_TOP_SENDERS].tolist()
     bucket_bytes = sglang.weight_sync_bucket_mb * MIB
     return SyncFigures(
         trainer=parallel.describe(),
@@ -117,13 +115,8 @@ def plan_sync(
         dtype=config.model.dtype,
         quantization=sglang.quantization,
         model_bytes=sum(spec.num_bytes for spec in source.tensors.values()),
-        shard_bytes=_range(shards),
-        sent=_range(sent[: source.num_ranks]),
-        received=_range(received[served]),
-        local=_range(local[served]),
+        **_bytes_of_ranks(table, shards, source.num_ranks, served),
         sent_between_nodes=int(table.num_bytes[table.crosses].sum()),
-        bytes_ratio=float(((received + local)[served] / shards).max()),
-        top_senders=tuple((rank, int(sent[rank])) for rank in top),
         pairs=len(table.source),
         slices=int(table.num_overlaps.sum()),
         messages=table.num_messages(bucket_bytes),
@@ -136,6 +129,20 @@ def plan_sync(
         plan_seconds=time.perf_counter() - start,
         plan_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB,  # Linux counts it in KiB
     )
+
+
+def _bytes_of_ranks(table: TrafficTable, shards: torch.Tensor, num_senders: int, served: slice) -> dict[str, Any]:
+    sent, received, local = table.sent, table.received[served], table.local[served]
+    # stable: of ranks that send the same, the first ones are named, in every run.
+    top = torch.argsort(sent, descending=True, stable=True)[:NUM_TOP_SENDERS].tolist()
+    return {
+        "shard_bytes": _range(shards),
+        "sent": _range(sent[:num_senders]),
+        "received": _range(received),
+        "local": _range(local),
+        "bytes_ratio": float(((received + local) / shards).max()),
+        "top_senders": tuple((rank, int(sent[rank])) for rank in top),
+    }
 
 
 def _check_sizes(trainer_ranks: int, engine_tp: int, engines: int, has_own_nodes: bool, links: Links) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.parallel.collectives import communication_device, sum_over
-from megatron_dapo.reshard.layout import local_holes, shard_view
+from megatron_dapo.reshard.layout import local_holes, shard_view, slice_view
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def fill_from_whole(
     for parameter in parameters.values():
         parameter.zero_()
     for shard in layout.shards(rank):
-        shard_view(parameters[shard.local], shard).copy_(_cut(whole[shard.tensor], *shard.bounds))
+        shard_view(parameters[shard.local], shard).copy_(slice_view(whole[shard.tensor], shard.bounds))
 
 
 def compare_gradients(
@@ -43,7 +43,7 @@ def compare_gradients(
     sums = torch.zeros(2, len(names), dtype=torch.float64, device=communication_device())
     index = {name: number for number, name in enumerate(names)}
     for shard in layout.shards(rank):
-        wanted = _cut(expected[shard.tensor], *shard.bounds).double()
+        wanted = slice_view(expected[shard.tensor], shard.bounds).double()
         ours = shard_view(gradients[shard.local], shard).to(wanted.device, torch.float64)
         # Every replica adds to both sums, so one deviating replica changes the result.
         sums[0, index[shard.tensor]] += (ours - wanted).square().sum()
@@ -65,8 +65,6 @@ def _padding_sum(gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, 
     """Return the sum of absolute gradients of everything that no shard covers."""
     shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
     holes = local_holes(layout.shards(rank), shapes)
-    return sum(float(_cut(gradients[n], *hole).abs().double().sum()) for n, found in holes.items() for hole in found)
-
-
-def _cut(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    return tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    return sum(
+        float(slice_view(gradients[name], hole).abs().double().sum()) for name, found in holes.items() for hole in found
+    )
