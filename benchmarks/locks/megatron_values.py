@@ -15,7 +15,8 @@ from locks.language import Locks, Responses
 from locks.values import fixed_policy, of_values
 
 from megatron_dapo.algorithms.gae import monte_carlo_returns
-from megatron_dapo.algorithms.value_loss import ValueLossInputs, build_value_loss
+from megatron_dapo.algorithms.value_loss import ValueLossInputs, value_loss
+from megatron_dapo.config.algorithm_schema import CriticConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import pack
 from megatron_dapo.types import MicroBatch, TrainSample
@@ -67,7 +68,7 @@ def learn_values_with_megatron(num_steps: int, num_prompts: int = 4) -> dict[str
     locks, layout = Locks(0), ParallelLayout(world_size=1)
     policy, generator = fixed_policy(locks), torch.Generator().manual_seed(0)
     exact, _ = locks.solve(policy)
-    value_loss = build_value_loss("squared")
+    section = CriticConfig(loss="squared")
 
     def draw(count: int) -> Responses:
         return locks.sample(policy, torch.randint(num_prompts, (count,), generator=generator), generator)
@@ -80,7 +81,7 @@ def learn_values_with_megatron(num_steps: int, num_prompts: int = 4) -> dict[str
         micro_batch: MicroBatch, values: torch.Tensor, index: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         inputs = ValueLossInputs(values, micro_batch.values, micro_batch.returns, micro_batch.loss_mask)
-        token_loss, metrics = value_loss(inputs)
+        token_loss, metrics = value_loss(section, inputs)
         return (token_loss * micro_batch.loss_weights).sum(), metrics
 
     def judge(critic: MegatronCritic) -> dict[str, float]:

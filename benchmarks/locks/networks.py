@@ -7,7 +7,8 @@ from locks import language
 from locks.language import Responses
 from torch import nn
 
-from megatron_dapo.algorithms.value_loss import ValueLossInputs, build_value_loss
+from megatron_dapo.algorithms.value_loss import ValueLossInputs, value_loss
+from megatron_dapo.config.algorithm_schema import CriticConfig
 
 
 def one_hot(index: torch.Tensor, size: int) -> torch.Tensor:
@@ -72,7 +73,8 @@ def update_critic(
 ) -> None:
     """One step of the critic on `responses`, token-level, by the project's value loss."""
     mask = torch.ones_like(returns) if mask is None else mask
-    token_loss, _ = build_value_loss(loss_name)(ValueLossInputs(critic.of(responses), old_values, returns, mask))
+    inputs = ValueLossInputs(critic.of(responses), old_values, returns, mask)
+    token_loss, _ = value_loss(CriticConfig(loss=loss_name), inputs)
     optimizer.zero_grad()
     (token_loss.sum() / mask.sum()).backward()
     optimizer.step()

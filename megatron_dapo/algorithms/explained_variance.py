@@ -9,35 +9,19 @@ the middle and the last tenth of each response.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from megatron_dapo.algorithms.gae import trained_tokens
+from megatron_dapo.algorithms.segments import MetricSums
 
 # A tenth of n trained tokens is ceil(n / 10) of them: at least one, so the parts of a short response overlap.
 PARTS = ("all", "first_decile", "middle_decile", "last_decile")
 
 
-@dataclass(frozen=True)
-class ExplainedVarianceSums:
-    """Over micro-batches and ranks, add `sums` and take maxima of `maxima`; float64 scalars by "<part>/<what>"."""
-
-    sums: dict[str, torch.Tensor]
-    maxima: dict[str, torch.Tensor]
-
-    def combine(self, other: ExplainedVarianceSums) -> ExplainedVarianceSums:
-        """The sums of both batches together."""
-        return ExplainedVarianceSums(
-            {key: value + other.sums[key] for key, value in self.sums.items()},
-            {key: torch.maximum(value, other.maxima[key]) for key, value in self.maxima.items()},
-        )
-
-
 def explained_variance_sums(
     values: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor, lengths: torch.Tensor
-) -> ExplainedVarianceSums:
-    """Sums of whole responses: `values`, `returns`, `loss_mask` [P] packed, `lengths` [S] as in `gae.ValueInputs`."""
+) -> MetricSums:
+    """Sums of whole responses, by "<part>/<moment>": `values`, `returns`, `loss_mask` [P] packed, `lengths` [S] as in `gae.ValueInputs`."""
     tokens = trained_tokens(loss_mask, lengths)
     value, target = tokens.take(values.detach()).double(), tokens.take(returns.detach()).double()
     sums: dict[str, torch.Tensor] = {}
@@ -46,7 +30,7 @@ def explained_variance_sums(
         part_sums, part_maxima = _moments(value[inside], target[inside])
         sums |= {f"{part}/{what}": number for what, number in part_sums.items()}
         maxima |= {f"{part}/{what}": number for what, number in part_maxima.items()}
-    return ExplainedVarianceSums(sums, maxima)
+    return MetricSums(sums, maxima)
 
 
 def _parts(num_trained: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -81,7 +65,7 @@ def _moments(value: torch.Tensor, target: torch.Tensor) -> tuple[dict[str, torch
     return sums, maxima
 
 
-def explained_variance(total: ExplainedVarianceSums) -> dict[str, float]:
+def explained_variance(total: MetricSums) -> dict[str, float]:
     """Part -> EV, from globally combined sums. A part without tokens, or whose returns are all equal, is left out."""
     result = {}
     for part in PARTS:
@@ -91,7 +75,7 @@ def explained_variance(total: ExplainedVarianceSums) -> dict[str, float]:
     return result
 
 
-def _variance(total: ExplainedVarianceSums, part: str, what: str) -> float:
+def _variance(total: MetricSums, part: str, what: str) -> float:
     num_tokens = float(total.sums[f"{part}/num_tokens"])
     mean = float(total.sums[f"{part}/{what}"]) / num_tokens
     return max(float(total.sums[f"{part}/{what}_square"]) / num_tokens - mean**2, 0.0)

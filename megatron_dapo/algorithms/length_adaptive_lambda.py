@@ -11,13 +11,10 @@ half a window more where it continues, for the length it may yet reach.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-
-from megatron_dapo.algorithms.tables import build
 
 VAPO_FLOOR = 0.0
 TPPO_FLOOR = 0.95
@@ -32,11 +29,6 @@ class LambdaRule(Protocol):
 def raw_lambda(lengths: torch.Tensor, alpha: float) -> torch.Tensor:
     """1 - 1 / (alpha l), float64, without a floor: negative below l = 1 / alpha, -inf at 0."""
     return 1.0 - 1.0 / (alpha * lengths.to(torch.float64))
-
-
-def floored_lambda(lengths: torch.Tensor, alpha: float, floor: float) -> torch.Tensor:
-    """max(floor, 1 - 1 / (alpha l)), float64 of the shape of `lengths`; always below 1."""
-    return raw_lambda(lengths, alpha).clamp(min=floor)
 
 
 def prospective_lengths(lengths: torch.Tensor, is_finished: torch.Tensor, window: int) -> torch.Tensor:
@@ -60,38 +52,35 @@ class FixedLambda:
 
 @dataclass(frozen=True)
 class LengthAdaptiveLambda:
-    """VAPO, Eq 5, of the response's own length."""
+    """VAPO, Eq 5, of the response's own length: max(floor, 1 - 1 / (alpha l)), always below 1."""
 
     alpha: float = 0.05
     floor: float = VAPO_FLOOR
 
     def __post_init__(self) -> None:
-        _check(self.alpha, self.floor)
+        if not (self.alpha > 0.0 and 0.0 <= self.floor < 1.0):
+            raise ValueError(
+                f"length-adaptive lambda with alpha {self.alpha}, floor {self.floor}: need alpha > 0 and 0 <= floor < 1"
+            )
 
     def __call__(self, lengths: torch.Tensor, is_finished: torch.Tensor) -> torch.Tensor:
-        return floored_lambda(lengths, self.alpha, self.floor)
+        return raw_lambda(lengths, self.alpha).clamp(min=self.floor)
 
 
 @dataclass(frozen=True)
-class WindowLambda:
+class WindowLambda(LengthAdaptiveLambda):
     """T-PPO: the same of the prospective length. `window` is the number of tokens one step generates."""
 
-    alpha: float = 0.05
     floor: float = TPPO_FLOOR
     window: int = 8192
 
     def __post_init__(self) -> None:
-        _check(self.alpha, self.floor)
+        super().__post_init__()
         if self.window < 1:
             raise ValueError(f"window {self.window} must be at least 1 token")
 
     def __call__(self, lengths: torch.Tensor, is_finished: torch.Tensor) -> torch.Tensor:
-        return floored_lambda(prospective_lengths(lengths, is_finished, self.window), self.alpha, self.floor)
-
-
-def _check(alpha: float, floor: float) -> None:
-    if not (alpha > 0.0 and 0.0 <= floor < 1.0):
-        raise ValueError(f"length-adaptive lambda with alpha {alpha}, floor {floor}: need alpha > 0 and 0 <= floor < 1")
+        return super().__call__(prospective_lengths(lengths, is_finished, self.window), is_finished)
 
 
 LAMBDA_RULES: dict[str, type[LambdaRule]] = {
@@ -99,8 +88,3 @@ LAMBDA_RULES: dict[str, type[LambdaRule]] = {
     "length_adaptive": LengthAdaptiveLambda,
     "window": WindowLambda,
 }
-
-
-def build_lambda_rule(name: str, settings: Mapping[str, Any] | None = None) -> LambdaRule:
-    """The rule called `name` with `settings` (its dataclass fields); ValueError for an unknown one."""
-    return build(LAMBDA_RULES, "lambda rule", name, settings or {})

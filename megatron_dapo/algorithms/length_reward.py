@@ -1,6 +1,6 @@
-"""Two separate answers to overlong responses: a penalty before the limit, a mask beyond it (arXiv 2503.14476, 3.4).
+"""Soft overlong punishment: a penalty before the length limit (arXiv 2503.14476, 3.4).
 
-They are alternatives for a truncated response: one whose loss is masked never feels its penalty.
+The alternative is reward.overlong_filter: a truncated response whose loss is masked never feels its penalty.
 """
 
 from __future__ import annotations
@@ -26,12 +26,3 @@ def soft_overlong_penalty(
         raise ValueError(f"soft overlong punishment: factor {factor} would reward length; use a factor of at least 0")
     excess = response_lengths.to(torch.float64) - (max_length - cache_length)
     return -factor * (excess / cache_length).clamp(0.0, 1.0)
-
-
-def overlong_keep_mask(is_truncated: torch.Tensor) -> torch.Tensor:
-    """Overlong filtering: float32 [S], 0 for truncated responses; multiply their loss mask by it.
-
-    Their tokens leave every denominator. They still count in their group's mean and std, unless the same mask is also
-    given to the advantages as `in_statistics` (the paper does not say; counting is the default).
-    """
-    return (~is_truncated.to(torch.bool)).to(torch.float32)

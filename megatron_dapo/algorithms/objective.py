@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dapo.algorithms.entropy import entropy_loss
 from megatron_dapo.algorithms.kl import kl_loss
 from megatron_dapo.algorithms.off_policy import OffPolicyInputs, importance_weights
 from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
@@ -77,9 +76,10 @@ class PolicyObjective:
         )
         if behavior.importance_weights is not None:
             token_loss = token_loss * behavior.importance_weights
-        bonus, entropy_metrics = self._entropy_terms(entropy, micro_batch.loss_mask)
+        bonus, entropy_metrics = entropy_loss(entropy, micro_batch.loss_mask, algorithm.entropy_coefficient)
         metrics = {**metrics, **entropy_metrics}
-        if bonus is not None:
+        # Without a coefficient the bonus stays out of the graph, which spares the head's kernel the entropy's gradient.
+        if algorithm.entropy_coefficient:
             token_loss = token_loss + bonus
         if behavior.ref_logprobs is not None:
             penalty, kl_metrics = kl_loss(
@@ -96,7 +96,11 @@ class PolicyObjective:
             metrics = {**metrics, **positive_metrics}
         return loss, {**metrics, "loss_sum": loss.detach()}
 
-    def _entropy_terms(self, entropy: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor | None, Metrics]:
-        """Without a coefficient the bonus stays out of the graph, which spares the kernel the entropy's gradient."""
-        bonus, metrics = entropy_loss(entropy, loss_mask, self.algorithm.entropy_coefficient)
-        return (bonus if self.algorithm.entropy_coefficient else None), metrics
+
+def entropy_loss(entropy: torch.Tensor, loss_mask: torch.Tensor, coefficient: float) -> tuple[torch.Tensor, Metrics]:
+    """Entropy bonus -coefficient * H_t per token [P] (arXiv 1707.06347, Eq 9), 0 where masked, and the sum of H.
+
+    The sum is there for any coefficient, 0 included (DAPO's): a collapse has to be seen by those who do not fight it.
+    """
+    entropy = torch.where(loss_mask > 0, entropy, 0.0)
+    return -coefficient * entropy, {"entropy_sum": entropy.detach().sum()}

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dapo.algorithms.kl import LOG_RATIO_LIMIT, k3
-from megatron_dapo.algorithms.segments import identity, segment_sum
+from megatron_dapo.algorithms.segments import MetricSums, identity, segment_sum
 from megatron_dapo.config.algorithm_schema import OffPolicyConfig
 
 
@@ -48,20 +48,17 @@ class OffPolicyInputs:
         return self.loss_mask > 0
 
 
-def _log_ratio(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-    return torch.where(trained, (old_logprobs - rollout_logprobs).detach(), 0.0)
+def _token_level(inputs: OffPolicyInputs) -> torch.Tensor:
+    return torch.where(inputs.trained, (inputs.old_logprobs - inputs.rollout_logprobs).detach(), 0.0)
 
 
 def _sequence_sums(inputs: OffPolicyInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of the log-ratio [N], trained tokens [N]) of whole sequences, float64."""
-    log_ratio = _log_ratio(inputs.old_logprobs, inputs.rollout_logprobs, inputs.trained)
+    log_ratio = _token_level(inputs)
     per_token = torch.stack([log_ratio, inputs.trained.to(log_ratio.dtype)])
+    # One reduction for both: under context parallelism it is a collective.
     sums, counts = inputs.reduce_over_sequence_parts(segment_sum(per_token, inputs.sequence_ids, inputs.num_sequences))
     return sums, counts
-
-
-def _token_level(inputs: OffPolicyInputs) -> torch.Tensor:
-    return _log_ratio(inputs.old_logprobs, inputs.rollout_logprobs, inputs.trained)
 
 
 def _sequence_level(inputs: OffPolicyInputs) -> torch.Tensor:
@@ -74,10 +71,6 @@ def _geometric_level(inputs: OffPolicyInputs) -> torch.Tensor:
     return (sums / counts.clamp(min=1))[inputs.sequence_ids]
 
 
-def _truncate(weights: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
-    return weights.clamp(lower, upper)
-
-
 def _drop(weights: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
     return torch.where((weights >= lower) & (weights <= upper), weights, 0.0)
 
@@ -88,7 +81,7 @@ LEVELS = {
     "geometric": _geometric_level,
 }
 OFF_POLICY_METHODS = {
-    "tis": _truncate,
+    "tis": torch.clamp,
     "mis": _drop,
     "icepop": _drop,
 }
@@ -127,21 +120,6 @@ def normalize_by_batch_mean(weights: torch.Tensor, weight_sum: float, num_tokens
     return weights if weight_sum == 0 else weights * (num_tokens / weight_sum)
 
 
-@dataclass(frozen=True)
-class MismatchSums:
-    """Raw material of the mismatch metrics: over micro-batches and ranks, add `sums` and take maxima of `maxima`."""
-
-    sums: dict[str, torch.Tensor]  # scalars, float64
-    maxima: dict[str, torch.Tensor]  # scalars, float64
-
-    def combine(self, other: MismatchSums) -> MismatchSums:
-        """The sums of both batches together."""
-        return MismatchSums(
-            {key: value + other.sums[key] for key, value in self.sums.items()},
-            {key: torch.maximum(value, other.maxima[key]) for key, value in self.maxima.items()},
-        )
-
-
 # Name of a class of tokens by the policy versions they are behind -> its first and last staleness.
 LAGS: dict[str, tuple[float, float]] = {"lag0": (0, 0), "lag1": (1, 1), "lag2plus": (2, math.inf)}
 
@@ -151,7 +129,7 @@ def mismatch_sums(
     rollout_logprobs: torch.Tensor,
     loss_mask: torch.Tensor,
     staleness: torch.Tensor | None = None,
-) -> MismatchSums:
+) -> MetricSums:
     """Sums and maxima over the trained tokens of [P] tokens. Nothing of w is bounded, except log w at +-20.
 
     staleness [P]: policy versions each token is behind; None: 0 everywhere.
@@ -182,10 +160,10 @@ def mismatch_sums(
         "abs_logprob_diff": torch.cat([difference.abs(), zero]).max(),
         "abs_prob_diff": torch.cat([probability_gap, zero]).max(),
     }
-    return MismatchSums(sums, maxima)
+    return MetricSums(sums, maxima)
 
 
-def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
+def mismatch_metrics(total: MetricSums) -> dict[str, float]:
     """Metrics from globally combined sums; all 0 (ratios 1) where no token was trained.
 
     k1 and k3 estimate KL(rollout || old) on tokens the engine drew. `ess` = (sum w)^2 / (n sum w^2) in (0, 1].

@@ -1,8 +1,25 @@
-"""Sums over runs of a packed batch: values that share an index are added."""
+"""Sums over runs of a packed batch, where values that share an index are added, and sums over parts of a batch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True)
+class MetricSums:
+    """Raw material of metrics: over micro-batches and ranks, add `sums` and take maxima of `maxima`; float64 scalars."""
+
+    sums: dict[str, torch.Tensor]
+    maxima: dict[str, torch.Tensor]
+
+    def combine(self, other: MetricSums) -> MetricSums:
+        """The sums of both batches together."""
+        return MetricSums(
+            {key: value + other.sums[key] for key, value in self.sums.items()},
+            {key: torch.maximum(value, other.maxima[key]) for key, value in self.maxima.items()},
+        )
 
 
 def segment_sum(values: torch.Tensor, index: torch.Tensor, num_segments: int) -> torch.Tensor:

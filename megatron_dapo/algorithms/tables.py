@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Entry = TypeVar("Entry")
 
@@ -14,13 +13,3 @@ def lookup(table: Mapping[str, Entry], kind: str, name: str) -> Entry:
     if name not in table:
         raise ValueError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(table))}")
     return table[name]
-
-
-def build(table: Mapping[str, type[Entry]], kind: str, name: str, settings: Mapping[str, Any]) -> Entry:
-    """An instance of the dataclass called `name`, made from `settings`; ValueError for an unknown name or setting."""
-    chosen = lookup(table, kind, name)
-    known = [field.name for field in fields(chosen)]  # type: ignore[arg-type]
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise ValueError(f"{kind} {name!r} has no setting {', '.join(unknown)}; it has: {', '.join(known) or 'none'}")
-    return chosen(**settings)

@@ -7,13 +7,11 @@ Metrics are sums over the trained tokens of the call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
-from megatron_dapo.algorithms.tables import build
+from megatron_dapo.config.algorithm_schema import CriticConfig
 
 Metrics = dict[str, torch.Tensor]
 
@@ -33,55 +31,35 @@ class ValueLossInputs:
         return self.loss_mask > 0
 
 
-class ValueLoss(Protocol):
-    """Maps inputs to (token losses [P], sums over trained tokens)."""
-
-    def __call__(self, inputs: ValueLossInputs) -> tuple[torch.Tensor, Metrics]: ...
-
-
-@dataclass(frozen=True)
-class SquaredError:
+def squared(inputs: ValueLossInputs, section: CriticConfig) -> tuple[torch.Tensor, Metrics]:
     """l_t = (V_t - G_t)^2 / 2, without a bound."""
-
-    def __call__(self, inputs: ValueLossInputs) -> tuple[torch.Tensor, Metrics]:
-        token_loss = 0.5 * _error(inputs, inputs.values).square()
-        nothing = torch.zeros_like(inputs.trained)
-        return token_loss, _metrics(inputs, token_loss, nothing, nothing)
+    token_loss = 0.5 * _error(inputs, inputs.values).square()
+    nothing = torch.zeros_like(inputs.trained)
+    return token_loss, _metrics(inputs, token_loss, nothing, nothing)
 
 
-@dataclass(frozen=True)
-class ClippedSquaredError:
+def clipped(inputs: ValueLossInputs, section: CriticConfig) -> tuple[torch.Tensor, Metrics]:
     """l_t = max((V_t - G_t)^2, (clip(V_t, V_old - low, V_old + high) - G_t)^2) / 2; as PPO's public code has it.
 
     A value that has left its bounds is trained only where it is further from its target than the bound is. The gradient
     passes at a bound. The bounds are in units of the return; T-PPO's are 0.5 and 0.6.
     """
-
-    clip_value_low: float = 0.5
-    clip_value_high: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not (self.clip_value_low > 0.0 and self.clip_value_high > 0.0):
-            raise ValueError(
-                f"value clip low {self.clip_value_low} / high {self.clip_value_high}: both must be above 0, e.g. 0.5"
-            )
-
-    def __call__(self, inputs: ValueLossInputs) -> tuple[torch.Tensor, Metrics]:
-        old_values = inputs.old_values.detach()
-        bounded = inputs.values.detach().clamp(old_values - self.clip_value_low, old_values + self.clip_value_high)
-        error, bounded_error = _error(inputs, inputs.values), _error(inputs, bounded)
-        held = bounded_error.abs() > error.detach().abs()
-        token_loss = 0.5 * torch.where(held, bounded_error, error).square()
-        moved_up = inputs.values.detach() > old_values
-        return token_loss, _metrics(inputs, token_loss, held & ~moved_up, held & moved_up)
+    old_values = inputs.old_values.detach()
+    # Detached: a value that is held has no gradient, and its loss still is the bound's.
+    bounded = inputs.values.detach().clamp(old_values - section.clip_value_low, old_values + section.clip_value_high)
+    error, bounded_error = _error(inputs, inputs.values), _error(inputs, bounded)
+    held = bounded_error.abs() > error.detach().abs()
+    token_loss = 0.5 * torch.where(held, bounded_error, error).square()
+    moved_up = inputs.values.detach() > old_values
+    return token_loss, _metrics(inputs, token_loss, held & ~moved_up, held & moved_up)
 
 
-VALUE_LOSSES: dict[str, type[ValueLoss]] = {"squared": SquaredError, "clipped": ClippedSquaredError}
+VALUE_LOSSES = {"squared": squared, "clipped": clipped}
 
 
-def build_value_loss(name: str, settings: Mapping[str, Any] | None = None) -> ValueLoss:
-    """The loss called `name` with `settings` (its dataclass fields); ValueError for an unknown one."""
-    return build(VALUE_LOSSES, "value loss", name, settings or {})
+def value_loss(section: CriticConfig, inputs: ValueLossInputs) -> tuple[torch.Tensor, Metrics]:
+    """Return the token losses [P] that critic.loss names, and their sums over trained tokens."""
+    return VALUE_LOSSES[section.loss](inputs, section)
 
 
 def _error(inputs: ValueLossInputs, values: torch.Tensor) -> torch.Tensor:

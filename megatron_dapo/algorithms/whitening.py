@@ -12,7 +12,7 @@ from megatron_dapo.algorithms.tables import lookup
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums that add up over micro-batches and ranks: float64 scalars. `stacked` and `of_stacked` serve an all-reduce."""
+    """Sums that add up over parts of a batch: float64 scalars."""
 
     num_tokens: torch.Tensor
     total: torch.Tensor
@@ -20,17 +20,9 @@ class Moments:
 
     def combine(self, other: Moments) -> Moments:
         """The moments of both batches together."""
-        return Moments.of_stacked(self.stacked() + other.stacked())
-
-    def stacked(self) -> torch.Tensor:
-        """[3] float64, to be summed over ranks."""
-        return torch.stack([self.num_tokens, self.total, self.square_total])
-
-    @staticmethod
-    def of_stacked(sums: torch.Tensor) -> Moments:
-        """The moments from what `stacked` gave."""
-        num_tokens, total, square_total = sums.unbind()
-        return Moments(num_tokens, total, square_total)
+        return Moments(
+            self.num_tokens + other.num_tokens, self.total + other.total, self.square_total + other.square_total
+        )
 
     def mean(self) -> float:
         """0 where there is no token."""

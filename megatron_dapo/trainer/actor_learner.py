@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from megatron_dapo.algorithms.aggregation import rollout_token_weight
 from megatron_dapo.algorithms.objective import BehaviorTerms, PolicyObjective
-from megatron_dapo.algorithms.off_policy import MismatchSums, mismatch_metrics, mismatch_sums, normalize_by_batch_mean
+from megatron_dapo.algorithms.off_policy import mismatch_metrics, mismatch_sums, normalize_by_batch_mean
+from megatron_dapo.algorithms.segments import MetricSums
 from megatron_dapo.algorithms.vapo import positive_token_weights, positive_tokens
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import schedule_steps
@@ -119,7 +120,7 @@ class PolicyLearner:
             mini_batches = self._cut(samples, train_step)
         # The first optimizer step still sees the old policy, unless something is needed of all samples before it.
         ahead = mini_batches if self._normalizes or mismatch_gate is not None else mini_batches[1:]
-        mismatch: list[MismatchSums] = []
+        mismatch: list[MetricSums] = []
         if ahead:
             with self._phases.phase("logprobs"), self._models.on_device(POLICY, REFERENCE):
                 for mini_batch in ahead:
@@ -223,7 +224,7 @@ class PolicyLearner:
         weights = positive_token_weights(trained, is_positive, num_positive, coefficient).tolist()
         return [replace(one, positive_weight=weight) for one, weight in zip(samples, weights, strict=True)]
 
-    def _behavior_terms(self, mini_batch: _PolicyMiniBatch, mismatch: list[MismatchSums]) -> list[BehaviorTerms | None]:
+    def _behavior_terms(self, mini_batch: _PolicyMiniBatch, mismatch: list[MetricSums]) -> list[BehaviorTerms | None]:
         """Compute this rank's old and reference log-probs and importance weights, before any step of this rollout batch."""
         old = self._logprobs(self.actor, mini_batch)
         reference = self._reference_logprobs(mini_batch)
@@ -265,7 +266,7 @@ class PolicyLearner:
     def _local(self, micro_batch: MicroBatch) -> MicroBatch:
         return slice_for_context(micro_batch, self._coordinates.context, self.actor.layout.context)
 
-    def _step(self, mini_batch: _PolicyMiniBatch, train_step: int, mismatch: list[MismatchSums]) -> StepResult:
+    def _step(self, mini_batch: _PolicyMiniBatch, train_step: int, mismatch: list[MetricSums]) -> StepResult:
         """Make one optimizer step. Without behavior terms it is the first since the rollout: its own forward gives them."""
         first = not mini_batch.behavior
         if first:
@@ -292,7 +293,7 @@ class PolicyLearner:
         totals: Mapping[str, float],
         steps: Sequence[StepResult],
         mini_batches: Sequence[_PolicyMiniBatch],
-        mismatch: Sequence[MismatchSums],
+        mismatch: Sequence[MetricSums],
         train_step: int,
     ) -> dict[str, float]:
         num_tokens = max(1.0, totals.get("num_tokens", 0.0))
@@ -334,13 +335,13 @@ class PolicyLearner:
             "mismatch/masked_share": total["is_masked_sum"] / total["num_tokens"],
         }
 
-    def _mismatch(self, sums: Sequence[MismatchSums]) -> dict[str, float]:
+    def _mismatch(self, sums: Sequence[MetricSums]) -> dict[str, float]:
         """Add up all ranks' sums. Ranks whose tokens another rank reports add nothing, so that no token counts twice."""
         total = mismatch_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0))
         for part in sums if self._is_reporting else ():
             total = total.combine(part)
         if dist.is_initialized():
-            total = MismatchSums(sum_over(total.sums, self._group), max_over(total.maxima, self._group))
+            total = MetricSums(sum_over(total.sums, self._group), max_over(total.maxima, self._group))
         return mismatch_metrics(total)
 
 
@@ -366,6 +367,6 @@ def _check_mismatch(metrics: Mapping[str, float], gate: float) -> None:
         )
 
 
-def _mismatch_sums(old_logprobs: torch.Tensor, micro_batch: MicroBatch) -> MismatchSums:
+def _mismatch_sums(old_logprobs: torch.Tensor, micro_batch: MicroBatch) -> MetricSums:
     """Compare the engine's log-probs with the trainer's [P_local], by the age of the tokens."""
     return mismatch_sums(old_logprobs, micro_batch.rollout_logprobs, micro_batch.loss_mask, micro_batch.staleness)

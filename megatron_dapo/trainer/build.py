@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.algorithms.length_adaptive_lambda import LambdaRule, build_lambda_rule
+from megatron_dapo.algorithms.length_adaptive_lambda import LAMBDA_RULES, LambdaRule
 from megatron_dapo.algorithms.objective import PolicyObjective
 from megatron_dapo.algorithms.stop_rule import StopRule
-from megatron_dapo.algorithms.value_loss import ValueLoss, build_value_loss
 from megatron_dapo.checkpoints.critic import ValueHeadInit
 from megatron_dapo.config.schema import Config
 from megatron_dapo.megatron.actor import ActorSettings, MegatronActor
@@ -78,7 +77,7 @@ def build_learner(
         assert policy is not None, "without a critic every rank holds the policy"
         return Learner(policy, algorithm.advantage, phases, models)
     policy_side = policy or RemotePolicy()
-    critic_side = CriticLearner(critic, _value_loss(config), config, progress) if critic else RemoteCritic()
+    critic_side = CriticLearner(critic, config, progress) if critic else RemoteCritic()
     concurrent = None
     if not topology.is_shared:
         concurrent = ConcurrentUpdate(topology, policy_side.counters, critic_side.counters, phases)
@@ -163,20 +162,12 @@ def _sum_over_context(actor: MegatronActor) -> Callable[[torch.Tensor], torch.Te
     return reduce
 
 
-def _value_loss(config: Config) -> ValueLoss:
-    section = config.critic
-    clip_range = {"clip_value_low": section.clip_value_low, "clip_value_high": section.clip_value_high}
-    return build_value_loss(section.loss, clip_range if section.loss == "clipped" else {})
-
-
 def _lambda_rule(config: Config) -> LambdaRule:
     section = config.advantage_estimation
     adaptive = {"alpha": section.lambda_alpha, "floor": section.lambda_floor}
-    return build_lambda_rule(
-        section.lambda_rule,
-        {
-            "fixed": {"value": section.policy_lambda},
-            "length_adaptive": adaptive,
-            "window": {**adaptive, "window": config.window.tokens},
-        }[section.lambda_rule],
-    )
+    settings = {
+        "fixed": {"value": section.policy_lambda},
+        "length_adaptive": adaptive,
+        "window": {**adaptive, "window": config.window.tokens},
+    }
+    return LAMBDA_RULES[section.lambda_rule](**settings[section.lambda_rule])

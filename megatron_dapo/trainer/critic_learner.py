@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_dapo.algorithms.value_loss import ValueLoss, ValueLossInputs
+from megatron_dapo.algorithms.value_loss import ValueLossInputs, value_loss
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import critic_schedule_steps
 from megatron_dapo.megatron.response_tokens import gather_response_tokens
@@ -45,12 +45,9 @@ class CriticCounters(StepCounters):
 class CriticLearner:
     """Computes values and trains the critic. All its ranks call each method with the same samples."""
 
-    def __init__(
-        self, critic: MegatronCritic, value_loss: ValueLoss, config: Config, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, critic: MegatronCritic, config: Config, progress: Progress | None = None) -> None:
         self.counters = CriticCounters()
         self.critic = critic
-        self._value_loss = value_loss
         self._config = config
         section, training = config.critic, config.training
         self._updater = Updater(
@@ -97,7 +94,7 @@ class CriticLearner:
         """Return the loss of one micro-batch and its metric sums; `values` [P] of the current critic."""
         assert micro_batch.values is not None and micro_batch.returns is not None, "the critic's samples have targets"
         inputs = ValueLossInputs(values, micro_batch.values, micro_batch.returns, micro_batch.loss_mask)
-        token_loss, metrics = self._value_loss(inputs)
+        token_loss, metrics = value_loss(self._config.critic, inputs)
         loss = (token_loss * micro_batch.loss_weights).sum()
         return loss, {**metrics, "loss_sum": loss.detach()}
 

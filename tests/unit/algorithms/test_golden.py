@@ -33,10 +33,11 @@ from megatron_dapo.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_dapo.algorithms.prompt_priority import ucb_priority
 from megatron_dapo.algorithms.repetition import ngram_repetition, tail_loop
 from megatron_dapo.algorithms.token_rewards import kl_shaped_rewards, outcome_rewards, token_divergence
-from megatron_dapo.algorithms.value_loss import SquaredError, ValueLossInputs
+from megatron_dapo.algorithms.value_loss import ValueLossInputs, value_loss
 from megatron_dapo.algorithms.vapo import positive_example_loss, positive_token_weights, positive_tokens
 from megatron_dapo.algorithms.whitening import moments, whiten
 from megatron_dapo.config.algorithm_schema import (
+    CriticConfig,
     DrGrpoAdvantageConfig,
     GrpoAdvantageConfig,
     GspoLossConfig,
@@ -419,7 +420,8 @@ def check_gae(section) -> None:
     estimates = decoupled_estimates(inputs, gamma, 0.95, 1.0)
     assert_equal(estimates.advantages, decoupled["adv"])
     assert_equal(estimates.returns, decoupled["critic_target"])
-    losses, _ = SquaredError()(ValueLossInputs(inputs.values, inputs.values, estimates.returns, inputs.loss_mask))
+    loss_inputs = ValueLossInputs(inputs.values, inputs.values, estimates.returns, inputs.loss_mask)
+    losses, _ = value_loss(CriticConfig(loss="squared"), loss_inputs)
     assert_equal(losses.mean(), decoupled["critic_mse_half_mean"])
     punished = one_response(values, [0.0, 0.0, 0.0, 0.0, -1.0])
     assert_equal(estimate_values(punished, gamma, 0.95).advantages, section["lambda_0.95_reward_-1"]["adv"])

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron_dapo.algorithms.entropy import entropy_loss
 from megatron_dapo.algorithms.kl import k3, kl_loss
+from megatron_dapo.algorithms.objective import entropy_loss
 
 
 def test_kl_loss_is_masked_and_reports_every_estimator():

@@ -6,12 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.length_adaptive_lambda import (
+    LAMBDA_RULES,
     FixedLambda,
     LengthAdaptiveLambda,
     WindowLambda,
-    build_lambda_rule,
     prospective_lengths,
 )
+from megatron_dapo.config.loader import config_from_dict
+from megatron_dapo.config.rules import ConfigError
 
 DONE = torch.tensor([True])
 
@@ -40,11 +42,17 @@ def test_half_a_window_is_added_where_the_response_goes_on(window):
 def test_rules_by_name():
     lengths = torch.tensor([100, 10])
     both = torch.tensor([True, True])
-    assert build_lambda_rule("fixed", {"value": 1.0})(lengths, both).tolist() == [1.0, 1.0]
-    assert build_lambda_rule("length_adaptive")(lengths, both).tolist() == pytest.approx([0.8, 0.0])
-    assert build_lambda_rule("window")(lengths, both).tolist() == pytest.approx([0.95, 0.95])
-    with pytest.raises(ValueError, match="fixed, length_adaptive, window"):
-        build_lambda_rule("adaptive")
+    assert LAMBDA_RULES["fixed"](1.0)(lengths, both).tolist() == [1.0, 1.0]
+    assert LAMBDA_RULES["length_adaptive"]()(lengths, both).tolist() == pytest.approx([0.8, 0.0])
+    assert LAMBDA_RULES["window"]()(lengths, both).tolist() == pytest.approx([0.95, 0.95])
+    with pytest.raises(ConfigError, match="expected 'fixed', 'length_adaptive' or 'window'"):
+        config_from_dict(
+            {
+                "model": {"path": "m"},
+                "data": {"train_paths": ["t"]},
+                "advantage_estimation": {"lambda_rule": "adaptive"},
+            }
+        )
 
 
 @pytest.mark.parametrize(

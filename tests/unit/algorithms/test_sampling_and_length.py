@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.dynamic_sampling import GroupFilter, expected_multiplier, wasted_fraction
-from megatron_dapo.algorithms.length_reward import overlong_keep_mask, soft_overlong_penalty
+from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.algorithms.repetition import TailLoop, ngram_repetition, repetition, tail_loop, zlib_ratio
 
 
@@ -25,10 +25,6 @@ def test_penalty_settings_that_make_no_sense_are_refused():
         soft_overlong_penalty(torch.tensor([1]), 10, 0)
     with pytest.raises(ValueError, match="factor -1"):
         soft_overlong_penalty(torch.tensor([1]), 10, 2, factor=-1)
-
-
-def test_overlong_filter_drops_truncated_responses_only():
-    assert overlong_keep_mask(torch.tensor([False, True, False])).tolist() == [1.0, 0.0, 1.0]
 
 
 def test_filter_bounds_are_exclusive():

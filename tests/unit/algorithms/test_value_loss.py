@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.aggregation import global_denominators, sample_token_weights
-from megatron_dapo.algorithms.value_loss import (
-    ClippedSquaredError,
-    SquaredError,
-    ValueLossInputs,
-    build_value_loss,
-)
+from megatron_dapo.algorithms.value_loss import ValueLossInputs, value_loss
+from megatron_dapo.config.algorithm_schema import CriticConfig
+from megatron_dapo.config.loader import config_from_dict
+from megatron_dapo.config.rules import ConfigError
+from megatron_dapo.config.validator import require_valid
 
+SQUARED, CLIPPED = CriticConfig(loss="squared"), CriticConfig(loss="clipped")
+TPPO_CLIPPED = CriticConfig(loss="clipped", clip_value_low=0.5, clip_value_high=0.6)
 NUMBERS = st.floats(-3, 3, allow_nan=False)
 
 
@@ -34,7 +35,7 @@ def by_definition(value: float, old: float, target: float, low: float, high: flo
 @settings(deadline=None)
 def test_clipped_loss_and_its_gradient(rows):
     inputs = inputs_of(*zip(*rows, strict=True))
-    losses, metrics = ClippedSquaredError(0.5, 0.6)(inputs)
+    losses, metrics = value_loss(TPPO_CLIPPED, inputs)
     expected = [by_definition(*row, 0.5, 0.6) for row in rows]
     assert losses.tolist() == pytest.approx(expected, abs=1e-12)
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.values)
@@ -48,10 +49,10 @@ def test_clipped_loss_and_its_gradient(rows):
 def test_gradient_by_finite_differences():
     generator = torch.Generator().manual_seed(0)
     values, old, target = (torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(3))
-    for loss in (SquaredError(), ClippedSquaredError(0.5, 0.6)):
+    for section in (SQUARED, TPPO_CLIPPED):
 
-        def total(values, loss=loss):
-            return loss(ValueLossInputs(values, old, target, torch.ones(50)))[0]
+        def total(values, section=section):
+            return value_loss(section, ValueLossInputs(values, old, target, torch.ones(50)))[0]
 
         assert torch.autograd.gradcheck(total, values.clone().requires_grad_())
 
@@ -69,17 +70,17 @@ def test_gradient_by_finite_differences():
 )
 def test_bounds_hold_only_what_moves_towards_its_target(value, target, slope):
     inputs = inputs_of([value], [0.0], [target])
-    losses, metrics = ClippedSquaredError(0.5, 0.6)(inputs)
+    losses, metrics = value_loss(TPPO_CLIPPED, inputs)
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.values)
     assert gradient.item() == pytest.approx(slope)
     held = [float(metrics["value_clip_low_sum"]), float(metrics["value_clip_high_sum"])]
     assert held == [float(slope == 0 and value < 0), float(slope == 0 and value > 0)]
 
 
-@pytest.mark.parametrize("loss", [SquaredError(), ClippedSquaredError()])
-def test_masked_tokens_carry_nothing_even_where_they_are_not_numbers(loss):
+@pytest.mark.parametrize("section", [SQUARED, CLIPPED])
+def test_masked_tokens_carry_nothing_even_where_they_are_not_numbers(section):
     inputs = inputs_of([1.0, math.nan], [1.0, math.nan], [0.5, math.inf], [1.0, 0.0])
-    losses, metrics = loss(inputs)
+    losses, metrics = value_loss(section, inputs)
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.values)
     assert losses.tolist() == [0.125, 0.0] and gradient.tolist() == [0.5, 0.0]
     sums = {key: float(value) for key, value in metrics.items()}
@@ -107,7 +108,7 @@ def test_global_denominators_make_any_cut_the_same(mode):
         for samples in cuts:
             tokens = torch.cat([torch.arange(starts[i], starts[i] + int(lengths[i])) for i in samples])
             inputs = ValueLossInputs(leaf[tokens], old[tokens], target[tokens], torch.ones(len(tokens)))
-            losses, _ = ClippedSquaredError()(inputs)
+            losses, _ = value_loss(CLIPPED, inputs)
             (weights[samples].repeat_interleave(lengths[samples]) * losses).sum().backward()
         return leaf.grad
 
@@ -119,8 +120,9 @@ def test_global_denominators_make_any_cut_the_same(mode):
 
 def test_all_masked_and_unknown_and_bad_bounds():
     inputs = inputs_of([1.0], [0.0], [0.0], [0.0])
-    assert ClippedSquaredError()(inputs)[0].tolist() == [0.0]
-    with pytest.raises(ValueError, match="clipped, squared"):
-        build_value_loss("huber")
-    with pytest.raises(ValueError, match="above 0"):
-        build_value_loss("clipped", {"clip_value_low": 0.0})
+    assert value_loss(CLIPPED, inputs)[0].tolist() == [0.0]
+    minimal = {"model": {"path": "m"}, "data": {"train_paths": ["t"]}}
+    with pytest.raises(ConfigError, match="expected 'squared' or 'clipped'"):
+        config_from_dict({**minimal, "critic": {"loss": "huber"}})
+    with pytest.raises(ConfigError, match="critic.clip_value_low > 0"):
+        require_valid(config_from_dict({**minimal, "critic": {"clip_value_low": 0.0}}), 1, None)

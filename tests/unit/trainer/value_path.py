@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from megatron_dapo.algorithms.objective import PolicyObjective
-from megatron_dapo.algorithms.value_loss import build_value_loss
 from megatron_dapo.config import Config, config_from_dict
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.actor_learner import PolicyLearner
@@ -106,8 +105,7 @@ def make_config(**sections: dict[str, Any]) -> Config:
 
 
 def make_critic_learner(critic: FakeCritic, config: Config | None = None) -> CriticLearner:
-    config = config or make_config()
-    return CriticLearner(critic, build_value_loss(config.critic.loss), config)
+    return CriticLearner(critic, config or make_config())
 
 
 def make_policy_learner(policy: FakePolicy, config: Config, reference: FakePolicy | None = None) -> PolicyLearner:
