@@ -44,6 +44,7 @@ def from_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
     logits = hidden @ weight.t()
     with torch.no_grad():
         p = torch.softmax(logits, dim=1)
+        # In place: one more tensor of the logits' size would count against this side.
         entropy = torch.logsumexp(logits, dim=1) - p.mul_(logits).sum(dim=1)
         del p
     return -cross_entropy(logits, targets, reduction="none"), entropy
@@ -113,6 +114,7 @@ def run_rounds(rounds: int, shape: tuple[int, int, int]) -> dict[str, list[dict[
     rows: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     for _ in range(rounds):
         for side in SIDES:
+            # A process of its own for each: the high-water mark of a process never falls.
             command = [sys.executable, __file__, "--side", side]
             command += [part for name, size in zip(SHAPE, shape, strict=True) for part in (f"--{name}", str(size))]
             output = subprocess.run(command, check=True, capture_output=True, text=True, env=_environment()).stdout

@@ -89,7 +89,7 @@ def transformers_step(
         loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as the actor does
         optimizer.step()
         return float(loss.detach())
 
@@ -97,7 +97,7 @@ def transformers_step(
 
 
 def next_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tokens[1:], torch.tensor([-100])])
+    return torch.cat([tokens[1:], torch.tensor([-100])])  # the last token has nothing to predict
 
 
 def packed_inputs(sequences: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -121,6 +121,7 @@ def best_seconds(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str
     spread = max(losses.values()) - min(losses.values())
     # Sides that compute something else must not be compared.
     assert spread < 1e-4, f"the sides do not compute the same loss: {losses}"
+    # The least counts: other programs only add to a time.
     best = dict.fromkeys(steps, float("inf"))
     for _ in range(rounds):
         for name, step in steps.items():

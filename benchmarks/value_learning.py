@@ -49,7 +49,7 @@ def measure(parts: Sequence[str], num_seeds: int, num_steps: int, *, tiny: bool 
         "megatron": lambda: learn_values_with_megatron(value_steps),
         "ablation": lambda: check_parts(seeds, num_steps, TINY_RECIPE if tiny else {}),
     }
-    start = time.process_time()
+    start = time.process_time()  # CPU seconds: other programs on the machine do not lengthen them
     result: dict[str, Any] = {"benchmark": "value_learning", "seeds": num_seeds}
     for name in parts:
         result[name] = checks[name]()

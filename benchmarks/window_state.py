@@ -31,7 +31,7 @@ from megatron_dapo.rollout.serialization import join_state, split_state
 from megatron_dapo.rollout.window_collector import WindowCollector
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionRange
 
-VOCAB_SIZE = 151936
+VOCAB_SIZE = 151936  # of Qwen2: the size in JSON depends on the digits of the ids
 PROMPT_TOKENS = 200
 
 
@@ -74,7 +74,7 @@ class NoVerifier:
 def filled_collector(num_groups: int, group_size: int, num_tokens: int) -> WindowCollector:
     """Return a collector whose pool holds `num_groups` x `group_size` unfinished responses of `num_tokens`."""
     prompts = {str(i): Prompt(str(i), (), tuple(range(PROMPT_TOKENS)), "1") for i in range(num_groups)}
-    sampling = SamplingParams(max_new_tokens=2 * num_tokens)
+    sampling = SamplingParams(max_new_tokens=2 * num_tokens)  # twice the window: no response ends in it
     inputs = CollectorInputs(
         stream=PromptStream(list(prompts), seed=0),
         prompts=prompts,
@@ -124,7 +124,7 @@ def as_json(collector: WindowCollector, directory: Path) -> tuple[dict[str, floa
 
 def _figures(write: Callable[[], Any], read: Callable[[], Any], paths: Sequence[Path]) -> tuple[dict[str, float], Any]:
     write_seconds, _ = timed(write)
-    read_seconds, state = timed(read)
+    read_seconds, state = timed(read)  # from the page cache, for both sides
     size = sum(path.stat().st_size for path in paths) / 1e9
     return {"gigabytes": size, "write_seconds": write_seconds, "read_seconds": read_seconds}, state
 

@@ -51,7 +51,7 @@ def train_samples(responses: Responses) -> list[TrainSample]:
             tokens=torch.cat([prompt[None] + FIRST_PROMPT_TOKEN, tokens]),
             prompt_length=1,
             loss_mask=torch.ones(len(tokens)),
-            advantages=torch.zeros(len(tokens)),
+            advantages=torch.zeros(len(tokens)),  # the critic's loss needs neither these nor log-probs
             rollout_logprobs=torch.zeros(len(tokens)),
             values=torch.zeros(len(tokens)),
             returns=target,
@@ -100,10 +100,12 @@ def learn_values_with_megatron(num_steps: int, num_prompts: int = 4) -> dict[str
     try:
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+            # Decay would pull the learned values away from the exact ones.
             settings = CriticSettings(optimizer=OptimizerConfig(weight_decay=0.0))
             critic = MegatronCritic.build(directory, layout, settings, random_seed=0)
         before = judge(critic)
         for step in range(num_steps):
+            # Warm-up over 20 steps, then a cosine to 0.
             rate = 3e-3 * min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / num_steps)) / 2
             critic.train_step([packed(draw(256))], loss_fn, rate)
         return {"steps": num_steps, "prompts": num_prompts, "before": before, "after": judge(critic)}

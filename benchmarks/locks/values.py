@@ -83,11 +83,11 @@ def deviation(
         torch.zeros(shape, dtype=torch.float64).view(-1).index_add_(0, cell, each).view(shape)
         for each in (torch.ones_like(found), found - true)
     )
-    enough = count.min(1).values >= 10
+    enough = count.min(1).values >= 10  # too few in a block give no standard error
     count, sums = count[enough], sums[enough]
     mean = sums.sum(1) / count.sum(1)
     standard_error = (sums / count).std(1) / NUM_BLOCKS**0.5
-    chance = standard_error > 1e-9
+    chance = standard_error > 1e-9  # where the outcome is certain there is none
     weight = count.sum(1) / count.sum()
     return {
         "bias": float((mean.abs() * weight).sum()),

@@ -33,6 +33,7 @@ class Parameters(torch.nn.Module):
 
     def __init__(self, specs: dict[str, Any], device: str) -> None:
         super().__init__()
+        # Not registered: torch takes no parameter whose name has a dot.
         self._tensors = {
             n: torch.nn.Parameter(torch.rand(s.shape, device=device).to(s.dtype)) for n, s in specs.items()
         }
@@ -67,6 +68,7 @@ class Sink:
         """Join the floor's group; make what each sender's bytes go into."""
         address = Address(*request["address"])
         self._group = join(address, request["name"], request["member"], request["size"], timeout_s=DEADLINE_S)
+        # Ones, not empty: pages that were never written would be made while the clock runs.
         self._buffers = {int(m): torch.ones(n, dtype=torch.uint8) for m, n in request["num_bytes"].items()}
 
     def _floor(self, request: dict[str, Any], payload: bytes) -> None:
@@ -115,7 +117,7 @@ class SinkClient:
                 self._socket.connect(str(path))
                 return
             except OSError:
-                if time.monotonic() > end:
+                if time.monotonic() > end:  # the sink listens once its imports are done
                     raise
                 time.sleep(0.1)
 
@@ -137,6 +139,7 @@ class SinkControl:
     def update_weights_from_tensor(
         self, payloads: Sequence[bytes | str], load_format: str | None = None, *, flush_cache: bool = False
     ) -> None:
+        # All are started before the first is waited for: ranks of one engine load at the same time.
         for sink, payload in zip(self._sinks, payloads):
             assert isinstance(payload, bytes)
             sink.start({"op": "load"}, payload)

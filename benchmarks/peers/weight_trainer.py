@@ -185,7 +185,7 @@ class SharedMemoryFloor:
             sink.wait()
         dist.barrier()
         for spec in made:
-            remove_arena(spec)
+            remove_arena(spec)  # all have mapped it: the name may go
 
     def copy(self) -> None:
         for slot, own in self._parts:
@@ -210,6 +210,7 @@ class P2PFloor:
         if trainer.rank == 0:
             self._place = RendezvousStore()
             facts = [self._place.address.host, self._place.address.port, self._place.new_name()]
+            # Told first and waited for last: a group is joined when all its members are there.
             for rank, sink in enumerate(trainer.sinks):
                 sizes = {source: _bytes_between(sync_plan, source, rank) for source in range(trainer.size)}
                 sink.start(

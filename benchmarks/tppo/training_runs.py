@@ -50,14 +50,16 @@ def run_report(directory: Path, responses_a_step: int, window: int | None) -> di
             f"{directory}: metrics.jsonl has {len(steps)} steps, two are needed: is it the directory of a run?"
         )
     ends, generating, training, tokens, trained, idle = [0.0], 0.0, 0.0, 0.0, 0.0, []
+    # ends[i]: seconds of training when step i has ended, without evaluation and checkpoints.
     for step in steps:
         ends.append(ends[-1] + step["time/step"] - step["time/evaluate"] - step["time/checkpoint"])
-    for step in steps[1:]:
+    for step in steps[1:]:  # the first one warms up
         generating += step["time/generate"]
         training += step["time/train"]
         tokens += step["throughput/generated_tokens"]
         trained += step["actor/trained_tokens"]
         longest = step["rollout/response_tokens_max"]
+        # A step of windows never waits longer than for a whole window, however long the response is by then.
         longest = longest if window is None else min(longest, window)
         idle.append(1 - step["throughput/generated_tokens"] / (responses_a_step * longest))
     seconds = ends[-1] - ends[1]

@@ -88,20 +88,14 @@ class DistributedEmbeddedEngine:
         return self._all_ranks("abort") if self.num_unfinished else []
 
     def _all_ranks(self, operation: str) -> list[Completion]:
-        shares = self._assign()
+        shares, self._new = assign(self._new, self._load), []
+        for rank, share in enumerate(shares):
+            self._load[rank] += len(share)
+            self._rank_of.update((request.request_id, rank) for request in share)
         self._commands.command(operation, **_encode_requests(shares))
         for completion in self._finished:
             self._load[self._rank_of.pop(completion.request_id)] -= 1
         return self._finished
-
-    def _assign(self) -> list[list[GenerationRequest]]:
-        """The new requests of each rank."""
-        shares = assign(self._new, self._load)
-        for rank, share in enumerate(shares):
-            self._load[rank] += len(share)
-            self._rank_of.update((request.request_id, rank) for request in share)
-        self._new = []
-        return shares
 
     # Every rank
 

@@ -131,6 +131,7 @@ class EmbeddedEngine:
             dtype=settings.dtype,
             device=device,
         )
+        # int64 for all of them: a seed takes 64 bits.
         self._integers = torch.zeros(6, settings.max_slots, dtype=torch.int64, device=device)
         self._floats = torch.ones(2, settings.max_slots, dtype=torch.float32, device=device)
         self._stops = torch.full((settings.max_slots, 1), -1, dtype=torch.int64, device=device)
@@ -138,6 +139,7 @@ class EmbeddedEngine:
         self._logprobs = torch.zeros(settings.max_slots, settings.max_length, dtype=torch.float32, device=device)
         self._row_start = torch.arange(settings.max_slots, device=device) * settings.max_length
         self._columns = torch.arange(settings.max_length, device=device)
+        # Tensors, as torch.where makes a float32 mask of two Python numbers whatever the model's dtype.
         self._visible = torch.zeros((), dtype=settings.dtype, device=device)
         self._hidden = torch.full((), float("-inf"), dtype=settings.dtype, device=device)
         # What a tick keeps about the set of active rows, see _refresh.
@@ -175,6 +177,7 @@ class EmbeddedEngine:
             )
         if version != self._version:
             self._current.clear()
+            # Not strict: columns behind the last row are free slots.
             for row, num_tokens in zip(self._rows, self._integers[_COLUMN].tolist(), strict=False):
                 row.starts.append((num_tokens, version))
         self._version = version
@@ -314,6 +317,7 @@ class EmbeddedEngine:
     def _compact(self, removed: set[int]) -> None:
         num_left = len(self._rows) - len(removed)
         holes = sorted(index for index in removed if index < num_left)
+        # Rows of the slots to be given up, as many as there are holes.
         movers = [index for index in range(num_left, len(self._rows)) if index not in removed]
         if holes:
             to, source = self._index(holes), self._index(movers)

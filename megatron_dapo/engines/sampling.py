@@ -72,6 +72,7 @@ def _restrict(logprobs: torch.Tensor, rows: RowSampling) -> torch.Tensor:
 
     The nucleus is the smallest set of most likely tokens whose mass reaches top_p; the most likely token always stays.
     """
+    # Stable: equal probabilities keep the order of their token ids, on every device.
     probabilities, order = logprobs.exp().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logprobs.shape[-1], device=logprobs.device)
     top_k = torch.where(rows.top_k > 0, rows.top_k, logprobs.shape[-1])
@@ -103,7 +104,7 @@ def draw(logits: torch.Tensor, rows: RowSampling, uniform: torch.Tensor) -> tupl
     takes the most likely token and reports its log-probability at temperature 1.
     """
     logits = logits.float()
-    if rows.any_scaled:
+    if rows.any_scaled:  # 1.0 in place of a greedy row's 0
         logits = logits / torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
     probabilities = _restrict(logprobs, rows) if rows.any_restricted else logprobs.exp()

@@ -258,6 +258,7 @@ def _attend_stored(query: torch.Tensor, keys: Stored, values: Stored, mask: torc
     of_prefixes = sharing.scores(query, keys.prefixes)
     of_responses = query @ keys.responses.transpose(-1, -2)
     scores = torch.cat((of_prefixes, of_responses), dim=-1) + mask
+    # In float32, as transformers' own attention does.
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     output = weights[..., width:] @ values.responses
     output += sharing.sums(weights[..., :width], values.prefixes)

@@ -1,8 +1,7 @@
 """The thread that owns the verifier processes: it hands out answers, enforces deadlines, and replaces dead processes.
 
-The deadline of an answer starts when its process begins it, not while it is queued. A process that misses it is killed
-by the kernel and replaced. The dispatcher never lets its own lateness count against an answer: the clock of an answer
-starts when the dispatcher has read its predecessor's reply, and before it kills, it reads once more.
+The dispatcher never lets its own lateness count against an answer: the clock of an answer starts when the dispatcher
+has read its predecessor's reply, and before it kills, it reads once more.
 """
 
 from __future__ import annotations
@@ -26,46 +25,23 @@ from megatron_dapo.rewards.verifier_process import Job, Task, VerifierProcess, c
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
+STARTUP_SECONDS = 120.0  # of a process until it has loaded its verifier: a user's function may import torch
 STALLED_SECONDS = 0.1  # answers waiting behind one that takes longer are given to other processes
-
-
-class Inbox:
-    """Calls from any thread on their way to the dispatcher. Closed, it takes no more."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: list[Job] = []
-        self._is_closed = False
-
-    def put(self, job: Job) -> None:
-        """Add a call. Raises RuntimeError if the pool is closed."""
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("this verifier pool is closed")
-            self._jobs.append(job)
-
-    def take(self, close: bool = False) -> list[Job]:
-        """Remove and return the calls; with `close` the last ones, so that no call waits for a thread that ended."""
-        with self._lock:
-            self._is_closed = self._is_closed or close
-            jobs, self._jobs = self._jobs, []
-        return jobs
 
 
 class Dispatcher:
     """Owns the workers in a thread of its own. Other threads call `submit` and `stop` only."""
 
-    def __init__(
-        self, settings: Mapping[str, Any], environment: Mapping[str, str], num_workers: int, startup_timeout_s: float
-    ) -> None:
+    def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str], num_workers: int) -> None:
         self.started: Future[str] = Future()  # the verifier's version, once the first worker is ready
         self.counts: Counter[str] = Counter()
         self._hello = json.dumps(settings).encode() + b"\n"
         self._environment = environment
         self._timeout_s = settings["timeout_s"]
-        self._startup_timeout_s = startup_timeout_s
         self._num_workers = num_workers
-        self._inbox = Inbox()
+        self._lock = threading.Lock()  # guards the two that callers share with the thread
+        self._inbox: list[Job] = []
+        self._is_closed = False
         self._jobs: deque[Job] = deque()  # calls with answers still to be sent, in turn
         self._unfinished: dict[int, Job] = {}  # every call with a waiting caller, by id()
         self._workers: list[VerifierProcess] = []
@@ -83,7 +59,10 @@ class Dispatcher:
 
     def submit(self, job: Job) -> None:
         """Queue a call. Raises RuntimeError if the pool is closed."""
-        self._inbox.put(job)
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("this verifier pool is closed")
+            self._inbox.append(job)
         self._wake()
 
     def _wake(self) -> None:
@@ -122,7 +101,7 @@ class Dispatcher:
             elif key.data in self._workers:
                 self._serve(key.data)
         self._enforce_deadlines()
-        self._dead = [process for process in self._dead if process.poll() is None]
+        self._dead = [process for process in self._dead if process.poll() is None]  # poll reaps: no zombies
 
     def _drain_wakes(self) -> None:
         try:
@@ -136,7 +115,9 @@ class Dispatcher:
             self._remove(worker)
         for process in self._dead:
             process.wait()
-        self._unfinished.update((id(job), job) for job in self._inbox.take(close=True))
+        with self._lock:  # closed together with the last look: no call waits for a thread that has ended
+            self._is_closed = True
+            self._unfinished.update((id(job), job) for job in self._inbox)
         self._fail_everything(failure)
         if not self.started.done():
             self.started.set_exception(failure)
@@ -145,9 +126,10 @@ class Dispatcher:
         self._wake_write.close()
 
     def _accept_jobs(self) -> None:
-        for job in self._inbox.take():
-            self._unfinished[id(job)] = job
-            self._jobs.append(job)
+        with self._lock:
+            arrived, self._inbox = self._inbox, []
+        self._unfinished.update((id(job), job) for job in arrived)
+        self._jobs.extend(arrived)
         if self._broken is not None:
             self._fail_everything(self._broken)
 
@@ -275,7 +257,7 @@ class Dispatcher:
             self.started.set_result(str(message["ready"]))
 
     def _finish(self, task: Task, reply: Mapping[str, Any]) -> None:
-        if task.is_done:
+        if task.is_done:  # another process was faster, see `_enforce_deadlines`
             return
         task.is_done = True
         job = task.job
@@ -296,7 +278,7 @@ class Dispatcher:
         return max(0.0, min(waits)) if waits else None
 
     def _deadline(self, worker: VerifierProcess) -> float:
-        return worker.since + (self._timeout_s if worker.is_ready else self._startup_timeout_s)
+        return worker.since + (self._timeout_s if worker.is_ready else STARTUP_SECONDS)
 
     def _stalling(self) -> list[VerifierProcess]:
         """Return the workers with answers queued behind the current one that could move to other workers."""
@@ -323,7 +305,7 @@ class Dispatcher:
         if worker not in self._workers or time.monotonic() < self._deadline(worker):
             return
         if not worker.is_ready:
-            self._worker_failed_to_start(worker, f"the verifier did not start in {self._startup_timeout_s:g} s")
+            self._worker_failed_to_start(worker, f"the verifier did not start in {STARTUP_SECONDS:g} s")
         elif worker.queue:
             self.counts["killed"] += 1
             task = worker.queue.popleft()

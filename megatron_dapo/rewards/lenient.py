@@ -402,7 +402,7 @@ def _elements(parts: Sequence[str]) -> tuple[str, ...]:
     return _split(match.group(1)) if match else tuple(parts)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # `_same_set` needs every pair in both directions
 def _part_equal(*, gold: str, pred: str) -> bool:
     gold_integer, pred_integer = _integer(gold), _integer(pred)
     if gold_integer is not None and pred_integer is not None:
@@ -445,7 +445,7 @@ def _parsed(part: str) -> tuple[Any, ...]:
             parsing_timeout=None,  # type: ignore[arg-type]
             raise_on_error=True,
         )
-    except MemoryError:
+    except MemoryError:  # ends this process, which is replaced
         raise
     except Exception:  # a parser that trips over model output means: no answer
         return ()

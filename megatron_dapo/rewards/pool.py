@@ -75,7 +75,6 @@ class VerifierPool:
         memory_limit_mb: int = DEFAULT_MEMORY_LIMIT_MB,
         reward_correct: float = 1.0,
         reward_incorrect: float = -1.0,
-        startup_timeout_s: float = 120.0,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0 or memory_limit_mb < 1:
             raise ValueError(
@@ -92,7 +91,6 @@ class VerifierPool:
             settings={"verifier": verifier, "memory_limit_mb": memory_limit_mb, "timeout_s": timeout_s},
             environment=worker_environment(os.environ),
             num_workers=num_workers,
-            startup_timeout_s=startup_timeout_s,
         )
         try:
             self.version: str = self._dispatcher.started.result()
@@ -164,7 +162,7 @@ class VerifierPool:
         self, tasks: Sequence[Task], convert: Callable[[Mapping[str, Any]], Any], results: dict[Hashable, Any]
     ) -> Future[dict[Hashable, Any]]:
         job = Job(deque(tasks), convert, results, num_open=len(tasks))
-        job.future.set_running_or_notify_cancel()
+        job.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         for task in tasks:
             task.job = job
         if tasks:

@@ -88,6 +88,7 @@ class VerifierProcess:
             start_new_session=True,  # its own group, so that its children die with it
         )
         worker = cls(process)
+        # One thread serves all processes: it must never wait for the pipe of one.
         os.set_blocking(worker.stdin, False)
         os.set_blocking(worker.stdout, False)
         worker.unsent += hello

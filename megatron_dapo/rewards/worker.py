@@ -39,7 +39,7 @@ def main() -> None:
         return
     _send(replies, {"ready": verifier.version})
     for line in requests:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a user's function may have set a handler of its own
         signal.setitimer(signal.ITIMER_REAL, last_resort_s)
         reply = answer(verifier, json.loads(line))
         if os.getpid() != process_id:
@@ -83,7 +83,7 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _limit_memory(memory_limit_mb: int) -> None:
     limit = memory_limit_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file for every answer that crashes
 
 
 def _send(replies: BinaryIO, message: Mapping[str, Any]) -> None:

@@ -14,8 +14,6 @@ Without partial_rollout, a group that is in flight when the batch is full starts
 group is held and continues in the next collection as long as it may still be trained: no token handed out is more than
 max_staleness versions older than the policy version that the batch trains. With max_staleness = 0 nothing unfinished
 can be, so both give the same batches.
-
-Every prompt drawn is in exactly one place: trained, filtered, queued again, buffered, unfinished or in flight.
 """
 
 from __future__ import annotations
@@ -251,7 +249,7 @@ class GroupCollector(Collector):
         oldest_allowed, serving = training_version - self._buffer.max_staleness, self._engine.policy_version
         stopped = {**self._unfinished, **self._in_flight}
         self._unfinished, self._in_flight = {}, {}
-        for group_id in sorted(stopped):
+        for group_id in sorted(stopped):  # in order of their start: the stream hands prompts out again in this order
             group = stopped[group_id]
             kept: dict[int, Completion] = {}
             if self._rollout.partial_rollout:
@@ -304,21 +302,19 @@ class GroupCollector(Collector):
 
     def _describe_shortage(self, num_groups: int, exhausted: Exhaustion) -> str:
         counts = ", ".join(f"{decision} {count}" for decision, count in self._builder.filter_decisions.items())
-        remedy = {
-            "rounds": f"{self._limit_of_rounds()}; choose easier or harder data, or let rollout.on_exhausted train "
-            "partial batches",
-            "prompts": "raise data.max_epochs, add data, or let rollout.on_exhausted train partial batches",
-        }[exhausted]
+        limit = self._rollout.max_num_gen_batches
+        if exhausted == "prompts":
+            remedy = "raise data.max_epochs, add data"
+        elif limit:
+            remedy = f"raise rollout.max_num_gen_batches (now {limit}); choose easier or harder data"
+        else:
+            remedy = (
+                f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no "
+                "group; choose easier or harder data"
+            )
         return (
             f"only {self._num_available()} of {num_groups} groups: {exhausted} are exhausted after "
-            f"{self._builder.num_started} groups ({counts}); {remedy}"
-        )
-
-    def _limit_of_rounds(self) -> str:
-        if self._rollout.max_num_gen_batches:
-            return f"raise rollout.max_num_gen_batches (now {self._rollout.max_num_gen_batches})"
-        return (
-            f"rollout.max_num_gen_batches = 0 sets no limit, but the last {MAX_FRUITLESS_ROUNDS} rounds kept no group"
+            f"{self._builder.num_started} groups ({counts}); {remedy}, or let rollout.on_exhausted train partial batches"
         )
 
     def _progress(self, num_groups: int) -> CollectProgress:

@@ -123,12 +123,13 @@ def _has_mappings(value: Any) -> bool:
 
 def _tensor(values: array[int] | array[float]) -> torch.Tensor:
     dtype = {"q": torch.int64, "d": torch.float64}[values.typecode]
+    # torch.frombuffer refuses an empty buffer.
     return torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
 
 
 def _narrow_tokens(tokens: torch.Tensor) -> torch.Tensor:
     fits = not tokens.numel() or int(tokens.max()) < 2**31
-    return tokens.int() if fits else tokens.clone()
+    return tokens.int() if fits else tokens.clone()  # torch.frombuffer shares the array's memory
 
 
 def _narrow_floats(values: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,7 @@ finished in it. Because groups without contrast are the ones left out, the criti
 are always or never solved: its values there lag behind.
 
 A response draws its random numbers from (run seed, group, index) and the position alone: with unchanged weights its
-windows hold the tokens that it would have without windows. Every response drawn ends in exactly one place: trained to
-its end, finished and not chosen, or waiting.
+windows hold the tokens that it would have without windows.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class WindowCollector(Collector):
         version = self._checked_version(training_version)
         if self._given_back:
             return self._hand_out(replace(self._given_back.pop(0), training_version=version))
-        self.hold()
+        self.hold()  # a collection that an error interrupted may be in flight
         if self._collection is None and not self._open(num_groups):
             nothing = self._builder([]).build(num_carried_over=0, num_left_over=0, num_unfinished=0)
             return RolloutBatch((), nothing, "prompts", True, version)
@@ -110,7 +109,7 @@ class WindowCollector(Collector):
 
     @staticmethod
     def _num_trained_by(batch: RolloutBatch) -> int:
-        return _num_finished(batch)
+        return sum(sample.window.is_finished for group in batch.groups for sample in group.samples)
 
     @property
     def _current(self) -> WindowCollection:
@@ -207,7 +206,9 @@ class WindowCollector(Collector):
                 self._pool[group_id].finish(index, sample.score.accuracy)
             else:
                 self._pool[group_id].end_window(index)
-        chosen = self._chosen(groups)
+        chosen = set(range(len(groups)))
+        if self._window.windows_per_step:
+            chosen = choose_groups([self._progress(group) for group in groups], self._window.windows_per_step)
         statistics = self._statistics(groups, chosen)
         self._pool.drop_finished()
         self._counters.num_not_chosen += sum(
@@ -225,20 +226,13 @@ class WindowCollector(Collector):
         by_group: dict[str, list[ScoredSample]] = {}
         for (group_id, _), sample in samples.items():
             by_group.setdefault(group_id, []).append(sample)
-        return [self._group(group_id, tuple(members), version) for group_id, members in by_group.items()]
-
-    def _group(self, group_id: str, samples: tuple[ScoredSample, ...], version: int) -> Group:
-        versions = [
-            run.version for sample in samples for run in sample.completion.versions if run.end > sample.window.start
-        ]
-        prompt = self._pool[group_id].responses.prompt
-        return Group(group_id, prompt, samples, min(versions, default=version), self._counters.generation_step)
-
-    def _chosen(self, groups: Sequence[Group]) -> set[int]:
-        """Return the indices of the groups to train."""
-        if not self._window.windows_per_step:
-            return set(range(len(groups)))
-        return choose_groups([self._progress(group) for group in groups], self._window.windows_per_step)
+        groups = []
+        for group_id, members in by_group.items():
+            prompt = self._pool[group_id].responses.prompt
+            runs = [run for each in members for run in each.completion.versions if run.end > each.window.start]
+            oldest = min((run.version for run in runs), default=version)  # of the tokens of the window
+            groups.append(Group(group_id, prompt, tuple(members), oldest, self._counters.generation_step))
+        return groups
 
     def _progress(self, group: Group) -> GroupProgress:
         begun = self._pool[group.group_id]
@@ -287,7 +281,7 @@ class WindowCollector(Collector):
             drawn=self._counters.num_drawn,
             trained=self._counters.num_trained,
             not_chosen=self._counters.num_not_chosen,
-            given_back=sum(map(_num_finished, self._given_back)),
+            given_back=sum(map(self._num_trained_by, self._given_back)),
             in_flight=num_in_flight,
             unfinished=self._pool.num_waiting - num_not_started - num_in_flight,
             not_started=num_not_started,
@@ -306,6 +300,7 @@ class WindowCollector(Collector):
             "stream": self._stream.state_dict(),
             "pool": self._pool.state_dict(),
             "collection": collection
+            # "places": the name in checkpoints of earlier releases.
             and {"places": [list(key) for key in collection.keys], "exhausted": collection.exhausted},
             "given_back": [batch_to_json(batch) for batch in [*untrained, *self._given_back]],
             "counters": self._counters_without(untrained),
@@ -344,7 +339,3 @@ class WindowCollector(Collector):
                 f"the checkpoint has an unfinished response of {longest} tokens, this run ends responses at {limit}; "
                 f"resume with rollout.max_response_tokens above {longest}"
             )
-
-
-def _num_finished(batch: RolloutBatch) -> int:
-    return sum(sample.window.is_finished for group in batch.groups for sample in group.samples)

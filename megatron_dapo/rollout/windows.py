@@ -101,7 +101,8 @@ class WindowPool:
 
         The latter count as begun from here on.
         """
-        keys = list(islice(self._unfinished(), num_items))
+        unfinished = ((group_id, index) for group_id, group in self._groups.items() for index in sorted(group.starts))
+        keys = list(islice(unfinished, num_items))
         for group_id, group in self._groups.items():
             num_new = min(group.num_not_started, num_items - len(keys))
             new = range(group.num_begun, group.num_begun + num_new)
@@ -109,9 +110,6 @@ class WindowPool:
             group.starts.update(dict.fromkeys(new, 0))
             keys += [(group_id, index) for index in new]
         return keys
-
-    def _unfinished(self) -> Iterator[ResponseKey]:
-        return ((group_id, index) for group_id, group in self._groups.items() for index in sorted(group.starts))
 
     def drop_finished(self) -> None:
         """Forget the groups whose responses have all ended."""
@@ -243,11 +241,20 @@ class WindowCollection:
     def _settle(self) -> None:
         """Score the responses that ended and submit the others up to the end of their window."""
         returned, self._returned = self._returned, []
-        requests = {key: self._request(key) for key in returned if self._continues(key)}
+        held = {key: self._pool[key[0]].completion(key[1]) for key in returned}
+        requests = {
+            key: self._request(key)
+            for key, so_far in held.items()
+            if so_far is None or (is_partial(so_far) and len(so_far.token_ids) < self._limit(key))
+        }
         if requests:
             self._in_flight.update(requests)
             self._engine.submit(list(requests.values()))
-        finished = {key: self._unscored(key) for key in returned if self._is_finished(key) and key not in self.scored}
+        finished = {
+            key: self._unscored(key)
+            for key, so_far in held.items()
+            if so_far is not None and not is_partial(so_far) and key not in self.scored
+        }
         if finished:
             samples = self._scorer.score(list(finished.values()))
             self.scored.update((key, samples[sample.sample_id]) for key, sample in finished.items())
@@ -257,14 +264,6 @@ class WindowCollection:
         group_id, index = key
         start = self._pool[group_id].starts[index]
         return min(self._sampling.max_new_tokens, start + self._window_tokens)
-
-    def _is_finished(self, key: ResponseKey) -> bool:
-        held = self._pool[key[0]].completion(key[1])
-        return held is not None and not is_partial(held)
-
-    def _continues(self, key: ResponseKey) -> bool:
-        held = self._pool[key[0]].completion(key[1])
-        return held is None or (is_partial(held) and len(held.token_ids) < self._limit(key))
 
     def _request(self, key: ResponseKey) -> GenerationRequest:
         group_id, index = key

@@ -1,12 +1,6 @@
 """HTTP client of one stock SGLang server.
 
-Every call has a deadline and ends in an answer or in one of four errors, each naming the server, the endpoint and the
-fix:
-
-    EngineGone         refused, reset or closed: the server has ended (or is not there yet)
-    EngineTimeout      no answer within the deadline
-    EngineHttpError    an HTTP status other than 200, or success: false
-    EngineAnswerError  an answer that does not fit the request
+Every call has a deadline and ends in an answer or in an EngineError that names the server, the endpoint and the fix.
 
 Retries: control calls that change nothing when repeated are tried again after a lost connection, a few times within
 their deadline. Weight updates never are: the weight sync decides about a repetition. A generation is
@@ -81,7 +75,7 @@ class EngineError(RuntimeError):
 
 
 class EngineGone(EngineError):
-    """The connection was refused, reset or closed before the answer."""
+    """The connection was refused, reset or closed before the answer: the server has ended, or is not there yet."""
 
 
 class EngineTimeout(EngineError):

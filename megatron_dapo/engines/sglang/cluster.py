@@ -166,7 +166,7 @@ class SglangEngines:
             self._commands.command(_RESTART)
             return
         # A collecting thread must not speak to other ranks: the main thread does, in `recover` or at the next update.
-        self._back.clear()
+        self._back.clear()  # first: the main thread may answer as soon as it sees that all are gone
         self._all_gone.set()
         self._back.wait(_LOOK_AGAIN_S)
 
@@ -200,7 +200,7 @@ class SglangEngines:
             self._replace(lost)
         self._make_room()
         failed = self._update.update(version, self._weights()).failures
-        while failed:
+        while failed:  # ends: replacing spends the budget of restarts
             self._replace(failed)
             self._make_room()
             failed = self._update.update_engines(sorted(failed), version, self._weights()).failures

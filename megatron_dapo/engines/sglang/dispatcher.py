@@ -153,10 +153,10 @@ class HttpDispatcher:
                 if idle >= limit:
                     problem = f"no answer to any request for {idle:.1f} s (request_timeout_seconds {limit:g})"
                     raise EngineTimeout(client.name, "POST /generate", problem)
-                await asyncio.wait({answer}, timeout=limit - idle)
+                await asyncio.wait({answer}, timeout=limit - idle)  # unlike wait_for, it cancels nothing
             return answer.result()
         finally:
-            answer.cancel()
+            answer.cancel()  # does nothing to one that is there; one that is late loses its connection
 
     async def _probe(self, client: SglangClient) -> None:
         problem: EngineError | None = None

@@ -63,11 +63,10 @@ class SglangEngineSettings:
     poll_wait_s: float = 0.5  # longest wait of one poll for something to happen
     stall_s: float = 120.0  # without an answer before a server's health is looked at
     abort_s: float = 60.0  # for all answers of aborted requests
-    check_weight_version: bool = True  # answers must bear the label of the policy version (update_weight_version)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, bool) and value <= 0:
+            if value <= 0:
                 raise ValueError(f"SGLang engine: {name} = {value}, must be above 0")
 
 
@@ -335,7 +334,7 @@ class SglangEngine:
         self.statistics.num_redispatched += job.num_tries > 0
         job.num_tries += 1
         attempt = _InFlight(job, server, self._version, self._cost(job.request))
-        if not server.in_flight:
+        if not server.in_flight:  # an idle server's last sign may be long ago
             server.last_sign = time.monotonic()
         server.in_flight[number] = self._in_flight[number] = attempt
         server.num_tokens += attempt.num_tokens
@@ -366,7 +365,7 @@ class SglangEngine:
 
     def _handle_generation(self, attempt: _InFlight, generation: Generation) -> None:
         job, expected = attempt.job, str(attempt.version)
-        if self.settings.check_weight_version and generation.token_ids and generation.weight_version != expected:
+        if generation.token_ids and generation.weight_version != expected:  # the label of `update_weight_version`
             problem = EngineAnswerError(
                 attempt.server.client.name,
                 "POST /generate",

@@ -195,6 +195,7 @@ def _status(pid: int) -> _Status | None:
     except OSError:
         return None
     fields = line[line.rindex(")") + 2 :].split()  # the name before it may hold anything
+    # Fields 3, 4, 6 and 22 of proc(5).
     return _Status(state=fields[0], parent=int(fields[1]), session=int(fields[3]), started=int(fields[19]))
 
 

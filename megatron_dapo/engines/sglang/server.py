@@ -58,7 +58,7 @@ class SglangServer:
     def start(cls, settings: ServerSettings, index: int = 0) -> SglangServer:
         """Spawn the server and return without waiting for it. ValueError for settings no server can start with."""
         expectation = Expectation.of(settings)
-        read_key(settings.key_file)
+        read_key(settings.key_file)  # a key that cannot be read is refused here and not in the server's log
         ports = (reserve_port(settings.host), reserve_port(settings.host))
         scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
         try:
@@ -94,7 +94,7 @@ class SglangServer:
         try:
             with open_http(self.url, self.key_file) as http:
                 self._wait_for_health(http)
-                self._tree.record()
+                self._tree.record()  # once it is healthy, all of SGLang's workers are there
                 self.info = checked(self.url, http, self._expectation)
         except (EngineStartError, httpx.HTTPError, ValueError) as error:
             words = self._describe(str(error) or repr(error))
@@ -197,7 +197,7 @@ def _spawn(
                 stdin=subprocess.PIPE,  # never written to: it closes when this process ends, see processes.end_with_starter
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=True,  # `ProcessTree` finds its processes by their session
             )
         except OSError as error:
             raise ValueError(f"engine python {settings.python} cannot be run: {error.strerror}") from error

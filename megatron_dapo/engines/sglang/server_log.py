@@ -10,15 +10,16 @@ _TRACEBACK = "Traceback (most recent call last)"
 _PREFIX = re.compile(r"^\[[^\]]*\]\s*")  # [date time TP0]
 _ERROR_LINE = re.compile(r"\b(?:[A-Z]\w*(?:Error|Exception)\b|error:|ERROR\b|fatal|Fatal|terminate called|crashed)")
 _HARMLESS = re.compile(r"Ignore import error|Warning:|warnings\.warn")
-_MAX_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20  # read from the start: the first error is what the others follow from
+_NUM_LINES = 20
 
 
-def exit_reason(log: Path, num_lines: int = 20) -> str:
-    """The last lines of `log`, then, last, the first error in it: that is what the others follow from."""
+def exit_reason(log: Path) -> str:
+    """The last lines of `log`, then, last, the first error in it."""
     lines = _lines(log)
     if not lines:
         return f"its log {log} is empty"
-    tail = "\n".join(f"  | {line}" for line in lines[-num_lines:])
+    tail = "\n".join(f"  | {line}" for line in lines[-_NUM_LINES:])
     return f"its log {log} ends with:\n{tail}\nfirst cause: {first_cause(lines)}"
 
 

@@ -18,18 +18,8 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 Quantization = Literal["none", "fp8"]
 # Overrides of fields in the checkpoint's config.json.
-_MODEL_OVERRIDES = {
-    "none": None,
-    "fp8": json.dumps(
-        {
-            "quantization_config": {
-                "quant_method": "fp8",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [128, 128],
-            }
-        }
-    ),
-}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_MODEL_OVERRIDES = {"none": None, "fp8": json.dumps({"quantization_config": _FP8})}
 # What the trainer's launcher set for the trainer's processes must not reach the engine's.
 _NOT_INHERITED = re.compile(
     r"PYTHON|VIRTUAL_ENV|TORCHELASTIC|SGLANG_|SLURM_|TMPDIR$"
