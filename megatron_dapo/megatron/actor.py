@@ -32,8 +32,6 @@ from megatron_dapo.types import MicroBatch
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ActorSettings", "LossFunction", "MegatronActor", "StepResult", "TokenOutputs"]
-
 
 @dataclass(frozen=True)
 class TokenOutputs:
@@ -93,6 +91,7 @@ class MegatronActor(TrainedModel):
     """One rank's shard of the policy. Methods are collective: all ranks call them, with equally many micro-batches."""
 
     settings: ActorSettings
+    head = LANGUAGE_MODEL
 
     def __init__(
         self,
@@ -104,7 +103,6 @@ class MegatronActor(TrainedModel):
         part: RankSet | None = None,
     ) -> None:
         """See `TrainedModel`."""
-        assert architecture.head == LANGUAGE_MODEL, f"a policy has a language-model head, not {architecture.head}"
         super().__init__(architecture, layout, settings, load, beside, part)
         if self.rank == 0:
             table = describe(implementations(self.config, settings.head_implementation))

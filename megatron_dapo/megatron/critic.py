@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture
+from megatron_dapo.checkpoints.architecture import TOKEN_VALUE
 from megatron_dapo.checkpoints.critic import (
     ValueHeadInit,
     critic_architecture,
@@ -26,12 +26,10 @@ from megatron_dapo.checkpoints.critic import (
 from megatron_dapo.checkpoints.export import ExportReport, export_to_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.megatron.schedule import Loss
-from megatron_dapo.megatron.trained_model import Loader, StepResult, TrainedModel, TrainingSettings
+from megatron_dapo.megatron.trained_model import StepResult, TrainedModel, TrainingSettings
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
 from megatron_dapo.types import MicroBatch
-
-__all__ = ["CriticSettings", "MegatronCritic", "StepResult", "ValueLossFunction"]
 
 # (context-sliced micro-batch, its values [P_local] fp32, its index) -> (scalar loss, scalar sums by name)
 ValueLossFunction = Loss[torch.Tensor]
@@ -48,19 +46,7 @@ class MegatronCritic(TrainedModel):
     """One rank's shard of the critic. Methods are collective: all ranks call them, with equally many micro-batches."""
 
     settings: CriticSettings
-
-    def __init__(
-        self,
-        architecture: ModelArchitecture,
-        layout: ParallelLayout,
-        settings: CriticSettings,
-        load: Loader,
-        beside: Sequence[TrainedModel] = (),
-        part: RankSet | None = None,
-    ) -> None:
-        """See `TrainedModel`. `beside` must hold an actor on another layout that continues to train."""
-        assert architecture.head == TOKEN_VALUE, f"a critic has a value head, not {architecture.head}"
-        super().__init__(architecture, layout, settings, load, beside, part)
+    head = TOKEN_VALUE
 
     @classmethod
     def build(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.config.model_schema import PrecisionConfig
+from megatron_dapo.ops.lm_head.compat import FP8, FP8_BLOCKS, transformer_engine_obstacle
 from megatron_dapo.precision import FP8_BLOCKWISE, FP8_CURRENT, FP8_DELAYED, RECIPES, recipe_name
 
 TRANSFORMER_ENGINE, EMULATED, TORCH = "Transformer Engine", "emulation in fp32", "torch"
@@ -104,14 +105,9 @@ def _obstacle_on_a_cpu(precision: PrecisionConfig) -> str | None:
 def _obstacle_on_a_device(recipe: str) -> str | None:
     if not _has_transformer_engine():
         return "Transformer Engine is not installed (pip install --no-build-isolation 'transformer-engine[pytorch]')"
-    try:
-        engine = importlib.import_module("transformer_engine.pytorch")
-        supports = "is_fp8_block_scaling_available" if recipe == FP8_BLOCKWISE else "is_fp8_available"
-        available, reason = getattr(engine, supports)(return_reason=True)
-        rounding = _other_block_rounding() if recipe == FP8_BLOCKWISE else None
-    except Exception as error:  # noqa: BLE001
-        return f"Transformer Engine is installed and does not work: {type(error).__name__}: {error}"
-    return rounding if available else f"Transformer Engine says: {reason}"
+    if recipe != FP8_BLOCKWISE:
+        return transformer_engine_obstacle(FP8)
+    return transformer_engine_obstacle(FP8_BLOCKS) or _other_block_rounding()
 
 
 def _other_block_rounding() -> str | None:

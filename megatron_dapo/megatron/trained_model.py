@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from megatron.core.fp8_utils import get_fp8_recipe
@@ -73,6 +73,8 @@ class TrainedModel:
     that needs a tensor brings it back to the device.
     """
 
+    head: ClassVar[str]  # of the architectures that a subclass trains
+
     def __init__(
         self,
         architecture: ModelArchitecture,
@@ -88,6 +90,9 @@ class TrainedModel:
         Models of one layout share their process groups. `beside`: models on other layouts that will run again, whose
         groups stay; groups of any other model on another layout are destroyed (`initialize_parallel_state`).
         """
+        assert architecture.head == self.head, (
+            f"{type(self).__name__} has the head {self.head}, not {architecture.head}"
+        )
         self.architecture = architecture
         self.layout = layout
         self.settings = settings

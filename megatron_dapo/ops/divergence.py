@@ -135,25 +135,18 @@ def _sums(pair: _Pair) -> tuple[torch.Tensor, torch.Tensor]:
     actor, num_tokens = pair.actor, pair.actor.hidden.size(0)
     dtype = accumulation_dtype(torch.promote_types(actor.hidden.dtype, actor.weight.dtype))
     maxima = actor.hidden.new_full((2, num_tokens), torch.finfo(torch.float32).min, dtype=dtype)
-    sums, sources = maxima.new_zeros(6, num_tokens), _sources(pair)
+    sums, sources = maxima.new_zeros(6, num_tokens), (chunked.TileLogits(pair.reference), chunked.TileLogits(actor))
     for columns in actor.column_tiles() if num_tokens else ():
-        _enter(sources, columns)
+        for source in sources:
+            source.enter(columns)
         for tokens in actor.token_tiles():
             logits = _logits(sources, tokens, actor.shard.temperature)
+            # One pass: the sums so far move to the larger maxima, see the module's docstring.
             largest = torch.maximum(maxima[:, tokens], torch.stack([tile.amax(dim=1) for tile in logits]))
             _rebase(sums[:, tokens], maxima[:, tokens] - largest, pair)
             maxima[:, tokens] = largest
             sums[:, tokens] += _sums_of_tile(logits, largest, pair)
     return maxima, sums
-
-
-def _sources(pair: _Pair) -> tuple[chunked.TileLogits, chunked.TileLogits]:
-    return chunked.TileLogits(pair.reference), chunked.TileLogits(pair.actor)
-
-
-def _enter(sources: tuple[chunked.TileLogits, ...], columns: slice) -> None:
-    for source in sources:
-        source.enter(columns)
 
 
 def _logits(sources: tuple[chunked.TileLogits, ...], tokens: slice, temperature: float) -> list[torch.Tensor]:
@@ -226,7 +219,7 @@ class _DivergenceGradients(chunked.TileGradients):
         self._reference, self._entered = chunked.TileLogits(pair.reference), slice(0, 0)
 
     def of(self, source: chunked.TileLogits, tokens: slice, columns: slice) -> torch.Tensor:
-        if self._entered != columns:
+        if self._entered != columns:  # `chunked.gradients` enters the actor's rows alone
             self._reference.enter(columns)
             self._entered = columns
         logits = _logits((self._reference, source), tokens, self._pair.actor.shard.temperature)

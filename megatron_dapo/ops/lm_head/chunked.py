@@ -32,6 +32,7 @@ class TileLogits:
         self._inputs = inputs
         self._dtype = product_dtype(inputs.hidden, inputs.weight)
         self._rows = inputs.weight[:0]
+        self.accumulate = accumulate  # a subclass may have a kernel for it
 
     def enter(self, columns: slice) -> None:
         """Prepare the weight's rows of these columns for the calls that follow."""
@@ -49,25 +50,22 @@ class TileLogits:
         """Return hidden states [c, h], in the type of the products."""
         return self._inputs.hidden[tokens].to(self._dtype)
 
-    def accumulate(
-        self,
-        maxima: torch.Tensor,
-        totals: torch.Tensor,
-        products: torch.Tensor,
-        column: torch.Tensor,
-        temperature: float,
-    ) -> None:
-        """Take one tile of `products` [c, n], which it overwrites, into the running maxima [c] and totals [3, c].
-        `column` [c]: the target's column counted from the tile's first."""
-        logits = scaled(products, temperature)
-        index, owned = _within(column, logits.size(1))
-        totals[2] += logits.gather(1, index[:, None])[:, 0].where(owned, 0.0)
-        largest = torch.maximum(maxima, logits.amax(dim=1))
-        rebase(totals, maxima - largest)
-        maxima.copy_(largest)
-        exponentials = logits.sub_(largest[:, None]).exp()
-        totals[0] += exponentials.sum(dim=1)
-        totals[1] += logits.mul_(exponentials).sum(dim=1)
+
+def accumulate(
+    maxima: torch.Tensor, totals: torch.Tensor, products: torch.Tensor, column: torch.Tensor, temperature: float
+) -> None:
+    """Take one tile of `products` [c, n], which it overwrites, into the running maxima [c] and totals [3, c].
+    `column` [c]: the target's column counted from the tile's first."""
+    logits = scaled(products, temperature)
+    index, owned = _within(column, logits.size(1))
+    totals[2] += logits.gather(1, index[:, None])[:, 0].where(owned, 0.0)
+    largest = torch.maximum(maxima, logits.amax(dim=1))
+    rebase(totals, maxima - largest)
+    maxima.copy_(largest)
+    # Relative to the new maximum: exp overflows no more, and the terms fit the rebased totals.
+    exponentials = logits.sub_(largest[:, None]).exp()
+    totals[0] += exponentials.sum(dim=1)
+    totals[1] += logits.mul_(exponentials).sum(dim=1)
 
 
 def sums(inputs: HeadInputs, source: TileLogits | None = None) -> tuple[torch.Tensor, torch.Tensor]:

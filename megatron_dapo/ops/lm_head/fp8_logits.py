@@ -17,7 +17,7 @@ import torch
 
 from megatron_dapo.ops.fp8 import BLOCK, Quantized, quantize_hidden, quantize_weight
 from megatron_dapo.ops.lm_head import chunked
-from megatron_dapo.ops.lm_head.compat import import_failure
+from megatron_dapo.ops.lm_head.compat import FP8_BLOCKS, import_failure, transformer_engine_obstacle
 from megatron_dapo.ops.lm_head.inputs import Gradients, HeadInputs, Tiles, Upstream
 
 TRANSFORMER_ENGINE, SCALED_MM, EMULATED = "Transformer Engine", "torch scaled_mm", "emulated in fp32"
@@ -124,7 +124,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, width: int, rows: int) ->
     if backend == EMULATED:
         return None
     return _hardware_obstacle(device) or (
-        _scaled_mm_obstacle() if backend == SCALED_MM else _transformer_engine_obstacle()
+        _scaled_mm_obstacle() if backend == SCALED_MM else transformer_engine_obstacle(FP8_BLOCKS)
     )
 
 
@@ -146,15 +146,6 @@ def _scaled_mm_obstacle() -> str | None:
     return None
 
 
-def _transformer_engine_obstacle() -> str | None:
-    try:
-        engine = importlib.import_module("transformer_engine.pytorch")
-        available, reason = engine.is_fp8_block_scaling_available(return_reason=True)
-    except Exception as error:  # noqa: BLE001
-        return f"Transformer Engine is installed and does not work: {type(error).__name__}: {error}"
-    return None if available else f"Transformer Engine says: {reason}"
-
-
 class Fp8Logits(chunked.TileLogits):
     """Logits of quantized values: hidden states are quantized once, a tile of the weight when it is entered."""
 
@@ -163,8 +154,9 @@ class Fp8Logits(chunked.TileLogits):
         self._backend: Any = _BACKENDS[backend_name(inputs.hidden.device)]()
         self._hidden = {part.start: self._backend.hidden(inputs.hidden[part]) for part in inputs.token_tiles()}
         self._weight: Any = None
-        on_device = inputs.hidden.device.type == "cuda" and import_failure(_FUSED) is None
-        self._fused: Any = importlib.import_module(_FUSED) if on_device else None
+        if inputs.hidden.device.type == "cuda" and import_failure(_FUSED) is None:
+            # A tile lies in the device's memory: reading it once, not once an operation, is half of the time.
+            self.accumulate = importlib.import_module(_FUSED).accumulate
 
     def enter(self, columns: slice) -> None:
         super().enter(columns)
@@ -174,18 +166,6 @@ class Fp8Logits(chunked.TileLogits):
     def logits(self, tokens: slice) -> torch.Tensor:
         logits = self._backend.logits(self._hidden[tokens.start], self._weight)
         return logits[: tokens.stop - tokens.start, : self._rows.size(0)]
-
-    def accumulate(
-        self,
-        maxima: torch.Tensor,
-        totals: torch.Tensor,
-        products: torch.Tensor,
-        column: torch.Tensor,
-        temperature: float,
-    ) -> None:
-        # A tile lies in the device's memory: reading it once, not once an operation, is half of the time.
-        accumulate = self._fused.accumulate if self._fused else super().accumulate
-        accumulate(maxima, totals, products, column, temperature)
 
 
 def _in_blocks(inputs: HeadInputs) -> HeadInputs:

@@ -118,7 +118,7 @@ def _splits(num_tokens: int, num_columns: int, blocks: Blocks, device: torch.dev
 def accumulate(
     maxima: torch.Tensor, totals: torch.Tensor, products: torch.Tensor, column: torch.Tensor, temperature: float
 ) -> None:
-    """`chunked.TileLogits.accumulate` for fp32 products, reading the tile once."""
+    """`chunked.accumulate` for fp32 products, reading the tile once."""
     num_tokens, num_columns = products.shape
     of_tile, sums_of_tile = torch.empty_like(maxima), maxima.new_empty(3, num_tokens)
     block_tokens, block_columns = (16, 32) if fused_kernels.IS_INTERPRETED else (4, 1024)

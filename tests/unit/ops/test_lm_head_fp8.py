@@ -11,7 +11,7 @@ from fp8_bounds import logit_error_bound, logprob_error_bound
 from lm_head_cases import exact, exact_outputs, make, relative_norm, run, run_in_shards
 
 from megatron_dapo.ops.fp8 import quantize_hidden, quantize_weight
-from megatron_dapo.ops.lm_head import fp8_logits
+from megatron_dapo.ops.lm_head import compat, fp8_logits
 from megatron_dapo.ops.lm_head.inputs import Tiles
 from megatron_dapo.ops.lm_head.select import HeadSpec, choose
 from megatron_dapo.ops.logprob import vocab_parallel_logprobs
@@ -126,7 +126,7 @@ def device(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         found = None if engine is None else ModuleSpec("transformer_engine", None)
         monkeypatch.setattr(fp8_logits, "find_spec", lambda name: found)
-        monkeypatch.setattr(fp8_logits, "importlib", SimpleNamespace(import_module=lambda name: load(engine)))
+        monkeypatch.setattr(compat, "importlib", SimpleNamespace(import_module=lambda name: load(engine)))
 
     return describe
 
