@@ -57,7 +57,8 @@ def precision_lines(config: Config, architecture: ArchitectureFacts, layout: Par
     lines = [f"precision: {name}{_layers(config, architecture)}"]
     if RECIPES[name].is_fp8:
         lines.append(_padding(name, architecture, layout))
-    return [*lines, _memory(config, architecture, layout)]
+    parts = _parts(config, fullest_rank(architecture, layout), layout)
+    return [*lines, f"memory of the fullest rank, matrices: {', '.join(parts)}"]
 
 
 def _layers(config: Config, architecture: ArchitectureFacts) -> str:
@@ -88,11 +89,6 @@ def _padding(name: str, architecture: ArchitectureFacts, layout: ParallelLayout)
         f"padding: micro-batches to a multiple of {layout.micro_batch_alignment} tokens ({recipe.token_multiple} on a "
         f"rank){experts}; both sizes of a rank's part of a weight are multiples of {recipe.size_multiple}"
     )
-
-
-def _memory(config: Config, architecture: ArchitectureFacts, layout: ParallelLayout) -> str:
-    held = fullest_rank(architecture, layout)
-    return "memory of the fullest rank, matrices: " + ", ".join(_parts(config, held, layout))
 
 
 def _parts(config: Config, held: RankMatrices, layout: ParallelLayout) -> Iterator[str]:

@@ -94,7 +94,6 @@ def load_prompts(
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     template: str = "chat",
-    template_options: Mapping[str, Any] | None = None,
     deduplicate: bool = True,
     validate_answers: ValidateAnswers | None = None,
 ) -> PromptDataset:
@@ -103,10 +102,13 @@ def load_prompts(
     Raises ValueError on a missing, empty, damaged or wrongly structured file, on gold answers the verifier cannot
     use, and when no prompt is short enough.
     """
-    prompt_template = PromptTemplate(tokenizer, template, template_options)
+    prompt_template = PromptTemplate(tokenizer, template)
     collected = _collect(paths, deduplicate)
     _check_answers(collected.rows, validate_answers)
-    prompts = _render(collected, prompt_template)
+    prompts = [
+        Prompt(prompt_id, row.messages, prompt_template.render(row.messages), row.answer, row.data_source, row.extra)
+        for prompt_id, row in collected.rows
+    ]
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
     if not kept:
         shortest = min(len(prompt.token_ids) for prompt in prompts)
@@ -124,7 +126,6 @@ def load_eval_prompts(
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     template: str = "chat",
-    template_options: Mapping[str, Any] | None = None,
     validate_answers: ValidateAnswers | None = None,
 ) -> PromptDataset:
     """Load evaluation problems: rows are grouped by problem, and none is left out.
@@ -133,7 +134,7 @@ def load_eval_prompts(
     ValueError for a prompt that is too long.
     """
     # A benchmark without some of its problems is another benchmark.
-    dataset = load_prompts(paths, tokenizer, max_prompt_tokens, template, template_options, True, validate_answers)
+    dataset = load_prompts(paths, tokenizer, max_prompt_tokens, template, validate_answers=validate_answers)
     if dataset.report.num_too_long:
         raise ValueError(
             f"{dataset.report.num_too_long} of {dataset.report.num_unique} evaluation prompts are longer than "
@@ -186,13 +187,6 @@ def _check_answers(rows: Sequence[tuple[str, Row]], validate_answers: ValidateAn
     if bad:
         listed = "\n  ".join(f"{row.location}: {row.answer!r}: {problems[row.answer]}" for row in bad[:MAX_LISTED])
         raise ValueError(f"{len(bad)} gold answers cannot be used by the verifier, the first of them:\n  {listed}")
-
-
-def _render(collected: _Collected, template: PromptTemplate) -> list[Prompt]:
-    return [
-        Prompt(prompt_id, row.messages, template.render(row.messages), row.answer, row.data_source, row.extra)
-        for prompt_id, row in collected.rows
-    ]
 
 
 def _dataset(

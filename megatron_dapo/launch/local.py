@@ -84,8 +84,7 @@ class _Forwarder:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _worker_pids(self) -> list[int]:
-        files = sorted((self._run_directory / "workers").glob("*.pid"))
-        return [int(file.read_text()) for file in files]
+        return [int(file.read_text()) for file in _pid_files(self._run_directory)]
 
 
 def _send(pid: int, signum: int) -> None:
@@ -95,9 +94,8 @@ def _send(pid: int, signum: int) -> None:
         pass
 
 
-def _forget_old_workers(run_directory: Path) -> None:
-    for file in (run_directory / "workers").glob("*.pid"):
-        file.unlink()
+def _pid_files(run_directory: Path) -> list[Path]:
+    return sorted((run_directory / "workers").glob("*.pid"))
 
 
 def launch_workers(module: str, arguments: Sequence[str], num_processes: int, run_directory: Path) -> int:
@@ -106,7 +104,9 @@ def launch_workers(module: str, arguments: Sequence[str], num_processes: int, ru
     Signals are forwarded as the module says. RuntimeError where another run works in `run_directory`.
     """
     require_unused(run_directory)
-    _forget_old_workers(run_directory)
+    # Ids of an earlier run may belong to other processes by now: a signal must not reach them.
+    for file in _pid_files(run_directory):
+        file.unlink()
     process = subprocess.Popen(
         torchrun_command(num_processes, module, arguments),
         env=_worker_environment(num_processes),

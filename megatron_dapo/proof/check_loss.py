@@ -13,13 +13,12 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.launch.environment import process_environment
 from megatron_dapo.launch.local import launch_workers
-from megatron_dapo.proof.report import TOLERANCES, CheckLossReport, CheckLossSettings, LossCheckRow, print_report
+from megatron_dapo.proof.report import TOLERANCES, CheckLossReport, LossCheckRow, print_report
 
 WORKER = "megatron_dapo.proof.check_loss"
 
@@ -36,11 +35,11 @@ def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: s
         raise ValueError(f"check-loss: {num_processes} processes; at least 1 is needed")
     if model is not None and not (Path(model) / "config.json").is_file():
         raise ValueError(f"check-loss: {model} holds no config.json; give a Hugging Face model directory")
-    settings = CheckLossSettings(model=str(Path(model).resolve()) if model else "", dtype=dtype)
+    directory = str(Path(model).resolve()) if model else ""
     start = time.monotonic()
     # More than one: torchrun or srun has started this process as a rank.
     launched = process_environment().world_size
-    result = _join_and_check(settings) if launched > 1 else _start_and_check(settings, num_processes)
+    result = _join_and_check(directory, dtype) if launched > 1 else _start_and_check(directory, dtype, num_processes)
     return CheckLossReport(
         num_processes=launched if launched > 1 else num_processes,
         dtype=dtype,
@@ -51,19 +50,19 @@ def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: s
     )
 
 
-def _join_and_check(settings: CheckLossSettings) -> dict[str, Any]:
+def _join_and_check(model: str, dtype: str) -> dict[str, Any]:
     # Imported here: only processes that compute load megatron-core.
     from megatron_dapo.proof.worker import join_and_check
 
-    return join_and_check(settings)
+    return join_and_check(model, dtype)
 
 
-def _start_and_check(settings: CheckLossSettings, num_processes: int) -> dict[str, Any]:
+def _start_and_check(model: str, dtype: str, num_processes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="check-loss-") as name:
         directory = Path(name)
-        settings_file, result_file = directory / "settings.json", directory / "result.json"
-        settings_file.write_text(json.dumps(asdict(settings)))
-        code = launch_workers(WORKER, [str(settings_file), str(result_file)], num_processes, directory)
+        result_file = directory / "result.json"
+        arguments = [str(result_file), dtype, *([model] if model else [])]
+        code = launch_workers(WORKER, arguments, num_processes, directory)
         if code or not result_file.exists():
             raise RuntimeError(f"check-loss: a process failed (exit code {code}); its output above says why")
         return json.loads(result_file.read_text())
@@ -87,7 +86,7 @@ def check_loss(
     return 0 if report.passed else 1
 
 
-def _run_worker(settings_file: str, result_file: str) -> None:
+def _run_worker(result_file: str, dtype: str, model: str = "") -> None:
     # Standard output belongs to the one object that the command prints.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # megatron-core warns in every process about each optional package that is not installed.
@@ -96,7 +95,7 @@ def _run_worker(settings_file: str, result_file: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from megatron_dapo.proof.worker import run_worker
 
-    run_worker(settings_file, result_file)
+    run_worker(result_file, model, dtype)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings and report of `check-loss`."""
+"""Report of `check-loss`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from rich.table import Table
 
 # Largest relative difference that rounding explains: fp32 sums in another order; bf16 weights and activations.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
-
-
-@dataclass(frozen=True)
-class CheckLossSettings:
-    """Settings of one check."""
-
-    model: str = ""  # a Hugging Face directory; "": the small random model
-    dtype: str = "float32"
-    wait_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +42,7 @@ class CheckLossReport:
     @property
     def max_rel_diff(self) -> float:
         """Largest relative difference of gradients; the largest float if nothing was compared."""
+        # Nothing compared is nothing proved; JSON has no infinity.
         return max((row.rel_diff for row in self.rows), default=sys.float_info.max)
 
     @property

@@ -43,11 +43,13 @@ from megatron_dapo.proof.cases import (
     make_batch,
 )
 from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
-from megatron_dapo.proof.report import CheckLossSettings, LossCheckRow
+from megatron_dapo.proof.report import LossCheckRow
 from megatron_dapo.trainer.updater import loss_weights
 from megatron_dapo.types import MicroBatch, TrainSample
 
 logger = logging.getLogger(__name__)
+
+WAIT_TIMEOUT_S = 600.0  # of a collective: rank 0 solves the batch alone while the others wait
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,18 @@ class LossProblem:
     load: Loader
 
 
-def pose_problem(settings: CheckLossSettings, *, experts: bool = False) -> LossProblem:
+def pose_problem(directory: str = "", dtype: str = "float32", *, experts: bool = False) -> LossProblem:
     """Solve the batch with the plain model on rank 0 and broadcast the problem.
 
-    The model is that of `settings`, or a small random one, with `experts` or without.
+    The model is that of a Hugging Face `directory`, or if "" a small random one, with `experts` or without.
     """
     config, description, tensors, numbers, weights, gradients = None, None, None, None, None, {}
     if dist.get_rank() == 0:
-        model = oracle.make_model(settings.model, experts)
-        model = model.to(DTYPES[settings.dtype])  # both sides compute with the rounded weights
+        model = oracle.make_model(directory, experts)
+        model = model.to(DTYPES[dtype])  # both sides compute with the rounded weights
         config = model.config.to_dict()
         # Cloned, because solving turns the model's own parameters into fp64. A directory is read by every rank.
-        whole = {} if settings.model else {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        whole = {} if directory else {name: tensor.clone() for name, tensor in model.state_dict().items()}
         weights = oracle.stored_tensors(whole)
         samples, answers = oracle.solve(model.to(communication_device()), make_batch(config["vocab_size"]))
         description, tensors = to_tensors(samples)
@@ -83,11 +85,11 @@ def pose_problem(settings: CheckLossSettings, *, experts: bool = False) -> LossP
     numbers = broadcast_json(numbers)
     answers = {name: oracle.Answer(*numbers[name], broadcast_tensors(gradients.get(name))) for name in numbers}
     architecture = (
-        ModelArchitecture.from_directory(settings.model)
-        if settings.model
+        ModelArchitecture.from_directory(directory)
+        if directory
         else ModelArchitecture.from_config(broadcast_json(config))
     )
-    return LossProblem(samples, answers, architecture, _loader(settings.model, weights))
+    return LossProblem(samples, answers, architecture, _loader(directory, weights))
 
 
 def _loader(directory: str, weights: Mapping[str, torch.Tensor]) -> Loader:
@@ -161,24 +163,22 @@ def check_cut(
     )
 
 
-def check_all(settings: CheckLossSettings) -> dict[str, Any]:
+def check_all(directory: str, dtype: str) -> dict[str, Any]:
     """Check every layout of the world; return {"rows": [...], "skipped": [...]}.
 
     Layouts that the model does not divide into are skipped with the reason.
     """
     rows, skipped = [], []
-    candidates = [
-        (problem, layout) for problem, candidates in _problems(settings, dist.get_world_size()) for layout in candidates
-    ]
+    candidates = [(problem, layout) for problem, candidates in _problems(directory, dtype) for layout in candidates]
     for number, (problem, layout) in enumerate(candidates, 1):
         # Checked before building, because a rank that fails alone would leave the others in a collective.
         try:
-            megatron_layout(problem.architecture, layout, DTYPES[settings.dtype])
-            transformer_config(problem.architecture, layout, ModelSettings(dtype=settings.dtype))
+            megatron_layout(problem.architecture, layout, DTYPES[dtype])
+            transformer_config(problem.architecture, layout, ModelSettings(dtype=dtype))
         except ValueError as error:
             skipped.append({"layout": layout.describe(), "reason": str(error)})
             continue
-        done = check_layout(problem, layout, settings.dtype)
+        done = check_layout(problem, layout, dtype)
         rows += [asdict(row) for row in done]
         if dist.get_rank() == 0:
             worst = max(row.rel_diff for row in done)
@@ -186,37 +186,37 @@ def check_all(settings: CheckLossSettings) -> dict[str, Any]:
     return {"rows": rows, "skipped": skipped}
 
 
-def _problems(settings: CheckLossSettings, world_size: int) -> list[tuple[LossProblem, list[ParallelLayout]]]:
+def _problems(directory: str, dtype: str) -> list[tuple[LossProblem, list[ParallelLayout]]]:
     """Return the problems with their layouts.
 
     A model of the user's is checked under expert parallelism if it has experts; otherwise a second small model is.
     """
-    dense, experts = layouts(world_size), expert_layouts(world_size)
-    problem = pose_problem(settings)
-    if settings.model:
+    dense, experts = layouts(dist.get_world_size()), expert_layouts(dist.get_world_size())
+    problem = pose_problem(directory, dtype)
+    if directory:
         return [(problem, dense + (experts if problem.architecture.experts is not None else []))]
     if not experts:
         return [(problem, dense)]
-    return [(problem, dense), (pose_problem(settings, experts=True), experts)]
+    return [(problem, dense), (pose_problem(directory, dtype, experts=True), experts)]
 
 
-def join_and_check(settings: CheckLossSettings) -> dict[str, Any]:
+def join_and_check(directory: str, dtype: str) -> dict[str, Any]:
     """Join the processes that a launcher started, and check; the result is the same on every rank."""
     process = process_environment()
     prepare_rendezvous(process)
     if torch.cuda.is_available():
         torch.cuda.set_device(process.local_rank)
-    initialize_process_group(settings.wait_timeout_s)
+    initialize_process_group(WAIT_TIMEOUT_S)
     try:
-        return check_all(settings)
+        return check_all(directory, dtype)
     finally:
         dist.destroy_process_group()
 
 
-def run_worker(settings_file: str, result_file: str) -> None:
-    """Read the settings, check, and write the result on rank 0."""
+def run_worker(result_file: str, directory: str, dtype: str) -> None:
+    """Check, and write the result on rank 0."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logger.setLevel(logging.INFO)
-    result = join_and_check(CheckLossSettings(**json.loads(Path(settings_file).read_text())))
+    result = join_and_check(directory, dtype)
     if process_environment().rank == 0:
         Path(result_file).write_text(json.dumps(result))

@@ -69,11 +69,10 @@ def faults(_: Any) -> dict[str, Any]:
     from megatron_dapo.parallel.layout import ParallelLayout
     from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, Cut
     from megatron_dapo.proof.compare import compare_gradients
-    from megatron_dapo.proof.report import CheckLossSettings
     from megatron_dapo.proof.worker import build_actor, check_cut, pose_problem
     from megatron_dapo.trainer.updater import loss_weights
 
-    problem = pose_problem(CheckLossSettings())
+    problem = pose_problem()
     actor = build_actor(problem, ParallelLayout(2), "float32")
     cut = Cut("2", "packed")
     weights = loss_weights(problem.samples, "token_mean", MAX_RESPONSE_TOKENS)
