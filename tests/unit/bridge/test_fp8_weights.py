@@ -1,4 +1,4 @@
-"""FP8 deliveries between random pairs of layouts: every byte against quantizing whole tensors.
+"""Weight syncs in FP8 between random pairs of layouts: every byte against quantizing whole tensors.
 
 The oracle quantizes each Hugging Face tensor as a whole, by a formula of its own, and cuts it as the engine's loader
 would; it knows nothing of shards, ranks or blocks that are cut.
@@ -107,13 +107,13 @@ def engine_shard(model: ModelArchitecture, weights, rank: int, tp: int) -> dict[
                 for n, w in weights.items()
                 if n.startswith(prefix) and w.dim() == 2 and not n.endswith("mlp.gate.weight")
             }
-            parts = [chunk(whole["self_attn.q_proj.weight"], 0, rank, tp)]
-            parts += [chunk(whole[f"self_attn.{n}_proj.weight"], 0, kv_index, kv_chunks) for n in "kv"]
-            local = {"self_attn.qkv_proj.weight": torch.cat(parts)}
+            chunks = [chunk(whole["self_attn.q_proj.weight"], 0, rank, tp)]
+            chunks += [chunk(whole[f"self_attn.{n}_proj.weight"], 0, kv_index, kv_chunks) for n in "kv"]
+            local = {"self_attn.qkv_proj.weight": torch.cat(chunks)}
             local["self_attn.o_proj.weight"] = chunk(whole["self_attn.o_proj.weight"], 1, rank, tp)
             if model.experts is None:
-                parts = [chunk(whole[f"mlp.{n}_proj.weight"], 0, rank, tp) for n in ("gate", "up")]
-                local["mlp.gate_up_proj.weight"] = torch.cat(parts)
+                chunks = [chunk(whole[f"mlp.{n}_proj.weight"], 0, rank, tp) for n in ("gate", "up")]
+                local["mlp.gate_up_proj.weight"] = torch.cat(chunks)
                 local["mlp.down_proj.weight"] = chunk(whole["mlp.down_proj.weight"], 1, rank, tp)
             else:
                 into = [
@@ -130,7 +130,7 @@ def engine_shard(model: ModelArchitecture, weights, rank: int, tp: int) -> dict[
 
 
 def trainer_buffers(source, weights, rank: int) -> dict[str, torch.Tensor]:
-    """What a trainer rank holds; padding is noise that must not reach an engine nor a scale."""
+    """Buffers of a trainer rank; padding is noise that must reach neither an engine nor a scale."""
     buffers = {name: torch.full(shape, -1e6) for name, shape in source.local_shapes(rank).items()}
     for shard in source.shards(rank):
         bounds = tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.shape))
@@ -139,7 +139,7 @@ def trainer_buffers(source, weights, rank: int) -> dict[str, torch.Tensor]:
 
 
 class Exchange:
-    """The largest over ranks that are made one after the other: a first round collects, a second one answers."""
+    """Maximum over ranks that are built one after the other: a first round collects, a second one answers."""
 
     def __init__(self) -> None:
         self.largest: torch.Tensor | None = None
@@ -156,30 +156,32 @@ def sources_of(layout: Fp8SourceLayout, buffers) -> list[Fp8Weights]:
     return made
 
 
-def deliver(model, parallel: ParallelLayout, tp: int, engines: int = 1, bucket_bytes: int = 40_000):
-    """(engine layout, source layout, one Receiver an engine rank) after a whole delivery of `weights_of(model)`."""
-    master = megatron_layout(model, parallel, torch.float32)
+def sync(model, parallel: ParallelLayout, tp: int, engines: int = 1, bucket_bytes: int = 40_000):
+    """(engine layout, source layout, one Receiver an engine rank) after a whole sync of `weights_of(model)`."""
+    trainer_layout = megatron_layout(model, parallel, torch.float32)
     plain = sglang_layout(model, tp, torch.bfloat16, engines)
     engine = Fp8EngineLayout(plain, with_kv_scales(expected_parameters(plain)))
-    layout = Fp8SourceLayout(master, engine)
+    layout = Fp8SourceLayout(trainer_layout, engine)
     check_layout(layout)
     check_layout(engine)
     weights = weights_of(model)
-    sources = sources_of(layout, [trainer_buffers(master, weights, rank) for rank in range(master.num_ranks)])
-    delivery = SyncPlan(plan(layout, engine), engine, bucket_bytes)
+    sources = sources_of(
+        layout, [trainer_buffers(trainer_layout, weights, rank) for rank in range(trainer_layout.num_ranks)]
+    )
+    sync_plan = SyncPlan(plan(layout, engine), engine, bucket_bytes)
     receivers = []
     for rank in range(engine.num_ranks):
         specs = engine.local_specs(rank)
         receiver = Receiver({name: torch.ones(spec.shape).to(spec.dtype) for name, spec in specs.items()})
-        receiver.begin(delivery.manifest(rank, "d", "s", 1))
-        for bucket in delivery.buckets(rank):
+        receiver.begin(sync_plan.manifest(rank, "d", "s", 1))
+        for bucket in sync_plan.buckets(rank):
             data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-            for source in range(master.num_ranks):
-                write_chunks(delivery, bucket, source, sources[source], data)
+            for source in range(trainer_layout.num_ranks):
+                write_chunks(sync_plan, bucket, source, sources[source], data)
             receiver.accept("d", bucket, data)
         receiver.finish("d")
         receivers.append(receiver)
-    return weights, engine, layout, receivers, delivery
+    return weights, engine, layout, receivers, sync_plan
 
 
 def with_kv_scales(parameters: Fp8Parameters) -> Fp8Parameters:
@@ -191,7 +193,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_pair(model, parallel: ParallelLayout, tp: int, engines: int = 1) -> None:
-    weights, engine, _, receivers, _ = deliver(model, parallel, tp, engines)
+    weights, engine, _, receivers, _ = sync(model, parallel, tp, engines)
     for rank, receiver in enumerate(receivers):
         expected = engine_shard(model, weights, rank % tp, tp)
         assert expected.keys() == {
@@ -204,7 +206,7 @@ def check_pair(model, parallel: ParallelLayout, tp: int, engines: int = 1) -> No
         assert torch.equal(receiver.parameters[norm], weights[norm].to(torch.bfloat16))
 
 
-# trainer (tensor, pipeline, virtual), engine TP. Of the trainer's TP 4 every block of a projection is cut.
+# trainer (tensor, pipeline, virtual), engine TP. The trainer's TP 4 cuts every block of a projection.
 @pytest.mark.parametrize("trainer", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 1), (4, 2, 1)])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_byte_is_that_of_the_whole_tensor(trainer, tp):
@@ -235,7 +237,7 @@ def test_random_pairs():
         done += 1
 
 
-def test_the_rounding_is_the_trainers():
+def test_the_trainer_quantizes_like_the_oracle():
     weight = weights_of(architecture())["model.layers.0.mlp.gate_proj.weight"]
     values, scales = quantized(weight)
     own = quantize_weight(weight)
@@ -252,20 +254,20 @@ def test_only_blocks_that_ranks_share_are_exchanged():
 
 
 def test_a_cut_block_without_the_exchange_would_be_wrong():
-    """The test of the test: with magnitudes of its own part alone a rank rounds otherwise."""
+    """A check of the test itself: from the magnitudes of its own shard alone a rank computes other scales."""
     model = architecture()
-    master = megatron_layout(model, ParallelLayout(4, 4), torch.float32)
+    trainer_layout = megatron_layout(model, ParallelLayout(4, 4), torch.float32)
     plain = sglang_layout(model, 1, torch.bfloat16)
-    layout = Fp8SourceLayout(master, Fp8EngineLayout(plain, expected_parameters(plain)))
+    layout = Fp8SourceLayout(trainer_layout, Fp8EngineLayout(plain, expected_parameters(plain)))
     weights = weights_of(model)
-    buffers = [trainer_buffers(master, weights, rank) for rank in range(4)]
+    buffers = [trainer_buffers(trainer_layout, weights, rank) for rank in range(4)]
     alone, together = Fp8Weights(layout, 0, buffers[0]), sources_of(layout, buffers)[0]
     names = [name + SCALES for name in layout.shared]
     assert names and not all(torch.equal(alone[name], together[name]) for name in names)
 
 
-def test_half_the_bytes_and_the_same_ledger():
-    _, engine, _, receivers, _ = deliver(architecture(), ParallelLayout(2, 2), 2)
+def test_half_the_bytes_with_every_write_counted():
+    _, engine, _, receivers, _ = sync(architecture(), ParallelLayout(2, 2), 2)
     plain = sum(spec.num_bytes for spec in engine.engines.local_specs(0).values())
     quantized_bytes = sum(spec.num_bytes for n, spec in engine.local_specs(0).items() if spec.dtype == E4M3)
     fp8 = sum(spec.num_bytes for spec in engine.local_specs(0).values())
@@ -273,38 +275,38 @@ def test_half_the_bytes_and_the_same_ledger():
     assert receivers[0].version == 1
 
 
-def test_the_trainers_own_forward_at_the_engines_values():
-    """`in_place` puts values times scales into the parameters and gives their own bits back, also after an error."""
+def test_the_trainer_can_compute_with_the_engines_values():
+    """`in_place` puts values times scales into the parameters and restores their bits, also after an error."""
     model = architecture()
-    master = megatron_layout(model, ParallelLayout(2, 2), torch.float32)
+    trainer_layout = megatron_layout(model, ParallelLayout(2, 2), torch.float32)
     plain = sglang_layout(model, 1, torch.bfloat16)
-    layout = Fp8SourceLayout(master, Fp8EngineLayout(plain, expected_parameters(plain)))
+    layout = Fp8SourceLayout(trainer_layout, Fp8EngineLayout(plain, expected_parameters(plain)))
     weights = weights_of(model)
-    rounded = {
+    quantized_weights = {
         name: quantize_weight(tensor).widened() if name in layout.quantized else tensor
         for name, tensor in weights.items()
     }
-    own = trainer_buffers(master, weights, 1)
+    own = trainer_buffers(trainer_layout, weights, 1)
     before = {name: tensor.clone() for name, tensor in own.items()}
-    expected = trainer_buffers(master, rounded, 1)
+    expected = trainer_buffers(trainer_layout, quantized_weights, 1)
     fp8 = Fp8Weights(layout, 1, own)
     with pytest.raises(KeyboardInterrupt), fp8.in_place():
         assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
         again = Fp8Weights(layout, 1, own)
         shard = next(p for p in layout.shards(1) if p.tensor in layout.quantized)
-        # Rounding what is rounded changes no value.
+        # Quantizing quantized weights changes no value.
         assert torch.equal(again.widened_chunk(shard, shard.bounds), shard_view(expected[shard.local], shard))
         raise KeyboardInterrupt
     assert all(torch.equal(own[name], tensor) for name, tensor in before.items())
 
 
-def test_a_part_is_cut_out_of_the_middle_of_blocks():
+def test_a_chunk_may_be_cut_from_the_middle_of_blocks():
     model = architecture()
-    master = megatron_layout(model, ParallelLayout(1), torch.float32)
+    trainer_layout = megatron_layout(model, ParallelLayout(1), torch.float32)
     plain = sglang_layout(model, 1, torch.bfloat16)
-    layout = Fp8SourceLayout(master, Fp8EngineLayout(plain, expected_parameters(plain)))
+    layout = Fp8SourceLayout(trainer_layout, Fp8EngineLayout(plain, expected_parameters(plain)))
     weights = weights_of(model)
-    source = Fp8Weights(layout, 0, trainer_buffers(master, weights, 0))
+    source = Fp8Weights(layout, 0, trainer_buffers(trainer_layout, weights, 0))
     name = "model.layers.0.mlp.down_proj.weight"
     (shard,) = [p for p in layout.shards(0) if p.tensor == name]
     values, _ = quantized(weights[name])
@@ -334,10 +336,10 @@ def described(plain, **changes) -> list[dict[str, TensorSpec]]:
     return [{**engine.local_specs(rank), **changes} for rank in range(plain.tensor_parallel)]
 
 
-def test_what_is_quantized_is_read_from_the_engine():
+def test_quantized_parameters_are_read_from_the_engine():
     plain = sglang_layout(architecture(), 2, torch.bfloat16)
     assert read_parameters(plain, described(plain)) == with_kv_scales(expected_parameters(plain))
-    # A server whose checkpoint leaves the last layer alone, and has no scales of a cache.
+    # A server whose checkpoint leaves the last layer unquantized and has no KV cache scales.
     some = [
         {
             name: TensorSpec(spec.shape, torch.bfloat16) if "layers.1." in name and spec.dtype == E4M3 else spec
@@ -362,7 +364,7 @@ def test_what_is_quantized_is_read_from_the_engine():
         ("model.layers.0.mlp.down_proj.input_scale", TensorSpec((1,), torch.float32), "input_scale"),
     ],
 )
-def test_parameters_that_are_no_fp8_in_blocks_are_refused_by_name(name, spec, words):
+def test_parameters_in_other_formats_are_refused_by_name(name, spec, words):
     plain = sglang_layout(architecture(), 1, torch.bfloat16)
     with pytest.raises(ValueError, match=words):
         read_parameters(plain, described(plain, **{name: spec}))

@@ -1,4 +1,4 @@
-"""A server is asked for its parameters: the real weight loader answers, only HTTP is missing."""
+"""Descriptions of a server's parameters: the real weight loader answers, only HTTP is missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layer(torch.nn.Module):
 
 
 class Server:
-    """Two ranks. `deaf`: ranks whose loader hears nothing."""
+    """A server of two ranks; the loaders of `deaf` ranks get no message."""
 
     def __init__(self, deaf: tuple[int, ...] = ()) -> None:
         self.models, self.deaf, self.calls = [Layer(0), Layer(1)], deaf, []
@@ -45,7 +45,7 @@ class Server:
                 weight_loader.load(model, pickle.loads(payload))
 
 
-def test_every_rank_tells_its_own_parameters() -> None:
+def test_every_rank_describes_its_own_parameters() -> None:
     server = Server()
     described = served_parameters(server, 2)
     for rank, specs in enumerate(described):
@@ -54,12 +54,12 @@ def test_every_rank_tells_its_own_parameters() -> None:
             "weight_scale_inv": TensorSpec((rank + 1, 2), torch.float32),
             "k_scale": TensorSpec((), torch.float32),
         }
-    # Newer servers take messages inside a session alone; nothing is written.
+    # Newer servers accept messages only within a session; nothing is written.
     assert server.calls == ["begin", "megatron_dapo.bridge.protocol.weight_loader.load", "end"]
     assert all(bool((model.weight_scale_inv == 1).all()) for model in server.models)
 
 
-def test_a_rank_that_does_not_tell_is_named_in_time() -> None:
+def test_a_silent_rank_is_named_in_time() -> None:
     start = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 of a server did not describe its parameters within 1 s"):
         served_parameters(Server(deaf=(1,)), 2, timeout_s=1.0)

@@ -35,12 +35,12 @@ DOWN = "0.decoder.layers.0.mlp.linear_fc2.weight"
 
 @pytest.fixture
 def live():
-    """(layout, live parameters, engines) of one rank; the parameters want gradients, as an actor's do."""
+    """(layout, live parameters, engines) of one rank; the parameters require gradients, as an actor's do."""
     architecture = ModelArchitecture.from_config(CONFIG)
-    master = megatron_layout(architecture, ParallelLayout(1), torch.float32)
+    trainer = megatron_layout(architecture, ParallelLayout(1), torch.float32)
     torch.manual_seed(0)
-    parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in master.local_shapes(0).items()}
-    return master, parameters, sglang_layout(architecture, 1, torch.bfloat16)
+    parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in trainer.local_shapes(0).items()}
+    return trainer, parameters, sglang_layout(architecture, 1, torch.bfloat16)
 
 
 def _actor(tensors, parameters) -> SimpleNamespace:
@@ -48,25 +48,25 @@ def _actor(tensors, parameters) -> SimpleNamespace:
 
 
 def test_unquantized_parameters_are_sent_as_they_are(live):
-    master, parameters, engines = live
-    weights = SOURCES["none"](_actor(master, parameters), 0, None)
-    assert not weights.needs_description and weights.layouts(engines) == (master, engines)
+    trainer, parameters, engines = live
+    weights = SOURCES["none"](_actor(trainer, parameters), 0, None)
+    assert not weights.needs_description and weights.layouts(engines) == (trainer, engines)
     current = weights.current()
     assert weights.as_served() is None and current.keys() == parameters.keys()
     assert current[DOWN].data_ptr() == parameters[DOWN].data_ptr() and not current[DOWN].requires_grad
 
 
 def test_fp8_follows_the_parameters_and_gives_them_back(live):
-    master, parameters, engines = live
-    weights = SOURCES["fp8"](_actor(master, parameters), 0, None)
+    trainer, parameters, engines = live
+    weights = SOURCES["fp8"](_actor(trainer, parameters), 0, None)
     served = Fp8EngineLayout(engines, expected_parameters(engines))
     source, destination = weights.layouts(engines, [served.local_specs(0)])
     assert destination.tensors == served.tensors and source.num_ranks == 1
     for _ in range(2):
-        rounded = quantize_weight(parameters[DOWN].detach())
+        quantized = quantize_weight(parameters[DOWN].detach())
         current = weights.current()
-        assert torch.equal(current[DOWN].view(torch.uint8), rounded.values.view(torch.uint8))
-        assert torch.equal(current["model.layers.0.mlp.down_proj.weight_scale_inv"], rounded.scales)
+        assert torch.equal(current[DOWN].view(torch.uint8), quantized.values.view(torch.uint8))
+        assert torch.equal(current["model.layers.0.mlp.down_proj.weight_scale_inv"], quantized.scales)
         assert set(current) == source.buffer_names(0) and len(current) == len(set(current))
         with torch.no_grad():
             parameters[DOWN].mul_(3.0)  # the next version
@@ -79,8 +79,8 @@ def test_fp8_follows_the_parameters_and_gives_them_back(live):
 
 
 def test_an_unknown_name_is_a_key_error(live):
-    master, parameters, engines = live
-    weights = SOURCES["fp8"](_actor(master, parameters), 0, None)
+    trainer, parameters, engines = live
+    weights = SOURCES["fp8"](_actor(trainer, parameters), 0, None)
     weights.layouts(engines, [Fp8EngineLayout(engines, expected_parameters(engines)).local_specs(0)])
     with pytest.raises(KeyError):
         weights.current()["no.such.weight"]

@@ -1,4 +1,4 @@
-"""Buckets: every element of every engine rank once, by one trainer rank, within the byte limit, parameters together."""
+"""Buckets: each element of an engine rank comes once, from one trainer rank; buckets keep to the byte limit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _plan(parallel=None, *, tied=False, tensor_parallel=2, num_engines=1, dtype=
 
 
 def _shards(source) -> list[dict[str, torch.Tensor]]:
-    """Every element its own number: replicas agree because they are cut from one model."""
+    """Shards in which every element has its own number; replicas agree because they are cut from one model."""
     numbers, model = 0, {}
     for name, spec in source.tensors.items():
         model[name] = torch.arange(numbers, numbers + spec.num_elements, dtype=torch.float32).view(spec.shape)
@@ -108,21 +108,21 @@ def test_every_element_arrives_once_and_is_verified(data):
 def test_a_parameter_stays_in_one_bucket_where_it_fits(bucket_bytes):
     _source, sync_plan = _plan({"tensor": 2, "pipeline": 2}, bucket_bytes=bucket_bytes)
     for rank in range(2):
-        homes: dict[str, set[int]] = {}
+        buckets_of: dict[str, set[int]] = {}
         sizes: dict[str, int] = {}
         for bucket in sync_plan.buckets(rank):
             for write in sync_plan.writes(bucket):
-                homes.setdefault(write.chunk.name, set()).add(bucket.index)
+                buckets_of.setdefault(write.chunk.name, set()).add(bucket.index)
                 size = write.chunk.bounds.volume * 4
                 sizes[write.chunk.name] = sizes.get(write.chunk.name, 0) + -(-size // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-        split = {name for name, buckets in homes.items() if len(buckets) > 1}
+        split = {name for name, buckets in buckets_of.items() if len(buckets) > 1}
         assert split == {name for name, size in sizes.items() if size > bucket_bytes}
         # Buckets are well filled: no two neighbors would fit into one.
         fills = [bucket.num_bytes for bucket in sync_plan.buckets(rank)]
         assert len(fills) <= 2 * -(-sum(fills) // bucket_bytes) + 1
 
 
-def test_segments_tell_who_writes_which_bytes():
+def test_segments_name_the_writer_of_each_byte():
     source, sync_plan = _plan({"tensor": 2, "pipeline": 2}, bucket_bytes=1 << 20)
     sources = _shards(source)
     bucket = sync_plan.buckets(0)[0]
@@ -141,8 +141,8 @@ def test_segments_tell_who_writes_which_bytes():
     ("parallel", "bucket_bytes"),
     [({"tensor": 2, "pipeline": 2}, 8192), ({"pipeline": 4}, 8192), ({"pipeline": 2}, 700)],
 )
-def test_pipeline_stages_write_side_by_side(parallel, bucket_bytes):
-    """Whichever stage a source belongs to: after any number of buckets it has written its share, but for one bucket."""
+def test_pipeline_stages_write_concurrently(parallel, bucket_bytes):
+    """After any number of buckets every source has written its share, up to one bucket."""
     _, sync_plan = _plan(parallel, bucket_bytes=bucket_bytes)
     for rank in range(2):
         buckets = sync_plan.buckets(rank)
@@ -172,11 +172,11 @@ def test_work_is_spread_over_replicas():
     total = sum(spec.num_elements for spec in source.tensors.values())
     assert sum(written.values()) == total
     assert max(written.values()) <= 0.35 * total
-    # Beside rank 0 all comes from there: nothing crosses to another rank's memory.
+    # An engine beside rank 0 gets everything from there: nothing crosses to another rank's memory.
     assert {write.source for bucket in near.buckets(0) for write in near.writes(bucket)} == {0}
 
 
-def test_digest_depends_on_everything_that_moves_bytes():
+def test_digest_depends_on_everything_that_affects_the_bytes():
     digests = {
         _plan({"tensor": 2}, bucket_bytes=2048)[1].digest,
         _plan({"tensor": 2}, bucket_bytes=4096)[1].digest,
@@ -197,13 +197,13 @@ def test_engines_beside_the_trainer_have_ranks_of_their_own():
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 63])
-def test_a_bucket_that_holds_nothing_is_refused(bucket_bytes):
+def test_buckets_too_small_for_a_chunk_are_refused(bucket_bytes):
     with pytest.raises(ValueError, match=f"bucket of {bucket_bytes} bytes: must be at least 64"):
         _plan(bucket_bytes=bucket_bytes)
 
 
 def test_slices_of_stacked_parameters():
-    """One expert's matrix in a stack of experts, given by its position in memory."""
+    """The matrix of one expert in a stack, given by its position in memory."""
     down = Shard("down", (0, 8), (6, 4), "w2", (2 * 24,))  # columns 8-11 of a [6, 16] matrix -> w2[2] of [3, 6, 4]
     assert local_slice(down, Slice((1, 9), (2, 3)), (3, 6, 4)) == Slice((2, 1, 1), (1, 2, 3))
     up = Shard("up", (0, 0), (3, 4), "w13", (1 * 24 + 12,))  # rows 3-5 of expert 1

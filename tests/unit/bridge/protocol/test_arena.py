@@ -1,4 +1,4 @@
-"""Arenas: shared between mappings, private to their owner, gone after their creator."""
+"""Arenas: shared between mappings, private to their owner, removed once their creator is dead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_dapo.bridge.protocol.arena import (
 )
 
 
-def test_two_mappings_share_slots_and_report(tmp_path):
+def test_two_mappings_share_slots_and_reply(tmp_path):
     spec = create_arena(tmp_path, "x", 256)
     writer, reader = Arena(spec), Arena(type(spec).from_json(spec.to_json()))
     remove_arena(spec)
@@ -43,7 +43,7 @@ def test_a_path_changed_to_another_arena_does_not_open_it(tmp_path):
         Arena(dataclasses.replace(own, path=other.path))
 
 
-def test_missing_and_broken_replies(tmp_path):
+def test_missing_and_broken_replies_are_refused(tmp_path):
     arena = Arena(create_arena(tmp_path, "x", 64))
     with pytest.raises(ValueError, match="no reply"):
         arena.read_reply()
@@ -57,7 +57,7 @@ def test_missing_and_broken_replies(tmp_path):
         arena.read_reply()
 
 
-def test_a_report_that_does_not_fit(tmp_path):
+def test_a_reply_that_does_not_fit_is_refused(tmp_path):
     area = torch.zeros(64, dtype=torch.uint8)
     write_reply(area, "x" * 48)
     assert read_reply(area) == "x" * 48

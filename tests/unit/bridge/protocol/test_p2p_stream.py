@@ -1,4 +1,4 @@
-"""Memory for messages that cannot leave from, or arrive in, their own place."""
+"""Staging memory: blocks for messages that cannot be sent from, or received into, their own tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megatron_dapo.bridge.protocol.p2p_stream import Staging
 
 
-def test_a_message_larger_than_the_budget_is_taken_alone() -> None:
+def test_a_message_above_the_budget_is_staged_alone() -> None:
     staging = Staging(torch.device("cpu"), 100)
     assert staging.has(150)
     large, small = staging.take(150), staging.take(20)  # of one bucket
@@ -20,7 +20,7 @@ def test_a_message_larger_than_the_budget_is_taken_alone() -> None:
     assert staging.has(100)
 
 
-def test_a_block_is_used_again() -> None:
+def test_a_block_is_reused() -> None:
     staging = Staging(torch.device("cpu"), 100)
     block = staging.take(60)
     staging.give_back(block)
@@ -28,7 +28,7 @@ def test_a_block_is_used_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_more_than_the_budget_is_held_where_messages_fit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_stays_within_its_budget(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     original = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, **kwargs: made.append(size) or original(size, **kwargs))
@@ -39,6 +39,6 @@ def test_no_more_than_the_budget_is_held_where_messages_fit(seed: int, monkeypat
             staging.give_back(taken.pop(draw.randrange(len(taken))))
         taken.append(staging.take(size))
         assert taken[-1].numel() >= size
-        # A block used again may be up to twice its message.
+        # A reused block may be up to twice as large as its message.
         assert sum(block.numel() for block in taken) + sum(free.numel() for free in staging._free) <= 2000
     assert len(made) < 300

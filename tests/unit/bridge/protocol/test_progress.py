@@ -1,4 +1,4 @@
-"""Counters of a delivery through shared memory: who may go on when, and who ends whose waiting."""
+"""Counters of a weight sync through shared memory: when a writer or a reader may continue, and what ends its wait."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_dapo.bridge.protocol.progress import NUM_WORDS, ArenaProgress
 
 @pytest.fixture
 def progress() -> ArenaProgress:
-    progress = ArenaProgress(torch.full((NUM_WORDS,), 99, dtype=torch.int64))  # what an earlier delivery left
+    progress = ArenaProgress(torch.full((NUM_WORDS,), 99, dtype=torch.int64))  # left by an earlier sync
     progress.start(5)
     return progress
 
 
-def test_two_buckets_may_be_ahead_of_the_reader(progress: ArenaProgress) -> None:
+def test_writers_may_be_two_buckets_ahead_of_the_reader(progress: ArenaProgress) -> None:
     assert progress.wait_for_slot(0, 0.01) and progress.wait_for_slot(1, 0.01)
     assert not progress.wait_for_slot(2, 0.01)
     progress.count_loaded(1)
@@ -26,7 +26,7 @@ def test_two_buckets_may_be_ahead_of_the_reader(progress: ArenaProgress) -> None
     assert not progress.wait_for_slot(3, 0.01)
 
 
-def test_a_bucket_is_whole_when_all_have_written(progress: ArenaProgress) -> None:
+def test_a_bucket_is_complete_once_all_ranks_have_written(progress: ArenaProgress) -> None:
     progress.count_written(0, 2)
     progress.count_written(2, 1)
     with pytest.raises(TimeoutError, match="bucket 0"):
@@ -37,20 +37,20 @@ def test_a_bucket_is_whole_when_all_have_written(progress: ArenaProgress) -> Non
         progress.wait_for_bucket(1, 5, 3, 0.01)
 
 
-def test_another_delivery_is_never_read(progress: ArenaProgress) -> None:
+def test_another_sync_is_never_read(progress: ArenaProgress) -> None:
     progress.count_written(0, 1)
     with pytest.raises(ValueError, match="abandoned the weight sync"):
         progress.wait_for_bucket(0, 4, 1, 10.0)
 
 
-def test_a_delivery_is_begun_once_and_only_while_it_is_under_way(progress: ArenaProgress) -> None:
+def test_a_sync_begins_once_and_only_while_it_is_current(progress: ArenaProgress) -> None:
     with pytest.raises(ValueError, match="abandoned the weight sync"):
         progress.begin(4)
     progress.begin(5)
     with pytest.raises(ValueError, match="begun already"):
         progress.begin(5)
     progress.start(6)
-    progress.stop_sync(5)  # of an earlier one: nothing to do with this
+    progress.stop_sync(5)  # an earlier sync: no effect on this one
     progress.begin(6)
     progress.stop_sync(6)
     assert progress.is_stopped
@@ -58,7 +58,7 @@ def test_a_delivery_is_begun_once_and_only_while_it_is_under_way(progress: Arena
         progress.begin(6)
 
 
-def test_stopping_ends_all_waiting_at_once(progress: ArenaProgress) -> None:
+def test_stopping_ends_all_waits(progress: ArenaProgress) -> None:
     errors = []
 
     def wait(function, *arguments) -> None:

@@ -1,4 +1,4 @@
-"""The receiver: what it writes, what it counts, and every way in which a delivery can be wrong."""
+"""The receiver: writes, counts, and every way in which a weight sync can be wrong."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ HALVES = (Slice((0, 0), (2, 6)), Slice((2, 0), (2, 6)))
 B_FILLED = Slice((0,), (4,))
 
 
-def _manifest(version: int = 1, delivery: str = "d1", session: str = "s", **parameters) -> Manifest:
+def _manifest(version: int = 1, sync_id: str = "d1", session: str = "s", **parameters) -> Manifest:
     promised = {
         "a": ParameterManifest((4, 6), torch.float32, 24),
         "b": ParameterManifest((5,), torch.float32, 4),
         **parameters,
     }
-    return Manifest(delivery, session, version, 2, {n: p for n, p in promised.items() if p is not None})
+    return Manifest(sync_id, session, version, 2, {n: p for n, p in promised.items() if p is not None})
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,24 +68,24 @@ def receiver() -> Receiver:
     return Receiver({"a": torch.full((4, 6), 7.0), "b": torch.full((5,), 7.0)})
 
 
-def _deliver(receiver: Receiver, manifest: Manifest) -> dict[str, int]:
+def _sync(receiver: Receiver, manifest: Manifest) -> dict[str, int]:
     receiver.begin(manifest)
     for index in (0, 1):
         receiver.accept(manifest.sync_id, *_message(index))
     return receiver.finish(manifest.sync_id)
 
 
-def test_a_delivery_fills_everything_in_place(receiver):
+def test_a_sync_fills_all_parameters_in_place(receiver):
     before = receiver.parameters["a"].data_ptr()
-    checksums = _deliver(receiver, _manifest())
+    checksums = _sync(receiver, _manifest())
     filled = {"a": VALUES["a"], "b": torch.cat([VALUES["b"][:4], torch.zeros(1)])}
     assert all(torch.equal(receiver.parameters[name], value) for name, value in filled.items())
     assert checksums == {name: tensor_checksum(value) for name, value in filled.items()}
     assert (receiver.version, receiver.parameters["a"].data_ptr()) == (1, before)
 
 
-def test_a_delivery_that_is_begun_behind_its_successor_is_refused(receiver):
-    """A message that was given up long ago and arrives now."""
+def test_a_sync_that_begins_after_its_successor_is_refused(receiver):
+    """A message that the trainer gave up on may still arrive."""
     receiver.begin(replace(_manifest(5, "new"), number=8))
     with pytest.raises(ValueError, match="'old' comes late, after 'new'"):
         receiver.begin(replace(_manifest(5, "old"), number=7))
@@ -94,16 +94,16 @@ def test_a_delivery_that_is_begun_behind_its_successor_is_refused(receiver):
 
 
 def test_versions_grow_within_a_session(receiver):
-    _deliver(receiver, _manifest(5))
+    _sync(receiver, _manifest(5))
     with pytest.raises(ValueError, match="version 4 is older than version 5"):
         receiver.begin(_manifest(4, "d2"))
-    assert receiver.version == 5  # the refused delivery changed nothing
-    _deliver(receiver, _manifest(5, "d3"))
+    assert receiver.version == 5  # the refused sync changed nothing
+    _sync(receiver, _manifest(5, "d3"))
     receiver.begin(_manifest(6, "d4"))
     assert receiver.version is None
     with pytest.raises(ValueError, match="older than version 6"):
         receiver.begin(_manifest(5, "d5"))
-    _deliver(receiver, _manifest(2, "d6", session="another life of the trainer"))
+    _sync(receiver, _manifest(2, "d6", session="a restarted trainer"))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_wrong_bucket_writes_nothing(bucket, message, receiver):
     assert all(bool((tensor == 7).all()) for tensor in receiver.parameters.values())
 
 
-def test_a_wrong_message_kills_its_delivery_and_no_other(receiver):
+def test_a_wrong_message_fails_its_own_sync_alone(receiver):
     data = _message(0)[1]
     begin = Command("1", "begin", "d1", manifest=_manifest())
     assert receiver.handle(begin, Bytes(data)).ok
@@ -160,10 +160,10 @@ def test_a_wrong_message_kills_its_delivery_and_no_other(receiver):
     end = receiver.handle(Command("6", "finish", "d1"), Bytes(data))
     assert not later.ok and not end.ok and "has failed already" in end.message
     assert receiver.version is None and end.version is None
-    assert _deliver(receiver, _manifest(1, "d2"))
+    assert _sync(receiver, _manifest(1, "d2"))
 
 
-def test_the_end_before_the_last_bucket(receiver):
+def test_finishing_before_the_last_bucket_is_refused(receiver):
     receiver.begin(_manifest())
     receiver.accept("d1", *_message(0))
     with pytest.raises(ValueError, match="1 of 2 buckets arrived before the end"):
@@ -179,7 +179,7 @@ def test_the_end_before_the_last_bucket(receiver):
         (Chunk("b", Slice((4,), (1,)), 0), "12 elements of 'a'"),
     ],
 )
-def test_the_ledger_wants_every_element_once(second, message, receiver):
+def test_every_element_must_be_written_exactly_once(second, message, receiver):
     receiver.begin(_manifest())
     receiver.accept("d1", *_message(0))
     receiver.accept("d1", Bucket(1, 48, (second,)), _message(1)[1])
@@ -188,42 +188,42 @@ def test_the_ledger_wants_every_element_once(second, message, receiver):
 
 
 def test_surplus_elements_are_named():
-    ledger = WriteCoverage({"b": ParameterManifest((5,), torch.float32, 4)})
-    ledger.add("b", Slice((0,), (5,)))
+    coverage = WriteCoverage({"b": ParameterManifest((5,), torch.float32, 4)})
+    coverage.add("b", Slice((0,), (5,)))
     with pytest.raises(ValueError, match="5 elements of 'b' .* 4 were promised; surplus: 1"):
-        ledger.check()
+        coverage.check()
 
 
-def test_overlaps_are_found_wherever_they_are():
+def test_overlaps_are_found():
     assert overlapping([Slice((), ()), Slice((), ())]) == Slice((), ())
     assert overlapping([Slice((0, 0), (4, 3)), Slice((0, 3), (4, 3)), Slice((4, 0), (1, 6))]) is None
     assert overlapping([Slice((0, 0), (4, 3)), Slice((9, 0), (1, 1)), Slice((3, 2), (1, 4))]) == Slice((3, 2), (1, 1))
 
 
-def test_adopting_checks_and_declares_without_a_ledger(receiver):
-    report = receiver.handle(Command("1", "adopt", "d1", manifest=_manifest(3)), Bytes(torch.empty(0)))
-    assert report.ok and report.version == 3 and report.checksums == receiver.checksums()
+def test_adopting_checks_and_declares_without_buckets(receiver):
+    reply = receiver.handle(Command("1", "adopt", "d1", manifest=_manifest(3)), Bytes(torch.empty(0)))
+    assert reply.ok and reply.version == 3 and reply.checksums == receiver.checksums()
     older = receiver.handle(Command("2", "adopt", "d2", manifest=_manifest(2)), Bytes(torch.empty(0)))
     assert not older.ok and "must not go backwards" in older.message
 
 
-def test_noise_changes_everything_and_the_version_is_unknown(receiver):
-    _deliver(receiver, _manifest())
+def test_randomizing_changes_all_parameters_and_forgets_the_version(receiver):
+    _sync(receiver, _manifest())
     before = receiver.checksums()
-    report = receiver.handle(Command("1", "randomize", seed=3), Bytes(torch.empty(0)))
+    reply = receiver.handle(Command("1", "randomize", seed=3), Bytes(torch.empty(0)))
     after = receiver.handle(Command("2", "checksums"), Bytes(torch.empty(0))).checksums
-    assert report.ok and report.version is None and all(after[name] != before[name] for name in before)
+    assert reply.ok and reply.version is None and all(after[name] != before[name] for name in before)
 
 
-def test_nothing_escapes_handle(receiver):
+def test_handle_never_raises(receiver):
     class Exploding(Bytes):
         def data(self, bucket: Bucket) -> torch.Tensor:
             raise MemoryError("no memory")
 
     explode = Exploding(torch.empty(0))
     receiver.begin(_manifest())
-    report = receiver.handle(Command("1", "bucket", "d1", bucket=_message(0)[0]), explode)
-    assert not report.ok and report.message == "MemoryError: no memory"
+    reply = receiver.handle(Command("1", "bucket", "d1", bucket=_message(0)[0]), explode)
+    assert not reply.ok and reply.message == "MemoryError: no memory"
     unknown = receiver.handle(Command("2", "dance"), explode)
     assert not unknown.ok and "no operation 'dance'; there are adopt, begin" in unknown.message
     assert not receiver.handle(Command("3", "begin"), explode).ok
@@ -233,19 +233,19 @@ def test_messages_survive_the_wire():
     bucket = _message(0)[0]
     command = Command("7", "bucket", "d1", _manifest(), bucket, {"kind": "arena", "slot": 1}, 5)
     assert Command.decode(command.encode()) == command
-    report = Reply("7", "finish", True, "", "d1", 3, 80, 0.5, {"a": -(1 << 63)})
-    assert Reply.decode(report.encode()) == report
+    reply = Reply("7", "finish", True, "", "d1", 3, 80, 0.5, {"a": -(1 << 63)})
+    assert Reply.decode(reply.encode()) == reply
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", json.dumps({"protocol": PROTOCOL_VERSION}), json.dumps({"protocol": 99})]
 )
-def test_what_is_no_command_says_so(text):
+def test_text_that_is_no_command_is_refused(text):
     with pytest.raises(ValueError, match="protocol 99|no command"):
         Command.decode(text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"id": 1, "surplus": 2}'])
-def test_what_is_no_report_says_so(text):
+def test_text_that_is_no_reply_is_refused(text):
     with pytest.raises(ValueError, match="no reply"):
         Reply.decode(text)

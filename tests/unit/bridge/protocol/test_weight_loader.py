@@ -1,4 +1,4 @@
-"""The loader inside the engine: commands through an arena, tied weights once, nothing that could end its process."""
+"""The loader inside the engine: commands through an arena, tied weights written once, no failure ends the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_dapo.reshard.slices import Slice
 
 
 class TiedModel(torch.nn.Module):
-    """An embedding that is the head as well, and a buffer that is no parameter."""
+    """A model whose embedding is also its head, with a buffer that is no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ MANIFEST = Manifest(
         "norm.weight": ParameterManifest((1, 4), torch.float32, 4),
     },
 )
-PARTS = (Chunk("embed_tokens.weight", Slice((0, 0), (6, 4)), 0),)
+CHUNKS = (Chunk("embed_tokens.weight", Slice((0, 0), (6, 4)), 0),)
 
 
 def _send(model: TiedModel, arena: Arena, *commands: Command, number: int = 0, writers: int = 1) -> Reply:
-    """One message; the report on it."""
+    """Send one message and return the reply."""
     channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": number, "writers": writers, "wait_s": 0.1}
     arena.clear_reply()
     counts = [command.bucket.index + 1 for command in commands if command.bucket is not None]
@@ -61,16 +61,16 @@ def _send(model: TiedModel, arena: Arena, *commands: Command, number: int = 0, w
     return Reply.decode(arena.read_reply())
 
 
-def test_a_delivery_through_an_arena(model, arena):
+def test_a_sync_through_an_arena(model, arena):
     address = model.embed_tokens.weight.data_ptr()
     values = torch.arange(28.0)
     arena.slots[0][:112] = values.view(torch.uint8)
-    chunks = (PARTS[0], Chunk("norm.weight", Slice((0, 0), (1, 4)), 64 + 64))
+    chunks = (CHUNKS[0], Chunk("norm.weight", Slice((0, 0), (1, 4)), 64 + 64))
     assert _send(model, arena, Command("1", "begin", "d", manifest=MANIFEST)).ok
     refused = _send(model, arena, Command("2", "bucket", "d", bucket=Bucket(0, 112, chunks)))
     assert not refused.ok and "bytes [128, 144) of a bucket of 112" in refused.message
 
-    assert arena.progress.is_stopped  # whoever writes need not go on
+    assert arena.progress.is_stopped  # trainer ranks stop writing
 
     commands = _whole("e", 4)
     arena.progress.start(1)
@@ -86,31 +86,29 @@ def test_a_delivery_through_an_arena(model, arena):
     assert model.embed_tokens.weight.data_ptr() == address and model.embed_tokens.weight.requires_grad
 
 
-def _whole(delivery: str, version: int) -> list[Command]:
-    """All commands of a delivery of two buckets."""
+def _whole(sync_id: str, version: int) -> list[Command]:
+    """All commands of a sync of two buckets."""
     norm = (Chunk("norm.weight", Slice((0, 0), (1, 4)), 0),)
     return [
-        Command(
-            f"{delivery}/begin", "begin", delivery, manifest=Manifest(delivery, "s", version, 2, MANIFEST.parameters)
-        ),
-        Command(f"{delivery}/0", "bucket", delivery, bucket=Bucket(0, 96, PARTS)),
-        Command(f"{delivery}/1", "bucket", delivery, bucket=Bucket(1, 16, norm)),
-        Command(f"{delivery}/finish", "finish", delivery),
+        Command(f"{sync_id}/begin", "begin", sync_id, manifest=Manifest(sync_id, "s", version, 2, MANIFEST.parameters)),
+        Command(f"{sync_id}/0", "bucket", sync_id, bucket=Bucket(0, 96, CHUNKS)),
+        Command(f"{sync_id}/1", "bucket", sync_id, bucket=Bucket(1, 16, norm)),
+        Command(f"{sync_id}/finish", "finish", sync_id),
     ]
 
 
-def test_a_whole_delivery_in_one_message(model, arena):
+def test_a_whole_sync_in_one_message(model, arena):
     arena.slots[0][:96] = torch.arange(24.0).view(torch.uint8)
     arena.slots[1][:16] = torch.full((4,), 2.5).view(torch.uint8)
-    report = _send(model, arena, *_whole("d", 4))
-    assert report.ok and (report.id, report.op, report.num_bytes, report.version) == ("d/finish", "finish", 112, 4)
-    assert report.checksums == {name: tensor_checksum(p) for name, p in model.named_parameters()}
+    reply = _send(model, arena, *_whole("d", 4))
+    assert reply.ok and (reply.id, reply.op, reply.num_bytes, reply.version) == ("d/finish", "finish", 112, 4)
+    assert reply.checksums == {name: tensor_checksum(p) for name, p in model.named_parameters()}
     assert torch.equal(model.lm_head.weight, torch.arange(24.0).view(6, 4)) and bool((model.norm.weight == 2.5).all())
     assert arena.progress.num_loaded == 2 and not arena.progress.is_stopped
 
 
 def test_a_message_that_arrives_twice_changes_nothing(model, arena):
-    """Its slots hold bytes of later buckets by then."""
+    """By the second time its slots hold bytes of later buckets."""
     assert _send(model, arena, *_whole("d", 4)).ok
     before = model.embed_tokens.weight.clone()
     arena.slots.fill_(9)
@@ -119,36 +117,36 @@ def test_a_message_that_arrives_twice_changes_nothing(model, arena):
     assert torch.equal(model.embed_tokens.weight, before)
 
 
-def test_nothing_is_carried_out_behind_a_failure(model, arena):
+def test_commands_after_a_failure_are_not_carried_out(model, arena):
     begin, first, second, finish = _whole("d", 4)
     before = model.norm.weight.clone()
-    report = _send(model, arena, begin, second, first, finish)
-    assert not report.ok and report.id == "d/1" and "expected bucket 0" in report.message
-    assert report.num_bytes == 0 and torch.equal(model.norm.weight, before)
+    reply = _send(model, arena, begin, second, first, finish)
+    assert not reply.ok and reply.id == "d/1" and "expected bucket 0" in reply.message
+    assert reply.num_bytes == 0 and torch.equal(model.norm.weight, before)
     assert arena.progress.num_loaded == 0 and arena.progress.is_stopped
 
 
-def test_a_message_that_cannot_be_read_ends_the_waiting_of_those_who_write(model, arena, caplog):
+def test_an_unreadable_message_ends_the_wait_of_the_writers(model, arena, caplog):
     assert _send(model, arena, _whole("d", 4)[0]).ok
     with caplog.at_level(logging.ERROR):
         weight_loader.load(model, [("{", torch.empty(0))])
     assert "no command" in caplog.text and arena.progress.is_stopped
 
 
-def test_bytes_that_never_come_are_waited_for_in_vain_and_not_taken(model, arena):
-    """A command may come before its bytes. Neither silence, nor a trainer that gave up, nor a slot that belongs to
-    another delivery already may be taken for them."""
+def test_missing_bytes_fail_the_bucket_in_time(model, arena):
+    """A command may come before its bytes. A writer that stays silent, a trainer that gave up, or a slot that already
+    belongs to another sync must not pass for them."""
     assert _send(model, arena, Command("1", "begin", "d", manifest=MANIFEST), writers=2).ok
     channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": 0, "writers": 2, "wait_s": 0.1}
-    command = Command("2", "bucket", "d", bucket=Bucket(0, 96, PARTS), channel=channel)
+    command = Command("2", "bucket", "d", bucket=Bucket(0, 96, CHUNKS), channel=channel)
     before = model.embed_tokens.weight.clone()
     arena.progress.count_written(0, 1)  # one of two
 
     def message() -> str:
         weight_loader.load(model, [(command.encode(), torch.empty(0))])
-        report = Reply.decode(arena.read_reply())
-        assert not report.ok and report.num_bytes == 0
-        return report.message
+        reply = Reply.decode(arena.read_reply())
+        assert not reply.ok and reply.num_bytes == 0
+        return reply.message
 
     assert "longer than 0.1 s" in message()
     arena.progress.stop()
@@ -160,10 +158,10 @@ def test_bytes_that_never_come_are_waited_for_in_vain_and_not_taken(model, arena
     assert torch.equal(model.embed_tokens.weight, before)
 
 
-def test_an_arena_is_mapped_until_another_one_is_named(model, arena, tmp_path, caplog):
+def test_an_arena_stays_mapped_until_a_command_names_another(model, arena, tmp_path, caplog):
     assert _send(model, arena, Command("1", "checksums", "d")).ok
     remove_arena(arena.spec)
-    assert _send(model, arena, Command("2", "checksums", "e")).ok  # the next delivery, by the same memory
+    assert _send(model, arena, Command("2", "checksums", "e")).ok  # the next sync, through the same memory
     late = arena
     successor = Arena(create_arena(tmp_path, "y", 128))
     assert _send(model, successor, Command("3", "checksums", "f")).ok
@@ -173,7 +171,7 @@ def test_an_arena_is_mapped_until_another_one_is_named(model, arena, tmp_path, c
     assert _send(model, successor, Command("5", "checksums", "g")).ok
 
 
-def test_a_late_message_does_not_stop_the_delivery_that_is_under_way(model, arena, tmp_path):
+def test_a_late_message_does_not_stop_the_current_sync(model, arena, tmp_path):
     remove_arena(arena.spec)
     current = Arena(create_arena(tmp_path, "y", 128))
     current.progress.start(8)
@@ -184,7 +182,7 @@ def test_a_late_message_does_not_stop_the_delivery_that_is_under_way(model, aren
     assert _send(model, current, *_whole("e", 4)[1:], number=8).ok
 
 
-def test_noise_and_checksums(model, arena):
+def test_randomizing_changes_all_checksums(model, arena):
     before = _send(model, arena, Command("1", "checksums", "d")).checksums
     assert _send(model, arena, Command("2", "randomize", seed=1)).ok
     after = _send(model, arena, Command("3", "checksums", "f")).checksums
@@ -201,13 +199,13 @@ def test_noise_and_checksums(model, arena):
         Command("1", "begin").encode(),
     ],
 )
-def test_what_cannot_be_answered_is_logged_and_not_raised(text, model, caplog):
+def test_a_message_that_cannot_be_answered_is_logged_and_not_raised(text, model, caplog):
     with caplog.at_level(logging.ERROR):
         weight_loader.load(model, [(text, torch.empty(0))])
     assert "could not be answered" in caplog.text
 
 
-def test_commands_of_two_deliveries_are_no_message(model, arena, caplog):
+def test_commands_of_two_syncs_in_one_message_are_refused(model, arena, caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="no reply"):
         _send(model, arena, _whole("d", 4)[0], _whole("e", 4)[1])
     assert "do not belong to one weight sync" in caplog.text

@@ -1,4 +1,4 @@
-"""Calls in threads: their deadline, their errors and their GPU."""
+"""Calls in threads: their deadlines, errors and GPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from megatron_dapo.bridge.transports.base import Call, SyncDeadline, call_within
 
 
-def test_a_call_that_takes_too_long_is_given_up() -> None:
+def test_a_call_ends_at_its_deadline() -> None:
     let_go = threading.Event()
     with pytest.raises(TimeoutError, match=r"the answer took longer than 0.1 s"):
         call_within(let_go.wait, 0.1, "the answer")
     let_go.set()
 
 
-def test_an_error_reaches_whoever_waits() -> None:
+def test_an_error_reaches_the_caller() -> None:
     def fail() -> None:
         raise KeyError("lost")
 
@@ -25,8 +25,8 @@ def test_an_error_reaches_whoever_waits() -> None:
         call_within(fail, 5.0, "the answer")
 
 
-def test_a_call_computes_on_the_gpu_of_its_rank(monkeypatch) -> None:
-    """The current device belongs to a thread; that of a new one is GPU 0."""
+def test_a_call_uses_the_gpu_of_its_rank(monkeypatch) -> None:
+    """The current device is a property of the thread; a new thread starts with GPU 0."""
     current = threading.local()
     current.device = 3
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

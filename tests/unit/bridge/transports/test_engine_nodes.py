@@ -1,4 +1,4 @@
-"""Which trainer rank is beside which engine rank."""
+"""The trainer rank beside each engine rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_dapo.bridge.transports.forwarding import EngineNodes
 from megatron_dapo.parallel.nodes import NodeTopology
 
 
-def _places(leaders: list[int], tensor_parallel: int, ranks_per_node: int) -> EngineNodes:
+def _engine_nodes(leaders: list[int], tensor_parallel: int, ranks_per_node: int) -> EngineNodes:
     plan = SimpleNamespace(engines=SimpleNamespace(tensor_parallel=tensor_parallel))
     return EngineNodes(plan, SimpleNamespace(leaders=leaders), NodeTopology(8, ranks_per_node), 0)
 
@@ -19,14 +19,12 @@ def _places(leaders: list[int], tensor_parallel: int, ranks_per_node: int) -> En
     ("leaders", "tensor_parallel", "ranks_per_node", "expected"),
     [
         ([0, 0, 4, 4], 2, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
-        ([0, 4], 2, 4, [0, 1, 4, 5]),  # servers on the first devices of each machine, the others have none
+        ([0, 4], 2, 4, [0, 1, 4, 5]),  # servers on the first devices of each node, none on the others
         ([0, 0, 4, 4], 1, 4, [0, 1, 4, 5]),
         ([0], 8, 8, [0, 1, 2, 3, 4, 5, 6, 7]),
         ([0, 2], 4, 2, [0, 1, 0, 1, 2, 3, 2, 3]),
     ],
 )
-def test_engines_lie_on_the_devices_of_their_machine_one_behind_the_other(
-    leaders, tensor_parallel, ranks_per_node, expected
-) -> None:
-    places = _places(leaders, tensor_parallel, ranks_per_node)
-    assert [places.beside(rank) for rank in range(len(expected))] == expected
+def test_engines_take_the_devices_of_their_node_in_order(leaders, tensor_parallel, ranks_per_node, expected) -> None:
+    engine_nodes = _engine_nodes(leaders, tensor_parallel, ranks_per_node)
+    assert [engine_nodes.beside(rank) for rank in range(len(expected))] == expected

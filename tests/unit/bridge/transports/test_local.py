@@ -1,4 +1,4 @@
-"""The weight sync into an embedded engine of one process: a single-rank group is None."""
+"""Weight sync into an embedded engine of one process: the group of a single rank is None."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loaded(make_model_directory):
 
 
 class Engine:
-    """Stand-in of an embedded engine: its tensors, full of NaN, and the version it declares."""
+    """Stand-in for an embedded engine: tensors full of NaN, and the version it declares."""
 
     def __init__(self, layout, dtype=torch.float32) -> None:
         self.tensors = {
