@@ -47,6 +47,12 @@ class ConversionReport:
     bytes_read: int
     bytes_written: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.num_tensors} tensors, {self.bytes_read:,} bytes read, "
+            f"{self.num_files} files of {self.bytes_written:,} bytes"
+        )
+
 
 @dataclass(frozen=True)
 class TensorDifference:

@@ -26,10 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"hf_to_megatron: {error}", file=sys.stderr)
         return 1
-    print(
-        f"{report.num_tensors} tensors, {report.bytes_read:,} bytes read, "
-        f"{report.num_files} files of {report.bytes_written:,} bytes"
-    )
+    print(report)
     return 0
 
 

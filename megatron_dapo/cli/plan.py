@@ -15,11 +15,9 @@ from megatron_dapo.config import (
     Violation,
     layout_overrides,
     load_config,
-    missing_inputs,
-    read_architecture,
     validate,
 )
-from megatron_dapo.config.inputs import critics_of_other_models
+from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.topology import critic_layout, parallel_layout
@@ -56,7 +54,7 @@ def make_plan(
     loaded = load_config(recipe, merged)
     loaded = replace(loaded, config=adapt(loaded.config))
     config = loaded.config
-    architecture, problems = _architecture(config)
+    architecture, problems = check_inputs(config)
     processes = world_size or config.num_processes
     problems += validate(config, processes, architecture)
     problems += _devices(processes, num_devices or 0)
@@ -69,17 +67,6 @@ def make_plan(
         num_processes=processes,
         architecture=architecture,
     )
-
-
-def _architecture(config: Config) -> tuple[ArchitectureFacts | None, list[Violation]]:
-    problems = missing_inputs(config)
-    if any(problem.path == "model.path" for problem in problems):
-        return None, problems
-    try:
-        policy = read_architecture(config.model.path)
-        return policy, [*problems, *critics_of_other_models(config, policy)]
-    except ValueError as error:
-        return None, [*problems, Violation("model.path", "a model directory this package knows", str(error))]
 
 
 def _devices(needed: int, num_devices: int) -> list[Violation]:

@@ -73,6 +73,18 @@ def read_architecture(directory: str | Path) -> ArchitectureFacts:
     )
 
 
+def check_inputs(config: Config) -> tuple[ArchitectureFacts | None, list[Violation]]:
+    """Return the policy's architecture, None if it cannot be read, and what is wrong with the files that are named."""
+    problems = missing_inputs(config)
+    if any(problem.path == "model.path" for problem in problems):
+        return None, problems
+    try:
+        policy = read_architecture(config.model.path)
+    except ValueError as error:
+        return None, [*problems, Violation("model.path", "a model directory this package knows", str(error))]
+    return policy, [*problems, *critics_of_other_models(config, policy)]
+
+
 def missing_inputs(config: Config) -> list[Violation]:
     """Return a violation for each model directory or data file that is not there."""
     found, critic = [], Path(config.critic.path)

@@ -20,13 +20,14 @@ class Violation:
     suggestion: str
     values: Mapping[str, Any] = field(default_factory=dict)  # every number of the formula
 
-    def __str__(self) -> str:
+    @property
+    def detail(self) -> str:
+        """The rule and the values that break it."""
         values = ", ".join(f"{name} = {value!r}" for name, value in self.values.items())
-        return (
-            f"{self.path}: expected {self.formula}"
-            + (f"; have {values}" if values else "")
-            + f". Fix: {self.suggestion}"
-        )
+        return f"expected {self.formula}" + (f"; have {values}" if values else "")
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.detail}. Fix: {self.suggestion}"
 
 
 class ConfigError(ValueError):

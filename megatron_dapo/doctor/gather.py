@@ -37,12 +37,12 @@ from megatron_dapo.doctor.recipe import AttentionResult, CheckpointSize, SglangF
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROBES = "megatron_dapo.doctor.probes"
-TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0  # of a probe: the first import of torch from a network file system can take minutes
 DISTRIBUTION = "megatron-dapo"
 TRANSFORMER_ENGINE = "transformer-engine"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _DRIVER_DEVICE = Path("/dev/nvidiactl")
-_EXTRA = re.compile(r"\bextra\s*==")
+_EXTRA = re.compile(r"\bextra\s*==")  # metadata lists what extras require, too, behind this marker
 # Transformer Engine's switches: each back-end alone.
 _ENGINE_SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -91,8 +91,10 @@ def run(command: list[str], environment: Mapping[str, str], timeout_s: float) ->
 
 
 def _cause(code: int, errors: str) -> str:
+    # subprocess gives a process that a signal ended the signal's number, negated.
     if code < 0:
         return f"the process crashed ({signal.Signals(-code).name})"
+    # A Python traceback ends with the exception.
     lines = [line for line in errors.splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"exit code {code}"
 
@@ -154,6 +156,7 @@ def torch_facts() -> TorchFacts:
 
 def _driver() -> str | None:
     """Return the version of NVIDIA's driver, "" if it cannot be read, None if there is no driver."""
+    # The kernel's file first: containers often lack nvidia-smi.
     if _DRIVER_FILE.is_file():
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _DRIVER_FILE.read_text(encoding="utf-8"))
         if match:
@@ -280,6 +283,7 @@ def attention_shape(config: Config) -> tuple[int, int, int]:
 
     architecture = ModelArchitecture.from_directory(config.model.path)
     tensor = max(1, config.parallel.tp_size)
+    # At least 1 each: a layout that does not fit is reported by its own rules.
     groups = max(1, architecture.num_key_value_heads // tensor)
     heads = groups * max(1, architecture.num_attention_heads // tensor // groups)
     return architecture.head_dim, heads, groups
@@ -373,6 +377,7 @@ def _checkpoint_size(name: str, architecture: Any, parallel: Any, dtype: Any, is
 
     layout = megatron_layout(architecture, parallel, dtype)
     weights = sum(spec.num_bytes for rank in range(layout.num_ranks) for spec in layout.local_specs(rank).values())
+    # Without a distributed optimizer every data- and context-parallel rank holds and writes the whole state.
     copies = 1 if is_cut else parallel.data * parallel.context
     return CheckpointSize(weights, architecture.num_parameters, copies, dtype.itemsize < 4, name)
 
@@ -385,8 +390,7 @@ def existing_parent(path: Path) -> Path:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the file system that `path` is on, or will be."""
-    status = os.statvfs(existing_parent(path))
-    return status.f_bavail * status.f_frsize
+    return shutil.disk_usage(existing_parent(path)).free
 
 
 def same_disk(first: Path, second: Path) -> bool:
@@ -427,6 +431,7 @@ def ports_problem(host: str, count: int) -> str:
     from megatron_dapo.engines.sglang.ports import listen_address, reserve_port
 
     host = listen_address(host, LOOPBACK).bind
+    # All at once: a port that is released before the next is reserved would be found twice.
     with ExitStack() as stack:
         try:
             for _ in range(count):

@@ -55,7 +55,7 @@ def first_conflict(findings: Iterable[Finding]) -> Finding | None:
 GIB = 1 << 30
 # Below this share of free memory another process uses the device; the driver takes less.
 FREE_SHARE = 0.9
-BFLOAT16_CAPABILITY = (8, 0)
+BFLOAT16_CAPABILITY = (8, 0)  # Ampere; older GPUs emulate it slowly, or not at all
 # A site's default of one core a task makes a rank, its server's tokenizer and the verifiers take turns.
 MIN_CORES = 2
 MIN_MEMORY = 16 * GIB
@@ -277,6 +277,7 @@ def psutil_finding(version: str | None) -> Finding:
 
 # ---- packages
 
+# The bounds of setup.py's python_requires.
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
 _FILE = re.compile(r"(cpu|cuda)-py(\d)(\d+)\.txt")
 

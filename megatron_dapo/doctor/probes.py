@@ -200,10 +200,12 @@ def _try_attention(
     import torch
 
     head_dim, num_heads, num_groups = shape
+    # Made on the CPU: the same inputs for every device.
     generator = torch.Generator().manual_seed(1)
     num_tokens = sum(lengths)
     sizes = [(num_tokens, n, head_dim) for n in (num_heads, num_groups, num_groups)]
     inputs = [torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes]
+    # Random weights of the sum: equal ones would hide errors that cancel.
     weights = torch.randn((num_tokens, num_heads * head_dim), generator=generator).to(device)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     try:
@@ -240,6 +242,7 @@ def written_out_attention(query: Any, key: Any, value: Any, lengths: Sequence[in
     return torch.cat(outputs)
 
 
+# By the names that gather.ask passes on the command line.
 PROBES = {
     "torch": torch_facts,
     "transformer_engine": transformer_engine_facts,

@@ -79,11 +79,7 @@ class AttentionResult:
 
 def violation_findings(violations: Iterable[Violation]) -> list[Finding]:
     """Report each broken rule of the configuration as a conflict."""
-    found = []
-    for violation in violations:
-        values = ", ".join(f"{name} = {value!r}" for name, value in violation.values.items())
-        detail = f"expected {violation.formula}" + (f"; have {values}" if values else "")
-        found.append(conflict(f"recipe {violation.path}", detail, violation.suggestion))
+    found = [conflict(f"recipe {one.path}", one.detail, one.suggestion) for one in violations]
     return found or [ok("recipe", "every rule holds")]
 
 
@@ -120,6 +116,7 @@ def sglang_findings(facts: SglangFacts, wants_router: bool) -> list[Finding]:
 def checkpoint_storage(path: Path, free: int, kept: int, models: Sequence[CheckpointSize], keep: int) -> Storage:
     """Compute the space for `keep` checkpoints of all `models` and the one being written, less `kept` bytes on disk."""
     num_bytes = sum(model.num_bytes for model in models)
+    # keep + 1: an old checkpoint is deleted only after the new one is complete.
     needed = max(0, (keep + 1) * num_bytes - kept)
     formula = (
         f"{keep + 1} checkpoints (checkpoint.keep + 1) of {size(num_bytes)} = "

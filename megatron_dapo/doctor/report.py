@@ -8,16 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config import (
-    Config,
-    ConfigError,
-    Violation,
-    layout_overrides,
-    load_config,
-    missing_inputs,
-    read_architecture,
-    validate,
-)
+from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
+from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.doctor import gather, machine, recipe
 from megatron_dapo.doctor.gather import ProbeFailure
 from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, first_conflict
@@ -48,6 +40,7 @@ def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layo
     if recipe_file is not None:
         config, findings = _read_recipe(recipe_file, [*overrides, *(layout_overrides(layout) if layout else [])])
         report.findings += findings
+    # An error beside a version is of the devices: torch itself can be imported.
     if torch.error and not torch.version:
         return report  # every further probe imports torch
     if config is not None:
@@ -88,12 +81,7 @@ def _read_recipe(file: Path, overrides: Sequence[str]) -> tuple[Config | None, l
         config = load_config(file, overrides).config
     except ConfigError as error:
         return None, recipe.violation_findings(error.violations)
-    problems, architecture = missing_inputs(config), None
-    if not any(problem.path == "model.path" for problem in problems):
-        try:
-            architecture = read_architecture(config.model.path)
-        except ValueError as error:
-            problems.append(Violation("model.path", "a model directory with a supported architecture", str(error)))
+    architecture, problems = check_inputs(config)
     problems += validate(config, config.num_processes, architecture)
     return config, recipe.violation_findings(problems)
 
@@ -167,7 +155,7 @@ def _storage(config: Config) -> Iterator[Finding]:
     yield recipe.storage_finding(storage)
     if config.checkpoint.export_huggingface:
         beside = storage.needed if gather.same_disk(directory, run) else 0
-        width = 2 if models[0].has_main_params else 4
+        width = 2 if models[0].has_main_params else 4  # bytes: only a 16-bit model has separate main params
         num_parameters = sum(model.num_parameters for model in models)
         export = recipe.export_storage(run, gather.free_bytes(run), num_parameters, width, beside)
         yield recipe.storage_finding(export)
