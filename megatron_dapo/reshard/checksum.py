@@ -27,7 +27,7 @@ def slice_checksum(values: torch.Tensor, bounds: Slice, shape: Coordinates) -> i
     """Signed 64-bit sum of the part `bounds` (values: shape of the slice) of a tensor of shape `shape`."""
     if not bounds.volume:
         return 0
-    if not shape:
+    if not shape:  # a scalar is a row of one element
         values, bounds, shape = values.view(1), Slice((0,), (1,)), (1,)
     start, size = bounds.offset[-1], bounds.shape[-1]
     elements = _WORD_BYTES // values.dtype.itemsize
@@ -37,7 +37,7 @@ def slice_checksum(values: torch.Tensor, bounds: Slice, shape: Coordinates) -> i
     else:
         columns = _odd(torch.arange(start // elements, (start + size) // elements, device=values.device), _COLUMN_SEED)
         dots = _word_dots(_words(values, elements), columns)
-    return int((dots * rows).sum())
+    return int((dots * rows).sum())  # int64 wraps: sums and products are modulo 2^64
 
 
 def tensor_checksum(values: torch.Tensor) -> int:
@@ -76,10 +76,12 @@ def _element_dots(values: torch.Tensor, start: int, elements: int) -> torch.Tens
     """`_word_dots` of rows that begin or end inside a word: element by element."""
     dtype, mask = _UNSIGNED_BITS[values.dtype.itemsize]
     numbers = torch.arange(start, start + values.shape[-1], device=values.device)
+    # A word is little-endian: its first element is in the lowest bits.
     shifts = (numbers % elements) * (8 * values.dtype.itemsize)
     factors = _odd(numbers.div(elements, rounding_mode="floor"), _COLUMN_SEED) << shifts
     bits = values.reshape(-1, values.shape[-1]).contiguous().view(dtype)
     rows = max(1, _CHUNK_WORDS // bits.shape[1])
+    # The mask undoes the sign extension, which would reach into the bits of the word's other elements.
     return torch.cat([((b.to(torch.int64) & mask) * factors).sum(1) for b in bits.split(rows)])
 
 
@@ -94,6 +96,7 @@ def _row_numbers(bounds: Slice, shape: Coordinates, device: torch.device) -> tor
 
 def _odd(numbers: torch.Tensor, seed: int) -> torch.Tensor:
     """Pseudo-random odd 64-bit factors of integers; a mixer of multiplications and shifts, wrapping."""
+    # SplitMix64's finalizer, with arithmetic shifts: torch has no unsigned ones for int64.
     mixed = (numbers + seed) * signed(0x9E3779B97F4A7C15)
     for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
         mixed = (mixed ^ (mixed >> shift)) * signed(multiplier)

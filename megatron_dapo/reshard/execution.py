@@ -73,7 +73,7 @@ def execute_distributed(
     local = 0
     for transfer in incoming.pop(rank, ()):
         local += _copy_local(transfer, sources, destinations)
-    outgoing.pop(rank, None)
+    outgoing.pop(rank, None)  # the same transfers, copied above
     sent = received = 0
     for step in range(1, size):
         to, source = (rank + step) % size, (rank - step) % size
@@ -109,13 +109,12 @@ def _by_peer(pairs: Iterable[tuple[Transfer, int]]) -> dict[int, list[Transfer]]
 
 
 def _payload(plan: ReshardPlan, transfers: list[Transfer]) -> int:
-    return sum(t.bounds.volume * wire_dtype(plan, t.tensor).itemsize for t in transfers)
+    return sum(map(plan.num_bytes, transfers))
 
 
 def _wire_bytes(plan: ReshardPlan, transfer: Transfer) -> int:
     """Bytes of a transfer within a bucket, its alignment included."""
-    num_bytes = transfer.bounds.volume * wire_dtype(plan, transfer.tensor).itemsize
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-plan.num_bytes(transfer) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _buckets(plan: ReshardPlan, transfers: Sequence[Transfer], bucket_bytes: int) -> Iterator[list[Transfer]]:
@@ -148,10 +147,12 @@ def _exchange(
     if receive:
         device = destinations[receive[0].destination_shard.local].device
         inbound = torch.empty(sum(_wire_bytes(plan, t) for t in receive), dtype=torch.uint8, device=device)
+        # P2POp takes ranks of the world, whatever the group.
         operations.append(dist.P2POp(dist.irecv, inbound, dist.get_global_rank(group, source), group))
     if send:
         outbound = _pack(plan, send, sources)
         operations.append(dist.P2POp(dist.isend, outbound, dist.get_global_rank(group, to), group))
+    # In one batch: under NCCL two ranks that both send first would wait for each other's receive.
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     for transfer, part in _parts(plan, receive, inbound):
@@ -175,6 +176,6 @@ def _parts(
     position = 0
     for transfer in transfers:
         dtype = wire_dtype(plan, transfer.tensor)
-        end = position + transfer.bounds.volume * dtype.itemsize
+        end = position + plan.num_bytes(transfer)
         yield transfer, bucket[position:end].view(dtype).view(transfer.bounds.shape)
         position += _wire_bytes(plan, transfer)

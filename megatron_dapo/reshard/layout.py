@@ -215,6 +215,7 @@ def slice_view(tensor: torch.Tensor, bounds: Slice) -> torch.Tensor:
 def _flat_view(buffer: torch.Tensor, shard: Shard) -> torch.Tensor:
     start, size = shard.local_offset[0], prod(shard.shape)
     assert start + size <= buffer.numel(), f"{shard} ends at {start + size}, its buffer has {buffer.numel()} elements"
+    # Detached: a copy into a view of a parameter is no operation for autograd.
     return buffer.detach().view(-1).narrow(0, start, size).view(shard.shape)
 
 
@@ -236,6 +237,7 @@ def local_holes(shards: Sequence[Shard], shapes: Mapping[str, Coordinates]) -> d
         slices[shard.local].append(local_slice(shard))
     holes = {name: uncovered(whole(shape), slices[name]) for name, shape in shapes.items()}
     for name, shape in shapes.items():
+        # Counted twice where two shards overlap, so that the sums disagree.
         filled = sum(bounds.volume for bounds in slices[name])
         padding = sum(hole.volume for hole in holes[name])
         if filled + padding != prod(shape):

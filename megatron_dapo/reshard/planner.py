@@ -108,6 +108,7 @@ class LoadBalancer:
 
     def served_by(self, member: int) -> list[int]:
         """Destinations whose bytes reach into the share of one holder."""
+        # Rounded outward: a destination too many receives nothing, one too few would lose its overlaps.
         index, count, total = bisect_left(self.members, member), len(self.members), self.num_bytes
         first = bisect_right(self.starts, index * total // count) - 1
         last = bisect_left(self.starts, -(-(index + 1) * total // count))
@@ -197,6 +198,7 @@ class ReshardPlan:
         """All overlaps of a replica group of the destination, by the replica groups of the source that have them."""
         if group not in self._requested:
             found: dict[frozenset[int], list[tuple[int, int]]] = {}
+            # Overlaps cut here are not kept: a table of all ranks' traffic needs their sizes alone.
             for index, overlap in enumerate(self._overlaps.get(group) or self._cut(group)):
                 found.setdefault(overlap.groups, []).append((index, overlap.num_bytes))
             self._requested[group] = {groups: _request(overlaps) for groups, overlaps in found.items()}
@@ -229,9 +231,10 @@ class ReshardPlan:
             far: dict[frozenset[int], SliceRequest] = {}
             for groups, request in self.requested(receiver.group).items():
                 if receiver.own in groups:
-                    continue
+                    continue  # the rank holds them itself
                 neighbors = groups & receiver.near
                 if neighbors:
+                    # Several sets can have the same neighbors: their requests are one for the balancer.
                     near[neighbors] = _joined(near[neighbors], request) if neighbors in near else request
                 else:
                     far[groups] = request
@@ -313,6 +316,7 @@ class ReshardPlan:
     def _into(self, destination: int, only: int | None = None) -> Iterator[Transfer]:
         """Transfers into a destination (those from rank `only` where given), in the order of its shards."""
         overlaps = self.overlaps(self._destinations.group_of[destination])
+        # By index: sender and receiver cut their equal lists into equal buckets.
         for index, source in sorted(self._senders(destination, only)):
             overlap = overlaps[index]
             held = overlap.holders[self._sources.group_of[source]]
@@ -410,6 +414,7 @@ def _layout_digest(layout: Layout, groups: ReplicaGroups) -> bytes:
     canonical = hashlib.sha256()
     for name, spec in sorted(layout.tensors.items()):
         canonical.update(repr((name, tuple(spec.shape), str(spec.dtype))).encode())
+    # Hashed once a group: thousands of ranks have few different tuples of shards.
     of_group = [hashlib.sha256(repr([tuple(shard) for shard in shards]).encode()).digest() for shards in groups.shards]
     for group in groups.group_of:
         canonical.update(of_group[group])

@@ -39,12 +39,12 @@ class ReplicaGroups:
             self.ranks[group].append(rank)
             self.group_of.append(group)
 
-    def by_tensor(self) -> dict[str, list[tuple[int, int, Shard]]]:
-        """Return tensor -> (group, index of the shard within the group, shard)."""
-        index: dict[str, list[tuple[int, int, Shard]]] = {}
+    def by_tensor(self) -> dict[str, list[tuple[int, Shard]]]:
+        """Return tensor -> (group, shard) of each of its shards."""
+        index: dict[str, list[tuple[int, Shard]]] = {}
         for group, shards in enumerate(self.shards):
-            for position, shard in enumerate(shards):
-                index.setdefault(shard.tensor, []).append((group, position, shard))
+            for shard in shards:
+                index.setdefault(shard.tensor, []).append((group, shard))
         return index
 
 
@@ -53,6 +53,7 @@ def partition(holders: Iterable[tuple[int, Shard]]) -> tuple[Region, ...]:
     by_bounds: dict[Slice, dict[int, Shard]] = {}
     for group, shard in holders:
         if shard.bounds.volume:
+            # A group that holds a slice twice serves it from its first shard.
             by_bounds.setdefault(shard.bounds, {}).setdefault(group, shard)
     regions: list[Region] = []
     for bounds, shards in by_bounds.items():
@@ -81,7 +82,7 @@ def regions_of(
     held, known = groups.by_tensor(), {}
     result = {}
     for name in tensors:
-        regions = partition((group, shard) for group, _, shard in held.get(name, ()))
+        regions = partition(held.get(name, ()))
         sets = (frozenset(region.holders) for region in regions)
         result[name] = tuple((region, known.setdefault(groups, groups)) for region, groups in zip(regions, sets))
     return result

@@ -94,6 +94,7 @@ def traffic_table(plan: ReshardPlan) -> TrafficTable:
         for column, values in zip(columns, run):
             column.extend(values.tolist())
     source, destination, num_bytes, num_overlaps = (torch.tensor(column, dtype=torch.int64) for column in columns)
+    # One number a pair, whose order is the destination's and then the source's.
     pairs, index = torch.unique(destination * plan.num_ranks + source, return_inverse=True)
     return TrafficTable(
         num_ranks=plan.num_ranks,
@@ -164,4 +165,5 @@ def _holders(balancer: LoadBalancer, request: SliceRequest, ranks: Iterable[int]
     if 2 * total * count < _EXACT:
         doubled = 2 * torch.tensor(starts)[:, None] + torch.tensor(request.middles)[None, :]
         return doubled * count // (2 * total)
+    # Python's integers: these products overflow an int64.
     return torch.tensor([[(2 * start + m) * count // (2 * total) for m in request.middles] for start in starts])

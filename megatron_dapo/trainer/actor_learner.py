@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -153,14 +153,14 @@ class PolicyLearner:
         assert self.reference is not None, "KL in the reward needs a reference policy"
         mini_batch = self._updater.pack(samples)
         with self._phases.phase("logprobs"), self._models.on_device(POLICY, REFERENCE):
-            policy, reference = (self._gathered(model, mini_batch, samples) for model in (self.actor, self.reference))
+            # The policy first: ranks without it receive both in this order, see `RemotePolicy`.
+            policy, reference = (
+                gather_response_tokens(
+                    self._logprobs(model, mini_batch), mini_batch.micro_batches, samples, model.layout, model.rank
+                )
+                for model in (self.actor, self.reference)
+            )
         return policy, reference
-
-    def _gathered(
-        self, model: MegatronActor, mini_batch: MiniBatch, samples: Sequence[TrainSample]
-    ) -> list[torch.Tensor]:
-        logprobs = self._logprobs(model, mini_batch)
-        return gather_response_tokens(logprobs, mini_batch.micro_batches, samples, model.layout, model.rank)
 
     def compare(self, samples: Sequence[TrainSample], temperature: float) -> dict[str, float]:
         """Return the mismatch of the current weights with the log-probs in `samples`; the same on every rank."""
@@ -317,23 +317,16 @@ class PolicyLearner:
 
     def _correction_metrics(self, mini_batches: Sequence[_PolicyMiniBatch]) -> dict[str, float]:
         """Return the mean weight of the off-policy correction and the shares of tokens it bounded and masked; 1, 0 and 0 without one."""
-        names = ("num_tokens", "is_weight_sum", "is_bounded_sum", "is_masked_sum")
-        sums = dict.fromkeys(names, 0.0)
+        sums: dict[str, Any] = dict.fromkeys(("num_tokens", *_CORRECTION_MEANS.values()), 0.0)
         for mini_batch in mini_batches if self._is_reporting else ():
-            for name in names:
+            for name in sums:
                 sums[name] += mini_batch.correction_sums.get(name, 0.0)
-        total = (
-            {name: float(value) for name, value in sum_over(sums, self._group).items()}
-            if dist.is_initialized()
-            else sums
-        )
-        if not total["num_tokens"]:
-            return {"mismatch/weight_mean": 1.0, "mismatch/bounded_share": 0.0, "mismatch/masked_share": 0.0}
-        return {
-            "mismatch/weight_mean": total["is_weight_sum"] / total["num_tokens"],
-            "mismatch/bounded_share": total["is_bounded_sum"] / total["num_tokens"],
-            "mismatch/masked_share": total["is_masked_sum"] / total["num_tokens"],
-        }
+        if dist.is_initialized():
+            sums = sum_over(sums, self._group)
+        num_tokens = float(sums["num_tokens"])
+        if not num_tokens:
+            return {name: float(name == "mismatch/weight_mean") for name in _CORRECTION_MEANS}
+        return {name: float(sums[total]) / num_tokens for name, total in _CORRECTION_MEANS.items()}
 
     def _mismatch(self, sums: Sequence[MetricSums]) -> dict[str, float]:
         """Add up all ranks' sums. Ranks whose tokens another rank reports add nothing, so that no token counts twice."""
@@ -354,6 +347,11 @@ _TOKEN_MEANS = {
     "actor/clip_low_share": "clip_low_sum",
     "actor/clip_high_share": "clip_high_sum",
     "actor/dual_clip_share": "dual_clip_sum",
+}
+_CORRECTION_MEANS = {
+    "mismatch/weight_mean": "is_weight_sum",
+    "mismatch/bounded_share": "is_bounded_sum",
+    "mismatch/masked_share": "is_masked_sum",
 }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dapo.data.dataset import PromptDataset
 from megatron_dapo.engines.base import CollectiveEngine
-from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
+from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.evaluation.runner import evaluate
 from megatron_dapo.rewards.pool import Scorer
 from megatron_dapo.trainer.metrics import evaluation_metrics
@@ -73,9 +73,6 @@ class Evaluator:
             progress=lambda seen: self._phases.show("evaluate", seen.num_finished, seen.num_total),
             max_in_flight=self._max_in_flight,
         )
-        self._write(task, train_step, result)
-        return evaluation_metrics(result, time.perf_counter() - start)
-
-    def _write(self, task: EvaluationTask, train_step: int, result: EvaluationResult) -> None:
         task.output_dir.mkdir(parents=True, exist_ok=True)
         (task.output_dir / f"step_{train_step:06d}.json").write_text(result.to_json() + "\n", encoding="utf-8")
+        return evaluation_metrics(result, time.perf_counter() - start)

@@ -84,6 +84,7 @@ class TrainingLoop:
     def run(self) -> str:
         """Train until a limit, the data or a signal ends the run; return which. The last state is saved."""
         learner, progress, evaluation = self._parts.learner, self._progress, self._config.evaluation
+        # Empty in a new run: the alarm then begins with no history.
         if progress.mismatch_trend:
             self._trend.load_state_dict(progress.mismatch_trend)
         # Engines start without weights, also after a resume: the restored policy is served first.

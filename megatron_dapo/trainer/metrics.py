@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import psutil
 
@@ -57,7 +56,7 @@ def step_metrics(
         **absent,
         **learned,
         **throughput_metrics(rollout, times, batch.generation_seconds),
-        **memory_metrics(),
+        "memory/host_rss_mib": psutil.Process().memory_info().rss / 2**20,
         **{f"time/{name}": seconds for name, seconds in times.items()},
     }
 
@@ -72,10 +71,8 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
     ages = [
         (policy_version - run.version, run.end - run.start) for sample in samples for run in sample.completion.versions
     ]
-    duplicates = sum(
-        len(group.samples) - len({sample.completion.token_ids for sample in group.samples})
-        for group in (replace(group, samples=tuple(_finished(group.samples))) for group in groups)
-    )
+    finished = [_finished(group.samples) for group in groups]
+    duplicates = sum(len(group) - len({sample.completion.token_ids for sample in group}) for group in finished)
     return {
         "rollout/groups_trained": len(groups),
         "rollout/groups_generated": sum(statistics.filter_decisions.values()),
@@ -90,7 +87,7 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/staleness_max": max(staleness, default=0),
         "rollout/token_staleness_mean": sum(age * count for age, count in ages) / max(1, sum(lengths)),
         "rollout/token_staleness_max": max((age for age, _ in ages), default=0),
-        "rollout/partial_share": mean([_num_versions(sample) > 1 for sample in samples]),
+        "rollout/partial_share": mean([len({run.version for run in one.completion.versions}) > 1 for one in samples]),
         "rollout/responses_continued": statistics.num_continued,
         "rollout/tokens_discarded": statistics.num_discarded_tokens,
         "rollout/accuracy_trained": mean([sample.score.accuracy for sample in _finished(samples)]),
@@ -128,10 +125,6 @@ def window_metrics(batch: RolloutBatch) -> dict[str, float]:
 def _finished(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
     """Return the finished samples: all of them, if responses come whole."""
     return [sample for sample in samples if sample.window.is_finished]
-
-
-def _num_versions(sample: ScoredSample) -> int:
-    return len({run.version for run in sample.completion.versions})
 
 
 def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[str, float]:
@@ -177,11 +170,6 @@ def throughput_metrics(
         "throughput/trained_tokens_per_s": trained_tokens / max(times["train"], 1e-9),
         "throughput/generated_tokens": generated,
     }
-
-
-def memory_metrics() -> dict[str, float]:
-    """Return the "memory/" section, of this process."""
-    return {"memory/host_rss_mib": psutil.Process().memory_info().rss / 2**20}
 
 
 def evaluation_metrics(result: EvaluationResult, seconds: float) -> dict[str, float]:

@@ -90,6 +90,7 @@ class ParityProbe:
         return metrics
 
     def _mismatch(self, server: str, samples: Sequence[TrainSample]) -> dict[str, float]:
+        # Servers give log-probs of prompts at temperature 1, whatever the rollout's is.
         trained = self._learner.compare(samples, 1.0)
         if self._as_served is None:
             return trained
@@ -136,6 +137,7 @@ def build_parity(
     assert topology.policy.coordination is not None, "ranks with servers hold the policy"
     group = topology.policy.coordination.group
     token_ids = None if prompts is None else [prompt.token_ids for prompt in prompts]
+    # At least one for every data-parallel rank: no replica of the policy goes unchecked.
     sequences = sequences_to_probe(token_ids, max(NUM_PROMPTS, topology.policy_layout.data), group)
     gate = config.mismatch.step0_max_mean_abs
     # FP8 servers on GPUs, and a trainer in FP8, round activations as well, each in its own way.
@@ -156,7 +158,7 @@ def _sample(index: int, pair: tuple[list[int], list[float]]) -> TrainSample:
         sample_id=f"parity/{index}",
         group_index=index,
         tokens=torch.tensor(tokens),
-        prompt_length=1,
+        prompt_length=1,  # a server gives log-probs of all tokens but the first
         loss_mask=torch.ones(len(logprobs)),
         advantages=torch.zeros(len(logprobs)),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),

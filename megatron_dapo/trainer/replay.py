@@ -48,7 +48,7 @@ def replay(config: Config, dump: Path) -> dict[str, float]:
     step = int(batch.metadata["train_step"]) - 1
     actor = build_actor(config, topology)
     learner = build_learner(config, actor, topology, Phases())
-    if step > 0:
+    if step > 0:  # the first step began from model.path itself
         state = RunState.of(topology, learner, RunProgress(), None)
         Checkpoints.of(config, state, topology.coordination).restore_step(step)
         logger.info("state before train step %d restored: %s", step + 1, asdict(learner.counters))

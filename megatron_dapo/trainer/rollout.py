@@ -127,7 +127,7 @@ def _train_sample(
         tokens=torch.tensor([*group.prompt.token_ids, *completion.token_ids], dtype=torch.int64),
         prompt_length=len(group.prompt.token_ids),
         loss_mask=loss_mask,
-        advantages=torch.zeros(num_response),
+        advantages=torch.zeros(num_response),  # estimated by every rank after the broadcast
         rollout_logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
         staleness=_staleness(completion, training_version),
         critic_context=CriticContext(sample.reward, sample.score.accuracy > 0, window),

@@ -20,7 +20,6 @@ from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
 from megatron_dapo.megatron.actor import MegatronActor
-from megatron_dapo.megatron.critic import MegatronCritic
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.parallel.coordination import collective_timeout
@@ -66,11 +65,6 @@ class PreparedRun:
     recorder: Recorder | None
     topology: RunTopology
 
-    @property
-    def critic(self) -> MegatronCritic | None:
-        """Return this rank's part of the critic, on ranks that hold one."""
-        return self.learner.local_critic
-
     def export(self, reason: str) -> dict[str, Path]:
         """Write what was trained as Hugging Face directories, unless a signal ended the run; return them by name.
 
@@ -91,7 +85,7 @@ class PreparedRun:
 
     def export_critic(self) -> Path:
         """Write the critic as a Hugging Face directory with its optimizer state beside it. Collective."""
-        target, critic = RunPaths(self.config.run.output_dir).critic, self.critic
+        target, critic = RunPaths(self.config.run.output_dir).critic, self.learner.local_critic
         if critic is not None:
             with replace_directory(target, critic.part.group) as directory:
                 critic.export(directory, critic_start(self.config))
@@ -103,8 +97,33 @@ class PreparedRun:
         self, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object] | None = None
     ) -> None:
         """Write summary.json, on rank 0."""
-        if self.topology.rank == 0:
-            _summarize(self, reason, exports, total_seconds, extra or {})
+        if self.topology.rank != 0:
+            return
+        config, progress, paths = self.config, self.progress, RunPaths(self.config.run.output_dir)
+        accuracy = {int(step): metrics["eval/avg_at_k"] for step, metrics in progress.evaluations.items()}
+        seconds = max(progress.train_seconds, 1e-9)
+        written = {"tensorboard": paths.tensorboard, "samples": paths.samples, "metrics": paths.metrics}
+        summary = RunSummary(
+            name=config.run.name,
+            layout=self.topology.policy_layout.describe(),
+            stopped=reason,
+            train_steps=progress.train_step,
+            optimizer_steps=self.learner.counters.optimizer_steps,
+            accuracy_before=accuracy.get(0),
+            # Of a run that made no step the only accuracy is the one before.
+            accuracy_after=accuracy.get(progress.train_step) if progress.train_step else None,
+            train_seconds=progress.train_seconds,
+            total_seconds=total_seconds,
+            samples_per_s=progress.num_samples / seconds,
+            generated_tokens_per_s=progress.num_generated_tokens / seconds,
+            directories={name: str(path) for name, path in {**written, **exports}.items()},
+            extra={
+                "lost_records": self.recorder.num_lost if self.recorder else 0,
+                "evaluations": progress.evaluations,
+                **(extra or {}),
+            },
+        )
+        write_summary(paths.summary, summary)
 
 
 @contextmanager
@@ -166,7 +185,7 @@ def _build(
         context=context,
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
-    loop.saved_step = saved_step
+    loop.saved_step = saved_step  # a run that resumes at its end does not write that checkpoint again
     return PreparedRun(config, loop, actor, learner, progress, recorder, topology)
 
 
@@ -174,34 +193,3 @@ def _watch(config: Config, topology: RunTopology) -> Callable[[str], AbstractCon
     rank, progress = topology.rank, topology.coordination.progress
     on_expired = partial(exit_with_stacks, config.run.output_dir, rank)
     return lambda name: watch(f"rank {rank}, phase {name}", config.run.wait_timeout_seconds, on_expired, progress)
-
-
-def _summarize(
-    run: PreparedRun, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object]
-) -> None:
-    config = run.config
-    progress, paths = run.progress, RunPaths(config.run.output_dir)
-    steps = sorted(int(step) for step in progress.evaluations)
-    accuracy = {step: progress.evaluations[str(step)]["eval/avg_at_k"] for step in steps}
-    seconds = max(progress.train_seconds, 1e-9)
-    directories = {"tensorboard": str(paths.tensorboard), "samples": str(paths.samples), "metrics": str(paths.metrics)}
-    summary = RunSummary(
-        name=config.run.name,
-        layout=run.topology.policy_layout.describe(),
-        stopped=reason,
-        train_steps=progress.train_step,
-        optimizer_steps=run.learner.counters.optimizer_steps,
-        accuracy_before=accuracy.get(0),
-        accuracy_after=accuracy.get(progress.train_step) if progress.train_step else None,
-        train_seconds=progress.train_seconds,
-        total_seconds=total_seconds,
-        samples_per_s=progress.num_samples / seconds,
-        generated_tokens_per_s=progress.num_generated_tokens / seconds,
-        directories={**directories, **{name: str(path) for name, path in exports.items()}},
-        extra={
-            "lost_records": run.recorder.num_lost if run.recorder else 0,
-            "evaluations": progress.evaluations,
-            **extra,
-        },
-    )
-    write_summary(paths.summary, summary)

@@ -21,11 +21,7 @@ def drifted_replicas(layout: Layout, parameters: Buffers, group: dist.ProcessGro
     rank = dist.get_rank(group)
     groups = ReplicaGroups(layout)
     held = groups.by_tensor()
-    regions = [
-        (tensor, region)
-        for tensor in layout.tensors
-        for region in partition((group, shard) for group, _, shard in held.get(tensor, ()))
-    ]
+    regions = [(tensor, region) for tensor in layout.tensors for region in partition(held.get(tensor, ()))]
     limits = torch.iinfo(torch.int64)
     low = torch.full((len(regions),), limits.max, dtype=torch.int64)
     high = torch.full((len(regions),), limits.min, dtype=torch.int64)
