@@ -43,7 +43,7 @@ SIZES = {
     "hidden_act": "silu",
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Not the constants that megatron-core has built in.
+# Different from the constants built into megatron-core.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
@@ -113,7 +113,7 @@ def reference_model(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Reference:
-    """fp64 from transformers, one sequence at a time: weights, loss, gradients, each micro-batch's log-probs of its
+    """Compute in fp64 with transformers, one sequence at a time: weights, loss, gradients, each micro-batch's log-probs of its
     real targets.
     """
 
@@ -225,7 +225,7 @@ def make_micro_batch(
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch: each micro-batch's sequences, and the targets in all of them."""
+    """A global batch: the sequences of each micro-batch, and the number of targets."""
 
     micro_batches: tuple[tuple[torch.Tensor, ...], ...]
 
@@ -234,7 +234,7 @@ class Batch:
         return sum(part.numel() - 1 for micro_batch in self.micro_batches for part in micro_batch)
 
     def of_rank(self, layout: ParallelLayout, rank: int) -> list[tuple[int, MicroBatch]]:
-        """(global index, micro-batch) of the data-parallel rank."""
+        """Return (global index, micro-batch) pairs of the data-parallel rank."""
         mine = range(layout.coordinates(rank).data, len(self.micro_batches), layout.data)
         return [
             (index, make_micro_batch(self.micro_batches[index], layout, self.num_targets, seed=100 + index))
@@ -347,14 +347,14 @@ def snapshot(actor: MegatronActor) -> dict[str, torch.Tensor]:
 
 
 def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
-    """Keys that only one has, or whose tensors are not the same bits."""
+    """Return keys that only one has, or whose tensors differ in any bit."""
     return sorted(set(first) ^ set(second)) + [
         key for key in first if key in second and not torch.equal(first[key], second[key])
     ]
 
 
 def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Worker: 5 steps at once, and 2 steps, save, rebuild, load, 3 steps; what differs afterwards, for each case."""
+    """Worker: 5 steps in a row against 2 steps, save, rebuild, load, 3 steps; the differences of each case."""
     return [resume_case(Reference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]]
 
 
@@ -434,7 +434,7 @@ def cross_checks(arguments: dict[str, Any]) -> dict[str, Any]:
         refused = str(error)
     groups = actor.groups
     again = build_actor(want, layout)
-    train(actor, range(10, 12))  # the first model still runs on the groups that both share
+    train(actor, range(10, 12))  # the first model still works on the shared groups
     return {
         "refused": refused,
         "groups_shared": again.groups == groups,

@@ -1,4 +1,4 @@
-"""Makes the modules beside it importable under pytest's importlib mode, and computes what several tests compare with."""
+"""Import path of the modules beside this file under pytest's importlib mode, and references that several tests share."""
 
 from __future__ import annotations
 

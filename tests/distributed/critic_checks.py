@@ -1,4 +1,4 @@
-"""A small critic's directory, its transformers fp64 reference (values, gradients, AdamW steps), and what ranks check."""
+"""A small critic's directory, its transformers fp64 reference (values, gradients, AdamW steps), and checks for each rank."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from megatron_dapo.types import MicroBatch
 
 STEPS = (10, 11, 12, 13)  # seeds of the batches of the reference's AdamW steps
 LEARNING_RATE = 3e-3
-# A larger epsilon than usual: gradients that are only rounding (of key biases) must not become whole steps.
+# A larger epsilon than usual: gradients that are pure rounding error (of key biases) must not become whole steps.
 OPTIMIZER = {"betas": (0.8, 0.9), "epsilon": 1e-4, "weight_decay": 0.3, "clip_grad": 0.5}
 SINGLE = ParallelLayout(world_size=1)
-EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # what computes in fp64
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the implementations that compute in fp64
 
 
 def model_of(name: str, head: str, **fields: Any) -> Any:
@@ -62,7 +62,7 @@ def model_of(name: str, head: str, **fields: Any) -> Any:
 
 
 def write_critic(directory: str | Path, name: str) -> None:
-    """The directory `directory`/`name` of a critic, and beside it what it computes in fp64."""
+    """Write the directory `directory`/`name` of a critic, and beside it its fp64 reference."""
     import transformers
 
     path = Path(directory) / name
@@ -95,7 +95,7 @@ def _loss_and_values(model: Any, seed: int) -> tuple[torch.Tensor, list[torch.Te
 
 
 def _adamw_steps(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and gradient norms of the steps; the model is left as they leave it."""
+    """Take the steps with the model; return their losses and gradient norms."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith(".bias")]},
@@ -123,7 +123,7 @@ def _adamw_steps(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class CriticReference:
-    """fp64 from transformers: values of real targets, loss, gradients, and AdamW steps from there."""
+    """Compute in fp64 with transformers: values of real targets, loss, gradients, and AdamW steps from there."""
 
     directory: Path
     values: tuple[torch.Tensor, ...]
@@ -152,7 +152,7 @@ class CriticReference:
 
 
 def loss_fn(micro_batch: MicroBatch, values: torch.Tensor, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Half the squared distance to random returns, which stand in the advantages."""
+    """Half the squared distance to random returns, passed as advantages."""
     loss = (micro_batch.loss_weights * (values - micro_batch.advantages) ** 2).sum() / 2
     return loss, {"loss": loss.detach(), "num_targets": micro_batch.loss_mask.sum()}
 
@@ -229,7 +229,7 @@ def _parity_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float
 
 
 def _errors(critic: MegatronCritic, want: CriticReference) -> dict[str, float]:
-    """On this rank."""
+    """Errors on this rank."""
     value = value_error(critic, want)
     metrics = critic.accumulate_gradients(of_rank(critic.layout, rank=critic.rank), loss_fn)
     gradient = distance(critic, critic.gradients(), want.gradients)
@@ -247,8 +247,8 @@ def _errors(critic: MegatronCritic, want: CriticReference) -> dict[str, float]:
 
 
 def parity_of_parts(arguments: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Worker: pairs of cases at the same time, one on the first ranks and one on the last `num_last`, trained without a
-    word between the two. Every rank's errors, in rank order, for each pair."""
+    """Worker: pairs of cases at the same time, one on the first ranks and one on the last `num_last`, trained without
+    communication between the two. Returns every rank's errors, in rank order, for each pair."""
     parts = partition_ranks(arguments["num_last"], timeout_s=120)
     mine = next(part for part in parts if part.is_member)
     everyone = Coordination(dist.group.WORLD)
@@ -274,7 +274,7 @@ def _pair_of_parts(
 
 
 def resume(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each case: 4 steps at once, and 2 steps, save, build, load, 2 steps; what differs afterwards on any rank."""
+    """Compare 4 steps in a row with 2 steps, save, build, load, 2 steps; return each case's differences on any rank."""
     return [
         _resume_case(CriticReference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]
     ]
@@ -295,7 +295,7 @@ def _resume_case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def guard(arguments: dict[str, Any]) -> list[dict[str, float]]:
-    """A step in which one rank's loss is not a number, between two good ones."""
+    """Take a step in which one rank's loss is NaN, between two good ones."""
     want = CriticReference.read(arguments["references"], "qwen2")
     return [_guard_case(want, {"layout": layout}) for layout in arguments["layouts"]]
 
@@ -318,7 +318,7 @@ def _guard_case(want: CriticReference, case: dict[str, Any]) -> dict[str, float]
 
 
 def beside(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Actor and critic on different layouts, step by step in turn, against each alone."""
+    """Train actor and critic on different layouts in alternate steps, and each alone; compare."""
     want = CriticReference.read(arguments["references"], "qwen2")
     layouts = ParallelLayout(world_size=2, **arguments["actor"]), ParallelLayout(world_size=2, **arguments["critic"])
     settings = ActorSettings(), settings_of({})

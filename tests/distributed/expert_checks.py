@@ -30,7 +30,7 @@ NUM_STEPS = 4
 
 
 def experts(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Worker: `parity_of_layouts` of the cases, then `train_and_export` of each layout; the first is compared with."""
+    """Worker: `parity_of_layouts` of the cases, then `train_and_export` of each layout; the first one is the reference."""
     directory = Path(arguments["work"])
     trained = [
         train_and_export(arguments["model"], layout, directory / f"layout{number}")
@@ -52,7 +52,7 @@ def relative(ours: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
 
 
 def train_and_export(model: str, fields: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Load the directory `model`, export it as it is, train, export again. What differs, and (loss, norm) of each step."""
+    """Load the directory `model`, export it as it is, train, export again. Returns the differences, and (loss, norm) of each step."""
     layout = ParallelLayout(world_size=dist.get_world_size(), **fields)
     settings = ActorSettings(use_distributed_optimizer=fields.get("expert", 1) != 4)
     actor = MegatronActor.build(model, layout, settings)

@@ -1,4 +1,4 @@
-"""A model whose sizes are multiples of 128 on two tensor ranks, and what the tests of emulated FP8 ask of it."""
+"""A model whose sizes are multiples of 128 on two tensor ranks, and workers of the tests of emulated FP8."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {"dense": {}, "experts": EXPERTS}
 
 
 def wide_model(**changes: Any) -> Reference:
-    """Random weights; no transformers, so no expected values."""
+    """Random weights without a transformers reference."""
     architecture = ModelArchitecture.from_config({**WIDE, **changes})
     weights = {name: 0.08 * random_normal(7, name, shape) for name, shape in architecture.shapes().items()}
     weights |= {name: 1 + tensor for name, tensor in weights.items() if "norm" in name}
@@ -73,7 +73,7 @@ def settings_of(precision: PrecisionConfig = BLOCKWISE, dtype: str = "float32", 
 
 
 def measured(actor: MegatronActor, want: Reference | None = None) -> tuple[Reference, dict[str, float]]:
-    """What the actor computes on the ragged batch as a reference for others, and its errors against `want`."""
+    """Measure the actor on the ragged batch: its results as a reference for others, and its errors against `want`."""
     layout = actor.layout
     mine = ragged_batch().of_rank(layout, dist.get_rank())
     outputs = actor.forward_logprobs([micro for _, micro in mine], TEMPERATURE)
@@ -111,7 +111,7 @@ def layouts(arguments: dict[str, Any]) -> list[dict[str, float]]:
     """Worker: errors of each layout against the replicated model in the same precision."""
     want = wide_model(**FAMILIES[arguments["family"]])
     alone = build_actor(want, _layout({}), settings_of())
-    # Every rank its own replica, all of the batch on each: nothing is cut.
+    # Every rank holds a full replica and the whole batch: nothing is cut.
     reference = _replicated(alone)
     return [measured(build_actor(want, _layout(case), settings_of()), reference)[1] for case in arguments["layouts"]]
 
@@ -121,7 +121,7 @@ def _layout(fields: dict[str, Any]) -> ParallelLayout:
 
 
 def _replicated(actor: MegatronActor) -> Reference:
-    """The reference out of a data-parallel actor: its ranks' log-probs in the batch's order, its summed gradients."""
+    """Build the reference from a data-parallel actor: its ranks' log-probs in the batch's order, its summed gradients."""
     mine = ragged_batch().of_rank(actor.layout, dist.get_rank())
     reference, _ = measured(actor)
     everywhere: list[Any] = [None] * dist.get_world_size()

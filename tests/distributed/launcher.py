@@ -35,16 +35,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 POLL_INTERVAL_S = 0.02
 OUTPUT_TAIL_CHARS = 6000
-TORCH_SEED = 67280421310721  # of a fresh interpreter
+TORCH_SEED = 67280421310721  # the seed of a fresh interpreter
 
 
 def target_in(file: str, function: str) -> str:
-    """The target of a function that stands in `file` (pass `__file__`)."""
+    """Return the target string of a function defined in `file` (pass `__file__`)."""
     return f"{Path(file).resolve()}:{function}"
 
 
 def free_port() -> int:
-    """A port the operating system says is free now."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank of a run does, and the directory of the run."""
+    """The work of one rank of a run, and the directory of the run."""
 
     target: str
     rank: int
@@ -63,7 +63,7 @@ class Job:
 
 
 class RankProcess:
-    """A process that does jobs until one fails."""
+    """A process that runs jobs until one fails."""
 
     def __init__(self) -> None:
         parts = (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
@@ -86,7 +86,7 @@ class RankProcess:
         print(json.dumps(asdict(job)), file=self._process.stdin, flush=True)
 
     def poll(self) -> int | None:
-        """0 where the job is done, the process's exit code where it ended before that, None as long as it works."""
+        """Return 0 if the job is done, the exit code of a process that ended first, None while it runs."""
         assert self._done is not None, "no job was started"
         return 0 if self._done.exists() else self._process.poll()
 
@@ -94,7 +94,7 @@ class RankProcess:
         return self._process.poll() is None
 
     def wait(self, timeout_s: float) -> int:
-        """The exit code of a process that its job ends."""
+        """Return the exit code of a process that its job ends."""
         return self._process.wait(timeout_s)
 
     def kill(self) -> None:
@@ -106,7 +106,7 @@ class RankProcess:
 
 @cache
 def standing() -> list[RankProcess]:
-    """The processes of this interpreter that stand by; they end with it, as their input does."""
+    """Return the idle rank processes of this interpreter; they end with it, when their input closes."""
     return []
 
 
@@ -120,7 +120,7 @@ def _take(num_processes: int) -> list[RankProcess]:
 def start_job(
     ranks: Sequence[RankProcess], target: str, directory: Path, timeout_s: float, arguments: Any = None
 ) -> None:
-    """Rank i's part of the run on `ranks[i]`."""
+    """Start the job of rank i on `ranks[i]`."""
     (directory / "arguments.json").write_text(json.dumps(arguments))
     port = free_port()
     for number, rank in enumerate(ranks):
@@ -174,7 +174,7 @@ def _log(directory: Path, rank: int) -> Path:
 
 
 def output_of(directory: Path, rank: int) -> str:
-    """The end of what a rank wrote."""
+    """Return the last lines that a rank wrote."""
     return _log(directory, rank).read_text(errors="replace")[-OUTPUT_TAIL_CHARS:]
 
 
@@ -192,7 +192,7 @@ def _load(target: str) -> Any:
 
 
 def _work(job: Job) -> None:
-    """One job in this process; what it raises ends the process."""
+    """Run one job in this process; an error ends the process."""
     directory = Path(job.directory)
     _write_into(_log(directory, job.rank))
     import torch
@@ -224,18 +224,18 @@ def _work(job: Job) -> None:
 
 
 def _leave_groups() -> None:
-    """Destroy all groups and drop what still holds them: each has threads and sockets."""
+    """Destroy all groups and drop references to them: each has threads and sockets."""
     import torch.distributed as dist
 
     dist.destroy_process_group()
-    sys.excepthook = sys.__excepthook__  # torch's names the rank, once more with every default group
+    sys.excepthook = sys.__excepthook__  # torch wraps it again with every default group, to name the rank
     if parallel_state := sys.modules.get("megatron.core.parallel_state"):
         parallel_state.destroy_model_parallel()
     gc.collect()
 
 
 def _write_into(file: Path) -> None:
-    """Standard output and error of this process go there."""
+    """Redirect standard output and error of this process."""
     sys.stdout.flush()
     with file.open("wb") as output:
         for stream in (1, 2):
@@ -243,7 +243,7 @@ def _write_into(file: Path) -> None:
 
 
 def _leave(file: Path, text: str) -> None:
-    """Write it in one piece."""
+    """Write the file atomically."""
     temporary = file.with_suffix(".new")
     temporary.write_text(text)
     temporary.rename(file)

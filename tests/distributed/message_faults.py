@@ -1,4 +1,4 @@
-"""Faults of the messages of a delivery, whoever carries them out: simulated engines or a real server."""
+"""Faults in the messages of a weight sync, to simulated engines or to a real server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def payload_of(texts: list[str]) -> bytes:
 
 @dataclass
 class Strike(ABC):
-    """A fault meets a message: the commands of every rank, and the one of a rank that the fault is about."""
+    """A fault that strikes a message: the commands of every rank, and the command of one rank that it affects."""
 
     texts: list[list[str]]  # of every rank
     rank: int
@@ -33,7 +33,7 @@ class Strike(ABC):
 
     @property
     def own(self) -> list[str]:
-        """Of the struck rank."""
+        """Commands of the struck rank."""
         return self.texts[self.rank]
 
     @property
@@ -42,17 +42,17 @@ class Strike(ABC):
 
     @abstractmethod
     def carry_out(self) -> None:
-        """The message as it is now, in all ranks that it reaches."""
+        """Carry the message out, as it is now, in all ranks that it reaches."""
 
 
 def dropped(strike: Strike) -> None:
-    """One command of one rank."""
+    """Drop one command of one rank."""
     del strike.own[strike.at]
     strike.carry_out()
 
 
 def doubled(strike: Strike) -> None:
-    """One command of a message, or the message."""
+    """Repeat one command of a message, or the message."""
     if strike.random.random() < 0.5:
         strike.own.insert(strike.at, strike.own[strike.at])
         strike.carry_out()
@@ -68,7 +68,7 @@ def truncated(strike: Strike) -> None:
 
 
 def reordered(strike: Strike) -> None:
-    """Two neighbors change places; a single command comes after the next message."""
+    """Swap two neighboring commands; drop a command that is alone in its message."""
     own, at = strike.own, strike.at
     if len(own) == 1:
         strike.own.clear()
@@ -79,14 +79,14 @@ def reordered(strike: Strike) -> None:
 
 
 def corrupted_command(strike: Strike) -> None:
-    """A digit somewhere in the command becomes another (not of the version or the delivery's number: no lower one could
-    follow; nor of how many write and how long they may: that is waited for)."""
+    """Change one digit of the command, except in the version and the sync's number, which no lower one may follow, and in
+    the number of writers and their deadline, which the engine would wait for."""
     text = strike.own[strike.at]
     sizes = r'"(version|number)":\d+|"(writers|wait_s)":[\d.]+'
     spared = {i for match in re.finditer(sizes, text) for i in range(*match.span())}
-    place = strike.random.choice([i for i, c in enumerate(text) if c.isdigit() and i not in spared])
-    digit = strike.random.choice([d for d in "0123456789" if d != text[place]])
-    strike.own[strike.at] = text[:place] + digit + text[place + 1 :]
+    position = strike.random.choice([i for i, c in enumerate(text) if c.isdigit() and i not in spared])
+    digit = strike.random.choice([d for d in "0123456789" if d != text[position]])
+    strike.own[strike.at] = text[:position] + digit + text[position + 1 :]
     strike.carry_out()
 
 
@@ -103,4 +103,4 @@ PAYLOAD_FAULTS: dict[str, Callable[[Strike], None]] = {
     "corrupted command": corrupted_command,
     "lost answer": lost_answer,
 }
-HARMLESS_AT_TIMES = ("corrupted command",)  # a changed digit may sit where it means nothing
+HARMLESS_AT_TIMES = ("corrupted command",)  # a changed digit may have no meaning

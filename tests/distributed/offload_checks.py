@@ -1,4 +1,4 @@
-"""Steps of a critic that rests in host memory between its phases, against one that never does."""
+"""Steps of a critic that is offloaded between its phases, against one that never is."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ SEEDS = (10, 11, 12)
 
 
 def offload(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Worker: what was found of each case, the worst over ranks."""
+    """Worker: the findings of each case, the worst over ranks."""
     return [_case(CriticReference.read(arguments["references"], case["model"]), case) for case in arguments["cases"]]
 
 
 def _case(want: CriticReference, case: dict[str, Any]) -> dict[str, Any]:
     settings = settings_of(case)
     plain = MegatronCritic.build(want.directory, layout_of(case), settings)
-    resting = MegatronCritic.build(want.directory, layout_of(case), replace(settings, offload=case["offload"]))
+    offloaded = MegatronCritic.build(want.directory, layout_of(case), replace(settings, offload=case["offload"]))
     same_values, history = True, []
     for seed in SEEDS:
-        resting.offload()
-        same_values = same_values and _same(_values(plain, seed), _values(resting, seed))
-        resting.offload()
-        history.append(train(plain, [seed]) == train(resting, [seed]))
-    resting.offload()
-    left = [kind for kind in ("gradients", "optimizer", "weights") if _bytes(resting, kind)]
-    tensors, description = resting.state_shards()
+        offloaded.offload()
+        same_values = same_values and _same(_values(plain, seed), _values(offloaded, seed))
+        offloaded.offload()
+        history.append(train(plain, [seed]) == train(offloaded, [seed]))
+    offloaded.offload()
+    left = [kind for kind in ("gradients", "optimizer", "weights") if _bytes(offloaded, kind)]
+    tensors, description = offloaded.state_shards()
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
     num_saved_otherwise = len(differing(snapshot(plain), saved))
-    still_away = not _bytes(resting, "optimizer")
+    still_away = not _bytes(offloaded, "optimizer")
     again = MegatronCritic.build(want.directory, layout_of(case), replace(settings, offload=case["offload"]))
     again.offload()
     again.load_state_shards(saved, json.loads(json.dumps(description)))
-    resumed = [train(model, [13]) for model in (plain, again, resting)]
+    resumed = [train(model, [13]) for model in (plain, again, offloaded)]
     counts = {
         "saved": num_saved_otherwise,
-        "differing": len(differing(snapshot(plain), snapshot(resting))),
+        "differing": len(differing(snapshot(plain), snapshot(offloaded))),
         "resumed": len(differing(snapshot(plain), snapshot(again))),
-        "moved": resting.moved.offloaded,
+        "moved": offloaded.moved.offloaded,
     }
     return {
         **largest_over_ranks(counts),
@@ -64,5 +64,5 @@ def _same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) ->
 
 
 def _bytes(model: MegatronCritic, kind: str) -> int:
-    """On the device; the views themselves say how large they would be."""
+    """Return the bytes on the device; a view's own size is that of onloaded memory."""
     return sum(tensor.untyped_storage().nbytes() for tensor in model._tensors(kind))

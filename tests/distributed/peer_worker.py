@@ -1,4 +1,4 @@
-"""What each process of test_peer_group.py does: `python peer_worker.py SCENARIO RANK SIZE HOST PORT NAME`.
+"""Program of each process of test_peer_group.py: `python peer_worker.py SCENARIO RANK SIZE HOST PORT NAME`.
 
 Prints one JSON object: what happened, and the seconds it took.
 """
@@ -14,13 +14,13 @@ import torch
 
 from megatron_dapo.bridge.protocol.peer_group import Address, PeerError, PeerGroup, join
 
-PATIENCE_S = 20.0  # of whoever waits for a failure that must come sooner
+PATIENCE_S = 20.0  # deadline of a member that waits for a failure, which must come sooner
 NUM_ELEMENTS = 1 << 20
 JOIN_S = 60.0
 
 
 def ring(group: PeerGroup) -> str:
-    """Everybody sends three messages to everybody, all at once; order and values hold."""
+    """Send three messages from every member to every other concurrently; order and values hold."""
     others = [peer for peer in range(group.size) if peer != group.rank]
     sent = [(torch.full((1000,), float(10 * group.rank + i)), to) for to in others for i in range(3)]
     received = [(torch.zeros(1000), source, i) for source in others for i in range(3)]
@@ -35,7 +35,7 @@ def ring(group: PeerGroup) -> str:
 
 
 def dies(group: PeerGroup) -> str:
-    """Member 1 dies while member 0 waits for it; member 2, who waits for 0, hears of it when 0 closes."""
+    """Member 1 dies while member 0 waits for it; member 2 waits for 0 and fails when 0 closes."""
     if group.rank == 1:
         time.sleep(0.5)
         os._exit(9)
@@ -43,7 +43,7 @@ def dies(group: PeerGroup) -> str:
 
 
 def closes(group: PeerGroup) -> str:
-    """Member 1 closes in good health, and lives on, while 0 waits for it and 2 receives from it."""
+    """Member 1 closes its group but stays alive, while 0 waits for it and 2 receives from it."""
     if group.rank == 1:
         time.sleep(0.5)
         held = [group.send(torch.zeros(NUM_ELEMENTS), 2), group.receive(torch.zeros(NUM_ELEMENTS), 0)]
@@ -54,7 +54,7 @@ def closes(group: PeerGroup) -> str:
 
 
 def late(group: PeerGroup) -> str:
-    """Member 1 says nothing: whoever waits gives up at its own deadline, and those who wait for that one at once."""
+    """Member 1 stays silent: member 0 gives up at its own deadline, and member 2, which waits for 0, right after it."""
     if group.rank == 1:
         others_are_done()
         return "slept"
@@ -66,7 +66,7 @@ def absent(group: PeerGroup) -> str:
 
 
 def others_are_done() -> None:
-    """Whoever started this process ends its input then."""
+    """Wait for the end of input: the parent closes it when the other members are done."""
     sys.stdin.read()
 
 

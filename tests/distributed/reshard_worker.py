@@ -1,4 +1,4 @@
-"""What each rank of test_reshard.py does: one function a scenario."""
+"""Program of each rank of test_reshard.py: one function a scenario."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fails(error: type[Exception], action: Callable[[], object]) -> str:
 
 
 class Engine:
-    """Stand-in of an embedded engine: its tensors, full of NaN, and the version it declares."""
+    """Stand-in for an embedded engine: its tensors, full of NaN, and the version it declares."""
 
     def __init__(self, layout, dtype: torch.dtype) -> None:
         self.tensors = {
@@ -58,7 +58,7 @@ class Engine:
 
 
 def sync(rank: int, world: int, directory: Path, output: Path) -> None:
-    """Every rank gets the whole model, twice, whatever the layout and the bucket; a broken copy is not served."""
+    """Bring the whole model to every rank, twice, in each layout and bucket size; a broken copy is not served."""
     stored = load_file(directory / "model.safetensors")
     for parallel in (
         ParallelLayout(world, tensor=2, pipeline=2),
@@ -85,7 +85,7 @@ def sync(rank: int, world: int, directory: Path, output: Path) -> None:
 
 @contextmanager
 def spoiled(is_spoiled: bool) -> Iterator[None]:
-    """One element of this rank's engine changes after its last bucket, before its checksums are read."""
+    """Change one element of this rank's engine after its last bucket, before its checksums are read."""
     original = Receiver.finish
 
     def finish(self: Receiver, sync_id: str) -> dict[str, int]:
@@ -121,7 +121,7 @@ def replicas(rank: int, world: int, directory: Path, output: Path) -> None:
 
 
 def megatron(rank: int, world: int, directory: Path, output: Path) -> None:
-    """Loads from layout to layout in a circle, every rank as if loaded directly."""
+    """Reshard from layout to layout in a circle; every rank ends as if loaded directly."""
     parallels = [
         ParallelLayout(world, tensor=2, pipeline=2),
         ParallelLayout(world, tensor=4),
@@ -139,7 +139,7 @@ def megatron(rank: int, world: int, directory: Path, output: Path) -> None:
 
 
 def export(rank: int, world: int, directory: Path, output: Path) -> None:
-    """The directory is the source bit for bit from every layout; a failure of rank 0 reaches all ranks."""
+    """Export from every layout: the directory equals the source bit for bit; a failure of rank 0 reaches all ranks."""
     for number, parallel in enumerate(
         (
             ParallelLayout(world, tensor=2, pipeline=2),

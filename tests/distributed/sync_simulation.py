@@ -1,4 +1,4 @@
-"""Engines without a server, and trainer ranks as threads, for tests of deliveries.
+"""Engines without a server, and trainer ranks as threads, for tests of the weight sync.
 
 A `SimulatedEngine` runs the real weight loader on a module that has the parameters of each engine rank; only HTTP is
 missing. `run_ranks` runs every trainer rank in a thread; they agree through `ThreadCoordination`s.
@@ -49,8 +49,8 @@ class Parameters(torch.nn.Module):
         return iter(self._tensors.values())
 
 
-def at_once(actions: Sequence[Callable[[], None]]) -> None:
-    """Every action in a thread of its own; raises what the first of them raised."""
+def run_concurrently(actions: Sequence[Callable[[], None]]) -> None:
+    """Run every action in a thread of its own; raise the first error."""
     errors: list[BaseException] = []
 
     def run(action: Callable[[], None]) -> None:
@@ -122,8 +122,8 @@ class SimulatedEngine:
         self.load_all(payloads)
 
     def load_all(self, payloads) -> None:
-        """All ranks at once, as the processes of a server do: none can end a delivery whose others stand still."""
-        at_once([lambda m=m, p=p: self.load(m, p) for m, p in zip(self.models, payloads)])
+        """Load in all ranks concurrently, as the processes of a server do: no rank can finish a sync alone."""
+        run_concurrently([lambda m=m, p=p: self.load(m, p) for m, p in zip(self.models, payloads)])
 
     def load(self, model: Parameters, payload: bytes) -> None:
         weight_loader.load(model, pickle.loads(payload))
@@ -140,8 +140,8 @@ class SimulatedEngine:
         self.is_paused = False
 
 
-class Meeting:
-    """Where the ranks of one run meet; `ThreadCoordination` is one rank's view of it."""
+class Rendezvous:
+    """State that the ranks of one run share; `ThreadCoordination` is one rank's view of it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -152,10 +152,10 @@ class Meeting:
 class ThreadCoordination:
     """Agreement between threads, with deadlines."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self._rendezvous = rendezvous
         self.rank = rank
-        self.size = meeting.size
+        self.size = rendezvous.size
         self._round = 0
 
     def gather(self, value: Any, what: str, timeout_s: float) -> list[Any]:
@@ -166,13 +166,13 @@ class ThreadCoordination:
         return torch.stack(self._meet(values.clone(), what, timeout_s)).sum(0)
 
     def _meet(self, value: Any, what: str, timeout_s: float) -> list[Any]:
-        meeting, number = self._meeting, self._round
+        rendezvous, number = self._rendezvous, self._round
         self._round += 1
-        with meeting.condition:
-            meeting.rounds.setdefault(number, {})[self.rank] = value
-            meeting.condition.notify_all()
-            here = meeting.rounds[number]
-            if not meeting.condition.wait_for(lambda: len(here) == self.size, timeout_s):
+        with rendezvous.condition:
+            rendezvous.rounds.setdefault(number, {})[self.rank] = value
+            rendezvous.condition.notify_all()
+            here = rendezvous.rounds[number]
+            if not rendezvous.condition.wait_for(lambda: len(here) == self.size, timeout_s):
                 raise CoordinationError(f"{what}: only ranks {sorted(here)} of {self.size} came in {timeout_s:.2f} s")
             return [here[rank] for rank in range(self.size)]
 
@@ -187,7 +187,7 @@ def run_ranks(num_ranks: int, body: Callable[[int], Any], timeout_s: float = 30.
         except Exception as error:
             outcomes[rank] = error
         except SystemExit:
-            pass  # a rank that dies leaves nothing
+            pass  # a rank that dies has no outcome
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
     for thread in threads:
@@ -200,7 +200,7 @@ def run_ranks(num_ranks: int, body: Callable[[int], Any], timeout_s: float = 30.
 
 
 def break_sender(monkeypatch: pytest.MonkeyPatch, member: int) -> None:
-    """Every message but the first that this member of a peer group sends fails, in later groups as well."""
+    """Let every message but the first that this member of a peer group sends fail, in later groups as well."""
     original, count = PeerGroup.send, 0
 
     def send(self: PeerGroup, tensor: torch.Tensor, to: int, *tag: int):
@@ -235,7 +235,7 @@ class World:
         reshard = plan(self.source, self.layout, ranks_per_node=self.nodes.ranks_per_node)
         self.plan = SyncPlan(reshard, self.layout, bucket_bytes)
         self.reshard = reshard
-        # Engines are spread over the machines.
+        # Engines are spread over the nodes.
         self.leaders = [self.nodes.ranks_of(engine % self.nodes.num_nodes)[0] for engine in range(num_engines)]
 
     def weights(self, version: int) -> list[Tensors]:
@@ -255,7 +255,7 @@ class World:
         return buffers
 
     def expected(self, weights: Sequence[Tensors]) -> list[Tensors]:
-        """What every engine rank must hold, by the resharding executor, padding zero."""
+        """Return the parameters that every engine rank must hold, by the resharding executor, with zero padding."""
         filled = [
             {n: torch.zeros(s.shape, dtype=s.dtype) for n, s in self.layout.local_specs(rank).items()}
             for rank in range(self.layout.num_ranks)
@@ -264,7 +264,7 @@ class World:
         return filled
 
     def holds(self, engine: SimulatedEngine, index: int, expected: Sequence[Tensors]) -> bool:
-        """Whether every byte of an engine is right."""
+        """Return True if every byte of an engine is right."""
         size = self.layout.tensor_parallel
         return all(
             torch.equal(parameter, expected[index * size + number][name])
@@ -283,9 +283,9 @@ class World:
         session: str = "s",
         transport_of: Callable[..., Any] = SharedMemoryTransport,
     ) -> list[WeightSync]:
-        """One WeightSync a rank, sharing the given controls; one that takes another's place in the list is its successor."""
-        everyone = Meeting(self.size)
-        machines = [Meeting(self.nodes.ranks_per_node) for _ in range(self.nodes.num_nodes)]
+        """Return one WeightSync a rank, sharing the given controls; an engine replaced in the list is a restarted one."""
+        all_ranks = Rendezvous(self.size)
+        per_node = [Rendezvous(self.nodes.ranks_per_node) for _ in range(self.nodes.num_nodes)]
         result = []
         for rank in range(self.size):
             led = [engine for engine, leader in enumerate(self.leaders) if leader == rank]
@@ -296,19 +296,19 @@ class World:
                 handles,
                 rank,
                 self.nodes,
-                ThreadCoordination(machines[node], rank - self.nodes.ranks_of(node)[0]),
+                ThreadCoordination(per_node[node], rank - self.nodes.ranks_of(node)[0]),
                 peers=None if peers is None else peers[rank],
                 directory=directory,
                 message_timeout_s=message_timeout_s,
                 grace_s=timeouts.grace_s,
             )
-            coordination = ThreadCoordination(everyone, rank)
+            coordination = ThreadCoordination(all_ranks, rank)
             result.append(WeightSync(self.plan, handles, transport, coordination, timeouts, session))
         return result
 
 
 class LiveControls(Mapping[int, Any]):
-    """engine -> its present process: a restarted engine takes the place of the dead one in the list."""
+    """engine -> its current process: a restarted engine replaces the dead one in the list."""
 
     def __init__(self, engines: Sequence[Any], led: Sequence[int]) -> None:
         self._engines, self._led = engines, led
@@ -324,7 +324,7 @@ class LiveControls(Mapping[int, Any]):
 
 
 def small_architecture(tied: bool = False, **changes: Any) -> ModelArchitecture:
-    """A Qwen2 of a few thousand elements, vocabulary not divisible."""
+    """A Qwen2 of a few thousand elements whose vocabulary size is not divisible."""
     config = {
         "model_type": "qwen2",
         "vocab_size": 131,

@@ -36,11 +36,11 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, direct
     groups = [dist.new_group(list(world.nodes.ranks_of(node))) for node in range(world.nodes.num_nodes)]
     engines = {e: SimulatedEngine(world.layout, e) for e in range(num_engines) if world.leaders[e] == rank}
     handles = EngineHandles(world.leaders, engines)
-    place = RendezvousStore() if rank == 0 else None
-    meeting = broadcast_json([place.address.port, RendezvousStore.new_name()] if place else None, 0, dist.group.WORLD)
+    store = RendezvousStore() if rank == 0 else None
+    address = broadcast_json([store.address.port, RendezvousStore.new_name()] if store else None, 0, dist.group.WORLD)
     peers = None
     if world.nodes.num_nodes > 1:
-        peers = join(Address("127.0.0.1", meeting[0]), meeting[1], rank, size, timeout_s=30)
+        peers = join(Address("127.0.0.1", address[0]), address[1], rank, size, timeout_s=30)
     transport = SharedMemoryTransport(
         world.plan,
         handles,
@@ -52,18 +52,18 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, direct
         grace_s=timeouts.grace_s,
     )
     update = WeightSync(world.plan, handles, transport, Coordination(dist.group.WORLD), timeouts)
-    return world, engines, update, place
+    return world, engines, update, store
 
 
 def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Two versions into two engines, on one machine or on two; every byte compared with the executor's."""
+    """Sync two versions into the engines, on one node or on several; compare every byte with the executor's."""
     rank = dist.get_rank()
-    world, engines, update, _place = _build(
+    world, engines, update, _store = _build(
         arguments["ranks_per_node"], arguments["num_engines"], PATIENT, Path(arguments["directory"])
     )
-    for step in (1, 150, 1500):  # shorter and longer than what one meeting carries
-        everyone = update.coordination.gather("é" * step * rank, "values of several lengths", 20.0)
-        assert everyone == ["é" * step * other for other in range(dist.get_world_size())]
+    for step in (1, 150, 1500):  # shorter and longer than one collective carries
+        gathered = update.coordination.gather("é" * step * rank, "values of several lengths", 20.0)
+        assert gathered == ["é" * step * other for other in range(dist.get_world_size())]
     for version in (1, 2):
         weights = world.weights(version)
         report = update.update(version, weights[rank])
@@ -79,10 +79,10 @@ def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def killed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Rank 3 is killed in the middle of the second version: the others hear of it in time, and nothing is resumed."""
+    """Kill rank 3 in the middle of the second version: the others fail in time, and no engine resumes."""
     rank = dist.get_rank()
     hasty = SyncTimeouts(30, 10, 10, 10, 10, 10, 5)
-    world, engines, update, _place = _build(4, 1, hasty, Path(arguments["directory"]))
+    world, engines, update, _store = _build(4, 1, hasty, Path(arguments["directory"]))
     assert update.update(1, world.weights(1)[rank]).is_complete
     weights = world.weights(2)
     if rank == 3:

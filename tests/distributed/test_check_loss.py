@@ -1,4 +1,4 @@
-"""check-loss itself: it passes on two processes, on a user's directory, and it sees what it is there to see."""
+"""check-loss itself: it passes on two processes and on a user's directory, and it detects the errors it is for."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ def test_a_tied_model_from_a_directory(tmp_path) -> None:
 
 
 def per_micro_batch_mean(samples: Sequence[TrainSample]) -> list[float]:
-    """The error of training on means of micro-batches: here each sample is divided by its neighbor's and its own
-    tokens."""
+    """The error of averaging per micro-batch: each sample is divided by its own and its neighbor's tokens."""
     counts = [int(sample.loss_mask.sum()) for sample in samples]
     pairs = [
         counts[index] + counts[index ^ 1] if index ^ 1 < len(counts) else counts[index] for index in range(len(counts))
@@ -100,7 +99,7 @@ def faults(_: Any) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(200)
-def test_wrong_weights_replicas_padding_and_nan_are_seen() -> None:
+def test_wrong_weights_replicas_padding_and_nan_are_detected() -> None:
     found = run_distributed(target_in(__file__, "faults"), 2, timeout_s=150)
     assert found["right"] <= 1e-5
     assert found["per_micro_batch_mean"] > 0.05

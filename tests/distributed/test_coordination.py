@@ -54,7 +54,7 @@ def commands_and_waits(_: Any) -> dict[str, Any]:
     with CudaDefaultGroup() as default:
         everyone = coordinate(range(3), timeout_s=30)
         policy, critic = partition_ranks(1, timeout_s=30, progress=everyone.progress)
-        default.calls.clear()  # making groups is a meeting of its own
+        default.calls.clear()  # creating groups uses collectives of its own
         commands = Rank0Commands(everyone)
         if policy.is_member:  # the critic's rank has no engine and ignores the command
             commands.handlers["poll"] = lambda command: seen.append(policy.coordination.gather([rank, command["n"]]))
@@ -130,5 +130,5 @@ def late_rank(_: Any) -> str:
     return "named"
 
 
-def test_barrier_names_what_it_waits_for_and_who_is_missing() -> None:
+def test_barrier_names_its_purpose_and_the_missing_ranks() -> None:
     assert run_distributed(target_in(__file__, "late_rank"), 2, timeout_s=30) == "named"

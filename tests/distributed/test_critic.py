@@ -45,7 +45,7 @@ def test_every_layout_gives_the_values_gradients_and_steps_of_transformers(refer
     for case, errors in zip(CASES, run_distributed("critic_checks:parity", 4, arguments, timeout_s=180), strict=True):
         assert errors["values"] < 1e-5 and errors["gradients"] < 1e-5, (case, errors)
         assert max(errors[name] for name in ("loss", "losses", "norms", "stepped")) < 1e-5, (case, errors)
-        assert errors["drifted"] == 0, (case, errors)  # the head is the same bits on every rank that holds it
+        assert errors["drifted"] == 0, (case, errors)  # the head has the same bits on every rank that holds it
 
 
 # A critic on the first two ranks and one on the last two, at the same time.
@@ -64,7 +64,7 @@ PAIRS: list[list[dict[str, Any]]] = [
 
 
 @pytest.mark.timeout(200)
-def test_a_model_on_a_part_of_the_world_is_the_model_of_transformers(references: str) -> None:
+def test_a_model_on_a_subset_of_ranks_matches_transformers(references: str) -> None:
     arguments = {"references": references, "pairs": PAIRS, "num_last": 2}
     found = run_distributed("critic_checks:parity_of_parts", 4, arguments, timeout_s=180)
     assert [[one["rank"] for one in ranks] for ranks in found] == [[0, 1, 0, 1]] * len(PAIRS)
@@ -77,7 +77,7 @@ def test_a_model_on_a_part_of_the_world_is_the_model_of_transformers(references:
 
 @pytest.fixture(scope="module")
 def two_ranks(references: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `critic_checks.two_ranks` found, and the directory of its exports."""
+    """Results of `critic_checks.two_ranks`, and the directory of its exports."""
     target = tmp_path_factory.mktemp("exports")
     arguments = {
         "references": references,
@@ -99,7 +99,7 @@ def test_a_resumed_critic_is_the_uninterrupted_one_bit_for_bit(two_ranks: dict[s
 
 
 @pytest.mark.timeout(180)
-def test_no_rank_steps_when_one_loss_is_not_a_number(two_ranks: dict[str, Any]) -> None:
+def test_no_rank_steps_when_one_loss_is_nan(two_ranks: dict[str, Any]) -> None:
     assert len(two_ranks["guard"]) == 3
     for result in two_ranks["guard"]:
         assert result["applied"] == 0 and result["changed"] == 0 and 0 < result["norm"] < 1e3, result
@@ -114,7 +114,7 @@ def test_actor_and_critic_train_in_turn_on_layouts_of_their_own(two_ranks: dict[
 
 
 @pytest.mark.timeout(180)
-def test_an_exported_critic_is_the_directory_it_came_from_and_what_transformers_loads(
+def test_an_exported_critic_equals_its_source_and_loads_in_transformers(
     two_ranks: dict[str, Any], references: str
 ) -> None:
     import transformers

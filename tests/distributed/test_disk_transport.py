@@ -1,4 +1,4 @@
-"""Deliveries through a Hugging Face directory: trainer and engine ranks as threads, the directory and its faults real."""
+"""Weight syncs through a Hugging Face directory: trainer and engine ranks as threads, the directory and its faults real."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sync_simulation import (
     PATIENT,
-    Meeting,
+    Rendezvous,
     SimulatedEngine,
     ThreadCoordination,
     World,
@@ -93,45 +93,45 @@ def world() -> World:
 
 
 def updates(world: World, engine: DiskEngine, directory: Path, exporter: Exporter) -> list[WeightSync]:
-    meeting = Meeting(world.size)
+    rendezvous = Rendezvous(world.size)
     result = []
     for rank in range(world.size):
         handles = EngineHandles(world.leaders, {0: engine} if world.leaders[0] == rank else {})
-        coordination = ThreadCoordination(meeting, rank)
+        coordination = ThreadCoordination(rendezvous, rank)
         transport = DiskTransport(world.plan, handles, directory, exporter.of_rank(rank), coordination)
         result.append(WeightSync(world.plan, handles, transport, coordination, PATIENT, "session"))
     return result
 
 
-def update_all(everyone: Sequence[WeightSync], version: int, weights) -> list:
-    return run_ranks(len(everyone), lambda rank: everyone[rank].update(version, weights[rank]))
+def update_all(syncs: Sequence[WeightSync], version: int, weights) -> list:
+    return run_ranks(len(syncs), lambda rank: syncs[rank].update(version, weights[rank]))
 
 
 def test_every_rank_releases_its_cache_before_an_engine_resumes(world, tmp_path) -> None:
     engine = DiskEngine(world)
-    everyone = updates(world, engine, tmp_path / "weights", Exporter(world))
-    for update in everyone:
+    syncs = updates(world, engine, tmp_path / "weights", Exporter(world))
+    for update in syncs:
         update._release_cache = lambda: engine.calls.append("release cache")
-    update_all(everyone, 0, world.weights(0))
+    update_all(syncs, 0, world.weights(0))
     first_resume = engine.calls.index("resume")
     assert engine.calls[:first_resume].count("release cache") == world.size
     assert engine.calls.index("release cache") > engine.calls.index("disk")
 
 
-def test_versions_one_after_the_other(world, tmp_path) -> None:
+def test_one_version_after_the_other(world, tmp_path) -> None:
     engine = DiskEngine(world)
-    everyone = updates(world, engine, tmp_path / "versions", Exporter(world))
+    syncs = updates(world, engine, tmp_path / "versions", Exporter(world))
     for version in (1, 2, 3):
         weights = world.weights(version)
-        assert all(report.is_complete for report in update_all(everyone, version, weights))
+        assert all(report.is_complete for report in update_all(syncs, version, weights))
         assert world.holds(engine, 0, world.expected(weights)) and engine.version == version
-        # Only what is served stays.
+        # Only the served version stays.
         assert list((tmp_path / "versions").iterdir()) == [engine.directories[-1]]
 
 
 def test_an_engine_that_loaded_other_bytes_is_not_served(world, tmp_path) -> None:
     engine = DiskEngine(world)
-    everyone = updates(world, engine, tmp_path, Exporter(world))
+    syncs = updates(world, engine, tmp_path, Exporter(world))
     real = engine.update_weights_from_disk
 
     def load_and_lose(directory: str, *, flush_cache: bool = True) -> None:
@@ -139,28 +139,28 @@ def test_an_engine_that_loaded_other_bytes_is_not_served(world, tmp_path) -> Non
         next(engine.models[1].parameters()).data.view(torch.int32).view(-1)[3] ^= 1
 
     engine.update_weights_from_disk = load_and_lose
-    reports = update_all(everyone, 1, world.weights(1))
+    reports = update_all(syncs, 1, world.weights(1))
     assert all("1 of" in report.failures[0] and "rank 1 differ" in report.failures[0] for report in reports), reports
     assert engine.is_paused and engine.version is None
 
 
 def test_a_failed_export_touches_no_engine(world, tmp_path) -> None:
     engine, exporter = DiskEngine(world), Exporter(world)
-    everyone = updates(world, engine, tmp_path, exporter)
+    syncs = updates(world, engine, tmp_path, exporter)
     exporter.error = OSError(28, "No space left on device")
-    reports = update_all(everyone, 1, world.weights(1))
+    reports = update_all(syncs, 1, world.weights(1))
     assert all("No space left" in report.failures[0] for report in reports)
     assert "disk" not in engine.calls and list(tmp_path.iterdir()) == []
     exporter.error = None
-    assert all(report.is_complete for report in update_all(everyone, 2, world.weights(2)))
+    assert all(report.is_complete for report in update_all(syncs, 2, world.weights(2)))
 
 
 def test_an_engine_that_does_not_see_the_directory(world, tmp_path) -> None:
-    """Its report never appears; the directory of the last good version stays beside the new one."""
+    """The engine never replies; the directory of the last good version stays beside the new one."""
     engine = DiskEngine(world)
-    everyone = updates(world, engine, tmp_path, Exporter(world))
-    assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))
+    syncs = updates(world, engine, tmp_path, Exporter(world))
+    assert all(report.is_complete for report in update_all(syncs, 1, world.weights(1)))
     engine.load = lambda model, payload: None
-    reports = update_all(everyone, 2, world.weights(2))
+    reports = update_all(syncs, 2, world.weights(2))
     assert all("left no reply" in report.failures[0] for report in reports)
     assert len(list(tmp_path.iterdir())) == 2

@@ -111,7 +111,7 @@ def three_ranks(directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What three ranks left behind after all scenarios (one start of processes serves all tests)."""
+    """Output of three ranks after all scenarios (one start of processes serves all tests)."""
     directory = tmp_path_factory.mktemp("ranks")
     run_distributed(target_in(__file__, "three_ranks"), 3, str(directory), timeout_s=150)
     return directory

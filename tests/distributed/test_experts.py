@@ -1,4 +1,4 @@
-"""Qwen3-MoE in the actor: layouts of the experts give transformers' numbers, train as one without them, and export."""
+"""Qwen3-MoE in the actor: layouts of the experts give transformers' numbers, train like the layout without them, and export."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from launcher import run_distributed
 
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 EXACT, ONE_TIE, OTHER_BLOCKS = 1e-3, 2e-2, 5e-2
-# The largest error of a parameter's gradient. Sums in another order may move an activation across a tie of e4m3 here and
-# there, which the few tokens of an expert show more than all tokens together; context parallelism also puts other tokens
-# into the blocks that gradients of weights are rounded in.
+# The largest error of a parameter's gradient. Another order of summation may move an activation across a tie of e4m3,
+# which shows more in an expert with few tokens; context parallelism also puts other tokens into the blocks in which
+# weight gradients are quantized.
 LAYOUTS: dict[str, list[tuple[dict[str, Any], float]]] = {
     "dense": [({"pipeline": 2}, EXACT), ({"tensor": 2}, EXACT), (SEQUENCE, EXACT), ({"context": 2}, OTHER_BLOCKS)],
     "experts": [

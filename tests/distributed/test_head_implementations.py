@@ -1,4 +1,4 @@
-"""Every implementation of the log-prob head over real tensor-parallel ranks, against fp64 on one."""
+"""Implementations of the log-prob head over real tensor-parallel ranks, against fp64 on one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _worst(settings: dict[str, Any], vocab_size: int, rank: int, num_ranks: int)
 
 
 def fp8_worker(_: Any) -> list[float]:
-    """Against one rank, which has the same blocks of 128 rows: that FP8 is what it should be is tested elsewhere."""
+    """Compare with one rank, which has the same blocks of 128 rows; other tests cover FP8 itself."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     hidden, weight, targets = make(NUM_TOKENS, 128, 128 * num_ranks - 3, 128 * num_ranks, scale=0.1)
     own = slice(rank * 128, (rank + 1) * 128)
@@ -60,7 +60,7 @@ def fp8_worker(_: Any) -> list[float]:
 
 
 def divergence_worker(_: Any) -> list[float]:
-    """Divergence against one rank, in fp64; the second rank's columns are padding alone in the second case."""
+    """Compare the divergence with one rank's in fp64; in the second case the second rank has only padding columns."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     own = slice(rank * ROWS, (rank + 1) * ROWS)
     return [
@@ -98,10 +98,10 @@ def test_the_divergence_is_that_of_one_rank() -> None:
     assert len(differences) == 8 and max(differences) < 1e-10
 
 
-def test_ranks_together_give_what_one_gives() -> None:
+def test_several_ranks_match_one() -> None:
     worst = run_distributed(target_in(__file__, "worker"), 2, timeout_s=60)
     assert len(worst) == 3 * len(SETTINGS) and max(worst) < 2e-5
 
 
-def test_ranks_together_give_what_one_gives_in_fp8() -> None:
+def test_several_ranks_match_one_in_fp8() -> None:
     assert max(run_distributed(target_in(__file__, "fp8_worker"), 2, timeout_s=60)) < 2e-5

@@ -26,7 +26,7 @@ def hang(arguments: None) -> None:
     dist.barrier()
 
 
-def test_ranks_meet_and_rank_zero_answers() -> None:
+def test_ranks_communicate_and_rank_0_returns() -> None:
     assert run_distributed(target_in(__file__, "sum_of_ranks"), 2, {"offset": 10}, timeout_s=60) == [21]
 
 

@@ -1,4 +1,4 @@
-"""A model that rests in host memory between its phases is, bit for bit, the model that never left the device."""
+"""Offload: a model that moves to host memory between phases equals, bit for bit, one that never left the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks saw of each case, and of each of what can be offloaded."""
+    """Findings of two ranks for each case and each kind of tensors that can be offloaded."""
     from critic_checks import write_critic
 
     directory = tmp_path_factory.mktemp("critics")
@@ -38,12 +38,12 @@ def test_three_steps_are_the_same_bits(found: list[tuple[dict[str, Any], dict[st
         assert result["history"] and result["values"] and result["differing"] == 0, (case, result)
 
 
-def test_nothing_is_left_on_the_device_while_it_rests(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def test_nothing_is_left_on_the_device_while_offloaded(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for case, result in found:
         assert result["left"] == ([] if case["offload"] == "all" else ["weights"]), (case, result)
         assert result["moved"] > 0
 
 
-def test_a_resting_model_is_saved_and_goes_on(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def test_an_offloaded_model_is_saved_and_continues(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for case, result in found:
         assert result["saved"] == 0 and result["still_away"] and result["resumed"] == 0, (case, result)

@@ -1,4 +1,4 @@
-"""Deliveries by point-to-point: trainer ranks and engine ranks as threads over real gloo connections."""
+"""Weight syncs by point-to-point: trainer ranks and engine ranks as threads over real gloo connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from one_stream import OneStream
 from sync_simulation import (
     PATIENT,
-    Meeting,
+    Rendezvous,
     SimulatedEngine,
     ThreadCoordination,
     World,
@@ -31,7 +31,7 @@ TP2_PP2 = ParallelLayout(4, tensor=2, pipeline=2)
 
 
 class PeerEngine(SimulatedEngine):
-    """An engine whose ranks load at the same time, as the processes of a server do."""
+    """An engine whose ranks load concurrently, as the processes of a server do."""
 
     def update_weights_from_tensor(self, payloads, load_format=None, *, flush_cache=False) -> None:
         self._call("tensor")
@@ -52,12 +52,12 @@ def updates(
     connect_s: float = 10.0,
     backend: str = "gloo",
 ) -> list[WeightSync]:
-    """One WeightSync a trainer rank, all by point-to-point."""
-    meeting = Meeting(world.size)
+    """Return one WeightSync a trainer rank, all by point-to-point."""
+    rendezvous = Rendezvous(world.size)
     result = []
     for rank in range(world.size):
         handles = EngineHandles(world.leaders, {e: c for e, c in enumerate(engines) if world.leaders[e] == rank})
-        coordination = ThreadCoordination(meeting, rank)
+        coordination = ThreadCoordination(rendezvous, rank)
         transport = P2PTransport(world.plan, handles, coordination, P2PSettings(connect_s=connect_s, backend=backend))
         result.append(WeightSync(world.plan, handles, transport, coordination, timeouts, "session"))
     return result
@@ -81,8 +81,10 @@ def close_all(all_updates: Sequence[WeightSync]) -> None:
         (ParallelLayout(2, pipeline=2), 2, 2, torch.float32, 200),
     ],
 )
-def test_every_byte_again_and_again(parallel, tensor_parallel, num_engines, dtype, direct_bytes, monkeypatch) -> None:
-    """Large parts straight, small ones together, casts, several engines; the second version uses the same groups."""
+def test_every_byte_arrives_in_every_version(
+    parallel, tensor_parallel, num_engines, dtype, direct_bytes, monkeypatch
+) -> None:
+    """Large chunks sent directly, small ones packed, casts, several engines; the second version uses the same groups."""
     monkeypatch.setattr(p2p_stream, "DIRECT_BYTES", direct_bytes)
     world = World(
         small_architecture(tied=num_engines == 2),
@@ -93,25 +95,25 @@ def test_every_byte_again_and_again(parallel, tensor_parallel, num_engines, dtyp
         bucket_bytes=1500,
     )
     engines = [PeerEngine(world.layout, index) for index in range(num_engines)]
-    everyone = updates(world, engines)
+    syncs = updates(world, engines)
     groups = []
     for version in (1, 2):
         weights = world.weights(version)
-        for report in update_all(everyone, version, weights):
+        for report in update_all(syncs, version, weights):
             assert report.is_complete, report.describe()
         expected = world.expected(weights)
         assert all(world.holds(engine, index, expected) for index, engine in enumerate(engines))
         assert all(engine.version == version and not engine.is_paused for engine in engines)
-        groups.append([group.name for update in everyone for group in update.transport._groups.values()])
+        groups.append([group.name for update in syncs for group in update.transport._groups.values()])
         total = {e: sum(world.plan.num_bytes(rank) for rank in world.plan.ranks_of(e)) for e in range(num_engines)}
-        # Bytes between parts that align them are the only surplus.
+        # Alignment between chunks is the only surplus.
         assert all(0.6 * total[e] < report.engines[e].num_bytes <= total[e] for e in total)
     assert groups[0] == groups[1] and groups[0]
-    close_all(everyone)
+    close_all(syncs)
 
 
 @pytest.mark.parametrize(("tensor_parallel", "num_engines"), [(2, 1), (1, 2)])
-def test_a_backend_of_one_stream_carries_bytes_alone(tensor_parallel, num_engines, monkeypatch) -> None:
+def test_a_backend_of_one_stream_carries_only_bytes(tensor_parallel, num_engines, monkeypatch) -> None:
     """NCCL runs operations one after the other: replies that it carried would block the bytes sent after them."""
     monkeypatch.setitem(peer_group.BACKENDS, "nccl", (OneStream, "cpu"))
     monkeypatch.setattr(p2p_stream, "DIRECT_BYTES", 200)
@@ -119,46 +121,46 @@ def test_a_backend_of_one_stream_carries_bytes_alone(tensor_parallel, num_engine
         small_architecture(), TP2_PP2, tensor_parallel=tensor_parallel, num_engines=num_engines, bucket_bytes=1500
     )
     engines = [PeerEngine(world.layout, index) for index in range(num_engines)]
-    everyone = updates(world, engines, backend="nccl")
+    syncs = updates(world, engines, backend="nccl")
     for version in (1, 2):
         weights = world.weights(version)
-        for report in update_all(everyone, version, weights):
+        for report in update_all(syncs, version, weights):
             assert report.is_complete, report.describe()
         expected = world.expected(weights)
         assert all(world.holds(engine, index, expected) for index, engine in enumerate(engines))
-    close_all(everyone)
+    close_all(syncs)
 
 
 def test_a_lost_engine_rank_ends_a_sync_of_one_stream(monkeypatch) -> None:
-    """Control connections tell senders of a lost engine rank, whose bytes would be waited for until the deadline."""
+    """Control connections tell senders of a lost engine rank; without them a sender would wait until the deadline."""
     monkeypatch.setitem(peer_group.BACKENDS, "nccl", (OneStream, "cpu"))
     world = World(small_architecture(), ParallelLayout(2, tensor=2), tensor_parallel=2, bucket_bytes=2048)
-    everyone = updates(world, [PeerEngine(world.layout)], backend="nccl")
+    syncs = updates(world, [PeerEngine(world.layout)], backend="nccl")
     broken(monkeypatch, "receive", 2, 2, lambda group: group.close())
     start = time.monotonic()
-    reports = update_all(everyone, 1, world.weights(1))
+    reports = update_all(syncs, 1, world.weights(1))
     assert time.monotonic() - start < 10 and not any(report.is_complete for report in reports)
-    close_all(everyone)
+    close_all(syncs)
 
 
 def test_a_restarted_engine_gets_a_new_group() -> None:
     world = World(small_architecture(), TP2_PP2, tensor_parallel=2)
     engines = [PeerEngine(world.layout)]
-    everyone = updates(world, engines)
-    assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))
-    # Another process: the loader's state and its end of the group are gone, the trainer's objects are not.
+    syncs = updates(world, engines)
+    assert all(report.is_complete for report in update_all(syncs, 1, world.weights(1)))
+    # A restarted process: the loader's state and its end of the group are gone, the trainer's objects are not.
     for model in engines[0].models:
         model.megatron_dapo_weight_sync.p2p._close()
         del model.megatron_dapo_weight_sync
     weights = world.weights(2)
-    assert all(report.is_complete for report in update_all(everyone, 2, weights))
+    assert all(report.is_complete for report in update_all(syncs, 2, weights))
     assert world.holds(engines[0], 0, world.expected(weights))
-    assert engines[0].calls.count("tensor") == 3  # the dead group was found out, and the delivery made again
-    close_all(everyone)
+    assert engines[0].calls.count("tensor") == 3  # the dead group was noticed, and the sync repeated
+    close_all(syncs)
 
 
 def broken(monkeypatch, operation: str, member: int, number: int, action: Callable[[PeerGroup], None]) -> None:
-    """Lets `action(group)` happen in place of a member's send or receive number `number`."""
+    """Run `action(group)` at a member's send or receive number `number`."""
     original, counts = getattr(PeerGroup, operation), {}
 
     def replaced(self: PeerGroup, tensor: torch.Tensor, peer: int, *tag: int):
@@ -185,24 +187,24 @@ def fail(group: PeerGroup) -> None:
     raise RuntimeError("a made-up failure")
 
 
-def test_a_fault_that_comes_back_when_the_delivery_is_made_again(monkeypatch) -> None:
-    """The group of an earlier delivery is not blamed for ever: one more try, and the engine is unserved on all ranks."""
+def test_a_fault_that_comes_back_when_the_sync_is_repeated(monkeypatch) -> None:
+    """The sync is repeated once with a new group; after a second failure the engine is unserved on all ranks."""
     world = World(small_architecture(), TP2_PP2, tensor_parallel=1, bucket_bytes=2048)
     engines = [PeerEngine(world.layout)]
-    everyone = updates(world, engines)
-    assert all(report.is_complete for report in update_all(everyone, 1, world.weights(1)))
+    syncs = updates(world, engines)
+    assert all(report.is_complete for report in update_all(syncs, 1, world.weights(1)))
     with monkeypatch.context() as patch:
         break_sender(patch, 2)
         start = time.monotonic()
-        reports = update_all(everyone, 2, world.weights(2))
+        reports = update_all(syncs, 2, world.weights(2))
         assert time.monotonic() - start < 15
     assert [report.is_complete for report in reports] == [False] * 4
     assert reports[0].failures[0] == "trainer rank 2: RuntimeError: a made-up failure"
     assert engines[0].calls.count("tensor") == 3
     weights = world.weights(3)
-    assert all(report.is_complete for report in update_all(everyone, 3, weights))
+    assert all(report.is_complete for report in update_all(syncs, 3, weights))
     assert world.holds(engines[0], 0, world.expected(weights))
-    close_all(everyone)
+    close_all(syncs)
 
 
 @pytest.mark.parametrize(
@@ -215,16 +217,16 @@ def test_a_fault_that_comes_back_when_the_delivery_is_made_again(monkeypatch) ->
         ("receive", 4, 2, lambda group: group.close(), "member"),
     ],
 )
-def test_a_fault_leaves_the_engine_unserved_and_the_next_delivery_repairs_it(
+def test_a_fault_leaves_the_engine_unserved_and_the_next_sync_repairs_it(
     operation, member, number, action, reason, monkeypatch
 ) -> None:
     world = World(small_architecture(), TP2_PP2, tensor_parallel=2, bucket_bytes=2048)
     engines = [PeerEngine(world.layout)]
-    everyone = updates(world, engines)
+    syncs = updates(world, engines)
     with monkeypatch.context() as patch:
         broken(patch, operation, member, number, action)
         start = time.monotonic()
-        reports = update_all(everyone, 1, world.weights(1))
+        reports = update_all(syncs, 1, world.weights(1))
         seconds = time.monotonic() - start
     assert [report.is_complete for report in reports] == [False] * 4
     assert engines[0].is_paused and engines[0].version is None
@@ -232,30 +234,30 @@ def test_a_fault_leaves_the_engine_unserved_and_the_next_delivery_repairs_it(
     assert reason in text, text
     assert seconds < 10  # the transfer's deadline is 20 s
     weights = world.weights(2)
-    assert all(report.is_complete for report in update_all(everyone, 2, weights))
+    assert all(report.is_complete for report in update_all(syncs, 2, weights))
     assert world.holds(engines[0], 0, world.expected(weights))
-    close_all(everyone)
+    close_all(syncs)
 
 
-def test_a_lost_engine_rank_ends_the_delivery_to_the_other_one_at_once(monkeypatch) -> None:
-    """The other rank waits for a sender that is slow: its leader must not wait with it."""
+def test_a_lost_engine_rank_ends_the_sync_to_the_other_rank(monkeypatch) -> None:
+    """The other rank waits for a slow sender; the leader must not wait with it."""
     world = World(small_architecture(), ParallelLayout(2, tensor=2), tensor_parallel=2, bucket_bytes=2048)
-    everyone = updates(world, [PeerEngine(world.layout)])
+    syncs = updates(world, [PeerEngine(world.layout)])
     broken(monkeypatch, "receive", 2, 2, lambda group: group.close())
     broken(monkeypatch, "send", 1, 2, lambda group: time.sleep(1.5))
     start = time.monotonic()
-    reports = update_all(everyone, 1, world.weights(1))
+    reports = update_all(syncs, 1, world.weights(1))
     assert time.monotonic() - start < 4
     assert not any(report.is_complete for report in reports) and "member 2" in reports[0].failures[0]
-    close_all(everyone)
+    close_all(syncs)
 
 
-def test_a_slow_sender_ends_at_the_deadline_and_leaves_later_deliveries_alone(monkeypatch) -> None:
-    """The others fail with it, no rank later than the deadline and a little. When its thread wakes up at last, the group
-    of the next delivery is not its business."""
+def test_a_slow_sender_fails_at_the_deadline_and_leaves_later_syncs_alone(monkeypatch) -> None:
+    """All ranks fail shortly after the deadline. When the slow thread wakes up, it must not touch the group of the next
+    sync."""
     world = World(small_architecture(), TP2_PP2, tensor_parallel=2, bucket_bytes=2048)
     engines = [PeerEngine(world.layout)]
-    everyone = updates(world, engines, replace(PATIENT, transfer_s=2.0, grace_s=3.0))
+    syncs = updates(world, engines, replace(PATIENT, transfer_s=2.0, grace_s=3.0))
     woken = threading.Event()
 
     def sleep(group: PeerGroup) -> None:
@@ -265,26 +267,26 @@ def test_a_slow_sender_ends_at_the_deadline_and_leaves_later_deliveries_alone(mo
     with monkeypatch.context() as patch:
         broken(patch, "send", 3, 2, sleep)
         start = time.monotonic()
-        reports = update_all(everyone, 1, world.weights(1))
+        reports = update_all(syncs, 1, world.weights(1))
         assert time.monotonic() - start < 6.5
     assert not any(getattr(report, "is_complete", False) for report in reports), reports
     assert engines[0].is_paused
-    for update in everyone:
+    for update in syncs:
         update.timeouts = PATIENT
     groups = []
     for version in (2, 3):
-        assert all(report.is_complete for report in update_all(everyone, version, world.weights(version)))
-        groups.append([update.transport._groups[0].name for update in everyone])
+        assert all(report.is_complete for report in update_all(syncs, version, world.weights(version)))
+        groups.append([update.transport._groups[0].name for update in syncs])
         assert woken.wait(10)
-        time.sleep(0.5)  # for what the thread does then
+        time.sleep(0.5)  # time for the woken thread to do harm
     assert groups[0] == groups[1]
-    close_all(everyone)
+    close_all(syncs)
 
 
-def test_a_dead_engine_leaves_the_other_one_its_weights() -> None:
+def test_a_dead_engine_does_not_affect_the_other() -> None:
     world = World(small_architecture(), TP2_PP2, tensor_parallel=1, num_engines=2)
     engines = [PeerEngine(world.layout, index) for index in range(2)]
-    everyone = updates(world, engines)
+    syncs = updates(world, engines)
 
     def dies(model, payload) -> None:
         engines[0].is_alive = False
@@ -292,20 +294,20 @@ def test_a_dead_engine_leaves_the_other_one_its_weights() -> None:
     engines[0].load = dies
     start = time.monotonic()
     weights = world.weights(1)
-    reports = update_all(everyone, 1, weights)
-    # The leader's notice spares the others the wait for ranks that never come.
+    reports = update_all(syncs, 1, weights)
+    # The leader tells the other ranks not to wait for the dead engine.
     assert time.monotonic() - start < 8
     assert "connection lost" in reports[2].failures[0]
     assert list(reports[0].failures) == [0]
     assert world.holds(engines[1], 1, world.expected(weights)) and engines[1].version == 1
-    close_all(everyone)
+    close_all(syncs)
 
 
 def test_bytes_from_a_stranger_are_never_served() -> None:
-    """Whoever takes a sender's place in the group, without the key of the engine, changes nothing that is served."""
+    """A process that takes a sender's place in the group without the engine's key cannot change what is served."""
     world = World(small_architecture(), TP2_PP2, tensor_parallel=2)
     engines = [PeerEngine(world.layout)]
-    everyone = updates(world, engines)
+    syncs = updates(world, engines)
     weights = world.weights(1)
     strange = [*weights[:3], {name: tensor + 1 for name, tensor in weights[3].items()}]
     real = P2PTransport._outgoing
@@ -315,10 +317,10 @@ def test_bytes_from_a_stranger_are_never_served() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(P2PTransport, "_outgoing", outgoing)
-        reports = update_all(everyone, 1, weights)
+        reports = update_all(syncs, 1, weights)
     assert all("differ from the trainer's" in report.failures[0] for report in reports)
     assert engines[0].is_paused
-    close_all(everyone)
+    close_all(syncs)
 
 
 def test_settings_are_checked() -> None:

@@ -1,4 +1,4 @@
-"""Groups without a default group, in processes that share nothing but an address: values, order, and what failures do."""
+"""Peer groups without a default group, in processes that share only an address: values, order and failures."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WORKER = Path(__file__).with_name("peer_worker.py")
 
 
 def run_members(scenario: str, ranks: tuple[int, ...], size: int = 3) -> dict[int, dict[str, Any]]:
-    """Outcome of every member that lived to report one."""
-    place = RendezvousStore()
-    name = place.new_name()
+    """Outcomes of the members that printed one."""
+    store = RendezvousStore()
+    name = store.new_name()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    address = [place.address.host, str(place.address.port), name]
+    address = [store.address.host, str(store.address.port), name]
     processes = {
         rank: subprocess.Popen(
             [sys.executable, "-W", "ignore", str(WORKER), scenario, str(rank), str(size), *address],
@@ -60,22 +60,22 @@ def test_all_to_all() -> None:
 
 
 @pytest.mark.parametrize(("scenario", "witnesses"), [("dies", (0, 2)), ("closes", (0, 2)), ("late", (0, 2))])
-def test_a_member_that_is_gone_or_late_fails_the_others_in_seconds(scenario: str, witnesses: tuple[int, ...]) -> None:
+def test_a_lost_or_late_member_fails_the_others_in_seconds(scenario: str, witnesses: tuple[int, ...]) -> None:
     outcomes = run_members(scenario, (0, 1, 2))
     for rank in witnesses:
         assert "member" in outcomes[rank]["outcome"] and "join" not in outcomes[rank]["outcome"], outcomes
-        # Well under the 20 s for which a member would have waited by itself.
+        # Well under a member's own deadline of 20 s.
         assert outcomes[rank]["seconds"] < 10, outcomes
 
 
-def test_closing_reaches_all_members_also_where_one_is_gone_already() -> None:
-    """Of a ring of closings each leaves the next a broken connection: member 0 hears of the last one at once as well."""
-    place = RendezvousStore()
-    name, size = place.new_name(), 4
+def test_closing_reaches_all_members_even_if_one_is_gone() -> None:
+    """Members close in turn, each after its connection to the one before broke; member 0 hears of the last in seconds."""
+    store = RendezvousStore()
+    name, size = store.new_name(), 4
     groups = [None] * size
 
     def meet(rank: int) -> None:
-        groups[rank] = join(place.address, name, rank, size, timeout_s=20)
+        groups[rank] = join(store.address, name, rank, size, timeout_s=20)
 
     threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -83,12 +83,12 @@ def test_closing_reaches_all_members_also_where_one_is_gone_already() -> None:
     for thread in threads:
         thread.join(30)
     pending = groups[0].receive(torch.zeros(4), 1)
-    # A message that somebody still holds keeps connections from going with their last reference.
+    # A message still referenced keeps the connection from being dropped with its last reference.
     held = groups[1].receive(torch.zeros(4), 3)
     start = time.monotonic()
     groups[2].close()
     with pytest.raises(PeerError):
-        groups[1].receive(torch.zeros(4), 2).wait(start + 20)  # what tells member 1 to close
+        groups[1].receive(torch.zeros(4), 2).wait(start + 20)  # the broken connection makes member 1 close
     groups[1].close()
     with pytest.raises(PeerError, match="member 1"):
         pending.wait(start + 20)
@@ -100,7 +100,7 @@ def test_closing_reaches_all_members_also_where_one_is_gone_already() -> None:
 
 
 class Forgotten:
-    """A work that gloo has forgotten: nothing but the deadline ends its wait."""
+    """A work that gloo never completes: only the deadline ends its wait."""
 
     def wait(self, timeout: timedelta) -> None:
         time.sleep(timeout.total_seconds())
@@ -108,13 +108,13 @@ class Forgotten:
 
 
 @pytest.mark.parametrize("who", ["the other member", "this member"])
-def test_a_message_that_gloo_forgets_is_not_waited_for_behind_a_lost_connection(who: str) -> None:
-    """Seen once in some ten runs on a busy machine: the connection broke in the moment in which a send was written."""
-    place = RendezvousStore()
+def test_a_message_lost_by_gloo_fails_with_its_connection(who: str) -> None:
+    """Seen in about one of ten runs on a busy host: the connection broke at the moment a send was written."""
+    store = RendezvousStore()
     groups = dict[int, Any]()
 
     def meet(rank: int) -> None:
-        groups[rank] = join(place.address, "name", rank, 2, timeout_s=20)
+        groups[rank] = join(store.address, "name", rank, 2, timeout_s=20)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -137,40 +137,40 @@ def test_a_member_that_never_comes() -> None:
         assert outcome["seconds"] < 30
 
 
-def test_nobody_at_the_address() -> None:
+def test_no_store_at_the_address() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-    place = RendezvousStore()
+    store = RendezvousStore()
     with pytest.raises(PeerError, match="no rendezvous store answers"):
-        join(type(place.address)(LOOPBACK, port), "name", 0, 2, timeout_s=1.5)
+        join(type(store.address)(LOOPBACK, port), "name", 0, 2, timeout_s=1.5)
 
 
-def test_notices() -> None:
-    place = RendezvousStore()
-    writer, reader = RendezvousClient(place.address, 10), RendezvousClient(place.address, 10)
+def test_texts_under_keys() -> None:
+    store = RendezvousStore()
+    writer, reader = RendezvousClient(store.address, 10), RendezvousClient(store.address, 10)
     writer.put("key", "engine is there")
     assert reader.get("key", 5) == "engine is there"
     with pytest.raises(PeerError, match="no text under 'other' within 0.5 s"):
         reader.get("other", 0.5)
-    assert place.address.local_host() == LOOPBACK
+    assert store.address.local_host() == LOOPBACK
 
 
 def test_listens_on_loopback_alone() -> None:
-    place = RendezvousStore()
+    store = RendezvousStore()
     listening = [
         line.split()[1]
         for table in ("/proc/net/tcp", "/proc/net/tcp6")
         for line in Path(table).read_text().splitlines()[1:]
-        if line.split()[1].endswith(f":{place.address.port:04X}") and line.split()[3] == "0A"
+        if line.split()[1].endswith(f":{store.address.port:04X}") and line.split()[3] == "0A"
     ]
-    assert listening == [f"0100007F:{place.address.port:04X}"]
+    assert listening == [f"0100007F:{store.address.port:04X}"]
 
 
-def test_misuse_is_named() -> None:
-    place = RendezvousStore()
+def test_misuse_is_refused() -> None:
+    store = RendezvousStore()
     with pytest.raises(ValueError, match="gloo, nccl"):
-        join(place.address, "name", 0, 1, timeout_s=1, backend="mpi")
-    group = join(place.address, place.new_name(), 0, 1, timeout_s=10)
+        join(store.address, "name", 0, 1, timeout_s=1, backend="mpi")
+    group = join(store.address, store.new_name(), 0, 1, timeout_s=10)
     with pytest.raises(AssertionError, match="no peer 1"):
         group.send(torch.zeros(3), to=1)
     group.close()

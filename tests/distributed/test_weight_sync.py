@@ -1,4 +1,4 @@
-"""Deliveries by four processes: agreement over gloo, shared memory, deputies between machines, a killed sender."""
+"""Weight sync by four processes: agreement over gloo, shared memory, relays between nodes, a killed sender."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WORKER = Path(__file__).with_name("sync_worker.py")
 
 
 @pytest.mark.parametrize(("ranks_per_node", "num_engines"), [(4, 1), (2, 2), (1, 1)])
-def test_shards_reach_engines_on_one_machine_and_on_several(ranks_per_node, num_engines, tmp_path):
+def test_shards_reach_engines_on_one_node_and_on_several(ranks_per_node, num_engines, tmp_path):
     arguments = {"ranks_per_node": ranks_per_node, "num_engines": num_engines, "directory": str(tmp_path)}
     result = run_distributed(f"{WORKER}:nodes", 4, arguments, timeout_s=200.0)
     assert len(result["bytes"]) == num_engines and len(set(result["bytes"])) == 1
 
 
 def test_a_killed_sender_ends_the_update_everywhere(tmp_path):
-    """The launcher ends all ranks when one fails; here the others must end by themselves, in time."""
+    """The launcher would end all ranks when one fails; here the others must end in time by themselves."""
     arenas, run = tmp_path / "arenas", tmp_path / "run"
     arenas.mkdir()
     run.mkdir()
@@ -41,13 +41,13 @@ def test_a_killed_sender_ends_the_update_everywhere(tmp_path):
     for rank in range(3):
         seconds, message = (arenas / f"survivor{rank}").read_text().split(" ", 1)
         assert float(seconds) < 20 and f"rank {rank} of 4" in message
-    # Unlinked as soon as all had mapped them: nothing stays behind, although a process was killed.
+    # Arenas are unlinked once all ranks have mapped them: nothing is left although a process was killed.
     assert not [path for path in arenas.iterdir() if not path.name.startswith("survivor")]
 
 
 @pytest.fixture
 def handles(monkeypatch) -> dict[str, torch.Tensor]:
-    """IPC handles replaced by a table: handle -> the memory that was shared."""
+    """A table in place of IPC handles: handle -> shared memory."""
     shared: dict[str, torch.Tensor] = {}
 
     def share(tensor: torch.Tensor) -> dict[str, str]:
@@ -63,8 +63,8 @@ def handles(monkeypatch) -> dict[str, torch.Tensor]:
 
 
 def test_slots_outside_the_arena(tmp_path, handles):
-    """The form for GPUs: slots of the ranks beside the engine ranks, opened by all others. They are never freed while an
-    engine may have them open: later deliveries use them again, and so does an engine that was restarted."""
+    """The GPU form: slots owned by the ranks beside the engine ranks and opened by all others. They are never freed while an
+    engine may have them open: later syncs reuse them, and so does a restarted engine."""
     world = World(small_architecture(), ParallelLayout(4, tensor=2, pipeline=2), tensor_parallel=2)
     engines = [SimulatedEngine(world.layout)]
     updates = world.updates(engines, tmp_path, PATIENT)
@@ -94,7 +94,7 @@ def test_an_engine_that_cannot_open_the_slots_says_why(tmp_path, handles, monkey
         assert "begin: GPU x is not visible" in outcome.failures[0]
 
 
-def test_arenas_that_cannot_be_made_are_told_to_all_ranks(tmp_path):
+def test_all_ranks_learn_of_arenas_that_cannot_be_created(tmp_path):
     """The others must not wait for a rank whose directory is gone."""
     world = World(small_architecture(), ParallelLayout(4, tensor=2, pipeline=2), tensor_parallel=2)
     updates = world.updates([SimulatedEngine(world.layout)], tmp_path / "gone", PATIENT)
@@ -104,7 +104,7 @@ def test_arenas_that_cannot_be_made_are_told_to_all_ranks(tmp_path):
 
 
 class _CpuInsteadOfCuda:
-    """torch, but that `empty` knows no GPU."""
+    """torch with an `empty` that ignores the device."""
 
     def __getattr__(self, name: str):
         return getattr(torch, name)

@@ -1,8 +1,8 @@
-"""A thousand faults in a thousand updates: what serves is always one whole version, and no update outlives its
+"""A thousand faults in a thousand updates: an engine only ever serves one whole version, and no update outlives its
 deadline.
 
 Each run brings a new version to engines that serve the one before, with one fault somewhere on the way; then the
-fault is gone, and a redelivery must bring all engines to the new version. Every byte of every engine that is not paused
+fault is gone, and another sync must bring all engines to the new version. Every byte of every engine that is not paused
 is compared at every resumption and after every run.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from message_faults import PAYLOAD_FAULTS, Strike, payload_of, texts_of
-from sync_simulation import SimulatedEngine, World, at_once, run_ranks, small_architecture
+from sync_simulation import SimulatedEngine, World, run_concurrently, run_ranks, small_architecture
 
 from megatron_dapo.bridge.protocol import weight_loader
 from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec
@@ -36,27 +36,27 @@ from megatron_dapo.parallel.layout import ParallelLayout
 NUM_FAULTS = 1000
 NUM_WORLDS = 8
 PATIENT = SyncTimeouts(20, 20, 20, 20, 20, 20, 20)
-# Of runs whose fault is that somebody says nothing: they last as long as this.
-# Grace is what trainer ranks wait for each other: on a busy machine one of them, a thread among many, comes seconds late.
+# For faults in which an engine or a rank stays silent: such an update lasts this long.
+# `grace_s` is how long trainer ranks wait for each other: on a busy host one thread among many may be seconds late.
 HASTY = SyncTimeouts(meet_s=5, pause_s=0.6, flush_s=0.6, session_s=0.6, transfer_s=1.2, resume_s=0.6, grace_s=1.5)
 HASTY_MESSAGE_S = 0.6
-LONGEST_HASTY_S = 15.0  # generous: the machine may be busy; a hang would last for ever
+LONGEST_HASTY_S = 15.0  # generous: the host may be busy, and a hang would last forever
 
 
 @dataclass
 class Fault:
-    """Strikes command number `command` of a delivery to a rank of an engine, once; or the message that it is in."""
+    """A fault that strikes command number `command` of a sync to one engine rank, once, or the message that carries it."""
 
     kind: str
     command: int
-    rank: int  # of the engine, or of the trainer
+    rank: int  # an engine rank, or a trainer rank
     random: random.Random
     fired: bool = False
 
 
 @dataclass
 class Truth:
-    """What every version must look like in every engine rank."""
+    """The parameters that every version must have in every engine rank."""
 
     expected: dict[int, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
@@ -64,28 +64,28 @@ class Truth:
 
 @dataclass
 class EngineStrike(Strike):
-    """A fault that meets a message to a simulated engine."""
+    """A fault that strikes a message to a simulated engine."""
 
     engine: FaultyEngine
 
     def carry_out(self) -> None:
         reached = [(m, payload_of(texts)) for m, texts in zip(self.engine.models, self.texts) if texts]
-        at_once([lambda m=m, p=p: self.engine.load(m, p) for m, p in reached])
+        run_concurrently([lambda m=m, p=p: self.engine.load(m, p) for m, p in reached])
 
     def receiver(self) -> Receiver:
         return weight_loader._state_of(self.engine.models[self.rank]).receiver
 
 
 class FaultyEngine(SimulatedEngine):
-    """A simulated engine on whose messages a fault may strike."""
+    """A simulated engine whose messages a fault may strike."""
 
     def __init__(self, world: World, index: int, truth: Truth) -> None:
         super().__init__(world.layout, index)
         self.world, self.index, self.truth = world, index, truth
         self.fault: Fault | None = None
-        self.num_commands = 0  # of this delivery, in earlier messages
-        self.late: list[Callable[[], None]] = []  # messages that arrive after their time
-        self.num_running = 0  # calls that the engine still works on, given up by the trainer or not
+        self.num_commands = 0  # of this sync, in earlier messages
+        self.late: list[Callable[[], None]] = []  # messages that arrive after their deadline
+        self.num_running = 0  # calls in progress, including those that the trainer gave up on
         self.lock = threading.Lock()
 
     def resume(self) -> None:
@@ -93,7 +93,7 @@ class FaultyEngine(SimulatedEngine):
         self.check("on resuming")
 
     def check(self, when: str) -> None:
-        """Not paused: every byte is that of the version on the label."""
+        """Record a violation if the engine serves any byte that is not of its labeled version."""
         if self.is_alive and not self.is_paused and self.version is not None:
             if not self.world.holds(self, self.index, self.truth.expected[self.version]):
                 self.truth.violations.append(f"engine {self.index} serves a mixture as version {self.version} {when}")
@@ -108,7 +108,7 @@ class FaultyEngine(SimulatedEngine):
                 self.num_running -= 1
 
     def wait_until_idle(self) -> None:
-        """A server carries its messages out one after the other: one that was given up in haste ends first."""
+        """Wait for messages in progress: a server finishes one that the trainer gave up on before it takes the next."""
         deadline = time.monotonic() + 30
         while self.num_running:
             assert time.monotonic() < deadline, "a message is never carried out"
@@ -143,13 +143,13 @@ def fault_call(fault: Fault) -> str:
 
 
 def unheard(strike: EngineStrike) -> None:
-    """The message reaches all ranks but one."""
+    """Send the message to all ranks but one."""
     strike.own.clear()
     strike.carry_out()
 
 
 def corrupted_bytes(strike: EngineStrike) -> None:
-    """One bit of a bucket; a command without a bucket finds one bit of the parameters changed."""
+    """Flip one bit of a bucket, or of a parameter if the command has no bucket."""
     command = strike.command
     if command["bucket"] is None:
         corrupted_memory(strike)
@@ -157,10 +157,10 @@ def corrupted_bytes(strike: EngineStrike) -> None:
     _, chunks = strike.random.choice(sorted(command["bucket"]["chunks"].items()))
     receiver, original = strike.receiver(), strike.receiver().accept
 
-    def accept(delivery: str, bucket: Bucket, data: torch.Tensor) -> int:
+    def accept(sync_id: str, bucket: Bucket, data: torch.Tensor) -> int:
         if bucket.index == command["bucket"]["index"]:
             data[chunks[0][0]] ^= 1 << strike.random.randrange(8)
-        return original(delivery, bucket, data)
+        return original(sync_id, bucket, data)
 
     receiver.accept = accept
     try:
@@ -171,16 +171,16 @@ def corrupted_bytes(strike: EngineStrike) -> None:
 
 @contextlib.contextmanager
 def around(strike: EngineStrike, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
-    """Something happens in the struck rank right before and right after it carries out the command."""
+    """Call `before` and `after` in the struck rank right before and right after it carries out the command."""
     receiver, original, struck = strike.receiver(), strike.receiver().handle, strike.command["id"]
 
     def handle(command: Command, source: Channel) -> Reply:
         if command.id == struck:
             before()
-        report = original(command, source)
+        reply = original(command, source)
         if command.id == struck:
             after()
-        return report
+        return reply
 
     receiver.handle = handle
     try:
@@ -194,7 +194,7 @@ def _nothing() -> None:
 
 
 def corrupted_memory(strike: EngineStrike) -> None:
-    """A cosmic ray in the engine's memory before or after a command; behind the last one nobody looks any more."""
+    """Flip one bit of the engine's parameters before or after a command; only before the last, which computes checksums."""
 
     def flip() -> None:
         parameters = dict(strike.engine.models[strike.rank].named_parameters())
@@ -207,19 +207,19 @@ def corrupted_memory(strike: EngineStrike) -> None:
 
 
 def delayed(strike: EngineStrike) -> None:
-    """No answer in time; the message is carried out some time later, perhaps when the engine serves again."""
+    """Answer too late; the message is carried out some time later, perhaps when the engine serves again."""
     strike.engine.late.append(strike.carry_out)
     time.sleep(2 * HASTY_MESSAGE_S + HASTY.transfer_s)
 
 
 def hanging(strike: EngineStrike) -> None:
-    """One rank stands still in the middle of the message, longer than it may, and then goes on."""
+    """Stop one rank in the middle of the message until its deadline has passed, then let it continue."""
     with around(strike, lambda: time.sleep(2 * HASTY_MESSAGE_S + HASTY.transfer_s), _nothing):
         strike.carry_out()
 
 
 def killed_engine(strike: EngineStrike) -> None:
-    """All ranks end in the middle of the message."""
+    """End all ranks in the middle of the message."""
     for texts in strike.texts:
         del texts[strike.at :]
     strike.carry_out()
@@ -227,16 +227,16 @@ def killed_engine(strike: EngineStrike) -> None:
     raise ConnectionError("connection reset by peer")
 
 
-def stale_report(strike: EngineStrike) -> None:
-    """One rank's report area holds a good report on an earlier message."""
+def stale_reply(strike: EngineStrike) -> None:
+    """Leave a good reply to an earlier message in one rank's reply area."""
     strike.carry_out()
     command = strike.command
-    report = {"id": command["id"] + "0", "op": command["op"], "ok": True}
-    _arena(strike.engine, strike.rank, command).write_reply(json.dumps(report))
+    reply = {"id": command["id"] + "0", "op": command["op"], "ok": True}
+    _arena(strike.engine, strike.rank, command).write_reply(json.dumps(reply))
 
 
 def loader_fails(strike: EngineStrike) -> None:
-    """The receiver of one rank runs into something nobody thought of."""
+    """Let the receiver of one rank raise an error that it does not expect."""
     receiver = strike.receiver()
 
     def fail(*_: object) -> None:
@@ -251,7 +251,7 @@ def loader_fails(strike: EngineStrike) -> None:
 
 
 def _arena(engine: FaultyEngine, rank: int, command: dict) -> Arena:
-    """As the engine sees it: its file may be unlinked."""
+    """Return the arena as the engine has it mapped: its file may be unlinked."""
     return weight_loader._state_of(engine.models[rank]).mapped.map(ArenaSpec.from_json(command["channel"]["arena"]))
 
 
@@ -263,21 +263,21 @@ MESSAGE_FAULTS: dict[str, Callable[[EngineStrike], None]] = {
     "delayed": delayed,
     "hanging": hanging,
     "killed engine": killed_engine,
-    "stale report": stale_report,
+    "stale reply": stale_reply,
     "loader fails": loader_fails,
 }
 SENDER_FAULTS = ("killed sender", "sender fails")
 KINDS = (*MESSAGE_FAULTS, "status", *SENDER_FAULTS)
 SILENT = ("unheard", "delayed", "hanging", "killed sender")
-# After these the engine must not serve. (A changed digit may sit where it means nothing; memory that changes before its
-# bucket arrives is written over.)
+# After these the engine must not serve. (A changed digit may have no meaning; memory that changes before its bucket
+# arrives is overwritten.)
 MUST_FAIL = tuple(
     kind for kind in KINDS if kind not in ("corrupted bytes", "corrupted memory", "corrupted command", "killed sender")
 )
 
 
 class FaultyTransport(SharedMemoryTransport):
-    """A trainer rank that dies, or cannot do its share, in a round."""
+    """A transport whose trainer rank dies in a round, or lacks the weights it should send."""
 
     fault: Fault | None = None
 
@@ -295,7 +295,7 @@ class FaultyTransport(SharedMemoryTransport):
 
 
 class Trial:
-    """One world of engines and trainer ranks that lives through many runs."""
+    """Engines and trainer ranks that go through many updates."""
 
     def __init__(self, number: int, directory: Path) -> None:
         tensor_parallel, num_engines = ((2, 1), (1, 2))[number % 2]
@@ -320,7 +320,7 @@ class Trial:
         return sum(self.fired.values())
 
     def start_trainer(self) -> None:
-        """A new life of the trainer; engines stay as they are."""
+        """Restart the trainer; engines stay as they are."""
         self.version += 1
         session = f"life {self.version}"
         self.updates = self.world.updates(
@@ -333,7 +333,7 @@ class Trial:
         return weights
 
     def recover(self) -> None:
-        """Without faults, a whole delivery brings every engine back."""
+        """Sync without faults, which must bring every engine back."""
         self.set_pace(PATIENT, 20.0)
         weights = self.weights()
         for outcome in run_ranks(2, lambda rank: self.updates[rank].update(self.version, weights[rank]), 60):
@@ -349,7 +349,7 @@ class Trial:
             update.transport.message_timeout_s, update.transport.grace_s = message_s, timeouts.grace_s
 
     def run(self, kind: str) -> None:
-        """One update with one fault, and the way back."""
+        """Run one update with one fault, then recover."""
         fault = Fault(
             kind, self.random.randrange(self.world.plan.num_buckets(0) + 2), self.random.randrange(2), self.random
         )
@@ -368,15 +368,15 @@ class Trial:
         struck.fault = None
         for update in self.updates:
             update.transport.fault = None
-        self.judge(kind, fault, struck, outcomes)
+        self.check_outcomes(kind, fault, struck, outcomes)
         self.restore(outcomes)
 
-    def judge(self, kind: str, fault: Fault, struck: FaultyEngine, outcomes: list) -> None:
+    def check_outcomes(self, kind: str, fault: Fault, struck: FaultyEngine, outcomes: list) -> None:
         for engine in self.engines:
             engine.check(f"after {kind!r}")
         self.fired[kind] += fault.fired
         if kind == "killed sender" and fault.fired:
-            # One rank is dead; the other is told so, and nothing serves the new version.
+            # One rank is dead: the other gets an error, and no engine serves the new version.
             (survivor,) = [outcome for outcome in outcomes if outcome is not None]
             assert isinstance(survivor, CoordinationError), survivor
             assert all(engine.is_paused for engine in self.engines)
@@ -395,12 +395,12 @@ class Trial:
                 assert not (engine is struck and fault.fired and kind in MUST_FAIL), f"{kind} was not noticed"
             else:
                 assert report.reason and report.state is EngineState.UNSERVED
-                # Only what struck this engine, or a trainer rank, may keep it from serving; or haste.
+                # An engine may be unserved because a fault struck it or a trainer rank, or because deadlines are short.
                 assert engine is struck or kind in SENDER_FAULTS or kind in SILENT, (kind, report.reason)
         self.failed[kind] += struck.index in first.failures
 
     def restore(self, outcomes: list) -> None:
-        """The dead are restarted, late messages arrive, and all engines get the version."""
+        """Restart dead engines and trainers, let late messages arrive, and sync the version to all engines."""
         for index, engine in enumerate(self.engines):
             engine.wait_until_idle()
             late, engine.late = engine.late, []
@@ -427,7 +427,9 @@ def _arrive(messages: list[Callable[[], None]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # three minutes on two idle cores; a run that hangs is found by its own limit of a minute
+@pytest.mark.timeout(
+    1200
+)  # three minutes on two idle cores; every update has a limit of a minute, which catches a hang
 def test_a_thousand_faults(tmp_path: Path) -> None:
     trials = [Trial(number, tmp_path) for number in range(NUM_WORLDS)]
     errors: list[BaseException] = []
@@ -435,7 +437,7 @@ def test_a_thousand_faults(tmp_path: Path) -> None:
     def live(trial: Trial, number: int) -> None:
         try:
             kinds = itertools.cycle(KINDS[number:] + KINDS[:number])
-            # A run whose fault found nothing to strike is not counted.
+            # A run whose fault did not fire is not counted.
             while trial.num_fired() < NUM_FAULTS / NUM_WORLDS:
                 trial.run(next(kinds))
         except BaseException as error:
@@ -445,7 +447,7 @@ def test_a_thousand_faults(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()  # every run in it has a limit
+        thread.join()  # bounded: every update has a limit
     if errors:
         raise errors[0]
     assert [violation for trial in trials for violation in trial.truth.violations] == []
@@ -455,4 +457,4 @@ def test_a_thousand_faults(tmp_path: Path) -> None:
     assert sum(fired.values()) >= NUM_FAULTS and min(fired[kind] for kind in KINDS) >= 20, fired
     assert all(failed[kind] >= fired[kind] for kind in MUST_FAIL), (fired, failed)
     assert max(trial.longest_s for trial in trials) < LONGEST_HASTY_S
-    assert not any(path.is_file() for path in tmp_path.rglob("*")), "arenas stayed behind"
+    assert not any(path.is_file() for path in tmp_path.rglob("*")), "arenas are left behind"

@@ -14,12 +14,12 @@ from megatron_dapo.engines.sglang.keys import create_key
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 
-# What tests import: modules beside them, and simulated trainers.
+# Tests import the modules beside them and those of simulated trainers.
 DIRECTORY = Path(__file__).parent
 sys.path[:0] = [str(DIRECTORY), str(DIRECTORY.parent / "distributed")]
 
 VOCAB_SIZE = 300
-# The machine may be busy with other tests: starting takes about ten seconds of two cores.
+# The host may be busy with other tests: starting takes about ten seconds of two cores.
 START_TIMEOUT_S = 280.0
 
 
@@ -51,7 +51,7 @@ def _save_tiny_model(directory: Path, *, is_tied: bool) -> Path:
     )
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
-    with torch.no_grad():  # far from uniform, and biases that are not zero: wrong weights must show
+    with torch.no_grad():  # far from uniform, with nonzero biases: wrong weights must show
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -104,7 +104,7 @@ class Servers:
         return self._started[-1]
 
     def shared(self, model_path: Path, number: int = 0, *, wait: bool = True, **fields: Any) -> SglangServer:
-        """The server of these settings that was asked for before, while it lives."""
+        """Return the running server of these settings, or start one."""
         key = (model_path, number, *sorted(fields.items()))
         if key not in self._shared or not self._shared[key].is_alive():
             self._shared[key] = self.start(model_path, wait=wait, **fields)
@@ -127,7 +127,7 @@ def server_factory(
 
 @pytest.fixture(scope="session")
 def shared_servers(engine_python: Path, key_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Servers that several modules use. One that a test has killed is replaced when it is asked for again."""
+    """Servers that several modules use. One that a test has killed is replaced at its next use."""
     servers = Servers(engine_python, key_file, lambda: tmp_path_factory.mktemp("engine_logs"))
     yield servers
     servers.kill()
@@ -135,7 +135,7 @@ def shared_servers(engine_python: Path, key_file: Path, tmp_path_factory: pytest
 
 @pytest.fixture(scope="session")
 def filled_server(shared_servers: Servers) -> Callable[..., SglangServer]:
-    """`filled_server(model_path, tensor_parallel)`: it starts with random weights; who delivers has a session of his own."""
+    """`filled_server(model_path, tensor_parallel)`: a server with random weights; each trainer has a session of its own."""
 
     def server(model_path: Path, tensor_parallel: int = 1) -> SglangServer:
         fields = {"tensor_parallel": tensor_parallel, "random_weights": True, "max_total_tokens": 4096}
@@ -146,13 +146,13 @@ def filled_server(shared_servers: Servers) -> Callable[..., SglangServer]:
 
 @pytest.fixture(scope="session")
 def seeded_servers(shared_servers: Servers, tiny_model: Path) -> Callable[[int], list[SglangServer]]:
-    """`seeded_servers(count)`: they listen to seeds, serve the tied model as it is and have a context of 512 tokens."""
+    """`seeded_servers(count)`: servers of the unchanged tied model that honor seeds, with a context of 512 tokens."""
 
     def servers(count: int) -> list[SglangServer]:
         fields = {"seeded": True, "context_length": 512, "wait": False}
         found = [shared_servers.shared(tiny_model, number, **fields) for number in range(count)]
         for server in found:
-            if server.info is None:  # it has just been started, and its time to do so is running
+            if server.info is None:  # just started, within its start timeout
                 server.wait_until_healthy()
         return found
 

@@ -1,4 +1,4 @@
-"""A small model whose layers divide into blocks of 128, and trainer ranks as threads that deliver it in FP8."""
+"""A small model whose layers divide into blocks of 128, and trainer ranks as threads that sync it in FP8."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def save_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
     return directory
 
 
-CUT_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}  # of 64, which a TP of 2 cuts inside blocks
+CUT_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}  # heads of 64 rows: TP 2 cuts them inside blocks
 
 
 def save_quickstart_model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
@@ -86,7 +86,7 @@ def save_quickstart_model(directory: Path, family: str = "qwen3", **changes: Any
     return directory
 
 
-# Of a run with that model: weights nobody trained, which solve nothing.
+# Settings of a run with that model: its weights are untrained and solve nothing.
 RANDOM_MODEL_SETTINGS = (
     'sglang.quantization="fp8"',
     "sglang.parity_interval=1",
@@ -113,7 +113,7 @@ def in_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def transformers_logprobs(
     directory: Path, weights: dict[str, torch.Tensor], tokens: list[int], scratch: Path
 ) -> list[float]:
-    """Of every token but the first, by transformers with these weights in the model of `directory`."""
+    """Return the log-probs of all tokens but the first, by transformers with these weights in the model of `directory`."""
     scratch.mkdir(exist_ok=True)
     (scratch / "config.json").write_bytes((directory / "config.json").read_bytes())
     save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
@@ -124,7 +124,7 @@ def transformers_logprobs(
 
 
 class Fp8World(World):
-    """As `World`, for an engine that has described its parameters."""
+    """A `World` for an engine that has described its parameters."""
 
     def __init__(self, *arguments: Any, described: Sequence[Any], **fields: Any) -> None:
         super().__init__(*arguments, **fields)
@@ -134,8 +134,8 @@ class Fp8World(World):
         self.plan = SyncPlan(self.reshard, self.layout, self.plan.bucket_bytes)
 
     def sources(self, model: dict[str, torch.Tensor]) -> list[Fp8Weights]:
-        """What every trainer rank delivers of the Hugging Face tensors. Ranks are made one after the other, so the first
-        round collects what they exchange and the second one has it."""
+        """Return the weights that each trainer rank sends. Ranks are built one after the other: the first round collects
+        the magnitudes that they exchange, and the second one uses them."""
         largest: list[torch.Tensor] = []
 
         def exchange(magnitudes: torch.Tensor) -> None:

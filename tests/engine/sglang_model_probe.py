@@ -1,4 +1,4 @@
-"""Runs in the engine's environment: SGLang's own model classes load directories, one tensor-parallel rank after the other.
+"""Program for the engine's environment: SGLang's model classes load directories, one tensor-parallel rank after the other.
 
     PYTHONPATH=<root> python sglang_model_probe.py CASES.json
 
@@ -32,7 +32,7 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 
 def start(directory: str, store: Path) -> None:
-    """The one-process state that model classes look at."""
+    """Set up the single-process state that model classes read."""
     arguments = ServerArgs(
         model_path=directory, device="cpu", attention_backend="torch_native", skip_tokenizer_init=True
     )
@@ -41,7 +41,7 @@ def start(directory: str, store: Path) -> None:
         world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}", backend="gloo"
     )
     parallel_state.initialize_model_parallel(backend="gloo")
-    # 0.5.21 takes what was published instead, and compares numbers of ranks with groups, of which there is one of one.
+    # SGLang 0.5.21 reads the published state instead, and compares the parallel sizes with groups of one rank.
     initialize_moe_config(*[arguments][: len(inspect.signature(initialize_moe_config).parameters)])
     runtime_context._validate_parallel = lambda parallel, source: None
 
@@ -49,7 +49,7 @@ def start(directory: str, store: Path) -> None:
 def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
     size, experts = case["tensor_parallel"], case["expert_parallel"]
     config = ModelConfig(case["directory"], dtype="float32")
-    if case["device"] == "cpu":  # as the model runner does there, and only there
+    if case["device"] == "cpu":  # as the model runner does on CPU only
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), size)
     (model_class,) = [importlib.import_module(case["model_module"]).EntryClass]
     model_class = model_class[0] if isinstance(model_class, list) else model_class
@@ -60,7 +60,7 @@ def parameters(case: dict, rank: int) -> dict[str, torch.Tensor]:
     ):  # fmt: skip
         model = model_class(config=config.hf_config, quant_config=None)
         for parameter in model.parameters():
-            parameter.data.zero_()  # what the loader leaves alone is padding
+            parameter.data.zero_()  # elements that the loader does not write are padding
         model.load_weights(load_file(Path(case["directory"]) / "model.safetensors").items())
     return {name: parameter.data for name, parameter in model.named_parameters()}
 

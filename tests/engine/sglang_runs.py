@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 RUN_S = 400.0
-# The first step's policy is the one that was sampled from: both must say the same of every token.
+# The first step trains the policy that was sampled from: both must give every token the same log-prob.
 SETTINGS = (
     'rollout.engine="sglang"',
     "data.eval_paths=[]",
@@ -32,7 +32,7 @@ def command(recipe: Path, directory: Path, python: Path, *overrides: str, layout
 
 
 def finish(recipe: Path, directory: Path, python: Path, *overrides: str) -> None:
-    """Such a run to its end."""
+    """Run `command` to its end."""
     started = command(recipe, directory, python, *overrides)
     done = subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_S, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Every stand-in for CPUs is still needed by the import of sglang it names; one that is not has to go."""
+"""Stand-ins for CPUs: each is still needed by the SGLang import it names, or must be removed."""
 
 from __future__ import annotations
 

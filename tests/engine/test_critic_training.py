@@ -1,4 +1,4 @@
-"""VAPO with real servers: beside a critic on a process of its own, and with models that leave the device for the server."""
+"""VAPO with real servers: a critic in a process of its own, and models that offload for the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_servers_serve_what_is_trained(way: str, engine_python: Path, tmp_path: Path) -> None:
+def test_servers_serve_the_trained_weights(way: str, engine_python: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     settings = (
         "sglang.weight_sync_bucket_mb=1",

@@ -1,4 +1,4 @@
-"""The engine's word on a quantized directory: that its log-probs are asked for rightly, of a directory every engine serves."""
+"""The engine check of quantized directories: its log-probs are right for a directory that every engine serves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_log_probs_of_a_served_directory_are_transformers(tiny_model, engine_pyt
     assert compare([logprobs_of(model, sample) for sample in samples], served).max_abs < 1e-4
 
 
-def test_a_directory_the_engine_cannot_serve_is_its_own_error(tmp_path, tiny_model, engine_python) -> None:
+def test_an_unservable_directory_raises_the_engines_error(tmp_path, tiny_model, engine_python) -> None:
     (tmp_path / "config.json").write_text(
         (tiny_model / "config.json").read_text().replace('"hidden_size": 64', '"hidden_size": 60')
     )

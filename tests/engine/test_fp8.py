@@ -1,4 +1,4 @@
-"""Real SGLang servers in FP8: what they are given is what quantizing whole tensors gives, sync after sync."""
+"""Real SGLang servers in FP8: every sync brings the values of quantizing whole tensors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 300, 44, 3]
 PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
 VERSIONS = iter(range(1, 1000))
 BUCKET_BYTES = 64 << 10
-# Model, engine ranks, element type of activations, trainer layout, largest gap to the same weights in transformers. Of
-# the trainer's tensor parallel size 4 every block of a projection is cut. Qwen2's attention has scales of a cache.
+# Model, engine ranks, element type of activations, trainer layout, largest gap to the same weights in transformers. The
+# trainer's tensor parallel size 4 cuts every block of a projection. Qwen2's attention has scales of a cache.
 CASES = {
     "one rank": ("qwen2", 1, "float32", ParallelLayout(4, tensor=2, pipeline=2), 2e-5),
     "two ranks, cut blocks": ("qwen3", 2, "float32", ParallelLayout(4, tensor=4), 2e-5),
@@ -41,7 +41,7 @@ CASES = {
 
 @dataclass
 class Setup:
-    """A server in FP8 full of random weights, and the model it is to get."""
+    """A server in FP8 with random weights, and the model to sync."""
 
     client: SglangClient
     directory: Path
@@ -52,7 +52,7 @@ class Setup:
     def update(
         self, scale: float, *, world: World | None = None, transport_of: Any = SharedMemoryTransport
     ) -> SyncReport:
-        """One update by all ranks; in FP8, or by a `world` that knows nothing of it."""
+        """Run one update by all ranks, in FP8 or by a `world` without it."""
         chosen = world or self.world
         arguments = (PATIENT,)
         updates = chosen.updates(
@@ -97,8 +97,8 @@ def setup(request, server_factory, tmp_path_factory) -> Setup:
     return Setup(client, directory, tmp_path_factory.mktemp("scratch"), world, tolerance)
 
 
-def test_the_server_tells_what_it_quantizes(setup):
-    """Its own layer types decide; they are what plans without a server expect."""
+def test_the_server_describes_its_quantized_parameters(setup):
+    """The server's layer types decide, and agree with plans made without a server."""
     size = setup.world.layout.tensor_parallel
     described = served_parameters(setup.client, size)
     plain = sglang_layout(setup.world.source.architecture, size, setup.world.layout.engines.dtype, device="cpu")
@@ -110,13 +110,13 @@ def test_the_server_tells_what_it_quantizes(setup):
         assert specs == setup.world.layout.local_specs(rank)
 
 
-def test_sync_after_sync_is_the_rounding_of_the_whole_tensors(setup):
+def test_every_sync_brings_quantized_whole_tensors(setup):
     assert setup.gap(1.0) > 0.1  # it serves noise
     for scale in (1.0, 0.7):
         report = setup.update(scale)
         assert report.is_complete, report.describe()
         assert setup.gap(scale) < setup.tolerance
-    # The rounding is there, and is no more than a rounding.
+    # Quantization shows, but is no larger than rounding.
     if setup.tolerance < 1e-3:
         assert 10 * setup.tolerance < setup.gap(0.7, rounded=False) < 0.5
     ranks = setup.world.plan.ranks_of(0)
@@ -142,8 +142,8 @@ def test_a_corrupted_scale_is_not_served(setup):
     assert setup.gap(0.9) < setup.tolerance
 
 
-def test_a_trainer_that_does_not_round_is_refused(setup):
-    """Its plan does not know the scales."""
+def test_a_trainer_that_does_not_quantize_is_refused(setup):
+    """Its plan lacks the scales."""
     plain = World(
         setup.world.source.architecture,
         ParallelLayout(4, tensor=2, pipeline=2),

@@ -1,4 +1,4 @@
-"""A run with FP8 rollouts: rounded on the way, corrected, and compared with the trainer in both forms."""
+"""Runs with FP8 rollouts: weights quantized in the sync, sampling corrected, log-probs compared with the trainer's."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) 
     assert finished.returncode == 0, log[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == NUM_STEPS
-    # What is sampled from is not what is trained, by the rounding and no more; TIS weighs it.
+    # The sampling policy differs from the trained one by the quantization error alone; TIS corrects for it.
     assert all(1e-3 < row["mismatch/abs_logprob_diff_mean"] < 0.2 for row in rows)
-    # The same weights on both sides agree as two programs in float32 do, at the start and after every step.
+    # With the same weights both sides agree within float32 rounding, at the start and after every step.
     parity, rounding = PARITY.findall(log), ROUNDING.findall(log)
     assert len(parity) == len(rounding) == NUM_STEPS + 1
     assert all(float(mean) < 1e-4 for mean, _ in parity)
@@ -56,8 +56,8 @@ def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) 
 
 
 def test_experts_that_train_in_fp8_are_served_in_fp8(engine_python, tmp_path) -> None:
-    """Both sides multiply by the same weights. What is left between them, and is in both comparisons, is the trainer's
-    rounding of activations."""
+    """Both sides compute with the same weights. The remaining difference, in both comparisons, is the trainer's
+    quantization of activations."""
     whole_heads = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = save_quickstart_model(tmp_path / "model", "qwen3_moe", **whole_heads)
     settings = ('precision.recipe="fp8_blockwise"', "run.total_steps=1", "optimizer.warmup_steps=0")
@@ -71,7 +71,7 @@ def test_experts_that_train_in_fp8_are_served_in_fp8(engine_python, tmp_path) ->
         assert 1e-3 < float(served) < 0.3 and abs(float(served) - float(trained)) < 0.05 * float(served)
 
 
-def test_without_a_correction_nothing_starts(model, engine_python, tmp_path) -> None:
+def test_a_run_without_a_correction_is_refused(model, engine_python, tmp_path) -> None:
     refused = train(tmp_path, model, engine_python, 'algorithm.off_policy.correction="none"')
     assert refused.returncode != 0
     assert "sglang.allow_quantization_bias = true" in refused.stdout + refused.stderr

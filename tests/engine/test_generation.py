@@ -29,7 +29,7 @@ TIMEOUTS = Timeouts(generate_s=DEADLINE_S, control_s=DEADLINE_S)
 
 @pytest.fixture(scope="module")
 def servers(seeded_servers: Callable[[int], list[SglangServer]]) -> list[SglangServer]:
-    """Two servers. The last test of the module kills one."""
+    """Two servers; the last test of the module kills one."""
     return seeded_servers(2)
 
 
@@ -143,8 +143,8 @@ def test_the_longest_sequence_is_served_and_a_longer_one_is_not_cut_silently(cli
         clients[0].generate_now(longer, "longer.", vocab_size=VOCAB_SIZE)
 
 
-def abort_when_some_are_under_way(engine: SglangEngine, requests: list[GenerationRequest]) -> list[Completion]:
-    """Abort later and later until there are tokens and something is left to do."""
+def abort_in_flight(engine: SglangEngine, requests: list[GenerationRequest]) -> list[Completion]:
+    """Abort, each time a little later, until some responses have tokens and are unfinished."""
     wait_s = 0.2
     while True:
         engine.submit(requests)
@@ -157,13 +157,11 @@ def abort_when_some_are_under_way(engine: SglangEngine, requests: list[Generatio
         wait_s *= 2
 
 
-def test_an_aborted_response_continues_as_if_nothing_had_been(
-    engine: SglangEngine, clients: list[SglangClient]
-) -> None:
+def test_an_aborted_response_continues_with_the_same_tokens(engine: SglangEngine, clients: list[SglangClient]) -> None:
     requests = make_requests(4, max_new_tokens=120)
     engine.submit(requests)
     whole = drain(engine)
-    partial = {done.request_id: done for done in abort_when_some_are_under_way(engine, requests)}
+    partial = {done.request_id: done for done in abort_in_flight(engine, requests)}
     assert "abort" in {done.finish_reason for done in partial.values()}, "nothing was left to continue"
     for name, done in partial.items():
         assert done.token_ids == whole[name].token_ids[: len(done.token_ids)]
@@ -186,7 +184,7 @@ def test_an_aborted_response_continues_as_if_nothing_had_been(
 
 
 def test_a_continued_window_finds_its_prefix_until_the_weights_change(clients: list[SglangClient]) -> None:
-    """Windows of 40 tokens of 8 prompts: the second by the same weights, the third behind an update and its flush."""
+    """Windows of 40 tokens of 8 prompts: the second with the same weights, the third after a weight sync and its flush."""
     client = clients[0]
     client.flush_cache()
     requests = make_requests(8, group_size=1, stop_token_ids=())
@@ -194,24 +192,24 @@ def test_a_continued_window_finds_its_prefix_until_the_weights_change(clients: l
         engine.set_policy_version(0)
         held = generate_all(engine, requests)
         assert engine.prefix_reuse == PrefixReuse()
-        second = [behind(request, held[request.request_id]) for request in requests]
+        second = [continuation(request, held[request.request_id]) for request in requests]
         held = generate_all(engine, second)
         by_same_weights = engine.prefix_reuse
         num_context = sum(len(request.prompt_ids) + 40 for request in requests)
-        # All but the last token, which goes through the model to draw the next one.
+        # All but the last token, which the model must process to sample the next one.
         assert by_same_weights == PrefixReuse(num_context, num_context - len(requests))
         client.pause("abort")
         client.flush_cache()
         client.update_weight_version(1)
         client.resume()
         engine.set_policy_version(1)
-        generate_all(engine, [behind(request, held[request.request_id]) for request in second])
+        generate_all(engine, [continuation(request, held[request.request_id]) for request in second])
         assert engine.prefix_reuse - by_same_weights == PrefixReuse(num_context + 40 * len(requests), 0)
     client.update_weight_version(0)
 
 
-def behind(request: GenerationRequest, window: Completion) -> GenerationRequest:
-    """The request for 40 tokens more."""
+def continuation(request: GenerationRequest, window: Completion) -> GenerationRequest:
+    """Return the request for 40 more tokens."""
     sampling = replace(request.sampling, max_new_tokens=len(window.token_ids) + 40)
     return replace(request, sampling=sampling, prefix=replace(window, finish_reason="abort"))
 
@@ -244,7 +242,7 @@ def test_the_router_spreads_requests_over_both(
         router.stop()
 
 
-def test_all_responses_of_a_killed_server_come_back_once(engine: SglangEngine, servers: list[SglangServer]) -> None:
+def test_all_responses_of_a_killed_server_are_returned_once(engine: SglangEngine, servers: list[SglangServer]) -> None:
     requests = make_requests(6, max_new_tokens=400, stop_token_ids=())
     engine.submit(requests)
     whole = drain(engine)

@@ -1,4 +1,4 @@
-"""Deliveries by point-to-point and by disk into the real server: what it serves afterwards is what transformers computes.
+"""Weight syncs by point-to-point and by disk into the real server, which then serves what transformers computes.
 
 Trainer ranks are threads of this process; the engine's ranks are the server's own.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from sync_simulation import Meeting, ThreadCoordination, World, break_sender, run_ranks
+from sync_simulation import Rendezvous, ThreadCoordination, World, break_sender, run_ranks
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.bridge.transports.disk import DiskTransport
@@ -64,12 +64,12 @@ class Site:
         assert self.client.weight_version == str(version)
 
     def updates(self, transport_of: Callable[[EngineHandles, ThreadCoordination], Transport]) -> list[WeightSync]:
-        """One a trainer rank, of a trainer that begins to live now."""
-        meeting, session = Meeting(self.world.size), secrets.token_hex(8)
+        """Return one WeightSync a trainer rank, of a newly started trainer."""
+        rendezvous, session = Rendezvous(self.world.size), secrets.token_hex(8)
         result = []
         for rank in range(self.world.size):
             handles = EngineHandles([0], {0: self.client} if rank == 0 else {})
-            coordination = ThreadCoordination(meeting, rank)
+            coordination = ThreadCoordination(rendezvous, rank)
             transport = transport_of(handles, coordination)
             result.append(WeightSync(self.world.plan, handles, transport, coordination, TIMEOUTS, session))
         return result
@@ -92,43 +92,43 @@ def make_site(server: SglangServer, directory: Path, tensor_parallel: int) -> Si
     return Site(server, client, world, directory)
 
 
-def update_all(everyone: Sequence[WeightSync], version: int, weights: Sequence[Tensors]) -> list:
-    return run_ranks(len(everyone), lambda rank: everyone[rank].update(version, weights[rank]), 300)
+def update_all(syncs: Sequence[WeightSync], version: int, weights: Sequence[Tensors]) -> list:
+    return run_ranks(len(syncs), lambda rank: syncs[rank].update(version, weights[rank]), 300)
 
 
-def close_all(everyone: Sequence[WeightSync]) -> None:
-    for update in everyone:
+def close_all(syncs: Sequence[WeightSync]) -> None:
+    for update in syncs:
         update.transport.close()
 
 
 def test_two_versions_and_a_killed_sender_between_them(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights, version 1, a delivery whose sender falls silent half way, and version 3."""
-    everyone = site.by_peers()
-    reports = update_all(everyone, 1, site.weights(1))
+    """Random weights, version 1, a sync whose sender fails halfway, and version 3."""
+    syncs = site.by_peers()
+    reports = update_all(syncs, 1, site.weights(1))
     assert all(report.is_complete for report in reports), reports
     site.check_served(1)
 
     with monkeypatch.context() as patch:
         break_sender(patch, 2)
-        reports = update_all(everyone, 2, site.weights(2))
+        reports = update_all(syncs, 2, site.weights(2))
     assert not any(report.is_complete for report in reports)
     assert reports[0].failures[0] == "trainer rank 2: RuntimeError: a made-up failure"
-    assert everyone[0].serving == () and reports[0].seconds < 20  # the deadline is 120 s
+    assert syncs[0].serving == () and reports[0].seconds < 20  # the deadline is 120 s
 
-    reports = update_all(everyone, 3, site.weights(3))
+    reports = update_all(syncs, 3, site.weights(3))
     assert all(report.is_complete for report in reports), reports
     site.check_served(3)
-    close_all(everyone)
+    close_all(syncs)
 
 
-def test_a_directory(site: Site, tmp_path: Path) -> None:
-    everyone = site.updates(
+def test_sync_through_a_directory(site: Site, tmp_path: Path) -> None:
+    syncs = site.updates(
         lambda handles, coordination: DiskTransport(
             site.world.plan, handles, tmp_path, exporter(site, coordination.rank), coordination
         )
     )
     for version in (4, 5):
-        reports = update_all(everyone, version, site.weights(version))
+        reports = update_all(syncs, version, site.weights(version))
         assert all(report.is_complete for report in reports), reports
         site.check_served(version)
     assert len(list(tmp_path.iterdir())) == 1
@@ -151,10 +151,10 @@ FIRST = "0.embedding.word_embeddings.weight"
 
 
 def test_a_killed_server_and_its_successor(filled_server, tiny_model_untied: Path) -> None:
-    """The death is found out in seconds; the successor gets a group of its own and the whole version."""
+    """The death is noticed in seconds; the successor gets a group of its own and the whole version."""
     site = make_site(filled_server(tiny_model_untied), tiny_model_untied, 1)
-    everyone = site.by_peers()
-    assert all(report.is_complete for report in update_all(everyone, 1, site.weights(1)))
+    syncs = site.by_peers()
+    assert all(report.is_complete for report in update_all(syncs, 1, site.weights(1)))
     real = P2PTransport._send
 
     def kill_and_send(self, *arguments) -> None:
@@ -164,14 +164,14 @@ def test_a_killed_server_and_its_successor(filled_server, tiny_model_untied: Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(P2PTransport, "_send", kill_and_send)
-        reports = update_all(everyone, 2, site.weights(2))
+        reports = update_all(syncs, 2, site.weights(2))
     assert not any(report.is_complete for report in reports)
     assert reports[0].seconds < 60
 
     server = filled_server(tiny_model_untied)
     successor = replace(site, server=server, client=make_site(server, tiny_model_untied, 1).client)
-    everyone[0].handles.controls[0] = successor.client
-    reports = update_all(everyone, 2, successor.weights(2))
+    syncs[0].handles.controls[0] = successor.client
+    reports = update_all(syncs, 2, successor.weights(2))
     assert all(report.is_complete for report in reports), reports
     successor.check_served(2)
-    close_all(everyone)
+    close_all(syncs)

@@ -1,4 +1,4 @@
-"""The real server: what it serves, who may ask, what a seed means, and that nothing of it stays."""
+"""The real server: served weights, access by key, seeds, and cleanup."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def http(server: SglangServer) -> Iterator[httpx.Client]:
 
 
 def running(pids: list[int]) -> list[int]:
-    """Those that have not ended; an orphan that ended may wait for init to notice."""
+    """Return the processes that have not ended; an ended orphan may still wait for init to reap it."""
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
@@ -74,14 +74,14 @@ def reference_error(model_path: Path, generation: dict[str, Any]) -> float:
     return float((expected - sampled_logprobs(generation)).abs().max())
 
 
-def test_says_what_it_serves(server: SglangServer, tiny_model: Path) -> None:
+def test_info_describes_the_server(server: SglangServer, tiny_model: Path) -> None:
     assert server.info is not None and server.is_alive()
     assert (server.info.vocab_size, server.info.dtype, server.info.tensor_parallel) == (300, "float32", 1)
     assert server.info.architecture == "Qwen2ForCausalLM" and server.info.seeded
     assert Path(server.info.model_path) == tiny_model
 
 
-def test_attaching_by_url_checks_the_same_and_never_stops_it(server: SglangServer, tiny_model: Path) -> None:
+def test_attaching_by_url_checks_the_server_and_never_stops_it(server: SglangServer, tiny_model: Path) -> None:
     attached = SglangServer.attach(server.url, server.key_file, Expectation.of(server.settings))
     assert attached.wait_until_healthy() == server.info
     attached.stop()
@@ -104,7 +104,7 @@ def test_attaching_by_url_checks_the_same_and_never_stops_it(server: SglangServe
     ],
 )
 @pytest.mark.parametrize("key", [None, "wrong"])
-def test_without_the_key_nothing_is_done(
+def test_requests_without_the_key_are_refused(
     server: SglangServer, path: str, body: dict[str, Any], key: str | None
 ) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -172,7 +172,7 @@ def test_seeds_draw_from_the_models_distribution(http: httpx.Client, tiny_model:
 def test_two_ranks_serve_and_the_death_of_one_is_noticed(
     server_factory: Callable[..., SglangServer], tiny_model_untied: Path
 ) -> None:
-    """One start for three facts: two ranks serve the directory's weights, the death of one is noticed, nothing is left."""
+    """Two ranks serve the directory's weights, the death of one is noticed, and no process is left."""
     server = server_factory(tiny_model_untied, tensor_parallel=2)
     assert server.info is not None and server.info.tensor_parallel == 2
     headers = {"Authorization": f"Bearer {read_key(server.key_file)}"}
@@ -197,7 +197,7 @@ def test_two_ranks_serve_and_the_death_of_one_is_noticed(
 def test_a_killed_starter_leaves_nothing_of_its_server(
     tiny_model: Path, tmp_path: Path, engine_python: Path, repository: Path
 ) -> None:
-    """No process, scratch directory or shared memory. The server has random weights: the directory it is given has none."""
+    """No process, scratch directory or shared memory is left. The server has random weights: its directory holds none."""
     directory = tmp_path / "no_weights"
     directory.mkdir()
     (directory / "config.json").write_bytes((tiny_model / "config.json").read_bytes())

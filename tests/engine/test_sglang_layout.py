@@ -48,7 +48,7 @@ MODELS = {
     "qwen3-tied": ("qwen3", True, 4, 301),
     "qwen3_moe": ("qwen3_moe", False, 2, 301),
 }
-# tensor parallel, expert parallel, device: 4 exceeds the key-value heads of most, 3 divides nothing and is padded
+# tensor parallel, expert parallel, device: 4 exceeds most models' key-value heads, 3 divides no size and needs padding
 SIZES = [(1, 1, "cuda"), (2, 1, "cuda"), (4, 1, "cuda"), (1, 1, "cpu"), (2, 1, "cpu"), (3, 1, "cpu"), (4, 1, "cpu")]
 EXPERT_SIZES = [(4, 2, "cuda"), (2, 2, "cpu"), (4, 4, "cuda")]
 
@@ -83,7 +83,7 @@ def _save(directory: Path, model: str) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory, engine_python, repository):
-    """(model, tp, ep, device) -> directory of what SGLang holds on each rank; one process for all of them."""
+    """(model, tp, ep, device) -> directory with SGLang's parameters on each rank; one process loads all cases."""
     root = tmp_path_factory.mktemp("sglang_layout")
     for model in MODELS:
         _save(root / model, model)
@@ -120,7 +120,7 @@ def loaded(tmp_path_factory, engine_python, repository):
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("case", _cases(), ids=lambda case: "-".join(map(str, case)))
-def test_layout_is_what_sglang_loads(case, loaded):
+def test_layout_matches_what_sglang_loads(case, loaded):
     root, outputs = loaded
     model, tp, ep, device = case
     architecture = ModelArchitecture.from_directory(root / model)

@@ -1,4 +1,4 @@
-"""Whole runs with real servers: nothing is lost or trained twice, whoever dies, and the servers end with the run."""
+"""Whole runs with real servers: no sample is lost or trained twice when an engine dies, and servers end with the run."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Run:
         path = self.directory / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
-    def said(self, log: str, text: str) -> int:
-        """How often `text` stands in an engine's log."""
+    def count_in_log(self, log: str, text: str) -> int:
+        """Count occurrences of `text` in an engine's log."""
         path = self.engines / log
         return path.read_text(errors="replace").count(text) if path.is_file() else 0
 
@@ -75,12 +75,12 @@ def _is_scheduler(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
-    """`train("a.b=c", ...)`: a run at TP2 that has been started. Nothing of it is left after the test."""
+    """`train("a.b=c", ...)`: a started run at TP2, ended after the test."""
     runs: list[Run] = []
 
     def start(*overrides: str) -> Run:
         settings = (
-            "sglang.weight_sync_bucket_mb=1",  # of 2.9 MB: a delivery takes several
+            "sglang.weight_sync_bucket_mb=1",  # of 2.9 MB: a sync takes several buckets
             f"run.total_steps={NUM_STEPS}",
             "checkpoint.export_huggingface=false",
             *overrides,
@@ -101,7 +101,7 @@ def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
 
 
 def check_samples(run: Run, num_steps: int = NUM_STEPS) -> None:
-    """Every step trained as many responses as it should, none twice, each token with a version that existed."""
+    """Check that every step trained the right number of responses, none twice, each token with a version that existed."""
     samples = run.rows("samples.jsonl")
     ids = [sample["sample_id"] for sample in samples]
     assert len(set(ids)) == len(ids) == num_steps * GROUPS * GROUP_SIZE
@@ -110,11 +110,11 @@ def check_samples(run: Run, num_steps: int = NUM_STEPS) -> None:
     for sample in samples:
         ranges = sample["versions"]
         assert ranges[0]["start"] == 0 and all(a["end"] == b["start"] for a, b in zip(ranges, ranges[1:]))
-        assert all(sample["train_step"] - 2 <= part["version"] < sample["train_step"] for part in ranges)
+        assert all(sample["train_step"] - 2 <= span["version"] < sample["train_step"] for span in ranges)
 
 
 def check_nothing_is_left(run: Run) -> None:
-    """No process outlives the run."""
+    """Check that no process outlives the run."""
     left = [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -126,11 +126,11 @@ def check_nothing_is_left(run: Run) -> None:
 def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Run]) -> None:
     """kill -9 once in the middle of a rollout, once in the middle of a weight update."""
     run = train("rollout.max_staleness=0")
-    run.wait_until("the first rollout", lambda: run.said("engine_0.log", "Decode batch") > 0)
+    run.wait_until("the first rollout", lambda: run.count_in_log("engine_0.log", "Decode batch") > 0)
     run.kill_engine()
     restarted, pause = "engine_0.1.log", "POST /pause_generation"
-    # The first pause of the new server precedes its first delivery, the second one the weights of step 1.
-    run.wait_until("an update of the new server", lambda: run.said(restarted, pause) > 1)
+    # The first pause of the new server precedes its first sync, the second one the weights of step 1.
+    run.wait_until("an update of the new server", lambda: run.count_in_log(restarted, pause) > 1)
     run.kill_engine()
     summary = run.finish()
     assert summary["stopped"] == "finished" and summary["train_steps"] == NUM_STEPS
@@ -145,21 +145,19 @@ def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Ru
     check_nothing_is_left(run)
 
 
-def test_a_killed_engine_in_fp8_is_filled_with_quantized_weights_again(
-    train: Callable[..., Run], tmp_path: Path
-) -> None:
-    """kill -9 in the middle of the first rollout: the next server serves the same rounding of the same weights."""
+def test_a_restarted_engine_in_fp8_gets_quantized_weights(train: Callable[..., Run], tmp_path: Path) -> None:
+    """kill -9 in the middle of the first rollout: the next server serves the same quantized weights."""
     model = save_quickstart_model(tmp_path / "model", **CUT_HEADS)
     settings = ("rollout.max_response_tokens=128", "run.total_steps=1", "optimizer.warmup_steps=0")
     run = train(f'model.path="{model}"', *RANDOM_MODEL_SETTINGS, *settings)
-    run.wait_until("the first rollout", lambda: run.said("engine_0.log", "Decode batch") > 0)
+    run.wait_until("the first rollout", lambda: run.count_in_log("engine_0.log", "Decode batch") > 0)
     run.kill_engine()
     summary = run.finish()
     assert summary["stopped"] == "finished" and summary["train_steps"] == 1
     assert sorted(path.name for path in run.engines.glob("*.log")) == ["engine_0.1.log", "engine_0.log"]
     check_samples(run, num_steps=1)
-    # The killed server before, the new one behind the step: as the trainer with the same FP8 weights, no nearer to what
-    # is trained than rounding lets it be.
+    # The killed server before the step and the new one after it agree with the trainer at the same FP8 weights, and
+    # differ from the trained weights by the quantization error.
     log = run.log.read_text(errors="replace")
     parity, rounding = PARITY.findall(log), ROUNDING.findall(log)
     assert len(parity) == len(rounding) == 2
@@ -171,7 +169,7 @@ def test_a_killed_engine_in_fp8_is_filled_with_quantized_weights_again(
 
 
 def test_a_run_behind_the_router(train: Callable[..., Run], engine_python: Path) -> None:
-    """Generation goes to the router's address alone and reaches both servers; both get every version."""
+    """Generation requests go to the router alone and reach both servers; both get every version."""
     if not is_installed(engine_python):
         pytest.skip(f"sglang_router is not installed for {engine_python} (make test-engine does that)")
     run = train("sglang.router=true", "sglang.servers_per_node=2", "rollout.max_staleness=0")
@@ -182,13 +180,13 @@ def test_a_run_behind_the_router(train: Callable[..., Run], engine_python: Path)
         assert row["mismatch/abs_logprob_diff_mean"] < 1e-4
     assert (run.engines / "router.log").is_file()
     for log in ("engine_0.log", "engine_1.log"):
-        assert run.said(log, "POST /generate") > NUM_STEPS
-        assert run.said(log, "POST /update_weight_version") >= NUM_STEPS
+        assert run.count_in_log(log, "POST /generate") > NUM_STEPS
+        assert run.count_in_log(log, "POST /update_weight_version") >= NUM_STEPS
     check_nothing_is_left(run)
 
 
 def test_generation_beside_training_stays_within_the_bound(train: Callable[..., Run]) -> None:
-    """Servers of their own, filled by point-to-point, collect the next batch meanwhile; responses go on across updates."""
+    """Disaggregated servers, synced by point-to-point, generate during training; responses continue across updates."""
     run = train(
         'sglang.placement="disaggregated"',
         'sglang.weight_sync_transport="p2p"',
@@ -200,6 +198,6 @@ def test_generation_beside_training_stays_within_the_bound(train: Callable[..., 
     check_samples(run)
     rows = run.rows("metrics.jsonl")
     assert max(row["rollout/staleness_max"] for row in rows) == 1
-    # The first batch is of the weights it trains; those after it were begun one version before.
+    # The first batch is sampled from the weights that it trains; later ones start one version earlier.
     assert rows[0]["mismatch/abs_logprob_diff_mean"] < 1e-4
     assert rows[1]["rollout/staleness_mean"] > 0

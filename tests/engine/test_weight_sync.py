@@ -1,4 +1,4 @@
-"""Deliveries into real SGLang servers: filled from random weights, verified, and never served when something is wrong.
+"""Weight syncs into real SGLang servers: filled from random weights, verified, and never served after a failure.
 
 Trainer ranks are threads that hold Megatron shards (TP2 x PP2) of a Hugging Face model; everything else is real: HTTP,
 the server's scheduler processes, the weight loader in them, and the memory they share.
@@ -32,13 +32,13 @@ NUM_RANKS = 4
 TOKENS = [5, 6, 7, 250, 9, 31, 100, 5, 5, 17, 299 - 1, 44, 3]
 TOLERANCE = 1e-5
 PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
-# The session of a server's trainer outlives the tests of a module, and versions only grow.
+# All tests share one session per server, in which versions only grow.
 VERSIONS = iter(range(1, 1000))
 
 
 @dataclass
 class Setup:
-    """A server full of random weights, and the model it is to get."""
+    """A server with random weights, and the model to sync."""
 
     server: SglangServer
     client: SglangClient
@@ -46,7 +46,7 @@ class Setup:
     world: World
 
     def shards(self, scale: float) -> list[dict[str, torch.Tensor]]:
-        """Every trainer rank's buffers; `scale` on all weights makes another version."""
+        """Buffers of every trainer rank; `scale` on all weights makes another version."""
         state = {name: tensor.detach() * scale for name, tensor in self.model.named_parameters()}
         return [self.world.shards(state, rank) for rank in range(NUM_RANKS)]
 
@@ -60,7 +60,7 @@ class Setup:
         timeouts: SyncTimeouts = PATIENT,
         message_timeout_s: float = 100.0,
     ) -> SyncReport:
-        """One update by all ranks, through `control` where given; the same on each."""
+        """Run one update by all ranks, through `control` if given; all must agree on the outcome."""
         updates = self.world.updates(
             [control or self.client],
             default_directory(),
@@ -134,7 +134,7 @@ class CountingControl:
         self._client.update_weights_from_tensor(payloads, load_format, flush_cache=flush_cache)
 
 
-def test_one_message_brings_all_buckets_through_memory_that_is_kept(setup):
+def test_one_message_brings_all_buckets_through_reused_memory(setup):
     control = CountingControl(setup.client)
     updates = setup.world.updates([control], default_directory(), PATIENT, message_timeout_s=100.0, session="test")
     for scale, num_messages in ((1.3, 2), (0.7, 3), (1.1, 4)):
@@ -173,9 +173,9 @@ def _check_it_serves_nothing(setup: Setup) -> None:
 def test_a_version_that_went_backwards_is_refused_by_the_engine(setup):
     newest = next(VERSIONS)
     assert setup.update(newest, 1.0).is_complete
-    report = setup.update(newest - 1, 1.0)  # a trainer that does not know better
+    report = setup.update(newest - 1, 1.0)  # a trainer that does not know the newest version
     assert f"version {newest - 1} is older than version {newest}" in report.failures[0]
-    assert setup.update(newest, 1.1).is_complete  # the same again is allowed
+    assert setup.update(newest, 1.1).is_complete  # the same version may be sent again
     assert setup.gap(1.1) < TOLERANCE
 
 
@@ -197,7 +197,7 @@ class TruncatingControl:
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["the first", "the one with all buckets"])
-def test_a_truncated_message_to_one_rank_is_no_end_of_the_server(number, setup):
+def test_a_truncated_message_to_one_rank_does_not_end_the_server(number, setup):
     report = setup.update(next(VERSIONS), 1.2, control=TruncatingControl(setup.client, number))
     last = setup.world.layout.tensor_parallel - 1
     assert f"rank {last} of the engine" in report.failures[0] and "left no reply" in report.failures[0]
@@ -207,7 +207,7 @@ def test_a_truncated_message_to_one_rank_is_no_end_of_the_server(number, setup):
 
 
 def test_another_model_is_refused_and_nothing_is_written(setup, tiny_model, tiny_model_untied):
-    """The trainer's plan has (or lacks) an lm_head that the engine does not know (or has)."""
+    """The trainer's plan has an lm_head that the engine lacks, or lacks one that the engine has."""
     tied = setup.world.layout.tensor_parallel == 1
     other = World(
         ModelArchitecture.from_directory(tiny_model_untied if tied else tiny_model),
@@ -225,7 +225,7 @@ def test_another_model_is_refused_and_nothing_is_written(setup, tiny_model, tiny
 
 
 class KillingControl:
-    """Kills a scheduler of the server as its second message arrives."""
+    """A control that kills a scheduler of the server when the second message arrives."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._num_messages = setup, 0
@@ -247,7 +247,7 @@ def _scheduler(server: SglangServer) -> int:
 
 
 def test_a_killed_scheduler_ends_the_update_in_time(setup):
-    """Last: the server is dead after it."""
+    """The last test: it leaves the server dead."""
     start = time.monotonic()
     report = setup.update(next(VERSIONS), 1.0, control=KillingControl(setup), message_timeout_s=10.0)
     assert report.engines[0].state is EngineState.UNSERVED and report.failures[0]

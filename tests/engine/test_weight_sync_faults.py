@@ -1,4 +1,4 @@
-"""Faults of messages on their way to a real server: what it serves is always one whole version, and it outlives all."""
+"""Faults in messages to a real server: it only ever serves one whole version, and it survives every fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 NUM_RANKS = 2
 NUM_FAULTS = 30  # for each server
 PATIENT = SyncTimeouts(120, 120, 120, 120, 200, 120, 60)
-LONGEST_S = 60.0  # of an update with a fault; no reason to wait for any deadline
+LONGEST_S = 60.0  # limit of an update with a fault, which need not wait for any deadline
 TOKENS = [5, 6, 7, 250, 9, 31]
 
 pytestmark = pytest.mark.timeout(900)
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @dataclass
 class ServerStrike(Strike):
-    """A fault that meets a message to a server."""
+    """A fault that strikes a message to a server."""
 
     client: SglangClient
     load_format: str | None
@@ -43,7 +43,7 @@ class ServerStrike(Strike):
 
 
 class FaultyControl:
-    """A client on one of whose messages a fault strikes."""
+    """A client one of whose messages a fault strikes."""
 
     def __init__(self, client: SglangClient) -> None:
         self._client = client
@@ -83,7 +83,7 @@ def test_faults_on_the_way_to_a_server(tensor_parallel: int, filled_server, tiny
         return outcomes[0]
 
     def check_served(version: int) -> None:
-        """The whole version, by the log-probs that transformers computes."""
+        """Compare the served log-probs with those that transformers computes at the version."""
         with torch.no_grad():
             for name, tensor in model.named_parameters():
                 tensor.copy_(state[name] * (1 + 0.01 * version))
@@ -102,7 +102,7 @@ def test_faults_on_the_way_to_a_server(tensor_parallel: int, filled_server, tiny
         failed[kind] += not report.is_complete
         if report.is_complete:
             check_served(number)
-        elif number % 2:  # half of them through memory that is new, half through what an update without fault left
+        elif number % 2:  # half recover at once; the others leave it to the next update
             assert update(number).is_complete, kind
             check_served(number)
     assert server.is_alive()

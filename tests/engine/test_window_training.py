@@ -1,4 +1,4 @@
-"""T-PPO on a real server: responses go on behind their windows by new weights, and trainer and engine agree on them."""
+"""T-PPO on a real server: responses continue after their windows with new weights; trainer and engine agree on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WINDOW = 32
 pytestmark = pytest.mark.timeout(RUN_S + 30)
 
 
-def test_windows_go_on_in_a_stock_server(engine_python: Path, tmp_path: Path) -> None:
+def test_windows_continue_on_a_stock_server(engine_python: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     settings = (f"window.tokens={WINDOW}", "run.total_steps=3", "checkpoint.export_huggingface=false")
     finish(write_recipe(tmp_path, "tppo"), directory, engine_python, *settings)
@@ -26,5 +26,5 @@ def test_windows_go_on_in_a_stock_server(engine_python: Path, tmp_path: Path) ->
     for sample in samples:
         start, length = sample["window"]["start"], len(sample["response_ids"])
         assert start % WINDOW == 0 and length <= start + WINDOW
-        # A window is of one version, the one its step trains.
+        # A window has one version, the one that its step trains.
         assert sample["versions"][-1] == {"start": start, "end": length, "version": sample["train_step"] - 1}
