@@ -171,6 +171,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _checked_answer(answer: Any, location: str) -> str:
+    # bool is a subclass of int; a float would be a guess at how the answer was written.
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
     if isinstance(answer, str) and answer.strip():

@@ -59,6 +59,7 @@ class PromptStream:
         if self._requeued:
             return self._requeued.popleft()
         if self._position == len(self._order):
+            # Requeued prompts may still come later, so the end of the data is not final.
             if self._epoch + 1 == self._max_epochs:
                 return None
             self._epoch += 1

@@ -24,6 +24,7 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
         "prompt_length": [sample.prompt_length for sample in samples],
         "critic_context": [sample.critic_context and asdict(sample.critic_context) for sample in samples],
     }
+    # Token ids fit 32 bits: half of what a broadcast of int64 would move.
     tensors = {"tokens": _joined([sample.tokens.to(torch.int32) for sample in samples], torch.int32)}
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
         tensors[name] = _joined([getattr(sample, name) for sample in samples], torch.float32)
@@ -67,6 +68,7 @@ def _staleness(sample: TrainSample) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    # torch.cat refuses an empty list.
     return torch.cat(list(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
 
 

@@ -38,7 +38,7 @@ def _render_chat(tokenizer: Tokenizer, messages: Messages, options: Mapping[str,
         [dict(message) for message in messages],
         tokenize=True,
         add_generation_prompt=True,
-        return_dict=False,
+        return_dict=False,  # the default of transformers 5 is a dictionary
         **options,
     )
 

@@ -59,6 +59,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     _check_k(k, num_samples)
     if not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@k: {num_correct} correct of {num_samples} responses")
+    # comb is 0 where fewer than k responses are wrong: every draw then holds a correct one.
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
@@ -128,7 +129,7 @@ def bootstrap_mean(
     data = torch.tensor(values, dtype=torch.float64)
     if data.numel() == 0:
         raise ValueError("bootstrap: no values to resample")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that intervals do not depend on the device
     means = []
     for start in range(0, num_resamples, CHUNK):
         shape = (min(CHUNK, num_resamples - start), data.numel())

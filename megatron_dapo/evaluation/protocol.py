@@ -72,6 +72,7 @@ class EvaluationResult:
 
     def to_json(self) -> str:
         """Return the result as a JSON document."""
+        # NaN is no JSON: other readers would refuse the file.
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False, allow_nan=False)
 
     @staticmethod

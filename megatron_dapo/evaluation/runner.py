@@ -61,7 +61,7 @@ def unique_problems(prompts: Sequence[Prompt]) -> tuple[Problem, ...]:
 def evaluation_seed(seed: int, prompt_id: str, sample: int) -> int:
     """Return the 63-bit seed of one response, the same on every machine."""
     digest = hashlib.sha256(f"{seed}/{prompt_id}/{sample}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return int.from_bytes(digest[:8], "big") >> 1  # torch's generators take signed 64-bit seeds
 
 
 def build_requests(problems: Sequence[Problem], protocol: EvaluationProtocol) -> dict[str, GenerationRequest]:
@@ -95,7 +95,7 @@ def generate(
         raise ValueError(
             f"the engine still has {engine.num_unfinished} unfinished requests; abort or finish them before evaluating"
         )
-    waiting = list(reversed(list(requests.values())))
+    waiting = list(reversed(list(requests.values())))  # pop takes from the end
     done: dict[str, Completion] = {}
     num_tokens = 0
     try:

@@ -18,6 +18,7 @@ class ProcessEnvironment:
     local_rank: int
 
 
+# torchrun first: inside a Slurm job both are set, and srun's then count the torchruns.
 _NAMES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -55,6 +56,7 @@ def _rendezvous_port(process: ProcessEnvironment, slurm_job: str | None) -> int:
     """Return a port that two runs on one node do not share: a free one for a single process, one for each Slurm job."""
     if process.world_size == 1:
         return free_port()
+    # Every rank must find the same port without asking another; 29500 is torchrun's default.
     return 10000 + int(slurm_job) % 10000 if slurm_job else 29500
 
 

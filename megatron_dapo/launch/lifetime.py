@@ -52,6 +52,7 @@ _LOCK = "run.lock"
 
 
 def _lock(run_directory: Path) -> TextIO:
+    # "a+": opening must not erase the holder's process id.
     stream = open(run_directory / _LOCK, "a+", encoding="utf-8")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -110,7 +110,7 @@ def launch_workers(module: str, arguments: Sequence[str], num_processes: int, ru
     process = subprocess.Popen(
         torchrun_command(num_processes, module, arguments),
         env=_worker_environment(num_processes),
-        start_new_session=True,
+        start_new_session=True,  # a terminal's Ctrl-C reaches its foreground group only
         preexec_fn=end_with_parent(signal.SIGTERM),
     )
     forward = _Forwarder(process, run_directory)

@@ -44,13 +44,14 @@ def make_batch(vocab_size: int, seed: int = 0) -> ProofBatch:
         (group, index, length) for group, lengths in enumerate(RESPONSE_LENGTHS) for index, length in enumerate(lengths)
     ]
     samples = tuple(_sample(group, index, length, vocab_size, generator) for group, index, length in shapes)
-    table = torch.tensor(RATIOS, dtype=torch.float64)
+    table = torch.tensor(RATIOS, dtype=torch.float64)  # as the oracle computes
     ratios = tuple(table[torch.randint(len(RATIOS), (length,), generator=generator)] for _, _, length in shapes)
     return ProofBatch(samples, ratios)
 
 
 def _sample(group: int, index: int, length: int, vocab_size: int, generator: torch.Generator) -> TrainSample:
     prompt_length = int(torch.randint(1, 9, (), generator=generator))
+    # Gaps inside a response: a mask that is only a length would pass a loss that ignores it.
     mask = (torch.rand(length, generator=generator) > GAP_SHARE).float()
     mask[-1] = 1.0  # a response of length 1 keeps its token
     return TrainSample(
