@@ -9,6 +9,7 @@ import torch.distributed as dist
 from learners import build, judged_samples
 
 from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.trainer import critic_learner
 from megatron_dapo.trainer.updater import TooManySkips
 
 
@@ -23,10 +24,10 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     built = build(arguments["recipe"], overrides)
     learner, judged = built.learner, judged_samples(2, 40)
     models = {"policy": built.actor, "critic": learner.critic.critic}
-    sound = learner.critic._value_loss
+    sound = critic_learner.value_loss
 
-    def spoilt(inputs):
-        token_loss, metrics = sound(inputs)
+    def spoilt(section, inputs):
+        token_loss, metrics = sound(section, inputs)
         return token_loss * float("nan"), metrics
 
     def state(model: Any) -> dict[str, torch.Tensor]:
@@ -35,7 +36,7 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     changed: dict[str, list[int]] = {name: [] for name in models}
     for step, spoilt_rank in enumerate((None, 1, 0, None)):
         before = {name: state(model) for name, model in models.items()}
-        learner.critic._value_loss = spoilt if dist.get_rank() == spoilt_rank else sound
+        critic_learner.value_loss = spoilt if dist.get_rank() == spoilt_rank else sound
         learner.learn(judged, step)
         for name, model in models.items():
             after = state(model)
@@ -47,7 +48,7 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         "policy": [learner.counters.optimizer_steps, learner.counters.skipped_steps],
         "error": "",
     }
-    learner.critic._value_loss = spoilt if dist.get_rank() == 1 else sound
+    critic_learner.value_loss = spoilt if dist.get_rank() == 1 else sound
     try:
         for step in range(4, 10):
             learner.learn(judged, step)

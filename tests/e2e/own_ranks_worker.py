@@ -13,6 +13,7 @@ from learners import build, judged_samples
 
 from megatron_dapo.megatron.parallel_state import join_as_nonmember
 from megatron_dapo.parallel.coordination import Coordination
+from megatron_dapo.trainer import critic_learner
 from megatron_dapo.trainer.topology import RunTopology
 
 
@@ -27,7 +28,7 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     model.train_step = meeting(model.train_step, intervals)
     first = learner.learn(judged, 0)
     if learner.local_critic is not None:
-        learner.critic._value_loss = spoilt(learner.critic._value_loss)
+        critic_learner.value_loss = spoilt(critic_learner.value_loss)
     second = learner.learn(judged, 1)
     return Coordination(dist.group.WORLD).gather(
         {
@@ -57,8 +58,8 @@ def meeting(train_step: Callable[..., Any], intervals: list[tuple[float, float]]
 
 
 def spoilt(value_loss: Callable[..., Any]) -> Callable[..., Any]:
-    def loss(inputs: Any) -> Any:
-        token_loss, metrics = value_loss(inputs)
+    def loss(section: Any, inputs: Any) -> Any:
+        token_loss, metrics = value_loss(section, inputs)
         return token_loss * float("nan"), metrics
 
     return loss
