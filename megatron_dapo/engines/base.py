@@ -150,6 +150,11 @@ def context_of(request: GenerationRequest) -> tuple[int, ...]:
     return request.prompt_ids + (request.prefix.token_ids if request.prefix else ())
 
 
+def max_new_tokens_of(request: GenerationRequest) -> int:
+    """Return the number of tokens that the response may still grow by."""
+    return request.sampling.max_new_tokens - (len(request.prefix.token_ids) if request.prefix else 0)
+
+
 def aborted(request: GenerationRequest) -> Completion:
     """The completion of a request that was stopped before it got any token beyond its prefix."""
     if request.prefix is None:

@@ -30,6 +30,7 @@ from megatron_dapo.engines.base import (
     check_request_ids,
     context_of,
     is_complete,
+    max_new_tokens_of,
 )
 from megatron_dapo.engines.embedded_model import check_config, empty_model, stored_parts
 from megatron_dapo.engines.sampling import RowSampling, draw, signed_seed, uniforms
@@ -414,7 +415,7 @@ class EmbeddedEngine:
             [
                 row.prefix.tokens[-1],
                 0,
-                row.request.sampling.max_new_tokens - (len(row.prefix.tokens) - len(row.request.prompt_ids)),
+                max_new_tokens_of(row.request),
                 row.prefix.length,
                 signed_seed(row.request.seed),
                 row.request.sampling.top_k,

@@ -24,15 +24,11 @@ def check_config(config: PreTrainedConfig) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(
-            f"embedded engine: {config.model_type} uses layers of kind {sorted(kinds)}, "
-            "only full_attention is supported; "
+            f"embedded engine: {config.model_type} uses layers of kind {sorted(kinds)}, only full_attention is supported; "
             "switch sliding windows off in config.json (use_sliding_window false) or use another engine"
         )
-    missing = [
-        name
-        for name in ("num_hidden_layers", "num_key_value_heads", "vocab_size")
-        if getattr(config, name, None) is None
-    ]
+    required = ("num_hidden_layers", "num_key_value_heads", "vocab_size")
+    missing = [name for name in required if getattr(config, name, None) is None]
     if missing:
         raise ValueError(f"embedded engine: the config of {config.model_type} has no {', '.join(missing)}")
     if getattr(config, "attn_logit_softcapping", None):
@@ -50,7 +46,7 @@ def stored_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
         yield name, tensor
         return
     for expert, whole in enumerate(tensor):
-        parts = whole.chunk(len(_FUSED_EXPERTS[kind]))
+        parts = whole.chunk(len(_FUSED_EXPERTS[kind]))  # views: writing them fills the fused parameter
         for projection, part in zip(_FUSED_EXPERTS[kind], parts, strict=True):
             yield f"{prefix}.{expert}.{projection}.weight", part
 

@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from megatron_dapo.rewards.verifier_process import Job, Task, VerifierProcess, checked_reply, failure
@@ -66,10 +67,8 @@ class Dispatcher:
         self._wake()
 
     def _wake(self) -> None:
-        try:
+        with suppress(OSError):  # the pipe is full of earlier wakes, or closed: either way the thread needs no other
             self._wake_write.send(b"w")
-        except OSError:  # the pipe is full of earlier wakes, or closed: either way the thread needs no other
-            pass
 
     def stop(self) -> None:
         """End the thread and its processes; waiting calls fail."""
@@ -97,18 +96,13 @@ class Dispatcher:
         self._dispatch()
         for key, _ in self._selector.select(self._seconds_to_next_deadline()):
             if key.data is None:
-                self._drain_wakes()
+                with suppress(BlockingIOError):  # raised when all wakes so far are read
+                    while self._wake_read.recv(4096):
+                        pass
             elif key.data in self._workers:
                 self._serve(key.data)
         self._enforce_deadlines()
         self._dead = [process for process in self._dead if process.poll() is None]  # poll reaps: no zombies
-
-    def _drain_wakes(self) -> None:
-        try:
-            while self._wake_read.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
 
     def _shut_down(self, failure: BaseException) -> None:
         for worker in list(self._workers):

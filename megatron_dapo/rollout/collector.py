@@ -202,6 +202,6 @@ class Collector(ABC):
 
 
 def sample_seed(run_seed: int, group_id: str, index: int) -> int:
-    """Return the 63-bit seed of one response: different for every (run, group, index), the same on every machine."""
+    """Return the 63-bit seed of one response: different for every (run, group, index), the same on every node."""
     digest = hashlib.sha256(f"{run_seed}/{group_id}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # engines keep seeds in signed 64-bit tensors

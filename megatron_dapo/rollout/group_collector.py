@@ -174,7 +174,7 @@ class GroupCollector(Collector):
         return self._missing(group)
 
     def _missing(self, group: OpenGroup) -> list[GenerationRequest]:
-        """Return requests for the responses of a group that have not come to their end."""
+        """Return requests for the responses of a group that have not ended."""
         return [self._request(group, index) for index in group.missing(self._rollout.group_size)]
 
     def _request(self, group: OpenGroup, index: int) -> GenerationRequest:

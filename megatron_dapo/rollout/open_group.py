@@ -37,11 +37,11 @@ class OpenGroup:
     num_fruitless: Counter[int] = field(default_factory=Counter)  # by index, see MAX_FRUITLESS
 
     def is_complete(self, group_size: int) -> bool:
-        """Return True if every response has come to its end."""
+        """Return True if every response has ended."""
         return len(self.completions) == group_size and not any(map(is_partial, self.completions.values()))
 
     def missing(self, group_size: int) -> list[int]:
-        """Return the indices of the responses that have not come to their end."""
+        """Return the indices of the responses that have not ended."""
         held = self.completions
         return [index for index in range(group_size) if index not in held or is_partial(held[index])]
 

@@ -31,7 +31,7 @@ class WindowSummary:
     """One collection of windows (T-PPO)."""
 
     num_windows: int = 0  # responses worked on
-    num_finished: int = 0  # those that came to their end
+    num_finished: int = 0  # those that ended
     windows_per_finished: float = 0.0  # mean, at the window length of the run
     num_waiting: int = 0  # responses in the pool afterwards: unfinished, or not yet started of begun groups
     num_continued: int = 0  # responses worked on that had earlier windows

@@ -41,7 +41,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)
 PauseMode = Literal["abort", "in_place", "retract"]
 PAUSE_MODES = ("abort", "in_place", "retract")
 
-# Idle connections are given up well before SGLang closes them (5 s): a request never meets a closing connection.
+# Idle connections are closed well before SGLang closes them (5 s): a request never meets a closing connection.
 _KEEPALIVE_S = 2.0
 _RETRY_PAUSE_S = 0.2
 _NUM_RETRIES = 3
@@ -342,7 +342,7 @@ class SglangClient:
         return answer
 
     def _quoted(self, text: str) -> str:
-        """A server's words, shortened, without the key."""
+        """A server's message, shortened, without the key."""
         key = self._headers.get("Authorization", "").removeprefix("Bearer ")
         text = text.strip() or "(no message)"
         return (text.replace(key, "<key>") if key else text)[:_MAX_QUOTED]

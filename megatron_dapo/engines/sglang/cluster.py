@@ -165,7 +165,7 @@ class SglangEngines:
         if threading.current_thread() is threading.main_thread():
             self._commands.command(_RESTART)
             return
-        # A collecting thread must not speak to other ranks: the main thread does, in `recover` or at the next update.
+        # A collecting thread must not communicate with other ranks: the main thread does, in `recover` or at the next update.
         self._back.clear()  # first: the main thread may answer as soon as it sees that all are gone
         self._all_gone.set()
         self._back.wait(_LOOK_AGAIN_S)
@@ -223,7 +223,7 @@ class SglangEngines:
     def sleep(self) -> None:
         """Release the memory of servers on the trainer's GPUs until the next weight sync. Collective.
 
-        Servers with devices of their own stay awake. MemoryError if this rank's GPU has not got the memory of its
+        Servers with devices of their own stay awake. MemoryError if this rank's GPU lacks the memory of its
         server's weights afterwards.
         """
         if self._device is None:
@@ -234,7 +234,7 @@ class SglangEngines:
         for control in self._controls.values():
             assert isinstance(control, ColocatedClient), "servers that sleep need a ColocatedClient"
             control.sleep()
-        # The server on this device may be another rank's to speak to.
+        # Another rank may be the one that controls the server on this device.
         self._coordination.barrier("all servers to release their memory")
         if self._device.expected_bytes:
             self._device.wait_for_memory(before)
@@ -288,7 +288,7 @@ class SglangEngines:
         """Let all servers, replaced ones included, generate with the version."""
         self._version = version
         if self._build_frontend is not None and self._frontend is None:
-            # A server that is held back until its weights are there does not answer a router's look at its health.
+            # A server that is held back until its weights are there does not answer a router's health check.
             self._frontend = self._build_frontend(self._clients)
         if self._frontend is not None:
             self._frontend.serve(version, self._clients)

@@ -61,7 +61,7 @@ class SglangEngineSettings:
     max_in_flight: int = 256  # requests at one server, each with a connection; the rest waits here
     max_tries: int = 5  # of one request, before poll raises
     poll_wait_s: float = 0.5  # longest wait of one poll for something to happen
-    stall_s: float = 120.0  # without an answer before a server's health is looked at
+    stall_s: float = 120.0  # without an answer before a server's health is probed
     abort_s: float = 60.0  # for all answers of aborted requests
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class _Server:
     index: int
     client: SglangClient
     problem: EngineError | None = None  # why it is dead
-    is_suspect: bool = False  # its health is being looked at
+    is_suspect: bool = False  # its health is being probed
     last_sign: float = 0.0  # of life, on the monotonic clock
     in_flight: dict[int, _InFlight] = field(default_factory=dict)  # by attempt number
     num_tokens: int = 0  # in flight
@@ -413,7 +413,7 @@ class SglangEngine:
         self._wait(job)
 
     def _suspect(self, server: _Server) -> None:
-        """Look at a server's health; it gets nothing new until it is known."""
+        """Probe a server's health; it gets no new requests until the answer is there."""
         if server.is_alive and not server.is_suspect:
             server.is_suspect = True
             self._dispatcher.probe(server.client)
@@ -427,7 +427,7 @@ class SglangEngine:
                     self._fail(server, probed.problem)
 
     def _fail(self, server: _Server, problem: EngineError) -> None:
-        """A server is dead: its requests wait again, their old attempts are given up."""
+        """Mark a server dead: its requests wait again, their old attempts are given up."""
         logger.warning("%s; %d requests go to other servers", problem, len(server.in_flight))
         server.problem, server.is_suspect = problem, False
         self._first_problem = self._first_problem or problem

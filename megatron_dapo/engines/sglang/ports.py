@@ -66,7 +66,7 @@ class ReservedPort:
     """A port on `host`, held by a bound socket until `release`.
 
     The socket was bound for us alone. `hand_over` then marks it reusable: a server that asks for SO_REUSEADDR (all do)
-    can bind and listen while we keep holding the port, and everybody who wants it for himself is still refused, also
+    can bind and listen while we keep holding the port, and every other process that wants it is still refused, also
     between the death of a server and its restart.
     """
 
@@ -86,7 +86,7 @@ class ReservedPort:
 def reserve_port(host: str) -> ReservedPort:
     """A free port on `host`, outside the range the kernel draws from, so that no outgoing connection takes it either.
 
-    ValueError where `host` is no address of this machine; RuntimeError where no port is left.
+    ValueError where `host` is no address of this node; RuntimeError where no port is left.
     """
     family, address = _resolve(host)
     for number in _candidates():
@@ -113,7 +113,7 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def _candidates() -> Iterator[int]:
-    """Random numbers, so that two starters on one machine seldom try the same one. Not from the run's seed."""
+    """Random numbers, so that two starters on one node seldom try the same one. Not from the run's seed."""
     low, high = _ephemeral_range()
     draw = random.SystemRandom()
     below, above = max(0, min(low, _LAST + 1) - _FIRST), max(0, _LAST - max(high, _FIRST - 1))

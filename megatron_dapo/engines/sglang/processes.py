@@ -27,7 +27,7 @@ _TRACKER_S = 2.0  # for multiprocessing's resource tracker, which removes semaph
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process for good: a number may be used again, a number and its start time are not."""
+    """Identity of a process: a pid may be used again, a pid with its start time is not."""
 
     pid: int
     started: int  # clock ticks since boot
@@ -136,7 +136,7 @@ class ProcessTree:
         return sorted(process.pid for process in self._seen if process.is_running)
 
     def kill(self, timeout_s: float) -> list[int]:
-        """End everything, wait until it is gone and remove what it left behind. Returns the pids that would not go."""
+        """End everything, wait until it is gone and remove what it left behind. Return the pids that did not end."""
         began = time.monotonic()
         while True:
             self._look()

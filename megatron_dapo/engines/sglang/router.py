@@ -53,7 +53,7 @@ def is_installed(python: Path) -> bool:
 
 
 class SglangRouter:
-    """A router of ours. It ends with the process that started it."""
+    """A router started by this run. It ends with the process that started it."""
 
     def __init__(self, settings: RouterSettings, process: subprocess.Popen[bytes], ports: Sequence[ReservedPort]):
         """See `start`."""
@@ -123,7 +123,7 @@ class SglangRouter:
         self._http.post("/workers", json=body).raise_for_status()
 
     def remove_worker(self, url: str) -> None:
-        """Take a server out for good. ValueError where the router does not have it."""
+        """Remove a server. ValueError if the router does not have it."""
         identities = [worker["id"] for worker in self._list() if worker["url"] == url]
         if not identities:
             raise ValueError(f"router {self.url} has no server {url}; there are {', '.join(self.workers())}")

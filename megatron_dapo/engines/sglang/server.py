@@ -3,8 +3,8 @@
     settings -> SglangServer.start (returns at once) -> wait_until_healthy (checks what is served) -> ... -> stop
 
 A server ends with the process that started it, however that dies. What goes wrong at the start is an EngineStartError
-within `start_timeout_s`; its last line is the first error in the server's log. Servers that somebody else runs are
-attached to by their URL and are never stopped from here.
+within `start_timeout_s`; its last line is the first error in the server's log. External servers are attached to by
+their URL and are never stopped from here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEALTH_S = 15.0
 
 
 class SglangServer:
-    """A server of ours: leader of a process session of its own."""
+    """A server started by this run: leader of a process session of its own."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class SglangServer:
     def attach(
         url: str, key_file: Path, expectation: Expectation, index: int = 0, timeout_s: float = 60.0
     ) -> AttachedServer:
-        """A server that somebody else runs."""
+        """Return a server that this run did not start."""
         return AttachedServer(url.rstrip("/"), key_file, expectation, index, timeout_s)
 
     @property
@@ -97,9 +97,9 @@ class SglangServer:
                 self._tree.record()  # once it is healthy, all of SGLang's workers are there
                 self.info = checked(self.url, http, self._expectation)
         except (EngineStartError, httpx.HTTPError, ValueError) as error:
-            words = self._describe(str(error) or repr(error))
+            description = self._describe(str(error) or repr(error))
             self.kill()
-            raise EngineStartError(words) from error
+            raise EngineStartError(description) from error
         except BaseException:
             self.kill()
             raise
@@ -113,9 +113,9 @@ class SglangServer:
         """End every process of it at once. RuntimeError where one stays (uninterruptible in the kernel)."""
         if self._is_closed:
             return
-        stubborn = self._tree.kill(timeout_s=30.0)
-        if stubborn:
-            raise RuntimeError(f"engine {self.index}: processes {stubborn} do not end after SIGKILL")
+        remaining = self._tree.kill(timeout_s=30.0)
+        if remaining:
+            raise RuntimeError(f"engine {self.index}: processes {remaining} do not end after SIGKILL")
         self._is_closed = True
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -162,7 +162,7 @@ class AttachedServer:
             return _answers(http, "/model_info", 5.0)
 
     def wait_until_healthy(self) -> ServerInfo:
-        """Wait as for a server of ours, within `timeout_s`."""
+        """Wait until it generates, at most `timeout_s`, then check what it serves."""
         deadline = time.monotonic() + self.timeout_s
         with open_http(self.url, self.key_file) as http:
             while not _answers(http, "/health", min(_HEALTH_S, max(_POLL_S, deadline - time.monotonic()))):

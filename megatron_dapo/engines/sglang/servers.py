@@ -25,7 +25,7 @@ class ReadyServer:
 
     index: int
     url: str
-    leader: int  # the rank that speaks to it for weight updates
+    leader: int  # the rank that controls it in weight updates
 
 
 class ServersFailed(RuntimeError):
@@ -35,7 +35,7 @@ class ServersFailed(RuntimeError):
 class Servers(ABC):
     """Registry of the servers of a run: each rank has its own, and all ranks learn of all. Indices are the same everywhere.
 
-    `leaders` maps a server to the rank that speaks to it for weight updates.
+    `leaders` maps a server to the rank that controls it in weight updates.
     """
 
     def __init__(self, leaders: Sequence[int], coordination: Coordination) -> None:
@@ -125,7 +125,7 @@ class StartedServers(Servers):
 
 
 class ExternalServers(Servers):
-    """Servers that run already; rank 0 speaks to all of them. They are never replaced and never ended."""
+    """Servers that run already, all controlled by rank 0. They are never replaced and never ended."""
 
     def __init__(
         self, attach: Callable[[int], AttachedServer], num_servers: int, rank: int, coordination: Coordination

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dapo.engines.base import context_of
+from megatron_dapo.engines.base import context_of, max_new_tokens_of
 from megatron_dapo.types import FinishReason, GenerationRequest, SamplingParams
 
 # log(softmax) in float32 may end a rounding error above 0.
@@ -39,11 +39,6 @@ class Generation:
     finish_reason: FinishReason
     weight_version: str  # the server's own label of its weights when it answered, "" where it gave none
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
-
-
-def max_new_tokens_of(request: GenerationRequest) -> int:
-    """Tokens the response may still grow by."""
-    return request.sampling.max_new_tokens - (len(request.prefix.token_ids) if request.prefix else 0)
 
 
 def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
