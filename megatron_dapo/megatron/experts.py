@@ -6,8 +6,6 @@ objective. Tokens are never dropped, so a token's output does not depend on the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -57,8 +55,3 @@ def experts_spec(
         module=MoELayer,
         submodules=MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=mlp), router=SoftmaxFirstRouter),
     )
-
-
-def layer_pattern(layers: Sequence[int], with_experts: frozenset[int]) -> list[int]:
-    """Return megatron-core's `moe_layer_freq`: 1 where a layer has experts, else 0."""
-    return [int(layer in with_experts) for layer in layers]

@@ -13,7 +13,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.config.model_schema import PrecisionConfig
-from megatron_dapo.megatron.experts import layer_pattern
 from megatron_dapo.megatron.precision import has_fp8, is_fp8, linear_backend, precision_fields
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import RECIPES, LinearSizes, misfits, recipe_name
@@ -167,7 +166,7 @@ def _expert_fields(architecture: ModelArchitecture, layout: ParallelLayout) -> d
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.num_experts_per_token,
         "moe_ffn_hidden_size": experts.intermediate_size,
-        "moe_layer_freq": layer_pattern(range(architecture.num_layers), experts.layers),
+        "moe_layer_freq": [int(layer in experts.layers) for layer in range(architecture.num_layers)],
         "expert_tensor_parallel_size": layout.expert_tensor_size,
         "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",

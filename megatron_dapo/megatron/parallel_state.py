@@ -97,9 +97,9 @@ def initialize_parallel_state(
             f"parallel layout {layout.describe()} is for {layout.world_size} processes, "
             f"but {part.num_ranks} were started"
         )
-    same = [
-        state for state in keep if state.is_alive and _membership(state.layout, state.part) == _membership(layout, part)
-    ]
+    # Equal sizes on equal ranks have equal groups.
+    key = (_axes(layout), part.ranks)
+    same = [state for state in keep if state.is_alive and (_axes(state.layout), state.part.ranks) == key]
     if same:
         same[0].activate()
     elif not _is_current(layout, part):
@@ -169,11 +169,6 @@ def _leave_groups(keep: Sequence[ParallelState], part: RankSet) -> None:
         mpu.destroy_model_parallel()  # forgets them, destroys nothing
     else:
         _destroy_groups(part)
-
-
-def _membership(layout: ParallelLayout, part: RankSet) -> tuple[Any, ...]:
-    """Return the key of a layout's groups: equal keys have equal groups."""
-    return (_axes(layout), part.ranks)
 
 
 def _axes(layout: ParallelLayout) -> tuple[int | None, ...]:

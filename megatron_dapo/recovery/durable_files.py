@@ -81,27 +81,14 @@ def _safetensors_chunks(
         yield _bytes_of(tensors[name])
 
 
-_DTYPE_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-
-
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in _DTYPE_NAMES:
-        raise ValueError(f"tensor {name}: safetensors has no {dtype}; it has {', '.join(_DTYPE_NAMES)}")
-    return _DTYPE_NAMES[dtype]
+    # Here and below: files are listed and checked without torch.
+    from megatron_dapo.checkpoints.safetensors_file import CODE_OF_DTYPE
+
+    if tensor.dtype not in CODE_OF_DTYPE:
+        dtype, *known = (str(each).removeprefix("torch.") for each in (tensor.dtype, *CODE_OF_DTYPE))
+        raise ValueError(f"tensor {name}: safetensors has no {dtype}; it has {', '.join(known)}")
+    return CODE_OF_DTYPE[tensor.dtype]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -83,17 +83,14 @@ def build_rollout_context(config: Config, engine: CollectiveEngine, phases: Phas
     )
     sample_scorer = SampleScorer(scorer, inputs.decode, _overlong_penalty(config))
     collector_inputs = CollectorInputs(stream, dataset.by_id, engine, sample_scorer, on_progress)
-    collector = _collector(config, collector_inputs, sampling)
+    collector: Collector = (
+        WindowCollector(collector_inputs, config.rollout, config.window, sampling, config.run.seed)
+        if config.algorithm.name == "tppo"
+        else GroupCollector(collector_inputs, config.rollout, sampling, config.run.seed)
+    )
     return RolloutContext(
         inputs, scorer, collector, stream, tuple(dataset.prompts), _evaluation_task(config, inputs, pool)
     )
-
-
-def _collector(config: Config, inputs: CollectorInputs, sampling: SamplingParams) -> Collector:
-    """Return a collector of windows for T-PPO, of whole groups otherwise."""
-    if config.algorithm.name == "tppo":
-        return WindowCollector(inputs, config.rollout, config.window, sampling, config.run.seed)
-    return GroupCollector(inputs, config.rollout, sampling, config.run.seed)
 
 
 def _scorer(config: Config) -> Any:
