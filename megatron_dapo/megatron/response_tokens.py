@@ -9,6 +9,7 @@ independent: all they share is whole samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,8 @@ def gather_response_tokens(
     stage. samples: those of all ranks, in the same order everywhere.
     """
     lengths = [sample.num_response_tokens for sample in samples]
-    starts = dict(zip((sample.sample_id for sample in samples), _starts(lengths), strict=True))
+    # Not strict: the last of the sums is the end of all tokens.
+    starts = dict(zip((sample.sample_id for sample in samples), accumulate(lengths, initial=0), strict=False))
     assert len(starts) == len(samples), "sample ids of a batch are unique"
     prompt_lengths = {sample.sample_id: sample.prompt_length for sample in samples}
     flat = torch.zeros(sum(lengths))
@@ -67,14 +69,6 @@ def _summed(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
         dist.all_reduce(traveling)
         flat = traveling.cpu()
     return list(flat.split(list(lengths)))
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    starts, total = [], 0
-    for length in lengths:
-        starts.append(total)
-        total += length
-    return starts
 
 
 def _whole(output: torch.Tensor, micro_batch: MicroBatch, layout: ParallelLayout, rank: int) -> torch.Tensor:

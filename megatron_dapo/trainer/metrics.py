@@ -137,15 +137,11 @@ def reward_metrics(groups: Sequence[Group], disagreement_share: float) -> dict[s
         "reward/mean": mean(rewards),
         "reward/std": _std(rewards),
         "reward/group_std_mean": mean([_std([one.reward for one in _finished(group.samples)]) for group in groups]),
-        "reward/verifier_mean": mean(_part(samples, "verifier")),
-        "reward/overlong_mean": mean(_part(samples, "overlong")),
+        "reward/verifier_mean": mean([sample.reward_parts.get("verifier", 0.0) for sample in samples]),
+        "reward/overlong_mean": mean([sample.reward_parts.get("overlong", 0.0) for sample in samples]),
         **{f"reward/outcome_{outcome}": outcomes.count(outcome) / max(1, len(outcomes)) for outcome in OUTCOMES},
         "reward/disagreement_share": disagreement_share,
     }
-
-
-def _part(samples: Sequence[ScoredSample], name: str) -> list[float]:
-    return [sample.reward_parts.get(name, 0.0) for sample in samples]
 
 
 def training_seconds(times: Mapping[str, float]) -> float:
