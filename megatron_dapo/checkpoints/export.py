@@ -55,7 +55,7 @@ def export_to_huggingface(
     the others.
     """
     architecture, is_policy = layout.architecture, layout.architecture.head == LANGUAGE_MODEL
-    config_fields = {} if is_policy else {**_LABELS, "architectures": [architecture.class_name]}
+    config_fields = None if is_policy else {**_LABELS, "architectures": [architecture.class_name]}
     rank = 0 if group is None else dist.get_rank(group)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     check_buffers(layout.local_shapes(rank), parameters, f"rank {rank}")

@@ -20,6 +20,7 @@ import torch
 
 from megatron_dapo.checkpoints.architecture import EMBEDDING, LM_HEAD, ROUTER
 from megatron_dapo.checkpoints.computed_layout import ComputedLayout, RankContents
+from megatron_dapo.checkpoints.huggingface import dtype_name
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout
 from megatron_dapo.ops.fp8 import BLOCK, E4M3
 from megatron_dapo.reshard.layout import Layout, Shard, TensorSpec
@@ -86,17 +87,13 @@ def _classify(own: Mapping[str, TensorSpec], described: Mapping[str, TensorSpec]
             known = True
         if not known:
             raise ValueError(
-                f"the engine has {name!r} {tuple(spec.shape)} {_name(spec.dtype)}, which is not FP8 in blocks of {BLOCK} "
-                f"with {_name(_SCALE_DTYPE)} scales: SGLang repacks weights for some products (GPUs without FP8; "
+                f"the engine has {name!r} {tuple(spec.shape)} {dtype_name(spec.dtype)}, which is not FP8 in blocks of {BLOCK} "
+                f"with {dtype_name(_SCALE_DTYPE)} scales: SGLang repacks weights for some products (GPUs without FP8; "
                 "DeepGEMM on Blackwell); start the server with --fp8-gemm-backend triton or without quantization"
             )
     if missing := scales - described.keys():
         raise ValueError(f"the engine has no {min(missing)!r}, its FP8 is not in blocks; set weight_block_size")
     return Fp8Parameters(frozenset(quantized), frozenset(constants))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def blocks_of(size: int) -> int:

@@ -145,13 +145,14 @@ def check_weight_dtypes(path: Path, specs: Mapping[str, TensorSpec]) -> None:
     if quantized:
         name = quantized[0]
         raise ValueError(
-            f"{path}: {name} is {_dtype_name(specs[name].dtype)} ({len(quantized)} of {len(specs)} parameters are "
+            f"{path}: {name} is {dtype_name(specs[name].dtype)} ({len(quantized)} of {len(specs)} parameters are "
             f"quantized), but its config.json has no quantization_config: start from the original checkpoint in "
-            f"{', '.join(map(_dtype_name, _WEIGHT_DTYPES[:3]))}, or dequantize this one"
+            f"{', '.join(map(dtype_name, _WEIGHT_DTYPES[:3]))}, or dequantize this one"
         )
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as configurations write it."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from megatron_dapo.checkpoints.safetensors_file import SafetensorsWriter, Stored
 from megatron_dapo.reshard.layout import TensorSpec
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 # Config, tokenizer in its several formats, and generation settings: copied from the source as they are.
 _SIDE_FILES = """
@@ -117,7 +115,7 @@ def hf_checkpoint_writer(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    config_fields: Mapping[str, Any] = NO_FIELDS,
+    config_fields: Mapping[str, Any] | None = None,
 ) -> Iterator[HFCheckpointWriter]:
     """Yield a writer whose directory becomes `target` once it is complete and has the names and shapes of `source`.
 
@@ -133,7 +131,7 @@ def hf_checkpoint_writer(
         finally:
             writer.abandon()  # after finish nothing is open any more
         copy_side_files(source.path, directory)
-        _update_config(directory / "config.json", config_fields, dtype)
+        _update_config(directory / "config.json", config_fields or {}, dtype)
         _verify(directory, specs)
 
 

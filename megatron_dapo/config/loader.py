@@ -340,7 +340,7 @@ def _nearest(path: str) -> str | None:
 
 def _from_pydantic(entry: Mapping[str, Any], known: Mapping[str, _Value]) -> Violation:
     path = _path_of(entry["loc"])
-    # Of a list with too few items pydantic also says "missing"; its location then goes on below the field.
+    # Of a list with too few items pydantic also says "missing", of the item.
     if entry["type"] == "missing" and path == ".".join(map(str, entry["loc"])):
         return Violation(path, "a value (there is no default)", f"set {path} in the recipe or by --set {path}=...")
     if entry["type"] == "union_tag_invalid":

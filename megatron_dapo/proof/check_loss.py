@@ -39,7 +39,13 @@ def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: s
     start = time.monotonic()
     # More than one: torchrun or srun has started this process as a rank.
     launched = process_environment().world_size
-    result = _join_and_check(directory, dtype) if launched > 1 else _start_and_check(directory, dtype, num_processes)
+    if launched > 1:
+        # Imported here: only processes that compute load megatron-core.
+        from megatron_dapo.proof.worker import join_and_check
+
+        result = join_and_check(directory, dtype)
+    else:
+        result = _start_and_check(directory, dtype, num_processes)
     return CheckLossReport(
         num_processes=launched if launched > 1 else num_processes,
         dtype=dtype,
@@ -48,13 +54,6 @@ def run_check_loss(num_processes: int = 4, *, model: str | None = None, dtype: s
         skipped=tuple(result["skipped"]),
         seconds=time.monotonic() - start,
     )
-
-
-def _join_and_check(model: str, dtype: str) -> dict[str, Any]:
-    # Imported here: only processes that compute load megatron-core.
-    from megatron_dapo.proof.worker import join_and_check
-
-    return join_and_check(model, dtype)
 
 
 def _start_and_check(model: str, dtype: str, num_processes: int) -> dict[str, Any]:
