@@ -108,10 +108,6 @@ def _by_peer(pairs: Iterable[tuple[Transfer, int]]) -> dict[int, list[Transfer]]
     return peers
 
 
-def _payload(plan: ReshardPlan, transfers: list[Transfer]) -> int:
-    return sum(map(plan.num_bytes, transfers))
-
-
 def _wire_bytes(plan: ReshardPlan, transfer: Transfer) -> int:
     """Bytes of a transfer within a bucket, its alignment included."""
     return -(-plan.num_bytes(transfer) // _ALIGNMENT) * _ALIGNMENT
@@ -158,7 +154,7 @@ def _exchange(
     for transfer, part in _parts(plan, receive, inbound):
         shard = transfer.destination_shard
         shard_view(destinations[shard.local], shard, transfer.bounds).copy_(part)
-    return _payload(plan, send), _payload(plan, receive)
+    return sum(map(plan.num_bytes, send)), sum(map(plan.num_bytes, receive))
 
 
 def _pack(plan: ReshardPlan, transfers: list[Transfer], sources: Buffers) -> torch.Tensor:

@@ -130,7 +130,11 @@ class ReshardPlan:
         self.ranks_per_node = ranks_per_node
         self._sources = ReplicaGroups(source)
         self._destinations = ReplicaGroups(destination)
-        self._itemsize = {name: _wire_itemsize(source, destination, name) for name in destination.tensors}
+        # Bytes of an element on the way: of the narrower of both types, see `execution.wire_dtype`.
+        self._itemsize = {
+            name: min(source.tensors[name].dtype.itemsize, spec.dtype.itemsize)
+            for name, spec in destination.tensors.items()
+        }
         self._regions = regions_of(source, self._sources, destination.tensors)
         self._overlaps: dict[int, tuple[Overlap, ...]] = {}
         self._requested: dict[int, Requests] = {}
@@ -374,11 +378,6 @@ def _middles(sizes: Iterable[int]) -> array[int]:
 def _joined(first: SliceRequest, second: SliceRequest) -> SliceRequest:
     sizes = first.sizes + second.sizes
     return SliceRequest(first.overlaps + second.overlaps, sizes, _middles(sizes))
-
-
-def _wire_itemsize(source: Layout, destination: Layout, tensor: str) -> int:
-    """Bytes of an element of a tensor on the way: of the narrower of both types."""
-    return min(source.tensors[tensor].dtype.itemsize, destination.tensors[tensor].dtype.itemsize)
 
 
 def _only(transfers: tuple[Transfer, ...], tensors: Collection[str] | None) -> tuple[Transfer, ...]:

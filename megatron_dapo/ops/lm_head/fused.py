@@ -87,12 +87,12 @@ def sums(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def _factors(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden states and weight in one type, elements of a row adjacent."""
     dtype = torch.promote_types(inputs.hidden.dtype, inputs.weight.dtype)
-    hidden, weight = inputs.hidden.to(dtype), inputs.weight.to(dtype)
-    return _adjacent(hidden), _adjacent(weight)
-
-
-def _adjacent(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    hidden, weight = (
+        # Only the rows' stride is an argument of the kernels.
+        matrix if matrix.stride(1) == 1 else matrix.contiguous()
+        for matrix in (inputs.hidden.to(dtype), inputs.weight.to(dtype))
+    )
+    return hidden, weight
 
 
 def _blocks(factor: torch.Tensor) -> Blocks:
