@@ -77,14 +77,14 @@ def test_from_a_policy_only_the_head_is_fresh_small_and_logged(tmp_path, tied, c
     assert "lm_head.weight" not in layout.tensors and layout.tensors["score.weight"].shape == (1, 32)
     for rank, buffers in enumerate(ranks):
         assert all(torch.isfinite(buffer).all() for buffer in buffers.values())
-        held = {piece.tensor for piece in layout.shards(rank)}
+        held = {shard.tensor for shard in layout.shards(rank)}
         assert ("model.embed_tokens.weight" in held) == (rank < 2)  # a tied policy's critic has no second copy
-        for piece in layout.shards(rank):
-            if piece.tensor.startswith("score"):
+        for shard in layout.shards(rank):
+            if shard.tensor.startswith("score"):
                 continue
-            there = tuple(slice(s, s + n) for s, n in zip(piece.global_offset, piece.shape, strict=True))
-            here = tuple(slice(s, s + n) for s, n in zip(piece.local_offset, piece.shape, strict=True))
-            assert torch.equal(buffers[piece.local][here], stored[piece.tensor][there]), piece
+            there = tuple(slice(s, s + n) for s, n in zip(shard.global_offset, shard.shape, strict=True))
+            here = tuple(slice(s, s + n) for s, n in zip(shard.local_offset, shard.shape, strict=True))
+            assert torch.equal(buffers[shard.local][here], stored[shard.tensor][there]), shard
     [first, second] = [ranks[rank]["0.output_layer.weight"] for rank in (2, 3)]
     assert torch.equal(first, second) and "0.output_layer.weight" not in ranks[0]
     assert 0.5 < first.std() * 32**0.5 / 0.02 < 1.5
@@ -106,7 +106,7 @@ def test_a_reward_models_head_is_taken_and_its_bias_is_zero(tmp_path, caplog) ->
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("Qwen2", torch.float32), ("Qwen3", torch.bfloat16)])
-def test_a_critic_comes_and_goes_bit_for_bit(tmp_path, family, dtype) -> None:
+def test_a_critic_is_loaded_and_exported_bit_for_bit(tmp_path, family, dtype) -> None:
     directory = make(tmp_path / "critic", "ForTokenClassification", family, dtype, num_labels=1)
     layout, [buffers], report = load(directory)
     assert report.fresh == ()
@@ -126,7 +126,7 @@ def test_a_critic_comes_and_goes_bit_for_bit(tmp_path, family, dtype) -> None:
         ("ForSequenceClassification", {"num_labels": 1}),
     ],
 )
-def test_what_started_elsewhere_is_exported_as_a_critic_that_transformers_loads(tmp_path, head, fields) -> None:
+def test_a_critic_from_another_model_is_exported_as_transformers_loads_it(tmp_path, head, fields) -> None:
     directory = make(tmp_path / "source", head, dtype=torch.bfloat16, **fields)
     layout, [buffers], _ = load(directory)
     report = export_to_huggingface(tmp_path / "critic", directory, layout, buffers, None)

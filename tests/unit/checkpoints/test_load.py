@@ -37,7 +37,7 @@ EXPERT_PARALLEL = [
 
 
 def _empty_parameters(layout, rank: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
-    """NaN everywhere, so that an element nobody writes shows."""
+    """Parameters full of NaN, so that an unwritten element shows."""
     shapes = layout.local_shapes(rank)
     return {name: torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype)) for name, shape in shapes.items()}
 
@@ -45,7 +45,7 @@ def _empty_parameters(layout, rank: int, dtype=torch.float32) -> dict[str, torch
 def _expected(
     hf: dict[str, torch.Tensor], a: ModelArchitecture, parallel: ParallelLayout, rank: int
 ) -> dict[str, torch.Tensor]:
-    """A rank's parameters by cat, chunk and pad on whole tensors: independent of boxes."""
+    """A rank's parameters by cat, chunk and pad on whole tensors: independent of slices."""
     c, size = parallel.coordinates(rank), parallel.tensor
 
     def shard(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _expected(
 def _expected_experts(
     hf: dict[str, torch.Tensor], parallel: ParallelLayout, rank: int, prefix: str, local: str
 ) -> dict[str, torch.Tensor]:
-    """Ranks of a stage are dealt out to parts of an expert first, then to experts."""
+    """Ranks of a stage are assigned to shards of an expert first, then to experts."""
     size = parallel.expert_tensor or parallel.tensor
     in_stage = rank % (parallel.world_size // parallel.pipeline)
     part, place = in_stage % size, in_stage // size % parallel.expert

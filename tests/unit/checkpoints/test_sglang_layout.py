@@ -51,7 +51,7 @@ def _architecture(family: str, *, tied: bool, heads: int, kv_heads: int, vocab_s
 
 
 def _weights(architecture: ModelArchitecture) -> dict[str, torch.Tensor]:
-    """Every element is its number in the whole model, counted from 1: 0 is padding alone."""
+    """Weights in which each element is its number in the whole model, counted from 1; 0 means padding."""
     weights, start = {}, 1
     for name, shape in architecture.shapes().items():
         size = torch.Size(shape).numel()
@@ -77,7 +77,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def engine_shard(architecture, weights, rank: int, tp: int, ep: int, device: str) -> dict[str, torch.Tensor]:
-    """What rank `rank` of an engine holds, from whole tensors."""
+    """Return the parameters of rank `rank` of an engine, from whole tensors."""
     heads, kv, head = architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim
     vocabulary, multiple = _round_up(architecture.vocab_size, 64), 1
     if device == "cpu":
@@ -118,13 +118,13 @@ def engine_shard(architecture, weights, rank: int, tp: int, ep: int, device: str
 
 
 def _trainer_buffers(source, weights) -> list[dict[str, torch.Tensor]]:
-    """What each trainer rank holds; padding is noise that must not reach an engine."""
+    """Return the buffers of each trainer rank; padding is noise that must not reach an engine."""
     held = []
     for rank in range(source.num_ranks):
         buffers = {name: torch.full(shape, -7.0) for name, shape in source.local_shapes(rank).items()}
-        for piece in source.shards(rank):
-            box = tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape))
-            shard_view(buffers[piece.local], piece).copy_(weights[piece.tensor][box])
+        for shard in source.shards(rank):
+            bounds = tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.shape))
+            shard_view(buffers[shard.local], shard).copy_(weights[shard.tensor][bounds])
         held.append(buffers)
     return held
 
@@ -142,21 +142,21 @@ def _check_pair(architecture, parallel: ParallelLayout, tp: int, ep: int, engine
         assert buffers.keys() == expected.keys() == engine.buffer_names(rank)
         for name, tensor in expected.items():
             assert torch.equal(buffers[name], tensor), (rank, name)
-        for name, boxes in engine.padding(rank).items():
-            assert sum(box.volume for box in boxes) == int((expected[name] == 0).sum())
+        for name, slices in engine.padding(rank).items():
+            assert sum(bounds.volume for bounds in slices) == int((expected[name] == 0).sum())
     _check_traffic(reshard, engine, offset)
 
 
 def _check_traffic(reshard, engine, offset: int) -> None:
-    """Every byte once, by one sender each; nobody sends above the bound or receives more than its shard."""
+    """Check that each byte comes once, from one sender; no rank sends above the bound or receives more than its shard."""
     assert all(engine.shards(r) is engine.shards(r % engine.tensor_parallel) for r in range(engine.num_ranks))
     sent = [0] * reshard.num_ranks
     for rank in range(engine.num_ranks):
         transfers = reshard.receives(rank + offset)
-        for piece in engine.shards(rank):
-            counts = torch.zeros(piece.shape, dtype=torch.int64)
-            for t in (t for t in transfers if t.destination_shard == piece):
-                start = [o - base for o, base in zip(t.bounds.offset, piece.global_offset)]
+        for shard in engine.shards(rank):
+            counts = torch.zeros(shard.shape, dtype=torch.int64)
+            for t in (t for t in transfers if t.destination_shard == shard):
+                start = [o - base for o, base in zip(t.bounds.offset, shard.global_offset)]
                 counts[tuple(slice(o, o + n) for o, n in zip(start, t.bounds.shape))] += 1
             assert bool((counts == 1).all())
         for t in transfers:
@@ -261,8 +261,8 @@ def test_sizes_the_engine_refuses(changes, message):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_deliveries_can_place_every_expert(device):
-    """The boxes a delivery writes, in the engine's three-dimensional parameters, hold what the oracle holds there."""
+def test_every_expert_can_be_synced(device):
+    """The slices that a weight sync writes, in the engine's three-dimensional parameters, hold what the oracle holds there."""
     architecture = _architecture("qwen3_moe", tied=False, heads=8, kv_heads=4, vocab_size=67)
     source = megatron_layout(architecture, ParallelLayout(4, tensor=2, expert=2, expert_tensor=1), DTYPE)
     engine = sglang_layout(architecture, 4, DTYPE, expert_parallel=2, device=device)
@@ -273,6 +273,6 @@ def test_deliveries_can_place_every_expert(device):
             shape = engine.local_shapes(rank)[t.destination_shard.local]
             place = sync_plan.local_slice(t.destination_shard, t.bounds, shape)
             values = weights[t.tensor][tuple(slice(o, o + n) for o, n in zip(t.bounds.offset, t.bounds.shape))]
-            box = tuple(slice(o, o + n) for o, n in zip(place.offset, place.shape))
-            part = expected[t.destination_shard.local][box]
+            bounds = tuple(slice(o, o + n) for o, n in zip(place.offset, place.shape))
+            part = expected[t.destination_shard.local][bounds]
             assert torch.equal(part.reshape(values.shape), values)

@@ -130,7 +130,7 @@ def test_an_old_value_is_translated(recipe: Path, old: str, line: str) -> None:
         load_config(recipe, [f'{key}="{value}"'])
 
 
-def test_all_unknown_keys_and_wrong_types_come_at_once(recipe: Path) -> None:
+def test_all_unknown_keys_and_wrong_types_are_reported_together(recipe: Path) -> None:
     recipe.write_text("[rollout]\ngroop_size = 4\ngroup_size = '4'\n[run]\nseed = true\n[model]\ndtype = 'bf16'\n")
     with pytest.raises(ConfigError) as error:
         load_config(recipe)

@@ -1,4 +1,4 @@
-"""Every shipped recipe is parsed and validated; the AIME recipe is compared with the published values."""
+"""Shipped recipes: each is parsed and validated; the AIME recipe is compared with the published values."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_aime_value_is_published_one_and_stated_in_the_recipe(path: str) -> None
     assert loaded.origins[path] == str(recipe), f"{path} rests on a default that may change"
 
 
-def test_aime_recipe_fits_its_model_and_machines() -> None:
+def test_aime_recipe_fits_its_model_and_nodes() -> None:
     config = load_config(ROOT / "examples" / "recipes" / "dapo_qwen2.5_32b.toml").config
     assert validate(config, world_size=128, architecture=QWEN_32B) == []
     optimizer_steps = config.rollout.prompts_per_step // config.training.mini_batch_prompts
@@ -156,7 +156,7 @@ def test_value_of_a_critics_recipe_is_the_published_one_and_stated_in_it(name: s
 
 
 @pytest.mark.parametrize("name", ["vapo", "tppo"])
-def test_recipe_with_a_critic_fits_its_model_and_machines(name: str) -> None:
+def test_recipe_with_a_critic_fits_its_model_and_nodes(name: str) -> None:
     config = load_config(ROOT / "examples" / "recipes" / f"{name}_qwen2.5_32b.toml").config
     assert validate(config, world_size=128, architecture=QWEN_32B) == []
 

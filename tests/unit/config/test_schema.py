@@ -63,17 +63,17 @@ def fields_read_in(tree: ast.AST) -> set[str]:
 
 @pytest.fixture(scope="module")
 def read() -> set[str]:
-    """What the package reads, without config/ (which states the fields) and cli/ (which shows them)."""
+    """Collect the fields that the package reads, without config/ (which states them) and cli/ (which shows them)."""
     files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("config", "cli")]
     return set().union(*(fields_read_in(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
 
 
-# Read through a property of Config, or a function of config/, that turns "0 or empty: from elsewhere" into a value.
+# Read through a property of Config, or a function of config/, that turns "0 or empty: derived" into a value.
 THROUGH = {
     "checkpoint.output_dir": "checkpoint_dir",
     "evaluation.max_response_tokens": "evaluation_response_tokens",
     "algorithm.loss.aggregation_length": "aggregation_length",
-    "parallel.num_processes": "require_valid",  # the processes there are must be those it asks for
+    "parallel.num_processes": "require_valid",  # the number of processes must be the requested one
     "critic.parallel.num_processes": "num_critic_processes",
     "optimizer.warmup_unit": "schedule_steps",
     "critic.warmup_train_steps": "policy_starts_at",

@@ -186,7 +186,7 @@ def test_the_declared_ways_out_are_accepted(values: dict[str, Any]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sets(st.sampled_from(range(len(BROKEN))), max_size=8))
-def test_all_violations_come_at_once(chosen: set[int]) -> None:
+def test_all_violations_are_reported_together(chosen: set[int]) -> None:
     # Rules of one section may lean on the same fields, and rollout and algorithm on each other: combine one of each.
     together = {"rollout": "algorithm"}
     combined: dict[str, Any] = {}
@@ -498,7 +498,7 @@ ALL_RULES = (
 
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.formula)
 def test_every_expression_of_a_rule_can_be_evaluated(rule: Rule) -> None:
-    """Also those of `where` and `fix` that no broken configuration of these tests reaches."""
+    """Expressions of `where` and `fix` that no broken configuration of these tests reaches must evaluate, too."""
     # Sizes whose 0 stands for another field are given: `where` keeps 0 from a formula that divides by it.
     config = make(algorithm__name="tppo", parallel__etp_size=1, critic__mini_batch_prompts=4)
     for formula, where in (("False", "True"), (rule.formula, "True"), (rule.formula, rule.where)):

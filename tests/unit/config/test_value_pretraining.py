@@ -1,4 +1,4 @@
-"""What pretraining does otherwise than its recipe, and what it may be told."""
+"""Configuration of value pretraining: differences from its recipe, and its overrides."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def test_prompts_are_its_own_where_they_are_named() -> None:
 
 
 def test_it_never_writes_where_the_run_will() -> None:
-    """A run that found the checkpoints of pretraining would go on from them, with most of its steps behind it."""
+    """A run that found the checkpoints of pretraining would resume from them, with most of its steps done."""
     plain = load_config(VAPO).config
     apart = load_config(VAPO, ["checkpoint.output_dir=/ck"]).config
     assert pretraining_config(plain).checkpoint_dir == plain.run.output_dir / "value_pretraining" / "checkpoints"
     assert pretraining_config(apart).checkpoint_dir == Path("/ck/value_pretraining")
-    given = pretraining_config(apart, Path("/elsewhere"))
-    assert (given.run.output_dir, given.checkpoint_dir) == (Path("/elsewhere"), Path("/ck/value_pretraining"))
+    given = pretraining_config(apart, Path("/given"))
+    assert (given.run.output_dir, given.checkpoint_dir) == (Path("/given"), Path("/ck/value_pretraining"))
 
 
 def test_a_recipe_may_name_the_critic_that_its_pretraining_writes() -> None:
     written = "runs/quickstart-vapo/value_pretraining/critic"
     assert pretraining_config(load_config(VAPO, [f"critic.path={written}"]).config).critic.path == ""
     assert pretraining_config(load_config(VAPO, ["critic.path=reward_model"]).config).critic.path == "reward_model"
-    elsewhere = pretraining_config(load_config(VAPO, [f"critic.path={written}"]).config, Path("/elsewhere"))
-    assert elsewhere.critic.path == written
+    separate = pretraining_config(load_config(VAPO, [f"critic.path={written}"]).config, Path("/given"))
+    assert separate.critic.path == written
 
 
 def test_few_steps_are_enough_whatever_the_policys_schedule() -> None:

@@ -1,4 +1,4 @@
-"""How requests are spread over ranks."""
+"""Distribution of requests over ranks."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_abort_returns_partials_and_a_resumed_prefix_continues_the_same_sample()
 
 @pytest.mark.parametrize("num_slots", [3, 64])
 def test_a_response_continued_twice_equals_the_uninterrupted_one(num_slots: int) -> None:
-    """Behind prefixes of several lengths, in batches with others, with stop ids: token by token."""
+    """Prefixes of several lengths, in batches with others, with stop ids: token by token."""
     model = reference_model()
     requests = [replace(r, sampling=replace(r.sampling, max_new_tokens=40)) for r in make_requests(4, group_size=3)]
     whole = make_engine(model)
@@ -281,7 +281,7 @@ def test_a_response_continued_twice_equals_the_uninterrupted_one(num_slots: int)
 
 
 def test_a_continued_response_computes_its_context_anew() -> None:
-    """Two of one group that go on, one twice at the same place: only that one finds its context."""
+    """Two of a group continue, one of them twice from the same prefix: only that one finds its context cached."""
     engine = make_engine(reference_model())
     assert engine.prefix_reuse == PrefixReuse()
     sampling = SamplingParams(max_new_tokens=12)
@@ -296,7 +296,7 @@ def test_a_continued_response_computes_its_context_anew() -> None:
     assert engine.prefix_reuse == PrefixReuse(num_tokens=18, num_cached=4)
 
 
-def test_a_complete_prefix_comes_back_as_what_it_is() -> None:
+def test_a_complete_prefix_is_returned_unchanged() -> None:
     engine = make_engine(reference_model())
     sampling = SamplingParams(max_new_tokens=3, stop_token_ids=(9,))
     cases = {"stop": (4, 9), "length": (4, 5, 6)}
@@ -325,7 +325,7 @@ def aborted_after(request_id: str, token_ids: tuple[int, ...]) -> Completion:
     return Completion(request_id, token_ids, (-1.0,) * num_tokens, "abort", (VersionRange(0, num_tokens, 0),))
 
 
-def test_prefixes_that_cannot_be_gone_on_from_are_refused() -> None:
+def test_prefixes_that_cannot_be_continued_are_refused() -> None:
     engine = make_engine(reference_model())
     good = GenerationRequest("a", (3, 4), SamplingParams(max_new_tokens=4, stop_token_ids=(9,)), seed=0)
     prefix = aborted_after("a", (5, 6))

@@ -34,7 +34,7 @@ def test_attention_equals_attention_over_repeated_prompts(prefix_of_row: list[in
         assert torch.allclose(output[row, 0], expected, atol=1e-6)
 
 
-def test_a_place_without_a_row_is_never_read_back() -> None:
+def test_an_empty_slot_is_never_read() -> None:
     sharing = Sharing.of([1, 0, 1, 1], [1, 1], "cpu")
     rows = torch.arange(4.0).view(4, 1, 1, 1)
     (run,) = sharing.runs
@@ -44,8 +44,8 @@ def test_a_place_without_a_row_is_never_read_back() -> None:
         assert product(rows, of_prefixes).flatten().tolist() == [0, 10, 200, 300]
 
 
-def test_rows_that_share_with_nobody_are_not_padded_to_a_group() -> None:
-    """48 responses that go on behind their own tokens, and a fresh group of 16 in the middle of their slots."""
+def test_rows_that_share_no_prefix_are_not_padded_to_a_group() -> None:
+    """48 responses that continue after their own tokens, and a fresh group of 16 in the middle of their slots."""
     prefix_of_row = [*range(30), *[30] * 16, *range(31, 49)]
     sharing = Sharing.of(prefix_of_row, [4] * 49, "cpu")
     assert [(run.start, run.stop) for run in sharing.runs] == [(0, 30), (30, 33), (33, 49)]
@@ -54,7 +54,7 @@ def test_rows_that_share_with_nobody_are_not_padded_to_a_group() -> None:
 
 
 def test_short_prefixes_are_not_read_as_far_as_long_ones() -> None:
-    """8 responses that go on behind 400 to 800 tokens, and 32 fresh ones of 4 prompts."""
+    """8 responses that continue after 400 to 800 tokens, and 32 fresh ones of 4 prompts."""
     lengths = [800, 780, 760, 700, 500, 450, 420, 400, 9, 8, 7, 3]
     prefix_of_row = [*range(8), *(slot for slot in range(8, 12) for _ in range(8))]
     sharing = Sharing.of(prefix_of_row, lengths, "cpu")

@@ -59,7 +59,7 @@ def test_a_directory_in_use_is_refused_until_its_holder_dies(tmp_path: Path) -> 
     DirectoryLock(tmp_path).release()
 
 
-def test_a_directory_nobody_used_is_left_alone(tmp_path: Path) -> None:
+def test_an_unused_directory_is_left_alone(tmp_path: Path) -> None:
     require_unused(tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

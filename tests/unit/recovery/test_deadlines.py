@@ -72,7 +72,7 @@ def test_watch_ends_with_the_error_of_its_block() -> None:
         raise KeyError("x")
 
 
-def test_groups_time_out_behind_the_watchdog() -> None:
+def test_groups_time_out_after_the_watchdog() -> None:
     for seconds in (1.0, 1800.0):
         assert collective_timeout(seconds) > seconds * 1.9
 

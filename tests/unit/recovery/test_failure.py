@@ -38,10 +38,10 @@ def test_a_message_of_several_lines_becomes_one() -> None:
 
 
 def test_a_consequence_never_stands_for_the_cause(tmp_path: Path) -> None:
-    class Elsewhere(RuntimeError):
+    class RemoteFailure(RuntimeError):
         is_consequence = True
 
-    assert not record_failure(tmp_path, failure_of(1, Elsewhere("another rank failed")))
+    assert not record_failure(tmp_path, failure_of(1, RemoteFailure("another rank failed")))
     assert read_failure(tmp_path) is not None and read_failure(tmp_path).rank == 1  # all there is
     assert record_failure(tmp_path, failure_of(0, OSError("the disk is full")))
     assert read_failure(tmp_path).message == "OSError: the disk is full"

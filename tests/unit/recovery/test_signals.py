@@ -1,4 +1,4 @@
-"""The first signal asks, the second one ends."""
+"""Signals: the first requests a stop, the second ends the process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_first_signal_sets_the_flag(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_second_signal_ends_at_once() -> None:
+def test_second_signal_ends_the_process() -> None:
     code = """
 import sys, time
 sys.path.insert(0, sys.argv[1])

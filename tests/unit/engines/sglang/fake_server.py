@@ -121,7 +121,7 @@ class FakeServer:
                 super().shutdown_request(request)
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Connections end abruptly here by design."""
+                """Ignore errors: connections end abruptly here by design."""
 
         self._http = Server(("127.0.0.1", self._port), Handler)
         self._port = self._http.server_address[1]
@@ -344,7 +344,7 @@ _SPOILED: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def _cut(answer: dict[str, Any]) -> None:
-    """Two tokens, said to be the length asked for."""
+    """Return two tokens as if they were the requested length."""
     answer["output_ids"] = answer["output_ids"][:2]
     answer["meta_info"].update(
         output_token_logprobs=answer["meta_info"]["output_token_logprobs"][:2],

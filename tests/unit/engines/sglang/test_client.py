@@ -76,13 +76,13 @@ def test_the_body_names_everything_that_shapes_the_distribution(server: FakeServ
 def test_a_stop_token_is_part_of_the_response_also_at_the_limit(server: FakeServer) -> None:
     tokens, _ = server.expected(3, 11, 8)
     stop = tokens[4]
-    for limit in (8, 5):  # SGLang calls the second one a matter of length
+    for limit in (8, 5):  # SGLang gives the second one the finish reason length
         sampling = SamplingParams(max_new_tokens=limit, stop_token_ids=(stop,))
         done = generate(client_of(server), replace(REQUEST, sampling=sampling))
         assert done.token_ids == tuple(tokens[:5]) and done.finish_reason == "stop"
 
 
-def test_a_prefix_goes_behind_the_prompt_and_continues_the_random_numbers(server: FakeServer) -> None:
+def test_a_prefix_follows_the_prompt_and_continues_the_random_numbers(server: FakeServer) -> None:
     tokens, logprobs = server.expected(3, 11, 8)
     prefix = Completion("a", tuple(tokens[:3]), tuple(logprobs[:3]), "abort", (VersionRange(0, 3, 0),))
     request = replace(REQUEST, sampling=SamplingParams(max_new_tokens=8), prefix=prefix)
@@ -97,7 +97,7 @@ def test_cached_tokens_are_read_where_a_server_counts_them(cached: int | None) -
 
 
 @pytest.mark.parametrize("cached", [-1, 4, 1.0, True, "2"])
-def test_cached_tokens_that_cannot_be_are_refused(cached: object) -> None:
+def test_impossible_counts_of_cached_tokens_are_refused(cached: object) -> None:
     with pytest.raises(AnswerError, match="cached_tokens is .* of 3 tokens read"):
         parse_generation(answer_with(cached), REQUEST, vocab_size=100)
 
@@ -163,7 +163,7 @@ def test_the_coroutine_fails_alike(server: FakeServer) -> None:
     async def try_all() -> dict[str, EngineError]:
         errors = {}
         async with client.open_async(4) as http:
-            for fault in ("reset", "500", "nan"):  # a hang is the dispatcher's to end
+            for fault in ("reset", "500", "nan"):  # the dispatcher ends a hang
                 server.faults["/generate"] = fault
                 try:
                     await client.generate(http, REQUEST, f"{fault}.", vocab_size=100)
@@ -179,7 +179,7 @@ def test_the_coroutine_fails_alike(server: FakeServer) -> None:
     }
 
 
-def test_a_dead_server_is_gone_at_once(server: FakeServer) -> None:
+def test_a_dead_server_fails_immediately(server: FakeServer) -> None:
     client = client_of(server)
     client.health()
     server.kill()
@@ -208,7 +208,7 @@ def test_a_call_without_the_key_changes_nothing(server: FakeServer) -> None:
     assert server.weight_version == "default"
 
 
-def test_flushing_waits_for_work_to_end_and_not_for_ever(server: FakeServer) -> None:
+def test_flushing_waits_for_work_to_end_up_to_a_deadline(server: FakeServer) -> None:
     client = client_of(server, replace(FAST, flush_s=1.0))
     server.running["busy"] = "run"
     began = time.monotonic()
@@ -268,7 +268,7 @@ def test_prompt_logprobs_are_those_of_the_given_tokens(server: FakeServer) -> No
 
 
 def test_highest_token_of_a_prompt_may_be_shown_as_zero() -> None:
-    """As SGLang 0.5.17 does; any other token that is shown as another one is an error."""
+    """SGLang 0.5.17 shows it as zero; any other token shown as another one is an error."""
     answer = {"meta_info": {"input_token_logprobs": [[None, 4, None], [-1.0, 0, None], [-2.0, 5, None]]}}
     assert parse_prompt_logprobs(answer, [4, 9, 5]) == [-1.0, -2.0]
     with pytest.raises(AnswerError, match="not one of token 3"):

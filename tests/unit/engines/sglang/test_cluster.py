@@ -1,4 +1,4 @@
-"""Servers, updates and generation of a run put together, with servers and updates that are made up."""
+"""Servers, weight syncs and generation of a run together, with fake servers and a fake weight sync."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def single_process_group() -> Iterator[None]:
 
 
 class Server:
-    """A process that lives until it is told to die."""
+    """A process that lives until it is killed."""
 
     def __init__(self, index: int, attempt: int) -> None:
         self.index, self.url, self.alive, self.problem = index, f"http://server-{index}.{attempt}", True, ""
@@ -55,14 +55,14 @@ class Server:
 
 
 @dataclass
-class Machine:
-    """Starts servers; remembers all of them."""
+class Node:
+    """Starts servers and records all of them."""
 
     started: list[Server] = field(default_factory=list)
     problem: str = ""
 
     def start(self, index: int, place: int) -> Server:
-        assert place == index, "one machine holds all servers here"
+        assert place == index, "one node holds all servers here"
         server = Server(index, sum(other.index == index for other in self.started))
         server.problem = self.problem
         self.started.append(server)
@@ -73,7 +73,7 @@ class Machine:
 
 
 class Frontend:
-    """Rank 0's way to the servers: it generates nothing, or finds nobody left."""
+    """Rank 0's path to the servers: polls return one response, or raise once all servers are lost."""
 
     def __init__(self, clients: Mapping[int, Any]) -> None:
         self.engine = self
@@ -102,26 +102,26 @@ class Frontend:
 
 
 class Update:
-    """Deliveries that fail where they are told to."""
+    """Weight syncs that fail on request."""
 
     def __init__(self, controls: dict[int, Any]) -> None:
         self.controls = controls
         self.transport = SimpleNamespace(close=lambda: None)
-        self.delivered: list[tuple[str, int]] = []
-        self.failing: list[dict[int, str]] = []  # of the next deliveries
+        self.synced: list[tuple[str, int]] = []
+        self.failing: list[dict[int, str]] = []  # of the next syncs
 
     def update(self, version: int, sources: Mapping[str, torch.Tensor]) -> Any:
         return self.update_engines(sorted(self.controls), version, sources)
 
     def update_engines(self, engines: Sequence[int], version: int, sources: Mapping[str, torch.Tensor]) -> Any:
         failures = self.failing.pop(0) if self.failing else {}
-        self.delivered += [(self.controls[e].url, version) for e in engines if e not in failures]
+        self.synced += [(self.controls[e].url, version) for e in engines if e not in failures]
         return SimpleNamespace(failures=failures)
 
 
 @dataclass
 class World:
-    machine: Machine
+    node: Node
     engines: SglangEngines
     updates: list[Update]
     frontends: list[Frontend]
@@ -136,7 +136,7 @@ class World:
 
 
 def make_world(num_servers: int = 2, budget: int = 3) -> World:
-    machine, updates, frontends = Machine(), [], []
+    node, updates, frontends = Node(), [], []
 
     def connect(server: ReadyServer) -> Any:
         return SimpleNamespace(url=server.url, close=lambda: None)
@@ -149,22 +149,22 @@ def make_world(num_servers: int = 2, budget: int = 3) -> World:
         frontends.append(Frontend(clients))
         return frontends[-1]
 
-    servers = StartedServers(machine.start, NodeTopology(1, 1), 0, num_servers, budget, Coordination())
+    servers = StartedServers(node.start, NodeTopology(1, 1), 0, num_servers, budget, Coordination())
     engines = SglangEngines(servers, 0, connect, Coordination())
     engines.attach(build_update, build_frontend, dict)
-    return World(machine, engines, updates, frontends)
+    return World(node, engines, updates, frontends)
 
 
 def test_first_version_waits_for_the_servers_and_fills_all() -> None:
     world = make_world()
     world.engines.publish(0)
-    assert world.update.delivered == [("http://server-0.0", 0), ("http://server-1.0", 0)]
+    assert world.update.synced == [("http://server-0.0", 0), ("http://server-1.0", 0)]
     assert world.engines.policy_version == 0 and world.engines.poll() == ["a response"]
 
 
-def test_server_that_does_not_come_up_ends_the_run_with_its_reason() -> None:
+def test_a_server_that_fails_to_start_ends_the_run_with_its_reason() -> None:
     world = make_world()
-    world.machine.newest(1).problem = "no such model"
+    world.node.newest(1).problem = "no such model"
     with pytest.raises(ServersFailed, match="server 1: no such model"):
         world.engines.publish(0)
 
@@ -172,26 +172,26 @@ def test_server_that_does_not_come_up_ends_the_run_with_its_reason() -> None:
 def test_dead_server_is_replaced_before_the_update() -> None:
     world = make_world()
     world.engines.publish(0)
-    world.machine.newest(1).alive = False
+    world.node.newest(1).alive = False
     world.engines.publish(1)
-    assert world.update.delivered[2:] == [("http://server-0.0", 1), ("http://server-1.1", 1)]
+    assert world.update.synced[2:] == [("http://server-0.0", 1), ("http://server-1.1", 1)]
     assert world.frontend.served[-1] == (1, ["http://server-0.0", "http://server-1.1"])
 
 
-def test_server_that_generation_lost_is_replaced_though_its_process_runs() -> None:
+def test_a_server_lost_by_generation_is_replaced_although_its_process_runs() -> None:
     world = make_world()
     world.engines.publish(0)
     world.frontend.lose(0, "it hangs")
     world.engines.publish(1)
-    assert not world.machine.started[0].alive and world.update.controls[0].url == "http://server-0.1"
+    assert not world.node.started[0].alive and world.update.controls[0].url == "http://server-0.1"
 
 
-def test_failed_delivery_is_made_again_to_a_fresh_server() -> None:
+def test_a_failed_sync_is_repeated_to_a_fresh_server() -> None:
     world = make_world()
     world.engines.publish(0)
     world.update.failing = [{1: "checksums differ"}, {1: "it died"}]
     world.engines.publish(1)
-    assert world.update.delivered[2:] == [("http://server-0.0", 1), ("http://server-1.2", 1)]
+    assert world.update.synced[2:] == [("http://server-0.0", 1), ("http://server-1.2", 1)]
     assert world.engines.policy_version == 1
 
 
@@ -204,26 +204,26 @@ def test_beyond_the_budget_the_first_root_cause_is_named() -> None:
     assert world.engines.policy_version == 0
 
 
-def test_all_gone_while_rank_0_drives_brings_them_back_at_the_version_served() -> None:
+def test_lost_servers_are_restarted_at_the_served_version() -> None:
     world = make_world()
     world.engines.publish(0)
     world.engines.publish(1)
 
     def body() -> list[Any]:
         for index in (0, 1):
-            world.machine.newest(index).alive = False
+            world.node.newest(index).alive = False
             world.frontend.lose(index, "killed")
-        assert world.engines.poll() == []  # nothing finished, but they are back
+        assert world.engines.poll() == []  # nothing finished, but the servers are back
         return world.engines.poll()
 
     assert world.engines.run_on_rank0(body) == ["a response"]
-    assert world.update.delivered[-2:] == [("http://server-0.1", 1), ("http://server-1.1", 1)]
+    assert world.update.synced[-2:] == [("http://server-0.1", 1), ("http://server-1.1", 1)]
 
 
-def test_collecting_thread_waits_for_the_main_thread_to_bring_them_back() -> None:
+def test_a_collecting_thread_waits_for_the_main_thread_to_restart_servers() -> None:
     world = make_world(num_servers=1)
     world.engines.publish(0)
-    world.machine.newest(0).alive = False
+    world.node.newest(0).alive = False
     world.frontend.lose(0, "killed")
     seen: list[Any] = []
 
@@ -237,10 +237,10 @@ def test_collecting_thread_waits_for_the_main_thread_to_bring_them_back() -> Non
     while thread.is_alive() and time.monotonic() < deadline:
         world.engines.run_on_rank0(world.engines.recover)
         time.sleep(0.01)
-    assert seen == ["a response"] and len(world.machine.started) == 2
+    assert seen == ["a response"] and len(world.node.started) == 2
 
 
-def test_given_servers_are_never_replaced_nor_ended() -> None:
+def test_external_servers_are_never_replaced_nor_ended() -> None:
     server = Server(0, 0)
     servers = ExternalServers(lambda index: server, 1, 0, Coordination())
     assert servers.ready() == [ReadyServer(0, server.url, leader=0)]
@@ -251,7 +251,7 @@ def test_given_servers_are_never_replaced_nor_ended() -> None:
 
 
 class SleepingClient(ColocatedClient):
-    """Notes what a server on the trainer's device is asked to do."""
+    """Records the requests to a server on the trainer's device."""
 
     def __init__(self, events: list[str]) -> None:
         self.events, self.url = events, "http://server"
@@ -279,7 +279,7 @@ def engines_on_the_trainers_device(events: list[str], expected_bytes: int = 0) -
             events.append("wake weights")
             return super().update_engines(*args)
 
-    servers = StartedServers(Machine().start, NodeTopology(1, 1), 0, 1, 3, Coordination())
+    servers = StartedServers(Node().start, NodeTopology(1, 1), 0, 1, 3, Coordination())
     engines = SglangEngines(
         servers, 0, lambda server: SleepingClient(events), Coordination(), device=SharedDevice(expected_bytes, 0.0)
     )
@@ -294,7 +294,7 @@ def test_every_rank_empties_its_cache_before_a_server_wakes(events: list[str]) -
 
 
 def test_free_memory_is_read_before_any_rank_releases_some(events: list[str]) -> None:
-    """A rank that comes late would otherwise count what servers have released as free before, and wait in vain."""
+    """A late rank would otherwise count memory that servers released as free before, and wait in vain."""
     engines = engines_on_the_trainers_device(events)
     engines.wait_until_healthy()
     engines.sleep()
@@ -311,7 +311,7 @@ def test_memory_that_a_server_does_not_release_is_an_error_with_both_numbers(eve
 def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
     events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang sizes its KV cache by the free memory it finds: nothing of the trainer may be on the device then."""
+    """SGLang sizes its KV cache by the free memory it finds, so nothing of the trainer may be on the device yet."""
     server = Server(0, 0)
     server.wait_until_healthy = lambda: (events.append("healthy"), SimpleNamespace(api_version=None))[1]
     servers = StartedServers(lambda index, place: server, NodeTopology(1, 1), 0, 1, 3, Coordination())
@@ -330,7 +330,7 @@ def test_servers_of_shared_devices_sleep_before_the_actor_is_built(
         assert events == ["healthy", "read free memory", "barrier", "release memory", "barrier"]
 
 
-def test_failing_command_is_raised_once_and_the_drive_ends() -> None:
+def test_a_failing_command_is_raised_once_and_ends_the_loop() -> None:
     calls = []
 
     def fail(command: dict[str, Any]) -> None:
@@ -350,11 +350,11 @@ def test_a_finished_response_postpones_the_deadlines() -> None:
     progress = world.engines._coordination.progress
     progress._at -= 100.0
     assert world.engines.poll() == ["a response"] and progress.idle_s < 50
-    assert not world.engines.recover()  # nothing since
+    assert not world.engines.recover()  # no response since
 
 
-def test_the_main_thread_tells_what_a_collecting_thread_finished() -> None:
-    """A collecting thread must not speak to other ranks."""
+def test_the_main_thread_reports_what_a_collecting_thread_finished() -> None:
+    """A collecting thread must not communicate with other ranks."""
     world = make_world()
     world.engines.publish(0)
     progress = world.engines._coordination.progress

@@ -1,4 +1,4 @@
-"""Servers that give their memory back: what is asked of them, in which order, and the proof that it happened."""
+"""Servers that release their memory: the order of requests, and the check that the memory is free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_dapo.engines.sglang.cluster import SharedDevice
 
 
 class Recorded(ColocatedClient):
-    """Notes the calls instead of making them."""
+    """Records the calls instead of making them."""
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1", None)
@@ -21,14 +21,14 @@ class Recorded(ColocatedClient):
         self.calls.append((endpoint.removeprefix("POST "), *(body or {}).get("tags", ())))
 
 
-def test_weights_come_back_before_and_the_cache_after_the_delivery() -> None:
+def test_weights_are_resumed_before_and_the_cache_after_the_sync() -> None:
     client = Recorded()
     client.sleep()
     client.sleep()  # nothing more to release
     client.pause("abort")
     client.flush_cache()
     client.begin_weight_update()
-    client.calls.append("delivery")
+    client.calls.append("sync")
     client.resume()
     assert client.calls == [
         ("/flush_cache",),
@@ -36,22 +36,22 @@ def test_weights_come_back_before_and_the_cache_after_the_delivery() -> None:
         ("/pause_generation",),
         ("/flush_cache",),
         ("/resume_memory_occupation", "weights"),
-        "delivery",
+        "sync",
         ("/resume_memory_occupation", "kv_cache"),
         ("/continue_generation",),
     ]
     client.calls.clear()
     client.begin_weight_update()
     client.resume()
-    assert client.calls == [("/continue_generation",)]  # awake: nothing to bring back
+    assert client.calls == [("/continue_generation",)]  # awake: nothing to resume
 
 
-def test_an_update_that_is_begun_again_brings_nothing_back_twice() -> None:
-    """SGLang's scheduler ends by a KeyError where memory comes back that was not away."""
+def test_a_repeated_update_resumes_no_memory_twice() -> None:
+    """SGLang's scheduler dies of a KeyError when memory is resumed that was not released."""
     client = Recorded()
     client.sleep()
     client.begin_weight_update()
-    client.begin_weight_update()  # the session could not be opened, or the delivery failed
+    client.begin_weight_update()  # the session could not be opened, or the sync failed
     client.sleep()
     client.begin_weight_update()
     client.resume()
@@ -67,13 +67,13 @@ def test_an_update_that_is_begun_again_brings_nothing_back_twice() -> None:
     ]
 
 
-def test_release_is_over_when_the_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_release_ends_when_the_device_reports_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([100, 100, 350, 420])
     monkeypatch.setattr(SharedDevice, "free_bytes", lambda device: next(readings))
     assert SharedDevice(expected_bytes=300, timeout_s=5.0).wait_for_memory(before=100) == 320
 
 
-def test_memory_that_does_not_come_back_is_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_released_is_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SharedDevice, "free_bytes", lambda device: 150)
     with pytest.raises(MemoryError, match="released 50 bytes within 0.1 s, their weights alone are 300"):
         SharedDevice(expected_bytes=300, timeout_s=0.1).wait_for_memory(before=100)

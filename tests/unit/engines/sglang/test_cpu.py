@@ -12,7 +12,7 @@ MASK = 0xFFFFFFFF
 
 
 def murmur3_x86_32(data: bytes) -> int:
-    """Of a whole number of words, seed 0."""
+    """MurmurHash3 of a whole number of words, seed 0."""
     state = 0
     for (word,) in struct.iter_unpack("<I", data):
         word = word * 0xCC9E2D51 & MASK

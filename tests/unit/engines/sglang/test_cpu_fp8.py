@@ -1,4 +1,4 @@
-"""What a CPU server computes with blocks of FP8, without SGLang."""
+"""Arithmetic of a CPU server with blocks of FP8, without SGLang."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_all_responses_come_back_once_in_the_order_of_submission(make_server, ma
         engine.submit([requests[0], requests[0]])
 
 
-def test_what_continued_responses_find_in_the_cache_is_counted(make_server, make_engine: MakeEngine) -> None:
+def test_cached_tokens_of_continued_responses_are_counted(make_server, make_engine: MakeEngine) -> None:
     server = make_server()
     engine = make_engine([server])
     prompt = tuple(range(10, 30))
@@ -172,7 +172,7 @@ def test_a_killed_servers_requests_are_served_by_the_other(make_server, make_eng
 
 
 @pytest.mark.parametrize("fault", ["500", "nan", "other_vocabulary", "no_json", "reset_mid_answer"])
-def test_a_server_that_errs_is_taken_out(fault: str, make_server, make_engine: MakeEngine) -> None:
+def test_a_faulty_server_is_removed(fault: str, make_server, make_engine: MakeEngine) -> None:
     servers = [make_server(), make_server()]
     servers[0].faults = {"/generate": fault, "/health": "500"}
     engine = make_engine(servers)
@@ -235,7 +235,7 @@ def test_a_request_that_is_always_lost_is_given_up_and_kept(make_server, make_en
     assert engine.num_unfinished == 1 and num_generations(server) == 3
 
 
-def test_all_gone_names_the_first_cause_and_a_revived_server_takes_over(make_server, make_engine: MakeEngine) -> None:
+def test_all_gone_names_the_first_cause_and_a_restarted_server_takes_over(make_server, make_engine: MakeEngine) -> None:
     servers = [make_server(), make_server()]
     for server in servers:
         server.freeze_after = 1
@@ -277,9 +277,7 @@ def test_the_owner_may_know_of_a_death_first(make_server, make_engine: MakeEngin
     assert "code -9" in engine.failed_servers[0]
 
 
-def test_abort_keeps_what_there_is_and_a_prefix_goes_on_as_if_nothing_had_been(
-    make_server, make_engine: MakeEngine
-) -> None:
+def test_abort_keeps_partial_responses_and_a_prefix_continues_unchanged(make_server, make_engine: MakeEngine) -> None:
     servers = [make_server(), make_server()]
     engine = make_engine(servers, max_in_flight=6)
     requests = make_requests(5, max_new_tokens=40, stop_token_ids=())
@@ -309,7 +307,7 @@ def test_abort_keeps_what_there_is_and_a_prefix_goes_on_as_if_nothing_had_been(
     assert {tuple(entry.version for entry in done.versions) for done in finished} >= {(0, 1, 2), (2,)}
 
 
-def test_somebody_elses_abort_is_gone_over(server: FakeServer, make_engine: MakeEngine) -> None:
+def test_an_abort_by_another_client_is_resubmitted(server: FakeServer, make_engine: MakeEngine) -> None:
     server.freeze_after = 3
     engine = make_engine([server])
     requests = make_requests(2, **LONG)
@@ -342,7 +340,7 @@ def test_abort_of_a_dying_or_silent_server_still_returns_everything(make_server,
     assert engine.num_unfinished == 0 and sorted(engine.failed_servers) == [0, 1, 2]
 
 
-def test_a_complete_prefix_comes_back_as_what_it_is(server: FakeServer, make_engine: MakeEngine) -> None:
+def test_a_complete_prefix_is_returned_unchanged(server: FakeServer, make_engine: MakeEngine) -> None:
     engine = make_engine([server])
     sampling = SamplingParams(max_new_tokens=3, stop_token_ids=(9,))
     cases = {"stop": (4, 9), "length": (4, 5, 6)}
@@ -365,7 +363,7 @@ def test_a_complete_prefix_comes_back_as_what_it_is(server: FakeServer, make_eng
     assert num_generations(server) == 0
 
 
-def test_a_refused_request_is_named_and_the_others_go_on(server: FakeServer, make_engine: MakeEngine) -> None:
+def test_a_refused_request_is_named_and_the_others_continue(server: FakeServer, make_engine: MakeEngine) -> None:
     engine = make_engine([server], vocab_size=200)
     requests = make_requests(2)
     engine.submit([*requests, replace(requests[0], request_id="alien", prompt_ids=(150,))])
@@ -379,7 +377,7 @@ def test_a_refused_request_is_named_and_the_others_go_on(server: FakeServer, mak
 def test_weights_with_another_label_are_not_trained_on(make_server, make_engine: MakeEngine) -> None:
     servers = [make_server(), make_server()]
     engine = make_engine(servers)
-    servers[0].weight_version = "default"  # restarted behind our back
+    servers[0].weight_version = "default"  # restarted without our knowledge
     requests = make_requests(4)
     engine.submit(requests)
     check_all(requests, drain(engine), servers[1])

@@ -1,4 +1,4 @@
-"""A reserved port is ours until we let go of it, and the server's as soon as we hand it over."""
+"""Reserved ports: ours until released, and the server's as soon as they are handed over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOST = "127.0.0.1"
 
 
 def server_socket(port: int) -> socket.socket:
-    """As servers bind: with SO_REUSEADDR."""
+    """Bind as servers do, with SO_REUSEADDR."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -28,7 +28,7 @@ def server_socket(port: int) -> socket.socket:
     return listener
 
 
-def test_many_at_once_never_clash() -> None:
+def test_many_reservations_never_clash() -> None:
     with ThreadPoolExecutor(16) as pool:
         ports = list(pool.map(lambda _: reserve_port(HOST), range(64)))
     try:
@@ -66,7 +66,7 @@ def test_is_outside_the_range_the_kernel_draws_from() -> None:
         port.release()
 
 
-def test_nobody_gets_it_before_it_is_handed_over() -> None:
+def test_no_process_can_bind_it_before_it_is_handed_over() -> None:
     port = reserve_port(HOST)
     with pytest.raises(OSError, match="in use"):
         server_socket(port.number)
@@ -74,7 +74,7 @@ def test_nobody_gets_it_before_it_is_handed_over() -> None:
     server_socket(port.number).close()
 
 
-def test_the_server_gets_it_and_nobody_else_not_even_between_two_servers() -> None:
+def test_only_the_server_can_bind_it_even_between_two_servers() -> None:
     port = reserve_port(HOST)
     number = port.hand_over()
     for _ in range(2):  # a first server, and the one that replaces it
@@ -89,7 +89,7 @@ def test_the_server_gets_it_and_nobody_else_not_even_between_two_servers() -> No
 @pytest.mark.parametrize(
     ("host", "message"), [("192.0.2.1", "no address of this node"), ("no.such.host.invalid", "has no address")]
 )
-def test_a_host_that_is_not_ours(host: str, message: str) -> None:
+def test_a_host_of_another_node_is_refused(host: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         reserve_port(host)
 

@@ -146,7 +146,7 @@ def test_strangers_are_refused(router: SglangRouter) -> None:
             SglangClient(router.url, key, TIMEOUTS).generate_now(make_requests(1)[0], "a.", vocab_size=100)
 
 
-def test_servers_that_are_not_there_are_named_in_time(engine_python: Path, tmp_path: Path) -> None:
+def test_missing_servers_are_named_in_time(engine_python: Path, tmp_path: Path) -> None:
     settings = RouterSettings(engine_python, create_key(tmp_path), tmp_path / "logs", start_timeout_s=3)
     router = SglangRouter.start(settings, ["http://127.0.0.1:9", "http://127.0.0.1:10"])
     with pytest.raises(RouterStartError, match="only 0 of 2 servers in its rotation after 3 s"):

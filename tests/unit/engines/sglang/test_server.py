@@ -1,4 +1,4 @@
-"""Starting and ending servers, with a small script in the engine's place: it hangs, ends, lies, or will not die."""
+"""Starting and ending servers, with a small script in place of the engine: it hangs, exits, lies, or will not die."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ ThreadingHTTPServer((options["--host"], int(options["--port"])), Handler).serve_
 
 
 def running(pids: list[int]) -> list[int]:
-    """Those that have not ended; an orphan that ended may wait for init to notice."""
+    """Return the processes that have not ended; an ended orphan may still wait for init to reap it."""
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Callable[..., ServerSettings]:
-    """settings(behavior, **fields): of a server whose interpreter is the script with that behavior."""
+    """settings(behavior, **fields): settings of a server whose interpreter is the script with that behavior."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 300}))
@@ -126,7 +126,7 @@ def test_a_healthy_server_is_checked_used_and_ended(settings: Any, start: Any) -
 
 @pytest.mark.parametrize("host", ["auto", "0.0.0.0"])
 def test_servers_of_two_nodes_are_reached_at_their_own_addresses(settings: Any, start: Any, host: str) -> None:
-    """Two loopback addresses stand in for two nodes: the server of the second is not looked for at the first's."""
+    """Two loopback addresses stand in for two nodes: the second node's server must not be sought at the first's."""
     urls = []
     for index, own_address in enumerate(("127.0.0.1", "127.0.0.2")):
         address = listen_address(host, own_address)
@@ -139,7 +139,7 @@ def test_servers_of_two_nodes_are_reached_at_their_own_addresses(settings: Any, 
     assert [url.split(":")[1] for url in urls] == ["//127.0.0.1", "//127.0.0.2"]
 
 
-def test_what_it_leaves_is_removed_and_every_start_has_its_log(settings: Any, start: Any) -> None:
+def test_leftovers_are_removed_and_every_start_has_its_log(settings: Any, start: Any) -> None:
     some = settings()
     logs = []
     for _ in range(2):
@@ -200,13 +200,13 @@ def test_one_that_serves_something_else_is_refused_and_ended(
     assert not running([server.pid])
 
 
-def test_seeds_are_required_where_asked_for(settings: Any, start: Any) -> None:
+def test_a_server_without_seeds_is_refused_if_seeds_are_required(settings: Any, start: Any) -> None:
     with pytest.raises(EngineStartError, match="no seeds per request"):
         start(settings(seeded=True)).wait_until_healthy()
 
 
-def test_a_port_that_was_taken(settings: Any, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only somebody who binds it before we reserve it can: then the reservation goes elsewhere. Here it does not."""
+def test_a_port_in_use_is_the_first_cause(settings: Any, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that binds the port before the reservation makes it choose another; here it is forced not to."""
     with socket.socket() as rival:
         rival.bind(("127.0.0.1", 0))
         taken = server_module.ReservedPort("127.0.0.1", rival.getsockname()[1], socket.socket())
@@ -215,7 +215,7 @@ def test_a_port_that_was_taken(settings: Any, start: Any, monkeypatch: pytest.Mo
             start(settings({"health": 503})).wait_until_healthy()
 
 
-def test_children_that_ignore_signals_or_left_the_session_go_too(settings: Any, start: Any) -> None:
+def test_children_that_ignore_signals_or_left_the_session_are_ended(settings: Any, start: Any) -> None:
     server = start(settings({"children": True}))
     server.wait_until_healthy()
     pids = server.pids()
@@ -226,7 +226,7 @@ def test_children_that_ignore_signals_or_left_the_session_go_too(settings: Any, 
     assert not running(pids)
 
 
-def test_orphans_of_a_killed_leader_go_too(settings: Any, start: Any) -> None:
+def test_orphans_of_a_killed_leader_are_ended(settings: Any, start: Any) -> None:
     server = start(settings({"children": True}))
     server.wait_until_healthy()
     pids = server.pids()
@@ -239,7 +239,7 @@ def test_orphans_of_a_killed_leader_go_too(settings: Any, start: Any) -> None:
     assert not running(pids)
 
 
-def test_an_interpreter_that_is_none(settings: Any, tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_refused(settings: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="engine python .*missing cannot be run"):
         SglangServer.start(settings(python=tmp_path / "missing"))
 
@@ -249,7 +249,7 @@ def test_a_directory_without_a_model(settings: Any, tmp_path: Path) -> None:
         SglangServer.start(settings(model_path=tmp_path))
 
 
-def test_a_server_given_by_its_url(settings: Any, start: Any) -> None:
+def test_attaching_to_a_server_by_url(settings: Any, start: Any) -> None:
     server = start(settings())
     server.wait_until_healthy()
     right, wrong = Expectation.of(server.settings), Expectation("Qwen2ForCausalLM", 301, "float32", 1)

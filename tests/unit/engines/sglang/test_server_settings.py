@@ -1,4 +1,4 @@
-"""What a server is started with: bad settings, its command line, and what it inherits."""
+"""Settings of a server: refused values, the command line, and the inherited environment."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_key_is_not_in_the_command(settings: Any, tmp_path: Path) -> None:
     assert line[line.index("--load-format") + 1] == "dummy" and line[line.index("--tp-size") + 1] == "2"
 
 
-def test_fp8_is_asked_for_whatever_the_directory_says(settings: Any, tmp_path: Path) -> None:
+def test_fp8_is_requested_regardless_of_the_directory(settings: Any, tmp_path: Path) -> None:
     assert "--json-model-override-args" not in command(settings(), 1, 2, tmp_path)
     line = command(settings(quantization="fp8"), 1, 2, tmp_path)
     override = json.loads(line[line.index("--json-model-override-args") + 1])

@@ -1,4 +1,4 @@
-"""Which versions are supported, and what differs between them."""
+"""Supported SGLang versions, and the differences between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Successive batching over servers: windows go on behind their prefix, also when a server dies in the middle of one."""
+"""Successive batching over servers: windows continue after their prefix, also when a server dies in the middle of one."""
 
 from __future__ import annotations
 
