@@ -1,4 +1,4 @@
-"""What holds for every test: one thread a process, no network, files in one piece, and the gpu marker skips with its
+"""Conditions of every test: one thread a process, no network, files in one piece, and the gpu marker skips with its
 reason."""
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from megatron_dapo.trainer.updater import TooManySkips
 
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank saw, in rank order."""
+    """Return the findings of each rank, in rank order."""
     overrides = [
         *arguments["overrides"],
         "parallel.num_processes=2",

@@ -1,4 +1,4 @@
-"""Runs in any number of processes: one step of policy and critic on a few responses, of which the last goes on."""
+"""Runs in any number of processes: one step of policy and critic on a few responses, of which the last continues."""
 
 from __future__ import annotations
 

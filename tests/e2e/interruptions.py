@@ -1,4 +1,4 @@
-"""Runs that nobody interrupted, and runs of the same configuration that are killed and started again."""
+"""Uninterrupted runs, and runs of the same configuration that are killed and restarted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Finished:
 
 
 def finish(recipe: Path, layout: str, directory: Path, *overrides: str) -> Finished:
-    """Such a run, in `directory`; it keeps every checkpoint."""
+    """Run to the end in `directory`, keeping every checkpoint."""
     settings = ResumeProofSettings(recipe, layout, directory, overrides, run_timeout_s=RUN_TIMEOUT_S)
     reference, _, seconds = make_reference(settings)
     return Finished(settings, reference, seconds)

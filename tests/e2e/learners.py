@@ -19,7 +19,7 @@ from megatron_dapo.types import CriticContext, TrainSample, Window
 
 @dataclass(frozen=True)
 class Built:
-    """What one rank holds; no actor where it holds a critic alone."""
+    """The learners of one rank; no actor on a rank with a critic alone."""
 
     world: RunTopology
     actor: MegatronActor | None
@@ -27,7 +27,7 @@ class Built:
 
 
 def build(recipe: str, overrides: Sequence[str]) -> Built:
-    """As a run builds it. Collective."""
+    """Build the learners as a run does. Collective."""
     config = load_config(Path(recipe), list(overrides)).config
     world = run_topology(config)
     actor = build_actor(config, world)

@@ -21,7 +21,7 @@ def spoilt_on(rank: int, clean: list[TrainSample]) -> list[TrainSample]:
 
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank saw, in rank order."""
+    """Return the findings of each rank, in rank order."""
     overrides = [*arguments["overrides"], "parallel.num_processes=2", "training.max_consecutive_skips=3"]
     built = build(arguments["recipe"], overrides)
     actor, learner = built.actor, built.learner

@@ -18,7 +18,7 @@ from megatron_dapo.trainer.topology import RunTopology
 
 
 def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank saw, in rank order."""
+    """Return the findings of each rank, in rank order."""
     built = build(arguments["recipe"], arguments["overrides"])
     actor, learner = built.actor, built.learner
     model = actor or learner.local_critic
@@ -44,7 +44,7 @@ def run(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def meeting(train_step: Callable[..., Any], intervals: list[tuple[float, float]]) -> Callable[..., Any]:
-    """The step, in which all processes of the world meet: nobody would come if one model waited for the other's."""
+    """The step, with a collective of all processes: it would hang if one model waited for the other's."""
 
     def run(*arguments: Any, **options: Any) -> Any:
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""How runs end besides finishing: no more data, no more disk; and layouts beside the usual one."""
+"""Runs that end without finishing: no more data, no more disk; and unusual layouts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def exhausted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         return dict(zip(MODES, pool.map(outcome, MODES), strict=True))
 
 
-def ledger(directory: Path) -> dict:
+def collector_state(directory: Path) -> dict:
     step = checkpoint_steps(directory / "checkpoints")[-1]
     return json.loads((directory / "checkpoints" / f"step_{step:06d}" / "collector.json").read_text())
 
@@ -49,7 +49,7 @@ def test_the_last_groups_are_trained_where_partial_batches_are_allowed(exhausted
     assert outcome.code == 0, outcome.text
     summary = json.loads((directory / "summary.json").read_text())
     trained = [record["rollout/groups_trained"] for record in lines_of(directory / "metrics.jsonl")]
-    counters = ledger(directory)["counters"]
+    counters = collector_state(directory)["counters"]
     assert summary["stopped"] == "data exhausted" and summary["train_steps"] == len(trained) >= 2
     assert 0 < trained[-1] < 6 and trained[:-1] == [6] * (len(trained) - 1)
     assert counters["num_started"] == 16 == counters["num_trained"] + counters["num_filtered"]
@@ -62,13 +62,13 @@ def test_the_last_groups_are_kept_for_later_where_the_run_stops(exhausted: dict)
     assert outcome.code == 0, outcome.text
     assert json.loads((directory / "summary.json").read_text())["stopped"] == "data exhausted"
     assert [record["rollout/groups_trained"] for record in lines_of(directory / "metrics.jsonl")][-1] == 6
-    state = ledger(directory)
+    state = collector_state(directory)
     kept = len(state["buffer"]["groups"])
     assert 0 < kept < 6
     assert state["counters"]["num_trained"] + state["counters"]["num_filtered"] + kept == 16
 
 
-def test_a_shortage_is_an_error_where_it_is_asked_to_be(exhausted: dict) -> None:
+def test_a_shortage_is_an_error_if_so_configured(exhausted: dict) -> None:
     outcome, directory = exhausted["error"]
     assert outcome.code not in (0, None)
     assert "first failure: rank 0, exception: CollectionExhausted: " in outcome.last

@@ -15,7 +15,7 @@ SAME = ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/loss", "critic
 
 @pytest.mark.timeout(150)
 def test_a_step_on_two_responses_is_the_same_over_three_ranks(tmp_path: Path) -> None:
-    """Of the two one is finished: two of three ranks have nothing for the critic, one nothing at all."""
+    """One of the two is finished: two of three ranks have nothing for the critic, one has nothing at all."""
     overrides = ["parallel.tp_size=1", "critic.parallel.tp_size=1", "critic.epochs=1"]
     arguments = {"recipe": str(write_recipe(tmp_path, "vapo")), "overrides": overrides}
     alone = run_distributed(WORKER, 1, arguments, timeout_s=60)

@@ -1,4 +1,4 @@
-"""What a run leaves when it ends: summary, metrics, samples, TensorBoard, and a model that plain transformers loads."""
+"""Output of a finished run: summary, metrics, samples, TensorBoard, and a model that plain transformers loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss that is NaN on one rank: no rank steps, it is counted, training goes on; several in a row end the run."""
+"""A loss that is NaN on one rank: no rank steps, it is counted, training continues; several in a row end the run."""
 
 from __future__ import annotations
 

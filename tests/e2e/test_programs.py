@@ -1,4 +1,4 @@
-"""Every benchmark, tool and converter runs from its command line at its smallest size, and its output makes sense.
+"""Benchmarks, tools and converters: each runs from its command line at its smallest size, and its output makes sense.
 
 Speeds are never asserted: only that both sides of a comparison ran, that counts add up, and that ratios are positive.
 """

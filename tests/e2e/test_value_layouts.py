@@ -60,7 +60,7 @@ Steps = dict[str, dict[str, float]]
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Of each algorithm a recipe and the first rollout batch of its run."""
+    """A recipe of each algorithm and the first rollout batch of its run."""
     return {name: _dump(tmp_path_factory.mktemp(name), name) for name in ALGORITHMS}
 
 

@@ -26,7 +26,7 @@ def vapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(vapo: Path) -> list[dict]:
-    """What three processes saw of two train steps, one optimizer step of each model a train step."""
+    """Findings of three processes in two train steps, one optimizer step of each model a train step."""
     overrides = ["parallel.tp_size=2", OWN, "critic.epochs=1", "training.mini_batch_prompts=2"]
     arguments = {"recipe": str(vapo), "overrides": overrides}
     return run_distributed(target_in(str(Path(__file__).parent / "own_ranks_worker.py"), "run"), 3, arguments)

@@ -21,7 +21,7 @@ THREE_STEPS = ("value_pretraining.min_steps=2", "value_pretraining.max_steps=3",
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left on the terminal."""
+    """Exit code and terminal output of a command."""
 
     code: int
     lines: tuple[str, ...]
@@ -80,6 +80,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_names(directory: Path) -> list[str]:
-    """What lies in a run's checkpoint directory."""
+    """Return the names in a run's checkpoint directory."""
     checkpoints = directory / "checkpoints"
     return sorted(entry.name for entry in checkpoints.iterdir()) if checkpoints.is_dir() else []

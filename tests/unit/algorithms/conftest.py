@@ -15,7 +15,7 @@ GOLDEN_PATH = Path(__file__).parents[2] / "golden" / "golden.json"
 
 
 class Section:
-    """A part of golden.json. `unread()` lists the leaves that nobody has looked at, notes excepted."""
+    """A section of golden.json. `unread()` lists the leaves that no check has read, except notes."""
 
     def __init__(self, content: dict[str, Any], path: str) -> None:
         self.content = content

@@ -1,4 +1,4 @@
-"""Every golden value of what is built so far. A leaf that no check reads fails the test; sections for later are
+"""Golden values: all of those implemented are checked. A leaf that no check reads fails the test; sections for later are
 named."""
 
 from __future__ import annotations

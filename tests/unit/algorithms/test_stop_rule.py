@@ -1,4 +1,4 @@
-"""When value pretraining ends."""
+"""The stop rule of value pretraining."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_flat_series_end_it_and_not_before_the_least_number_of_steps() -> None:
     assert not RULE.has_converged([[0.6, 0.2]] * 9)
 
 
-def test_it_goes_on_while_either_improves() -> None:
+def test_it_continues_while_either_improves() -> None:
     explained_rises = [[0.01 * step, 0.2] for step in range(10)]
     loss_falls = [[0.6, 0.5 - 0.02 * step] for step in range(10)]
     assert not RULE.has_converged(explained_rises) and not RULE.has_converged(loss_falls)

@@ -52,7 +52,7 @@ def test_windows_with_masked_gaps_and_a_lambda_each(gamma: float) -> None:
 @pytest.mark.parametrize("gamma", [1.0, 0.99])
 @pytest.mark.parametrize("window", [1, 3, 8, 40])
 def test_targets_of_the_critic_do_not_depend_on_the_cut(window: int, gamma: float) -> None:
-    """It trains on the finished response from its first token; its windows and their values do not enter."""
+    """The critic trains on the finished response from its first token; windows and their values do not enter."""
     lengths, finished = torch.tensor([window + 2, 25]), torch.tensor([False, True])
     num_tokens = int(lengths.sum())
     mask = finished.float().repeat_interleave(lengths)

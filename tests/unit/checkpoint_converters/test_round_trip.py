@@ -116,7 +116,7 @@ def test_files_are_what_each_rank_loads(make_model_directory, tmp_path):
 
 
 def test_bytes_are_read_once(make_model_directory, tmp_path, capsys):
-    """Only norms and biases of norms, which every tensor rank holds, are read more than once."""
+    """Norms and their biases, which every tensor rank holds, are the only ones read more than once."""
     directory = make_model_directory("llama")
     architecture = ModelArchitecture.from_directory(directory)
     hf_to_megatron(directory, tmp_path / "cut", "--tensor", 4)

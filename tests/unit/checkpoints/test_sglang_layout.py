@@ -161,8 +161,8 @@ def _check_traffic(reshard, engine, offset: int) -> None:
             assert bool((counts == 1).all())
         for t in transfers:
             sent[t.source] += (t.source != t.destination) * reshard.num_bytes(t)
-        shard = sum(spec.num_bytes for spec in engine.local_specs(rank).values())
-        assert reshard.traffic(rank + offset).received <= shard
+        shard_bytes = sum(spec.num_bytes for spec in engine.local_specs(rank).values())
+        assert reshard.traffic(rank + offset).received <= shard_bytes
     for rank in range(reshard.source.num_ranks):
         assert sum(reshard.num_bytes(t) for t in reshard.sends(rank) if t.destination != rank) == sent[rank]
         assert sent[rank] <= reshard.sent_bound(rank)
@@ -271,8 +271,8 @@ def test_every_expert_can_be_synced(device):
         expected = engine_shard(architecture, weights, rank, 4, 2, device)
         for t in reshard.receives(rank):
             shape = engine.local_shapes(rank)[t.destination_shard.local]
-            place = sync_plan.local_slice(t.destination_shard, t.bounds, shape)
+            position = sync_plan.local_slice(t.destination_shard, t.bounds, shape)
             values = weights[t.tensor][tuple(slice(o, o + n) for o, n in zip(t.bounds.offset, t.bounds.shape))]
-            bounds = tuple(slice(o, o + n) for o, n in zip(place.offset, place.shape))
+            bounds = tuple(slice(o, o + n) for o, n in zip(position.offset, position.shape))
             part = expected[t.destination_shard.local][bounds]
             assert torch.equal(part.reshape(values.shape), values)

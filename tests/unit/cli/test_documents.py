@@ -1,4 +1,4 @@
-"""What documents, recipes, scripts and the Makefile tell people to type or to set is there."""
+"""Commands, keys and files that documents, recipes, scripts and the Makefile name exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text_of(document: Path) -> str:
 
 
 def commands_in(text: str) -> Iterator[str]:
-    """What follows `megatron-dapo` up to the end of the command."""
+    """Return the arguments of each `megatron-dapo` command in a text."""
     for match in re.finditer(r"(?:megatron-dapo|megatron_dapo\.cli\.main) ([a-z][^`\n|;]*)", text):
         yield match.group(1).split("  ")[0].split(" #")[0]
 

@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
     return calls
 
 
-def test_train_starts_the_workers_it_was_asked_for(recipe: Path, tmp_path: Path, started: list) -> None:
+def test_train_starts_the_requested_workers(recipe: Path, tmp_path: Path, started: list) -> None:
     directory = tmp_path / "run"
     result = runner.invoke(
         app, ["train", str(recipe), "--set", "run.seed=5", "--layout", "tp2", "--output-dir", str(directory)]
@@ -59,7 +59,7 @@ def test_workers_pretrain_in_the_directory_that_is_watched(
     given: bool, recipe: Path, tmp_path: Path, started: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    directory = tmp_path / "elsewhere" if given else Path("runs/run/value_pretraining")
+    directory = tmp_path / "given" if given else Path("runs/run/value_pretraining")
     result = runner.invoke(
         app, ["pretrain-value", str(recipe), *PRETRAIN, *(["--output-dir", str(directory)] if given else [])]
     )

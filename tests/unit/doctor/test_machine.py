@@ -1,4 +1,4 @@
-"""Judgements of machines that are not here, from made-up facts."""
+"""Findings about machines of made-up facts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_gpus() -> None:
         ),
     ],
 )
-def test_gpus_that_are_not_as_they_should_be(facts: TorchFacts, verdict: str, words: str) -> None:
+def test_unsuitable_gpus(facts: TorchFacts, verdict: str, words: str) -> None:
     finding = machine.gpu_finding(facts)
     assert finding.verdict == verdict and words in finding.detail
 

@@ -23,7 +23,7 @@ PRODUCTS = {"recipe": "fp32", "name": "torch", "reason": "the model is in float3
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A sound CPU machine, nothing of which is really asked."""
+    """A sound CPU machine of made-up facts."""
     monkeypatch.setattr(gather, "torch_facts", lambda: TorchFacts(version="2.13.0+cpu"))
     monkeypatch.setattr(gather, "implementation_rows", lambda config: [dict(ROW)])
     monkeypatch.setattr(gather, "precision_answer", lambda config: dict(PRODUCTS))

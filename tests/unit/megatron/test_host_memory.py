@@ -10,7 +10,7 @@ import torch
 from megatron_dapo.megatron.host_memory import HostMemory, own_memory
 
 
-def test_every_view_of_a_storage_leaves_and_comes_back_with_it() -> None:
+def test_every_view_of_a_storage_moves_with_it() -> None:
     host, buffer = HostMemory(), torch.randn(1000)
     want = buffer.clone()
     parameter = torch.nn.Parameter(buffer[40:100].view(6, 10))
@@ -25,7 +25,7 @@ def test_every_view_of_a_storage_leaves_and_comes_back_with_it() -> None:
     assert (host.moved.offloaded, host.moved.onloaded) == (4000, 4000) and host.moved.seconds > 0
 
 
-def test_what_is_away_can_be_read_in_its_shape_and_type() -> None:
+def test_offloaded_tensors_keep_their_shape_and_type() -> None:
     host = HostMemory()
     for tensor in (torch.randn(4, 6, dtype=torch.bfloat16).t(), torch.arange(30).view(5, 6)[1:, 2:4], torch.randn(3)):
         want = tensor.clone()
@@ -47,7 +47,7 @@ def test_twice_away_moves_once_and_the_second_time_takes_the_new_numbers() -> No
     assert host.read(tensor).tolist() == [3.0] * 8 and host.moved.onloaded == 32
 
 
-def test_what_is_forgotten_comes_back_as_zeros() -> None:
+def test_discarded_tensors_return_as_zeros() -> None:
     host, gradients = HostMemory(), torch.ones(16)
     host.discard([gradients[4:8]])
     assert gradients.untyped_storage().nbytes() == 0
@@ -55,8 +55,8 @@ def test_what_is_forgotten_comes_back_as_zeros() -> None:
     assert gradients.tolist() == [0.0] * 16 and host.moved.offloaded == host.moved.onloaded == 0
 
 
-def test_touching_what_is_away_ends_the_process() -> None:
-    """So a test that ends well has touched nothing that was away."""
+def test_touching_offloaded_memory_ends_the_process() -> None:
+    """A test that ends well has therefore touched no offloaded memory."""
     program = (
         "import torch\nfrom megatron_dapo.megatron.host_memory import HostMemory\n"
         "tensor = torch.ones(100000)\nHostMemory().offload([tensor[:7]])\n{}\nprint('alive')"

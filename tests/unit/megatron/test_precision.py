@@ -1,4 +1,4 @@
-"""From a recipe to what computes it, and what emulated FP8 guarantees."""
+"""Precision: a recipe's choice of implementation, and the guarantees of emulated FP8."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_model_s_type_is_not_contradicted() -> None:
         (PrecisionConfig(recipe="fp8_blockwise", fp8_param=True), "are not emulated"),
     ],
 )
-def test_what_is_not_emulated_is_refused(
+def test_settings_that_are_not_emulated_are_refused(
     monkeypatch: pytest.MonkeyPatch, precision: PrecisionConfig, words: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -203,7 +203,7 @@ def test_the_table_names_recipe_products_and_the_layers_kept_out() -> None:
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
-def test_only_the_layers_asked_for_multiply_in_fp8() -> None:
+def test_only_the_requested_layers_compute_in_fp8() -> None:
     precision = PrecisionConfig(recipe="fp8_blockwise", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
     actor = build_actor(wide_model(), LAYOUT, settings_of(precision))
     names = [name for name, part in actor.chunks[0].named_modules() if isinstance(part, KINDS)]
@@ -212,7 +212,7 @@ def test_only_the_layers_asked_for_multiply_in_fp8() -> None:
 
 @pytest.mark.parametrize(("family", "num_layers"), [("dense", 8), ("experts", 4 + 4 * 4)])
 def test_a_layer_multiplies_what_a_server_holds(family: str, num_layers: int) -> None:
-    """quantize(master) is what each layer multiplies by, and what the bridge gives an engine, bit for bit."""
+    """Each layer computes with quantize(main param), and the bridge sends the same bits to an engine."""
     want = wide_model(**FAMILIES[family])
     actor = build_actor(want, LAYOUT, settings_of())
     parameters = {name: p.detach() for name, p in actor.named_local_parameters().items()}
@@ -288,8 +288,8 @@ def test_training_sees_the_logprobs_of_the_forward_pass_and_that_pass_changes_no
     assert all(torch.equal(outputs.logprobs, seen[index]) for index, outputs in enumerate(old))
 
 
-def test_transformer_engine_is_told_to_round_the_weights_again_in_every_pass() -> None:
-    """It keeps quantized weights from micro-batch to micro-batch; after a step those of before would be stale."""
+def test_transformer_engine_requantizes_the_weights_in_every_pass() -> None:
+    """Transformer Engine keeps quantized weights across micro-batches; after a step they would be stale."""
     actor = build_actor(wide_model(), LAYOUT, settings_of(PrecisionConfig()))
     actor.config.fp8 = "e4m3"  # what megatron-core looks at
     part = actor.chunks[0].module.decoder.layers[0].mlp.linear_fc2

@@ -1,4 +1,4 @@
-"""What ranks of any layout have of a batch's tokens adds up to every token once."""
+"""Response tokens of a batch: the ranks of any layout together hold every token once."""
 
 from __future__ import annotations
 

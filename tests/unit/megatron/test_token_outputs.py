@@ -13,7 +13,7 @@ from megatron_dapo.megatron.actor import HeadSettings, implementation, token_out
 
 @pytest.fixture
 def chunk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """As much of a last chunk as the head looks at: an output matrix of 128 rows and a tensor-parallel group of one."""
+    """The attributes of a last chunk that the head reads: an output matrix of 128 rows and a tensor-parallel group of one."""
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(actor, "output_weight", lambda chunk: weight)
     return SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))

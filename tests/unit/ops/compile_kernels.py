@@ -73,7 +73,7 @@ def compile_case(kernel: Any, has_slope: bool, blocks: fused.Blocks, kind: str, 
 
 
 def assembled(ptx: str, capability: int) -> str:
-    """What the assembler reports of registers and spills; CalledProcessError where it takes no such code."""
+    """Return the assembler's report of registers and spills; raise CalledProcessError if it refuses the code."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()

@@ -59,13 +59,13 @@ def _differentiate(outputs: tuple[torch.Tensor, torch.Tensor], leaves: tuple[tor
 
 
 def exact(inputs, *, temperature: float = 1.0, vocab_size: int) -> Result:
-    """In fp64 from the same (rounded) inputs."""
+    """Compute in fp64 from the same (rounded) inputs."""
     leaves = inputs[0].double().requires_grad_(), inputs[1].double().requires_grad_()
     return _differentiate(exact_outputs(*leaves, inputs[2], temperature, vocab_size), leaves)
 
 
 def run(inputs, *, vocab_size: int, **settings) -> Result:
-    """By `vocab_parallel_logprobs`; settings: implementation, temperature, chunk_tokens, chunk_columns, group."""
+    """Call `vocab_parallel_logprobs`; settings: implementation, temperature, chunk_tokens, chunk_columns, group."""
     leaves = inputs[0].clone().requires_grad_(), inputs[1].clone().requires_grad_()
     return _differentiate(vocab_parallel_logprobs(*leaves, inputs[2], vocab_size=vocab_size, **settings), leaves)
 
@@ -73,7 +73,7 @@ def run(inputs, *, vocab_size: int, **settings) -> Result:
 def run_in_shards(
     inputs, *, vocab_size: int, implementation: str, num_shards: int, temperature: float = 1.0, tiles: Tiles
 ) -> Result:
-    """What `num_shards` ranks compute together, in one process: their sums are put together by hand."""
+    """Compute as `num_shards` ranks do together, in one process: sums over ranks are taken by hand."""
     kernels, (hidden, weight, targets) = kernels_of(implementation), inputs
     rows = weight.size(0) // num_shards
     problems = []

@@ -20,7 +20,7 @@ MAX_SPILLED_BYTES = 64
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, str]]:
-    """Every kernel for every device, type and use, by a process without the interpreter."""
+    """Compile every kernel for every device, type and use, in a process without the interpreter."""
     directory = tmp_path_factory.mktemp("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(directory), "TRITON_INTERPRET": "0"}
     worker = Path(__file__).with_name("compile_kernels.py")

@@ -14,7 +14,7 @@ sizes_strategy = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
 
 def best_largest_sum(sizes: list[int], num_parts: int) -> int:
-    """By trying every assignment."""
+    """Try every assignment."""
     best = sum(sizes)
     for choice in product(range(num_parts), repeat=len(sizes)):
         best = min(

@@ -7,7 +7,7 @@ import pytest
 from megatron_dapo.parallel.nodes import NodeTopology, node_topology
 
 
-def test_ranks_are_grouped_by_machine() -> None:
+def test_ranks_are_grouped_by_node() -> None:
     nodes = node_topology(["b", "b", "a", "a", "c", "c"])
     assert nodes == NodeTopology(6, 2) and nodes.num_nodes == 3
     assert [nodes.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""What the command prints and how it exits."""
+"""Output and exit code of the command."""
 
 from __future__ import annotations
 

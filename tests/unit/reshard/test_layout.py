@@ -16,14 +16,14 @@ from megatron_dapo.reshard.layout import (
 from megatron_dapo.reshard.slices import Slice
 
 
-def test_box_piece_is_a_view_of_its_region():
+def test_a_slice_shard_is_a_view_of_its_region():
     buffer = torch.zeros(4, 5)
     shard = Shard("w", (10, 20), (2, 3), "b", (1, 2))
     shard_view(buffer, shard, Slice((11, 20), (1, 2))).fill_(1)
     assert buffer.nonzero().tolist() == [[2, 2], [2, 3]]
 
 
-def test_flat_piece_takes_part_of_a_flat_buffer():
+def test_a_flat_shard_takes_a_range_of_a_flat_buffer():
     shape = (3, 4)
     values = torch.arange(12).view(shape)
     buffer = torch.full((14,), -1)
@@ -36,7 +36,7 @@ def test_flat_piece_takes_part_of_a_flat_buffer():
     assert shard_view(buffer, middle, Slice((1, 1), (1, 2))).tolist() == [[5, 6]]
 
 
-def test_piece_that_does_not_fit_its_buffer_is_refused():
+def test_a_shard_that_does_not_fit_its_buffer_is_refused():
     with pytest.raises(AssertionError, match="does not fit its buffer of shape"):
         shard_view(torch.zeros(2, 2), Shard("w", (0, 0), (2, 3), "b", (0, 0)))
 

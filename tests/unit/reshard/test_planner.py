@@ -206,7 +206,7 @@ def test_digest_is_canonical():
 
 
 def test_one_rank_of_a_large_world_is_cheap():
-    """1,024 ranks, 640 tensors cut eight ways with replicas: one rank's part without all pairs."""
+    """1,024 ranks, 640 tensors cut eight ways with replicas: one rank's plan without all pairs."""
     specs = _specs({f"w{i}": (64, 8) for i in range(640)})
 
     def shards(stage: int, tensor: int) -> tuple[Shard, ...]:

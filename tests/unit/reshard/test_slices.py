@@ -44,7 +44,7 @@ def test_flat_range_golden(example):
     [(_numbers(shape), bound["max_boxes"]) for shape, bound in GOLDEN["max_boxes"].items()] + [((7,), 1), ((), 1)],
 )
 def test_flat_range_exhaustive(shape, max_slices):
-    """Every range of every listed shape: disjoint, complete, in memory order, at most 2 ndim - 1 slices."""
+    """All ranges of all listed shapes: disjoint, complete, in memory order, at most 2 ndim - 1 slices."""
     values = torch.arange(torch.Size(shape).numel()).view(shape)
     most = 0
     for start, stop in itertools.combinations(range(values.numel() + 1), 2):

@@ -33,7 +33,7 @@ def _random_rows(generator: random.Random, num_ranks: int) -> ExplicitLayout:
 @pytest.mark.parametrize("limit", [traffic._EXACT, 0])
 @pytest.mark.parametrize("seed", range(12))
 def test_table_is_the_sum_of_the_transfers(seed, limit, monkeypatch):
-    """Also where the numbers would not fit an int64 (limit 0)."""
+    """The sums hold also if the numbers would not fit an int64 (limit 0)."""
     monkeypatch.setattr(traffic, "_EXACT", limit)
     generator = random.Random(seed)
     source = _random_rows(generator, generator.randrange(1, 9))

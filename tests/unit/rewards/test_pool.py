@@ -21,7 +21,7 @@ SECRET = "correct horse battery staple"
 
 @pytest.fixture(scope="module")
 def user_path():
-    """Where the workers find `user_rewards`: they are given this process's import path."""
+    """Import path of `user_rewards` for the workers, which inherit this process's path."""
     directory = os.path.dirname(__file__)
     sys.path.insert(0, directory)
     yield directory
@@ -40,7 +40,7 @@ def user_pool(user_path):
 
 @pytest.fixture(scope="module")
 def patient_pool(user_path):
-    """For answers that end by themselves, on a machine as busy as may be."""
+    """A pool with a generous time limit, for answers that end by themselves on a busy host."""
     with VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=60.0, memory_limit_mb=128) as pool:
         yield pool
 
@@ -337,7 +337,7 @@ def test_bad_settings_are_refused(arguments):
         VerifierPool("dapo", **arguments)
 
 
-def test_closing_fails_what_waits_and_kills_the_workers(user_path):
+def test_closing_fails_pending_answers_and_kills_the_workers(user_path):
     before = {child.pid for child in _workers()}
     pool = VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=60.0)
     waiting = pool.submit([("a", "spin", "", False)])
@@ -364,7 +364,7 @@ def test_a_thread_that_ends_takes_no_worker_with_it():
 
 
 def test_throughput_of_simple_answers():
-    """The target is 5,000 answers a second on two free cores; the bound leaves room for a busy machine."""
+    """The target is 5,000 answers a second on two free cores; the bound leaves room for a busy host."""
     response = "Let me think step by step. " * 1000
     items = [(i, f"{response}\nAnswer: {i}", str(i), False) for i in range(5000)]
     with VerifierPool("dapo", num_workers=2) as pool:

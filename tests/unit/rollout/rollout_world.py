@@ -82,7 +82,7 @@ class FakeEngine:
         return finished
 
     def _generate(self, running: Running, num_tokens: int, leave: int) -> None:
-        """At most `num_tokens` more, `leave` before the end."""
+        """Generate at most `num_tokens` more, up to `leave` before the end."""
         num_tokens = max(0, min(num_tokens, response_length(running.request.seed) - leave - len(running.versions)))
         running.versions += [self.policy_version] * num_tokens
         self.num_generated += num_tokens

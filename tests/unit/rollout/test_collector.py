@@ -23,7 +23,7 @@ def ids(batch: RolloutBatch) -> list[tuple[str, str]]:
 
 
 def assert_whole_and_fresh(batch: RolloutBatch, max_staleness: int) -> None:
-    """Every token has its log-prob and its version, and none is too old for the policy it trains."""
+    """Check that each token has its log-prob and version, and none is too old for the policy it trains."""
     for group in batch.groups:
         for sample in group.samples:
             completion = sample.completion
@@ -41,7 +41,7 @@ def contents(batch: RolloutBatch) -> list:
     return [(group.group_id, group.prompt.prompt_id, group.samples) for group in batch.groups]
 
 
-def test_a_batch_has_exactly_the_groups_asked_for_and_all_disagree(make_world: Callable) -> None:
+def test_a_batch_has_exactly_the_requested_groups_and_all_disagree(make_world: Callable) -> None:
     world = make_world(MIXED * 20)
     for _ in range(3):
         batch = world.collector.collect(8)
@@ -163,7 +163,7 @@ def test_every_prompt_of_an_epoch_is_trained_or_filtered_exactly_once(
 def test_resuming_gives_the_batches_of_the_uninterrupted_run(
     make_world: Callable, trial: int, oversample: float, max_staleness: int, partial_rollout: bool
 ) -> None:
-    """With kills anywhere; each resumes from the last step's checkpoint. Across an epoch's edge, too."""
+    """Kill anywhere and resume from the last step's checkpoint, also across the end of an epoch."""
     chance = random.Random(trial)
 
     # An engine that starts afresh with each step: its timing is then a function of the step, as the real engine's is.

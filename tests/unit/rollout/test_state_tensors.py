@@ -17,7 +17,7 @@ from megatron_dapo.trainer.checkpointing import collector_state
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """Return a value after a round trip through JSON."""
     return json.loads(json.dumps(state))
 
 

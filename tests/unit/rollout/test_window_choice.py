@@ -1,4 +1,4 @@
-"""Which groups are trained where there are more windows than a step trains."""
+"""Choice of groups if there are more windows than a step trains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_groups_are_taken_whole_and_one_that_does_not_fit_is_passed_over() -> No
 
 
 def test_nothing_left_out_is_wanted_more_than_all_that_is_taken() -> None:
-    """At any room, what was left out did not fit behind those more wanted than it."""
+    """With any capacity, a group left out did not fit after the groups of higher priority."""
     chance = random.Random(0)
     for _ in range(200):
         groups = [

@@ -266,7 +266,7 @@ def test_killed_anywhere_and_resumed_every_window_is_handed_out_once_with_the_sa
 def test_every_response_of_an_epoch_is_accounted_for(
     pass_rates: list[float], group_size: int, window_tokens: int, extra_items: int | None, seed: int
 ) -> None:
-    """With batches of changing size and windows that are not chosen; the pool stays within its bound."""
+    """Batches of changing size, and windows that are not chosen; the pool stays within its bound."""
     chance = random.Random(seed)
     windows_per_step = 0 if extra_items is None else group_size + extra_items
     world = make_world(

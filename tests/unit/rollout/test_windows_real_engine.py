@@ -1,4 +1,4 @@
-"""Windows with a real engine: by unchanged weights they are the response that one piece would be."""
+"""Windows with a real engine: with unchanged weights they join to the unsplit response."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make_collector(engine: EmbeddedEngine, window_tokens: int) -> WindowCollecto
 
 
 def in_one_piece(prompts: dict[str, Prompt]) -> dict[str, Completion]:
-    """By sample id, of groups with these prompts: what the engine says without windows and without a collector."""
+    """Return the engine's responses without windows or collector, by sample id, for groups with these prompts."""
     engine = make_engine()
     engine.submit(
         [

@@ -27,7 +27,7 @@ def own_length(seed: int) -> int:
 
 
 def whole_response(prompt_ids: Sequence[int], seed: int) -> tuple[int, ...]:
-    """What no limit cuts."""
+    """The response without any limit."""
     is_right = fraction(seed, "answer") < prompt_ids[1] / 1000
     body = [10 + int(1000 * fraction(seed, place)) for place in range(own_length(seed) - 1)]
     return (*body, RIGHT if is_right else WRONG)

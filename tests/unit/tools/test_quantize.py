@@ -52,13 +52,13 @@ def save_model(directory: Path, repository: Path, config_class: Any, model_class
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory, repository: Path) -> Path:
-    """In the shape of Qwen2.5."""
+    """A source model in the shape of Qwen2.5."""
     return save_model(tmp_path_factory.mktemp("model") / "trained", repository, Qwen2Config, Qwen2ForCausalLM)
 
 
 @pytest.fixture(scope="module")
 def expert_source(tmp_path_factory, repository: Path) -> Path:
-    """In the shape of Qwen3-MoE."""
+    """A source model in the shape of Qwen3-MoE."""
     directory = tmp_path_factory.mktemp("experts") / "trained"
     return save_model(directory, repository, Qwen3MoeConfig, Qwen3MoeForCausalLM, **EXPERTS)
 

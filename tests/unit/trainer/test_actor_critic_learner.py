@@ -1,4 +1,4 @@
-"""Policy and critic together: who is trained when, with what."""
+"""Policy and critic together: the order of their updates, and the samples of each."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_models_on_the_same_ranks_need_no_exchange() -> None:
 
 
 def test_the_critic_trains_before_the_policy() -> None:
-    """It is on the device already, from the values; the policy stays there for the weight sync."""
+    """The critic is on the device already, after the values; the policy stays there for the weight sync."""
     learner, order = make(FakePolicy(), FakeCritic()), []
     learner.critic.critic.train_step = noted(learner.critic.critic.train_step, "critic", order)
     learner.policy.actor.train_step = noted(learner.policy.actor.train_step, "policy", order)

@@ -1,4 +1,4 @@
-"""When old log-probs are computed: of the first mini-batch by its own training forward, of all others ahead of any step."""
+"""Old log-probs: the first mini-batch's come from its training forward, all others are computed before any step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Result:
 
 
 class FakeActor:
-    """A policy that gives every token the log-prob -1 - `steps made` / 10; notes what it was asked for."""
+    """A policy that gives every token the log-prob -1 - `steps made` / 10; records the requests."""
 
     layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
 

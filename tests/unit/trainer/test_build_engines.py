@@ -14,7 +14,7 @@ from megatron_dapo.parallel.nodes import NodeTopology
 from megatron_dapo.trainer.build_engines import SglangBuilder, slot_device
 
 
-def test_the_hosts_memory_is_taken_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_available_on_any_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert slot_device("host") == torch.device("cpu")
 
@@ -25,7 +25,7 @@ def test_the_devices_memory_is_that_of_this_ranks_gpu(monkeypatch: pytest.Monkey
     assert slot_device("device") == torch.device("cuda", 3)
 
 
-def test_a_machine_without_gpu_has_no_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_gpu_has_no_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match='shared_memory = "device".*set it to "host"'):
         slot_device("device")

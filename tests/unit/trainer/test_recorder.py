@@ -1,4 +1,4 @@
-"""What people find of a response in samples.jsonl."""
+"""Records of responses in samples.jsonl."""
 
 from __future__ import annotations
 

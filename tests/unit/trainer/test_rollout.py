@@ -87,7 +87,7 @@ def test_the_loss_is_over_the_tokens_of_a_window() -> None:
 
 
 def _group_of_windows() -> Group:
-    """One that goes on behind its first token's window, one correct, one cut at the limit."""
+    """Three responses: one continues after the window of its first token, one is correct, one is cut at the limit."""
 
     def make(index: int, reason: str, reward: float, window: Window) -> ScoredSample:
         completion = Completion(f"g/{index}", (5, 6, 7), (-1.0,) * 3, reason, (VersionRange(0, 3, 0),))

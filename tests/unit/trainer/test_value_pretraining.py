@@ -1,4 +1,4 @@
-"""That the policy is unchanged is seen in every bit."""
+"""Value pretraining leaves every bit of the policy unchanged."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class FakeCritic:
 
 
 class FakePolicy:
-    """Every token has log-prob -1; notes the advantages it is trained with, by sample."""
+    """A policy with log-prob -1 for each token; records the advantages of its samples."""
 
     layout, rank, part = ParallelLayout(1), 0, SimpleNamespace(group=None)
 

@@ -1,4 +1,4 @@
-"""What ModelOpt writes, against this package's rounding, ModelOpt's own simulation and transformers' reader."""
+"""ModelOpt's output against this package's rounding, ModelOpt's own simulation and transformers' reader."""
 
 from __future__ import annotations
 
