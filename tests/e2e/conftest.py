@@ -32,8 +32,8 @@ def reaper() -> None:
 
 @pytest.fixture(autouse=True)
 def no_orphans(reaper: None) -> Iterator[None]:
-    """No test leaves a process of its runs behind: no worker, no torchrun, no verifier. Ranks that stand by for
-    the next test are none of them."""
+    """Check that no test leaves a process of its runs behind: no worker, no torchrun, no verifier. Idle ranks that
+    wait for the next test are exempt."""
     before = set(psutil.Process().children(recursive=True))
     yield
     own = {rank.pid for rank in standing()}

@@ -35,7 +35,7 @@ def signaled(run: RunProcess, signum: int, after_steps: int) -> int:
     return run.wait()
 
 
-def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_to_the_same_end(finished: Finished, tmp_path: Path) -> None:
+def test_sigterm_and_ctrl_c_save_and_the_resumed_run_ends_the_same(finished: Finished, tmp_path: Path) -> None:
     directory = tmp_path / "stopped"
     # Without an interval only the end and a signal save.
     rare = "checkpoint.interval=0"

@@ -101,8 +101,8 @@ def test_killed_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
     kill_and_resume(finished, tmp_path / "killed")
 
 
-def test_what_stops_the_policy_is_the_runs_last_word(vapo: Path, tmp_path: Path) -> None:
-    """The critic's processes, which wait for the policy's, are not what failed."""
+def test_the_run_ends_with_the_policys_stop_reason(vapo: Path, tmp_path: Path) -> None:
+    """The reported failure is the policy's, not that of the critic's processes, which wait for it."""
     outcome = train(vapo, tmp_path / "run", "tp2", OWN, "mismatch.step0_max_mean_abs=1e-12", *NO_EVALUATION)
     assert outcome.code == 1 and "MismatchError" in outcome.last and "1e-12" in outcome.last, outcome.last
 

@@ -42,7 +42,7 @@ def test_pretraining_leaves_a_critic_and_says_what_it_explains(pretrained: Path)
     assert model.config.num_labels == 1 and float(model.score.weight.detach().abs().sum()) > 0
 
 
-def test_training_goes_on_from_the_pretrained_critic(vapo: Path, pretrained: Path, tmp_path: Path) -> None:
+def test_training_continues_from_the_pretrained_critic(vapo: Path, pretrained: Path, tmp_path: Path) -> None:
     critic = pretrained / "critic"
     one_step = ("run.total_steps=1", "optimizer.warmup_steps=0", *NO_EVALUATION)
     outcome = train(vapo, tmp_path / "run", "tp2", f'critic.path="{critic}"', *one_step)

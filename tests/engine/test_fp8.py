@@ -143,7 +143,7 @@ def test_a_corrupted_scale_is_not_served(setup):
 
 
 def test_a_trainer_that_does_not_quantize_is_refused(setup):
-    """Its plan lacks the scales."""
+    """The trainer's plan lacks the scales."""
     plain = World(
         setup.world.source.architecture,
         ParallelLayout(4, tensor=2, pipeline=2),

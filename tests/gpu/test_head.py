@@ -60,7 +60,7 @@ def test_targets_in_every_column(available, device, name) -> None:
 
 @pytest.mark.parametrize("name", ["chunked", "triton"])
 @pytest.mark.parametrize("vocab_size", [1000, 300])
-def test_four_shards_give_what_one_gives(available, device, name, vocab_size) -> None:
+def test_four_shards_match_one(available, device, name, vocab_size) -> None:
     inputs = make(200, 128, vocab_size, 1024, scale=0.1, dtype=torch.bfloat16, device=device)
     found = run_in_shards(
         inputs, vocab_size=vocab_size, implementation=available(name), num_shards=4, tiles=Tiles(64, 128)
@@ -161,7 +161,7 @@ def test_a_target_outside_the_vocabulary_is_nan_in_its_row_alone(available, devi
 
 @pytest.mark.parametrize("name", ["chunked", "triton", "te_fp8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_visible_in_its_row_alone(available, device, name, bad) -> None:
+def test_nonfinite_values_stay_visible_in_their_row_alone(available, device, name, bad) -> None:
     available(name, width=128, rows=128)
     hidden, weight, targets = make(6, 128, 37, 128, dtype=torch.bfloat16, device=device)
     hidden[2, 3] = bad

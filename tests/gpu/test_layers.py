@@ -202,7 +202,7 @@ def test_an_expert_s_tokens_are_padded_to_what_the_emulation_computes(recipe, nu
 
 
 def wide_settings(precision: Any, family: str = "dense", **fields: Any) -> tuple[Any, Any, Any]:
-    """A model of sizes FP8 multiplies, its layout and settings."""
+    """A model of sizes that FP8 supports, its layout and settings."""
     from fp8_checks import FAMILIES, TOKENS, settings_of, wide_model
 
     from megatron_dapo.parallel.layout import ParallelLayout
@@ -251,7 +251,7 @@ def test_log_prob_passes_in_fp8_leave_no_state_behind(recipe) -> None:
     assert all(torch.equal(one.logprobs, other.logprobs) for one, other in zip(first, again, strict=True))
 
 
-def test_weights_held_as_fp8_are_the_rounded_main_params(recipe) -> None:
+def test_weights_held_as_fp8_are_the_quantized_main_params(recipe) -> None:
     """Weights in products and weights sent to engines are both `ops.fp8` of the main params cast to the model's type:
     Transformer Engine casts first, as it does for weights kept in that type."""
     from actor_checks import TEMPERATURE, loss_fn, ragged_batch
@@ -279,7 +279,7 @@ def test_weights_held_as_fp8_are_the_rounded_main_params(recipe) -> None:
     ("name", "fp8_param"),
     [("bf16", False), ("fp8_blockwise", False), ("fp8_blockwise", True), ("fp8_delayed", False)],
 )
-def test_a_loaded_state_is_the_saved_one_and_goes_on(recipe, name, fp8_param) -> None:
+def test_a_loaded_state_equals_the_saved_one_and_continues(recipe, name, fp8_param) -> None:
     """Two steps, the state as a checkpoint holds it, another model from other weights: the same bits, and the next step."""
     from actor_checks import TEMPERATURE, Reference, differing, loss_fn, ragged_batch, snapshot
 

@@ -105,7 +105,7 @@ def test_every_rank_s_own_tokens_are_aligned(
         ("bf16", LinearSizes(71, 1, 1, 71, 97), 1, []),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_size_and_the_multiple(
+def test_shapes_that_do_not_fit_are_named_with_size_and_multiple(
     recipe: str, sizes: LinearSizes, tensor: int, words: list[str]
 ) -> None:
     found = [str(one) for one in misfits(recipe, sizes, tensor)]

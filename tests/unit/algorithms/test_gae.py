@@ -86,7 +86,7 @@ def test_masked_tokens_might_as_well_not_be_there(lengths, seed, lam):
     assert not whole.advantages[~trained].any() and not whole.returns[~trained].any()
 
 
-def test_what_stands_at_masked_tokens_does_not_matter():
+def test_values_at_masked_tokens_do_not_matter():
     inputs = batch([5, 8], 3, 0.5)
     masked = inputs.loss_mask == 0
     assert masked.any()

@@ -32,7 +32,7 @@ def test_a_response_without_tokens_gets_the_floor():
 
 
 @pytest.mark.parametrize("window", [1, 7, 8192])
-def test_half_a_window_is_added_where_the_response_goes_on(window):
+def test_half_a_window_is_added_if_the_response_continues(window):
     lengths, finished = torch.tensor([500, 500]), torch.tensor([True, False])
     assert prospective_lengths(lengths, finished, window).tolist() == [500, 500 + window // 2]
     expected = [1 - 1 / (0.05 * 500), 1 - 1 / (0.05 * (500 + window // 2))]

@@ -163,7 +163,7 @@ def test_cispo_gradient_is_the_clipped_weight_times_the_advantage_for_every_toke
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_what_stands_at_masked_positions_changes_nothing(name):
+def test_values_at_masked_positions_change_nothing(name):
     loss = SECTIONS[name]
     clean = packed([5, 6])
     logprobs, advantages = clean.logprobs.detach().clone(), clean.advantages.clone()

@@ -34,6 +34,6 @@ def test_old_scores_are_forgotten_but_counted() -> None:
         (([0.0, 2.0], 2, 3), r"span 0.0..2.0, they must be within \[-1, 1\]"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: tuple, message: str) -> None:
+def test_senseless_arguments_are_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ucb_priority(*arguments)

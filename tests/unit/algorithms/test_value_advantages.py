@@ -100,7 +100,7 @@ def test_a_batch_of_all_kinds_equals_the_definition(gamma: float, rule) -> None:
             torch.testing.assert_close(critic[sample.sample_id].returns, targets, rtol=1e-5, atol=1e-5)
 
 
-def test_the_tail_of_a_window_leaves_the_loss_where_the_response_goes_on() -> None:
+def test_the_tail_of_a_window_is_masked_if_the_response_continues() -> None:
     samples = [judged("0/0", 5, 1.0, is_finished=False), judged("0/1", 5, 1.0)]
     batch = estimate(samples, [torch.tensor(VALUES)] * 2, whiten=True, ignored_tail_tokens=2)
     assert [sample.loss_mask.tolist() for sample in batch.policy_samples] == [[1.0, 1.0, 1.0, 0.0, 0.0], [1.0] * 5]
@@ -129,7 +129,7 @@ def test_a_value_that_is_no_number_takes_its_sample_out_and_nothing_else() -> No
         estimate(samples, [values[0]] * 2)
 
 
-def test_so_does_a_penalty_that_is_no_number() -> None:
+def test_a_penalty_that_is_no_number_takes_its_sample_out_too() -> None:
     values, samples = [torch.zeros(3)] * 2, [judged("0/0", 3, 1.0), judged("0/1", 3, 1.0)]
     broken = torch.tensor([0.0, float("nan"), 0.0])
     batch = estimate(samples, values, [broken, torch.zeros(3)])
@@ -150,7 +150,7 @@ def test_explained_variance_is_that_of_the_critic_that_made_the_advantages() -> 
     assert same["critic/explained_variance"] == 0.0
 
 
-def test_masked_responses_train_nobody() -> None:
+def test_masked_responses_do_not_train() -> None:
     sample = judged("0/0", 3, -1.0)
     sample.loss_mask.zero_()
     batch = estimate([sample, judged("0/1", 3, 1.0)], [torch.zeros(3)] * 2)

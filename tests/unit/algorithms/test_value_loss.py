@@ -61,14 +61,14 @@ def test_gradient_by_finite_differences():
     ("value", "target", "slope"),
     [
         (0.6, 2.0, -1.4),  # exactly at the upper bound: it passes
-        (0.7, 2.0, 0.0),  # beyond it, towards the target: held
+        (0.7, 2.0, 0.0),  # beyond it, toward the target: held
         (0.7, -1.0, 1.7),  # beyond it, away from the target: pulled back
         (-0.5, -2.0, 1.5),  # exactly at the lower bound
         (-0.7, -2.0, 0.0),
         (-0.7, 1.0, -1.7),
     ],
 )
-def test_bounds_hold_only_what_moves_towards_its_target(value, target, slope):
+def test_bounds_hold_only_what_moves_toward_its_target(value, target, slope):
     inputs = inputs_of([value], [0.0], [target])
     losses, metrics = value_loss(TPPO_CLIPPED, inputs)
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.values)

@@ -41,7 +41,7 @@ def test_no_spread_gives_the_values_back(num_tokens):
         assert torch.equal(whiten(values, mask, total.mean(), total.variance(std)), values * mask)
 
 
-def test_what_stands_at_masked_tokens_does_not_matter():
+def test_values_at_masked_tokens_do_not_matter():
     values, mask = drawn()
     dirty = values.masked_fill(mask == 0, torch.nan)
     total = moments(dirty, mask)

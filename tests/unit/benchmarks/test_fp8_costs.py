@@ -1,4 +1,4 @@
-"""The benchmark of what FP8 costs runs whole at a small size, and its figures are of the sizes it says."""
+"""The benchmark of the costs of FP8 runs whole at a small size and reports figures of that size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The widened quickstart model is the same function, and FP8 can multiply it."""
+"""The widened quickstart model is the same function, and FP8 can compute it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The language of the learning check: its dynamic programme against brute force, and that learning moves towards it."""
+"""The language of the learning check: its dynamic program against brute force, and learning toward it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_best_policy_is_always_right_and_exact_values_give_exact_advantages(
     torch.testing.assert_close(found, true)
 
 
-def test_values_move_towards_the_exact_ones(benchmark, policy: torch.Tensor, monkeypatch) -> None:
+def test_values_move_toward_the_exact_ones(benchmark, policy: torch.Tensor, monkeypatch) -> None:
     monkeypatch.setattr(benchmark, "BATCH", 300)
     monkeypatch.setattr(benchmark, "HELD_OUT", 6000)
     run = benchmark.learn_values(benchmark.Locks(0), policy, "squared", 0, num_steps=100)

@@ -196,7 +196,7 @@ def test_published_mixtures_of_experts():
         ({"n_group": 4}, "unknown field n_group"),
     ],
 )
-def test_what_is_wrong_with_a_mixture_is_named(fields, message):
+def test_problems_of_a_mixture_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         ModelArchitecture.from_config({**QWEN3_30B, **fields})
 
@@ -257,7 +257,7 @@ def test_linear_rope_with_the_old_key():
         ({"model_type": "qwen3", "architectures": None}, "head_dim is missing"),
     ],
 )
-def test_what_is_not_supported_is_named(fields, message):
+def test_unsupported_features_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         ModelArchitecture.from_config(_with(**fields))
 

@@ -71,7 +71,7 @@ def test_expert_ranks_start_from_the_same_model():
     assert not torch.equal(experts[0], experts[1]) and not torch.equal(experts[2], experts[3])
 
 
-def test_values_are_what_their_names_ask_for():
+def test_values_match_their_names():
     model = _whole_model(ParallelLayout(1), seed=3)
     assert bool((model["model.norm.weight"] == 1).all())
     assert bool((model["model.layers.0.self_attn.q_proj.bias"] == 0).all())

@@ -35,7 +35,7 @@ def _bits(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def test_reads_what_the_library_wrote(tmp_path: Path):
+def test_reads_files_of_the_library(tmp_path: Path):
     save_file(_tensors(), tmp_path / "x.safetensors")
     with SafetensorsReader(tmp_path / "x.safetensors") as reader:
         for name, tensor in _tensors().items():
@@ -45,7 +45,7 @@ def test_reads_what_the_library_wrote(tmp_path: Path):
         assert reader.bytes_read == sum(t.nbytes for t in _tensors().values())
 
 
-def test_library_reads_what_we_wrote(tmp_path: Path):
+def test_the_library_reads_our_files(tmp_path: Path):
     tensors = _tensors()
     writer = SafetensorsWriter(
         tmp_path / "x.safetensors", {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()}
@@ -169,7 +169,7 @@ def test_trailing_bytes_are_refused(tmp_path: Path):
         SafetensorsReader(path)
 
 
-def test_writer_refuses_what_was_not_announced(tmp_path: Path):
+def test_the_writer_refuses_unannounced_tensors(tmp_path: Path):
     writer = SafetensorsWriter(
         tmp_path / "x.safetensors", {"w": TensorSpec((2,), torch.float32), "v": TensorSpec((), torch.int64)}
     )

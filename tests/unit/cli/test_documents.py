@@ -56,7 +56,7 @@ def test_commands_and_their_options_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_set_can_be_set(document: Path) -> None:
+def test_documented_settings_exist(document: Path) -> None:
     known = {*leaf_fields(), "a.b"}
     for path in re.findall(r"--set [\"']?([a-z_.]+)=", text_of(document)):
         assert path in known, f"--set {path}: there is no such field"
@@ -118,6 +118,6 @@ def siblings(path: Path) -> list[Path]:
     return [one for one in candidates if one.is_file()]
 
 
-def test_the_checks_see_what_is_there() -> None:
+def test_the_checks_find_what_exists() -> None:
     lines = [line for document in DOCUMENTS for line in commands_in(text_of(document))]
     assert {line.split()[0] for line in lines} >= {"train", "pretrain-value", "plan", "check-loss", "eval", "replay"}

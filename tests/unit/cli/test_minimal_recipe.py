@@ -29,7 +29,7 @@ def test_a_recipe_of_model_and_data_is_valid(tmp_path: Path) -> None:
     assert "512 prompts x 16 responses" in result.output
 
 
-def test_an_evaluation_that_is_asked_for_needs_its_data(tmp_path: Path) -> None:
+def test_a_requested_evaluation_needs_its_data(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "model"\n[data]\ntrain_paths = ["t"]\n[evaluation]\ninterval = 5\n')
     result = CliRunner().invoke(app, ["train", str(recipe), "--dry-run"])

@@ -103,6 +103,6 @@ def test_text_for_a_person(planned):
         (("--within-node", "0"), "link speeds must be positive"),
     ],
 )
-def test_what_does_not_fit_is_refused(planned, arguments, message):
+def test_sizes_that_do_not_fit_are_refused(planned, arguments, message):
     code, text = planned(*arguments)
     assert code == 2 and message in text

@@ -33,7 +33,7 @@ def test_heads_without_groups(tmp_path: Path) -> None:
     ("text", "message"),
     [(None, "no config.json"), ("{", "not valid JSON"), (json.dumps({"hidden_size": 3}), "num_hidden_layers")],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+def test_errors_name_the_problem(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):

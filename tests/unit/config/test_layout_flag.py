@@ -39,6 +39,6 @@ def test_layout(text: str, sizes: dict[str, object], processes: int, tmp_path: P
 
 
 @pytest.mark.parametrize("text", ["", "tp", "2tp", "tp2tp2", "tp2xy3", "sp2", "tp2!"])
-def test_what_is_no_layout(text: str) -> None:
+def test_invalid_layouts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="layout"):
         layout_overrides(text)

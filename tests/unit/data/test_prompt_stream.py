@@ -29,7 +29,7 @@ def test_every_epoch_has_every_prompt_once(num, seed, num_epochs):
 
 
 @given(NUM_PROMPTS, SEEDS, st.integers(min_value=0, max_value=40), st.integers(min_value=1, max_value=30))
-def test_a_resumed_stream_goes_on_as_the_uninterrupted_one(num, seed, before, after):
+def test_a_resumed_stream_continues_as_the_uninterrupted_one(num, seed, before, after):
     uninterrupted = PromptStream(ids(num), seed)
     first = draw(uninterrupted, before)
     state = json.loads(json.dumps(uninterrupted.state_dict()))
@@ -89,7 +89,7 @@ def test_epochs_and_seeds_are_shuffled_differently():
     assert len({*orders, tuple(ids(num))}) == 11
 
 
-def test_the_order_is_the_same_on_every_machine():
+def test_the_order_is_the_same_on_every_host():
     expected = "p1 p4 p3 p0 p2 p5 p2 p3 p5 p1 p4 p0"
     assert draw(PromptStream(ids(6), 7), 12) == expected.split()
 

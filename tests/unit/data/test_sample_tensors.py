@@ -53,7 +53,7 @@ def test_damaged_batch_names_the_numbers():
         from_tensors(description, tensors)
 
 
-def test_critic_contexts_come_back():
+def test_critic_contexts_are_restored():
     window = Window(start=1, is_finished=False)
     judged = replace(_sample(0, 3, 2), critic_context=CriticContext(reward=-0.5, is_correct=False, window=window))
     description, tensors = to_tensors([judged, _sample(1, 2, 2)])

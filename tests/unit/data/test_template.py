@@ -77,7 +77,7 @@ def test_stop_tokens_are_the_union(eos, ids, agree, caplog):
     assert ("disagree" in caplog.text) != agree
 
 
-def test_the_warning_says_who_says_what(caplog):
+def test_the_warning_names_both_sources(caplog):
     with caplog.at_level(logging.WARNING):
         resolve_stop_token_ids(1, [1, 2], None)
     assert "config.json: [1], generation_config.json: [1, 2], tokenizer: none" in caplog.text

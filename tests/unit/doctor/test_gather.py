@@ -88,7 +88,7 @@ def test_a_probe_that_fails_says_why() -> None:
         run([sys.executable, "-c", "raise SystemExit(3)"], {}, 60)
 
 
-def test_the_environment_of_the_servers_is_asked_by_its_own_interpreter(tmp_path: Path) -> None:
+def test_facts_of_the_servers_environment_come_from_its_own_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho '[\"0.5.19\", true]'\n", encoding="utf-8")
     script.chmod(0o755)

@@ -157,7 +157,7 @@ def test_linear_products(answer: dict[str, str], num_bf16_layers: int, verdict: 
     assert (verdict == "ok") == (finding.fix == "")
 
 
-def test_a_job_of_one_core_and_little_memory_is_told_with_the_fix() -> None:
+def test_a_job_of_one_core_and_little_memory_is_reported_with_the_fix() -> None:
     """The default of many Slurm sites: one core a task, memory by the core."""
     limits = ProcessLimits(1, 128, 4 * GIB, 1024 * GIB, "Slurm job 7")
     cores, memory = machine.cores_finding(limits), machine.memory_finding(limits)

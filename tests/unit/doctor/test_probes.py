@@ -88,7 +88,7 @@ def test_the_trainer_s_rule_says_what_multiplies() -> None:
     assert "model in bfloat16" in probes.precision_answer("float32", {**asked, "recipe": "bf16"})["problem"]
 
 
-def test_the_table_is_of_the_head_that_is_asked_for() -> None:
+def test_the_table_is_of_the_requested_head() -> None:
     rows = {row["op"]: row["name"] for row in probes.implementation_table(None, "float32", {}, "reference")}
     assert rows["log-prob head"] == "own reference" and rows["precision"] == "fp32"
     with pytest.raises(ValueError, match="the hidden size, 64, must be a multiple of 128"):

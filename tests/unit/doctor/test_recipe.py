@@ -1,4 +1,4 @@
-"""Judgements of what a recipe needs, from made-up facts."""
+"""Findings about the needs of a recipe, from made-up facts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def attention(results: list[AttentionResult], dtype: str = "bfloat16") -> dict[s
     return {finding.name: finding.verdict for finding in findings}
 
 
-def test_attention_is_judged_by_its_worst_arrangement() -> None:
+def test_attention_is_rated_by_its_worst_arrangement() -> None:
     close, wrong = AttentionResult("default", "one", 0.005), AttentionResult("default", "ragged", 0.9)
     assert attention([close]) == {"attention default": "ok"}
     assert attention([close, wrong]) == {"attention default": "conflict"}

@@ -84,7 +84,7 @@ def test_a_layout_that_cannot_be_read_is_refused(machine: pytest.MonkeyPatch) ->
     assert doctor(str(RECIPE), "--layout", "zz3").exit_code == 2
 
 
-def test_without_torch_the_rest_is_not_asked(machine: pytest.MonkeyPatch) -> None:
+def test_without_torch_no_further_facts_are_gathered(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(gather, "torch_facts", lambda: TorchFacts(error="ImportError: libc10.so"))
     machine.setattr(gather, "implementation_rows", lambda config: pytest.fail("asked"))
     result = doctor(str(RECIPE))

@@ -49,7 +49,7 @@ def filled(parameters, load):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_loaded_is_an_error_that_names_it(dtype: torch.dtype) -> None:
+def test_missing_tensors_are_named(dtype: torch.dtype) -> None:
     parameters = {name: torch.nn.Parameter(torch.full((2, 3), torch.nan, dtype=dtype)) for name in ("one", "two")}
 
     def load(buffers) -> None:

@@ -46,7 +46,7 @@ def packed(lengths: list[int], layout: ParallelLayout) -> MicroBatch:
     sequence=st.booleans(),
     recipe=st.sampled_from(sorted(RECIPES)),
 )
-def test_every_rank_s_part_of_any_micro_batch_is_aligned(
+def test_every_rank_s_share_of_any_micro_batch_is_aligned(
     lengths: list[int], tensor: int, context: int, sequence: bool, recipe: str
 ) -> None:
     multiple = RECIPES[recipe].token_multiple

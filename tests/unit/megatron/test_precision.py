@@ -291,7 +291,7 @@ def test_training_sees_the_logprobs_of_the_forward_pass_and_that_pass_changes_no
 def test_transformer_engine_requantizes_the_weights_in_every_pass() -> None:
     """Transformer Engine keeps quantized weights across micro-batches; after a step they would be stale."""
     actor = build_actor(wide_model(), LAYOUT, settings_of(PrecisionConfig()))
-    actor.config.fp8 = "e4m3"  # what megatron-core looks at
+    actor.config.fp8 = "e4m3"  # read by megatron-core
     part = actor.chunks[0].module.decoder.layers[0].mlp.linear_fc2
     part.is_first_microbatch = True
     seen = []

@@ -1,4 +1,4 @@
-"""The head's settings reach the log-prob function, and it says what it will use."""
+"""The head's settings reach the log-prob function, which reports its choice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def outputs(chunk: SimpleNamespace, name: str) -> tuple[torch.Tensor, torch.Tens
     return found.logprobs, found.entropy
 
 
-def test_the_implementation_that_is_asked_for_computes(chunk) -> None:
+def test_the_requested_implementation_computes(chunk) -> None:
     exact = outputs(chunk, "reference")
     for one, other in zip(outputs(chunk, "auto"), exact, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

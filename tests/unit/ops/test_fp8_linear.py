@@ -123,7 +123,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros(inputs) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_visible_in_its_row_alone(bad: float) -> None:
+def test_nonfinite_values_stay_visible_in_their_row_alone(bad: float) -> None:
     hidden = torch.ones(128, 128)
     hidden[5, 7] = bad
     finite = torch.isfinite(blockwise_linear(hidden, torch.ones(128, 128))).all(1)

@@ -95,7 +95,7 @@ def test_logits_of_ten_thousand(settings, offset) -> None:
 
 @pytest.mark.parametrize("num_shards", [2, 4])
 @pytest.mark.parametrize("vocab_size", [37, 10])
-def test_shards_give_what_one_gives(settings, num_shards, vocab_size) -> None:
+def test_shards_match_one(settings, num_shards, vocab_size) -> None:
     if settings["implementation"] == "reference":
         pytest.skip("has no sums of its own; tests/distributed has it over real ranks")
     hidden, weight, _ = make(37, vocab_size=vocab_size, rows=40)
@@ -117,7 +117,7 @@ def test_shards_give_what_one_gives(settings, num_shards, vocab_size) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_visible_in_its_row_alone(settings, bad) -> None:
+def test_nonfinite_values_stay_visible_in_their_row_alone(settings, bad) -> None:
     hidden, weight, targets = make(6)
     clean = run((hidden, weight, targets), vocab_size=37, **settings)
     hidden[2, 3] = bad

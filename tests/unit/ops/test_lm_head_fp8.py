@@ -92,7 +92,7 @@ def test_probabilities_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_visible_in_its_row_alone(bad) -> None:
+def test_nonfinite_values_stay_visible_in_their_row_alone(bad) -> None:
     hidden, weight, targets = make(6, 128, 37, 128)
     hidden[2, 3] = bad
     found = run((hidden, weight, targets), vocab_size=37, implementation="te_fp8")
@@ -166,7 +166,7 @@ def test_the_products_are_torch_s_where_it_is_not(device) -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_an_error_that_says_why(device, capability, cuda, engine, message) -> None:
+def test_a_product_that_cannot_run_is_an_error_with_the_reason(device, capability, cuda, engine, message) -> None:
     device(capability, cuda, engine)
     with pytest.raises(ValueError, match=f"te_fp8 cannot run here: .*{message}"):
         choose("te_fp8", DEVICE)

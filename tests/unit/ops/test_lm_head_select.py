@@ -1,4 +1,4 @@
-"""The rule that chooses an implementation, on machines as torch would describe them."""
+"""The rule that chooses an implementation, on devices as torch would describe them."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_everything_else_takes_chunked_and_says_why(machine, where, capability, 
         (place(dtype=torch.float64), None, False, "its sums are fp32 and the inputs fp64"),
     ],
 )
-def test_triton_asked_for_where_it_cannot_run_is_an_error(machine, where, failure, is_interpreted, reason) -> None:
+def test_requesting_triton_where_it_cannot_run_is_an_error(machine, where, failure, is_interpreted, reason) -> None:
     machine((9, 0), failure, is_interpreted)
     with pytest.raises(ValueError, match=f"triton cannot run here: .*{reason}"):
         choose("triton", where)
 
 
 @pytest.mark.parametrize("name", ["reference", "chunked"])
-def test_what_runs_everywhere_runs_where_it_is_asked_for(name) -> None:
+def test_portable_implementations_run_on_every_device(name) -> None:
     assert choose(name, place("cpu", torch.float64)) == select.Choice(name, "requested")
 
 

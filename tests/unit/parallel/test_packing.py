@@ -222,7 +222,7 @@ def test_samples_whose_fields_do_not_fit_are_errors() -> None:
         pack([sample], [1.0, 1.0], ParallelLayout(1))
 
 
-def test_what_a_critic_said_stands_where_the_log_prob_of_its_token_does() -> None:
+def test_values_are_aligned_with_the_log_probs_of_their_tokens() -> None:
     plain, judged = make_sample(6, 3), make_sample(5, 2)
     values, returns = torch.tensor([0.5, 0.25, -1.0]), torch.tensor([1.0, 2.0, 3.0])
     judged = dataclasses.replace(judged, values=values, returns=returns, positive_weight=0.125)

@@ -82,7 +82,7 @@ def test_answer_has_the_chosen_ratios_and_the_gradient_of_its_loss() -> None:
         assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-5, abs=1e-9)
 
 
-def test_masked_tokens_have_no_part_in_the_answer() -> None:
+def test_masked_tokens_do_not_affect_the_result() -> None:
     model = oracle.make_model()
     whole = make_batch(oracle.MODEL_FIELDS["vocab_size"])
     batch = ProofBatch(whole.samples[1:2], whole.ratios[1:2])

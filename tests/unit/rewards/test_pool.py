@@ -316,7 +316,7 @@ def _workers():
 # ---- life
 
 
-def test_a_verifier_that_does_not_load_is_refused_at_once(user_path):
+def test_a_verifier_that_does_not_load_is_refused_immediately(user_path):
     for name, message in [
         ("dappo", "choose one of dapo, lenient"),
         ("no_such_module:f", "no_such_module"),

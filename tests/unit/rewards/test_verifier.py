@@ -61,7 +61,7 @@ def test_unknown_verifiers_say_what_there_is(name, message):
         (Score(1.0, 2.0, "correct", "42"), VerifierResult("correct", "42", 2.0)),
     ],
 )
-def test_what_a_user_function_may_return(result, expected):
+def test_return_values_of_a_user_function(result, expected):
     assert result_of(result) == expected
 
 
@@ -83,7 +83,7 @@ def test_what_a_user_function_may_return(result, expected):
         {"accuracy": 1, "rewrd": 1.0},
     ],
 )
-def test_what_it_may_not_return(result):
+def test_return_values_that_are_refused(result):
     with pytest.raises(ValueError):
         result_of(result)
 

@@ -61,7 +61,7 @@ def _leave_child(argument, answer):
 
 
 def _fork(argument, answer):
-    """Both processes come back from here."""
+    """Both processes return from here."""
     os.fork()
     return argument == answer
 

@@ -117,7 +117,7 @@ def test_tokens_keep_the_bound_and_prompts_are_trained_once(
     assert seen >= set(range(1, max_staleness + 1)), "batches were collected ahead"
 
 
-def test_a_collection_spans_an_update_and_goes_on_by_the_new_weights(make_world: Callable) -> None:
+def test_a_collection_spans_an_update_and_continues_with_the_new_weights(make_world: Callable) -> None:
     world, plain = (make_world([0.5] * 100, max_staleness=1, partial_rollout=True, group_size=8) for _ in range(2))
     with overlapped(world) as rollout:
         # The first poll of the second batch ends when the update asks for it.

@@ -49,7 +49,7 @@ def test_bound_0_gives_the_batches_of_the_synchronous_run(make_world: Callable, 
     assert states[0] == states[1] and not states[1]["open_groups"]
 
 
-def test_stopped_responses_go_on_and_no_token_is_generated_twice(make_world: Callable) -> None:
+def test_stopped_responses_continue_and_no_token_is_generated_twice(make_world: Callable) -> None:
     world = make_world([0.5] * 400, oversample=3.0, max_staleness=50, partial_rollout=True, filter_groups=False)
     trained = num_continued = 0
     for _ in range(12):
@@ -138,7 +138,7 @@ def test_an_engine_that_dies_costs_no_token(make_world: Callable, max_staleness:
     assert shaken.collector.accounting() == calm.collector.accounting()
 
 
-def test_an_engine_that_only_gives_up_is_an_error(make_world: Callable) -> None:
+def test_an_engine_that_finishes_nothing_is_an_error(make_world: Callable) -> None:
     world = make_world([0.5] * 20, max_staleness=1, partial_rollout=True)
     world.engine.poll = world.engine.abort
     with pytest.raises(RuntimeError, match=rf"gave up {MAX_FRUITLESS + 1} times in a row"):
@@ -163,7 +163,7 @@ def test_waiting_in_the_queue_for_many_collections_is_no_error(make_world: Calla
 
 
 def test_holding_between_polls_changes_no_batch(make_world: Callable) -> None:
-    """As at a weight update in the middle of a collection; the tokens after it are of the new version."""
+    """A weight update in the middle of a collection; the tokens after it have the new version."""
     plain, held = (make_world(MIXED * 20, max_staleness=1, partial_rollout=True, jitter=jitter) for jitter in (0, 5))
     num_holds = 0
 
@@ -225,7 +225,7 @@ def test_state_keeps_unfinished_groups_exactly(make_world: Callable, partial_rol
         assert len(later.stream.state_dict()["requeued"]) == after.queued_again
 
 
-def test_a_run_with_shorter_or_fewer_responses_does_not_go_on_with_longer_ones(make_world: Callable) -> None:
+def test_a_run_with_shorter_or_fewer_responses_does_not_resume_with_longer_ones(make_world: Callable) -> None:
     world = make_world([0.5] * 60, group_size=8, oversample=3.0, max_staleness=2, partial_rollout=True)
     world.collector.collect(3)
     fewer = {"settings": world.settings.model_copy(update={"group_size": 4})}
@@ -250,7 +250,7 @@ def test_state_of_the_first_version_is_read_and_an_unknown_one_refused(make_worl
         later.collector.load_state_dict({**state, "version": 7})
 
 
-def test_state_as_if_batches_had_been_given_back(make_world: Callable) -> None:
+def test_untrained_batches_are_saved_as_returned(make_world: Callable) -> None:
     first, second = (make_world(MIXED * 20, oversample=2.0, max_staleness=3, partial_rollout=True) for _ in range(2))
     batches = [[world.collector.collect(4) for _ in range(2)] for world in (first, second)]
     state = first.collector.state_dict(untrained=batches[0])
@@ -268,7 +268,7 @@ def test_a_response_stopped_at_its_end_is_finished() -> None:
     assert settled(completion((4, 5, 6), "stop"), sampling).finish_reason == "stop"
 
 
-def test_only_what_comes_back_behind_its_prefix_is_taken() -> None:
+def test_only_responses_that_extend_their_prefix_are_accepted() -> None:
     group = OpenGroup("g", PROMPT, 1)
     assert group.add(0, completion((4, 5))) == 2
     assert group.add(0, completion((4, 5, 6))) == 1
@@ -286,7 +286,7 @@ def test_the_age_of_a_response_is_that_of_its_oldest_token() -> None:
     assert fresh_completions(parts, 5, 4) == {}
 
 
-def test_a_request_goes_on_only_behind_tokens() -> None:
+def test_a_request_continues_only_after_tokens() -> None:
     group = OpenGroup("g", PROMPT, 1, {0: completion((4, 5)), 1: completion(())})
     sampling = SamplingParams()
     assert next_request(group, 0, sampling, 7) == GenerationRequest("g/0", (1, 2, 3), sampling, 7, completion((4, 5)))

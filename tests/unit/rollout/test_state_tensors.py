@@ -34,7 +34,7 @@ def through_files(state: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     return collector_state(store.open(1))
 
 
-def test_windows_come_back_exactly_and_go_on(tmp_path: Path) -> None:
+def test_windows_are_restored_exactly_and_continue(tmp_path: Path) -> None:
     import window_world
 
     world = window_world.make_window_world([0.5] * 60)
@@ -50,7 +50,7 @@ def test_windows_come_back_exactly_and_go_on(tmp_path: Path) -> None:
         assert resumed.collector.collect(5) == again.collector.collect(5)
 
 
-def test_groups_and_unfinished_ones_come_back_exactly(tmp_path: Path, make_world: Callable) -> None:
+def test_groups_and_unfinished_ones_are_restored_exactly(tmp_path: Path, make_world: Callable) -> None:
     world = make_world([0.5] * 200, oversample=3.0, max_staleness=3, partial_rollout=True, filter_groups=False)
     world.collector.collect(4)
     state = world.collector.state_dict()

@@ -33,8 +33,8 @@ def test_groups_are_taken_whole_and_one_that_does_not_fit_is_passed_over() -> No
     assert choose_groups(groups, 0) == set()
 
 
-def test_nothing_left_out_is_wanted_more_than_all_that_is_taken() -> None:
-    """With any capacity, a group left out did not fit after the groups of higher priority."""
+def test_no_group_left_out_outranks_all_chosen_ones() -> None:
+    """Groups left out did not fit after those of higher priority, at any capacity."""
     chance = random.Random(0)
     for _ in range(200):
         groups = [

@@ -92,7 +92,7 @@ def test_the_batch_does_not_depend_on_the_engine_s_timing_or_deaths(jitter: int)
     assert expected.checkpoint() == actual.checkpoint()
 
 
-def test_an_engine_that_only_gives_up_is_an_error() -> None:
+def test_an_engine_that_finishes_nothing_is_an_error() -> None:
     world = make_world([0.5] * 20)
     world.engine.poll = world.engine.abort
     with pytest.raises(RuntimeError, match=rf"gave up {MAX_FRUITLESS + 1} times in a row"):
@@ -100,7 +100,7 @@ def test_an_engine_that_only_gives_up_is_an_error() -> None:
     assert world.collector.accounting().is_balanced
 
 
-def test_being_held_again_and_again_before_its_turn_is_no_fault_of_the_engine() -> None:
+def test_repeated_pauses_before_generation_are_no_error_of_the_engine() -> None:
     world, expected = make_world([0.5] * 20), make_world([0.5] * 20)
     num_polls = 0
 
@@ -298,7 +298,7 @@ def test_every_response_of_an_epoch_is_accounted_for(
         assert accounting.not_chosen == 0 and len(seen.finished) == accounting.drawn
 
 
-def test_groups_left_out_are_counted_and_their_unfinished_responses_go_on() -> None:
+def test_groups_left_out_are_counted_and_their_unfinished_responses_continue() -> None:
     whole, part = make_world(MIXED * 20), make_world(MIXED * 20, windows_per_step=12)
     num_left_out = num_groups = 0
     for _ in range(6):
@@ -337,7 +337,7 @@ def test_groups_with_contrast_over_all_steps_are_chosen_first() -> None:
     assert any(0 < sum(values) < len(values) for values in scores.values())
 
 
-def test_holding_between_polls_changes_no_batch_and_new_weights_take_over_the_rest_of_a_window() -> None:
+def test_pausing_between_polls_changes_no_batch_and_new_weights_finish_the_window() -> None:
     plain, held = make_world(MIXED * 20), make_world(MIXED * 20, jitter=5)
     num_holds = 0
 
@@ -365,7 +365,7 @@ def test_a_batch_for_a_version_out_of_reach_is_refused() -> None:
     assert world.collector.collect(2, training_version=0).training_version == 0
 
 
-def test_it_stands_where_a_collector_stands() -> None:
+def test_it_has_the_interface_of_a_collector() -> None:
     world = make_world([0.5] * 40)
     rollout = AsyncCollector(world.collector, max_ahead=0, timeout_s=5.0)
     for version in range(3):
@@ -385,7 +385,7 @@ def test_it_stands_where_a_collector_stands() -> None:
     assert later.collector.accounting() == world.collector.accounting()
 
 
-def test_batches_given_back_come_again_in_their_order() -> None:
+def test_returned_batches_are_handed_out_again_in_order() -> None:
     world = make_world(MIXED * 20)
     batches = [world.collector.collect(3) for _ in range(3)]
     state = world.collector.state_dict(untrained=batches)

@@ -62,7 +62,7 @@ def test_written_in_order_and_resumed(tmp_path: Path, groups: list[Group]) -> No
     assert [(row["train_step"], row["advantage"]) for row in rows] == [(1, 1.0)] * 2 + [(2, 1.0)] * 2 + [(3, 3.0)] * 2
 
 
-def test_what_cannot_be_written_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_cannot_be_written_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = SampleWriter(tmp_path / "s.jsonl", first_step=1)
     writer.write([{"train_step": 1, "bad": {1, 2}}, {"train_step": 1, "bad": object()}, {"train_step": 1}])
     writer.close()

@@ -72,7 +72,7 @@ def test_a_value_that_is_not_finite_is_an_alarm_and_leaves_the_rest_alone() -> N
     assert all(alarm.observe(0.01) is None for _ in range(30))
 
 
-def test_state_goes_on_exactly() -> None:
+def test_restored_state_continues_exactly() -> None:
     values = noisy(1, [0.01] * 50 + [0.01 * 1.03**step for step in range(80)])
     whole = alarms(values)
     assert whole

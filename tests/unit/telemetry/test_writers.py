@@ -35,7 +35,7 @@ def test_jsonl_of_another_run_is_not_continued(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_a_line_is_on_disk_at_once(tmp_path: Path) -> None:
+def test_a_line_is_on_disk_immediately(tmp_path: Path) -> None:
     writer = JsonlWriter(tmp_path / "deep" / "m.jsonl", first_step=1)
     writer.write(1, {"a": 1.0})
     assert lines(tmp_path / "deep" / "m.jsonl") == [{"train_step": 1, "a": 1.0}]
@@ -61,7 +61,7 @@ def test_tensorboard_resume_has_every_step_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_failing_writer_is_counted_and_the_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_writer_is_counted_and_the_others_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Full:
         def write(self, train_step: int, values: object) -> None:
             raise OSError("No space left on device")

@@ -89,7 +89,7 @@ def test_rows_follow_the_published_schema(rows: dict[str, list[dict]], name: str
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_answers_are_what_the_words_say(rows: dict[str, list[dict]], name: str) -> None:
+def test_answers_match_the_problem_texts(rows: dict[str, list[dict]], name: str) -> None:
     for row in rows[name]:
         assert str(evaluate(exercise_of(problem_of(row)))) == row["reward_model"]["ground_truth"]
 

@@ -1,4 +1,4 @@
-"""The bookkeeping task: problems are right, unique, and the corpus is flawed exactly as often as it says."""
+"""The bookkeeping task: problems are right and unique, and the corpus has exactly the stated rate of flaws."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_flawless_responses_hold_line_by_line() -> None:
         assert last == f"Answer: {problem.answer}"
 
 
-def test_slips_come_as_often_as_asked_and_the_right_result_stays_the_mode() -> None:
+def test_slips_come_at_the_requested_rate_and_the_right_result_stays_the_mode() -> None:
     flaws = Flaws(easy_slip=0.1, hard_slip=0.3, skipped_line=0, unformatted_answer=0, no_answer=0, recheck=0)
     wrong, seen = {False: 0, True: 0}, {False: 0, True: 0}
     problems = draw_problems(9, 3000)

@@ -131,7 +131,7 @@ def _metrics(**fields: float | None):
         ),
     ],
 )
-def test_what_is_missing_is_said(finished, capsys, change, what) -> None:
+def test_missing_facts_are_named(finished, capsys, change, what) -> None:
     change(finished)
     assert check_smoke.main([str(finished)]) == 1
     assert what in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_both_are_trained_once_and_every_metric_is_in_the_schema() -> None:
     assert {name for name in STEP_METRICS if name.startswith("critic/")} <= set(result.metrics)
 
 
-def test_people_are_shown_what_the_critic_made_of_a_response() -> None:
+def test_records_show_the_critics_values_of_a_response() -> None:
     expected = {one.sample_id: pytest.approx(float(one.advantages.mean())) for one in make_estimates().policy_samples}
     shown = make_estimates().shown_advantages
     assert shown == expected and any(shown.values())

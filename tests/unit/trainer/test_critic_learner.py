@@ -94,7 +94,7 @@ def test_history_keeps_the_newest() -> None:
     assert learner.counters.history == [[0.2, 1.0], [0.3, 1.0], [0.4, 1.0]]
 
 
-def test_what_is_not_finite_is_not_remembered() -> None:
+def test_nonfinite_values_are_not_recorded() -> None:
     """A checkpoint holds the history as JSON, which knows no NaN: the run would end with the next one."""
     learner = make_critic_learner(FakeCritic())
     for explained, loss in ((0.1, 1.0), (0.2, float("nan")), (float("-inf"), 1.0), (0.3, float("inf"))):

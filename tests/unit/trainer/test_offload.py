@@ -74,7 +74,7 @@ def test_a_model_stays_until_another_one_needs_the_room(models: dict[str, FakeMo
 
 
 def test_the_optimizer_makes_room_for_engines_that_wake_up_for_new_weights(models: dict[str, FakeModel]) -> None:
-    """There is no critic whose update comes between."""
+    """The run has no critic whose update would come between."""
     moves = device_models({POLICY: models[POLICY]})
     with moves.on_device(POLICY, REFERENCE, training=POLICY):
         assert models[POLICY].here == {"gradients", "optimizer", "weights"}

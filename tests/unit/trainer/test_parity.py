@@ -54,7 +54,7 @@ def test_missing_logprobs_are_named() -> None:
         ParityProbe(SEQUENCES, Trainer(), gate=1.0).check("server 0", lambda tokens: [-1.0] * len(tokens))
 
 
-def test_quantized_weights_are_compared_with_quantized_weights_and_the_rounding_is_told(caplog) -> None:
+def test_quantized_weights_are_compared_with_quantized_weights_and_the_error_is_reported(caplog) -> None:
     """The trainer is 0.05 off as trained and equal as served; the gate is on the second, and holds there alone."""
     state = {"rounded": False}
 

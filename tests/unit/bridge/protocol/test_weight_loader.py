@@ -108,7 +108,7 @@ def test_a_whole_sync_in_one_message(model, arena):
 
 
 def test_a_message_that_arrives_twice_changes_nothing(model, arena):
-    """By the second time its slots hold bytes of later buckets."""
+    """The slots hold bytes of later buckets by the second time."""
     assert _send(model, arena, *_whole("d", 4)).ok
     before = model.embed_tokens.weight.clone()
     arena.slots.fill_(9)

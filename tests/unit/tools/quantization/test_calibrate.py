@@ -39,7 +39,7 @@ def test_one_scale_a_matrix_is_what_modelopt_simulates(written, samples) -> None
     read = load_dequantized(directory, "fp8", torch.float32, CPU)
     found = compare(simulated, [logprobs_of(read, sample) for sample in samples])
     rounding = compare(simulated, [logprobs_of(before, sample) for sample in samples])
-    # What is left: values next to a tie, which fall to either side by whether one divides or multiplies.
+    # The rest are values next to a tie, which round to either side depending on division or multiplication.
     assert found.mean_abs < 0.05 * rounding.mean_abs
 
 

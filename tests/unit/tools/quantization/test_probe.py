@@ -55,7 +55,7 @@ def test_difference() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_what_is_not_finite_is_never_within_tolerance(bad: float) -> None:
+def test_nonfinite_values_are_never_within_tolerance(bad: float) -> None:
     found = compare([[-1.0, -2.0]], [[-1.0, bad]])
     assert len(found.violations(Tolerance(1e9, 1e9, 1e9))) == 3
 
