@@ -41,7 +41,7 @@ def device() -> str:
 
 @pytest.fixture
 def available(device: str) -> Callable[[str, torch.dtype, int, int], str]:
-    """Gives the implementation's name back, or skips with what is in its way."""
+    """Return the implementation's name, or skip with the reason that it cannot run."""
 
     def check(name: str, dtype: torch.dtype = torch.bfloat16, width: int = 128, rows: int = 128) -> str:
         try:
@@ -55,7 +55,7 @@ def available(device: str) -> Callable[[str, torch.dtype, int, int], str]:
 
 @pytest.fixture
 def recipe() -> Callable[[str], PrecisionConfig]:
-    """The precision of that name, or a skip with what is in its way."""
+    """Return the precision of that name, or skip with the reason that it cannot run."""
 
     def check(name: str) -> PrecisionConfig:
         try:

@@ -1,4 +1,4 @@
-"""A device that is none: Transformer Engine's own Python on a CPU, its compiled functions computed by torch.
+"""A stand-in for a GPU: Transformer Engine's own Python on a CPU, its compiled functions computed by torch.
 
     pytest tests/gpu/test_layers.py --stand-in       where Transformer Engine is installed and there is no GPU
 
@@ -42,7 +42,7 @@ COMPILED: dict[str, Callable[..., Any]] = {}
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Devices in calls of torch become the CPU."""
+    """Replace devices in calls of torch by the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -125,7 +125,7 @@ def install_cuda() -> None:
     torch.Tensor.type = _type_name(torch.Tensor.type)  # type: ignore[method-assign]
     torch.Generator = Generator  # type: ignore[misc]
     torch.compile = lambda function=None, **options: function or (lambda later: later)  # type: ignore[assignment]
-    # gloo flattens what is sent together, of whatever types; NCCL sends each tensor by itself.
+    # gloo flattens coalesced tensors regardless of their types; NCCL sends each tensor by itself.
     dist._coalescing_manager = lambda *args, **kwargs: contextlib.nullcontext(Stream())  # type: ignore[assignment]
     dist.distributed_c10d._coalescing_manager = dist._coalescing_manager  # type: ignore[assignment]
     begin = dist.init_process_group
@@ -133,7 +133,7 @@ def install_cuda() -> None:
 
 
 def _is_cuda(tensor: torch.Tensor) -> bool:
-    """Return True to Transformer Engine and megatron-core alone."""
+    """Return True to callers in Transformer Engine and megatron-core only."""
     return sys._getframe(1).f_globals.get("__name__", "").startswith(("transformer_engine", "megatron.core"))
 
 
@@ -149,13 +149,13 @@ def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes the place of the compiled function of that name."""
+    """Register a replacement of the compiled function of that name."""
     COMPILED[function.__name__] = function
     return function
 
 
 def install_transformer_engine() -> None:
-    """Import it, and put the functions below in the place of its compiled ones, wherever its modules keep those."""
+    """Import Transformer Engine and replace its compiled functions, wherever its modules keep them, by those below."""
     importlib.import_module("transformer_engine.pytorch")
     extension = sys.modules["transformer_engine_torch"]
     originals = {name: getattr(extension, name) for name in COMPILED}
@@ -167,7 +167,7 @@ def install_transformer_engine() -> None:
 
 
 def _checked(function: Callable[..., Any], doc: str) -> Callable[..., Any]:
-    """Held against the signature that the compiled function states."""
+    """Bind the arguments of each call to the compiled function's signature."""
     signature = _signature(doc)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ def _of_blocks(data: torch.Tensor, scales: torch.Tensor, is_2d: bool, dtype: Any
 def _in_blocks(
     values: torch.Tensor, is_2d: bool, dtype: Any, shape: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the rounded values, and scales in the compiled function's order and padding."""
+    """Bytes of the quantized values, and scales in the compiled function's order and padding."""
     rows, width = values.shape
     padded = F.pad(values.float(), (0, -width % 128, 0, -rows % 128))
     blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
@@ -294,7 +294,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
 
 
 def _quantize_whole(matrix: torch.Tensor, quantizer: Any, output: Any) -> Any:
-    """One scale a tensor: of itself, or the one that delayed scaling gives."""
+    """Scale per tensor, from its own maximum or from delayed scaling."""
     dtype = _torch_dtype(quantizer.dtype)
     amax = matrix.abs().amax().float() if matrix.numel() else torch.zeros(())
     scale = getattr(quantizer, "scale", None)
@@ -497,7 +497,7 @@ def fused_amax_and_scale_update_after_reduction(
     dtype: Any,
     margin: float,
 ) -> None:
-    """Each history rolled by one; the scale from its largest."""
+    """Roll each history by one and take the scale from its maximum."""
     largest = torch.finfo(_torch_dtype(dtype)).max
     for amax, history, scale in zip(amaxes.split([h.size(1) for h in histories]), histories, scales, strict=True):
         history[0].copy_(amax)
@@ -557,6 +557,6 @@ def get_cublasLt_version() -> int:
 
 
 def install() -> None:
-    """All of it, before anything of megatron-core is imported."""
+    """Install the whole stand-in, before megatron-core is imported."""
     install_transformer_engine()
     install_cuda()

@@ -1,4 +1,4 @@
-"""An SGLang server that shares the GPU: what it gives back, and that it serves again afterwards."""
+"""An SGLang server that shares the GPU: it releases its memory and serves again after it wakes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_memory_is_released_measured_and_taken_back(device, model, engine_python
         client.sleep()
         weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         freed = SharedDevice(weights, timeout_s=30.0).wait_for_memory(serving)
-        # Weights and cache are what the fraction is of; graphs and workspaces stay.
+        # The fraction counts weights and cache; graphs and workspaces stay.
         assert freed > 0.5 * MEMORY_FRACTION * total, f"{freed / 1e9:.2f} GB of {MEMORY_FRACTION * total / 1e9:.2f}"
         client.begin_weight_update()
         client.update_weights_from_disk(str(model))

@@ -189,7 +189,7 @@ def test_fp8_is_within_its_bound_and_that_of_its_quantized_values(available, dev
     assert ((found.logprobs.double() - right).abs() <= bound + 1e-3).all()
     quantized = quantize_hidden(inputs[0]).widened(), quantize_weight(inputs[1]).widened(), inputs[2]
     logprobs, entropy = exact_outputs(*quantized, temperature, 5003)
-    # The very values of the emulation: what remains is the order of the sums, and the 14 bits FP8 sums have inside.
+    # The same values as the emulation: only the order of sums and the 14 bits of FP8 accumulation differ.
     torch.testing.assert_close(found.logprobs.double(), logprobs, rtol=1e-3, atol=5e-3)
     torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-3, atol=5e-3)
 

@@ -12,7 +12,7 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 
-BF16 = 2.0**-8  # of a value, the most that rounding to bf16 moves it
+BF16 = 2.0**-8  # largest relative error of rounding to bf16
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_the_two_layer_specifications_differ_by_bf16_rounding_alone(references, 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3"])
 def test_packing_and_padding_leave_a_sequence_as_it_is(references, name) -> None:
-    """Packed among others, alone, and followed by padding to a multiple of 128."""
+    """A sequence packed among others, alone, and followed by padding to a multiple of 128."""
     from actor_checks import TEMPERATURE, Reference, make_micro_batch, sequences
 
     from megatron_dapo.megatron.actor import ActorSettings
@@ -129,7 +129,7 @@ def test_packing_and_padding_leave_a_sequence_as_it_is(references, name) -> None
 
 
 def test_the_same_batch_gives_the_same_bits_twice(references) -> None:
-    """Old and new log-probs of the same weights are the same numbers: their ratio is 1."""
+    """Old and new log-probs of the same weights are equal: their ratio is 1."""
     from actor_checks import TEMPERATURE, Reference, ragged_batch
 
     from megatron_dapo.megatron.actor import ActorSettings
@@ -152,7 +152,7 @@ def relative(found: torch.Tensor, right: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(128, 128, 128), (384, 256, 640), (1024, 1536, 2048)])
 def test_blockwise_products_of_transformer_engine_are_those_of_the_emulation(recipe, tokens, inputs, outputs) -> None:
-    """Forward and both gradients: the same rounded values, so that sums in another order and bf16 are all that differs."""
+    """Forward and both gradients from the same quantized values: only the order of sums and bf16 differ."""
     recipe("fp8_blockwise")
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling
@@ -178,7 +178,7 @@ def test_blockwise_products_of_transformer_engine_are_those_of_the_emulation(rec
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 100, 128, 200])
 def test_an_expert_s_tokens_are_padded_to_what_the_emulation_computes(recipe, num_tokens) -> None:
-    """megatron-core puts zeros up to a multiple of 16 behind an expert's tokens, the emulation up to one of 128."""
+    """megatron-core pads an expert's tokens with zeros to a multiple of 16, the emulation to one of 128."""
     recipe("fp8_blockwise")
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling
@@ -239,7 +239,7 @@ def test_a_model_in_fp8_is_near_its_bf16_and_trains(recipe, name, family) -> Non
 
 
 def test_log_prob_passes_in_fp8_leave_no_state_behind(recipe) -> None:
-    """Scales of delayed scaling are those of training alone, however many passes went by without gradients."""
+    """Delayed scaling takes its scales from training alone, regardless of passes without gradients."""
     from actor_checks import TEMPERATURE, ragged_batch
 
     want, layout, settings = wide_settings(recipe("fp8_delayed"))

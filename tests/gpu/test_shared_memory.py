@@ -93,7 +93,7 @@ def colocated(tmp_path: Path):
 
 @pytest.mark.parametrize("slots", ["gpu", "host"])
 def test_weights_arrive_bit_for_bit_through_slots(colocated, slots) -> None:
-    """The update compares checksums of all parameters, computed on both sides; several, so that memory is used again."""
+    """The update compares checksums of all parameters, computed on both sides; several syncs, so that memory is reused."""
     update = colocated.update(slots)
     for _ in range(3):
         for parameter in colocated.parameters.values():
@@ -102,7 +102,7 @@ def test_weights_arrive_bit_for_bit_through_slots(colocated, slots) -> None:
 
 
 def test_a_byte_that_is_changed_on_the_way_is_noticed(colocated, monkeypatch) -> None:
-    """Otherwise the test above would prove nothing."""
+    """Check that the test above can fail."""
     from megatron_dapo.bridge.transports import shared_memory as transport
 
     def spoil(plan: Any, bucket: Any, source: int, sources: Any, data: torch.Tensor, *more: Any) -> int:
