@@ -21,14 +21,14 @@ def test_moments_of_parts_give_those_of_the_whole(std):
     assert total.variance(std) == pytest.approx(float(counted.var(correction=int(std == "unbiased"))))
 
 
-def test_whitening_in_parts_equals_whitening_at_once():
+def test_whitening_in_shards_equals_whitening_the_whole():
     values, mask = drawn()
     total = moments(values, mask)
     parts = [whiten(values[s], mask[s], total.mean(), total.variance()) for s in (slice(0, 20), slice(20, 60))]
     actual = torch.cat(parts)
     counted = values[mask > 0]
-    at_once = (counted - counted.mean()) / counted.std(correction=0)
-    torch.testing.assert_close(actual[mask > 0], at_once, rtol=1e-9, atol=1e-9)
+    direct = (counted - counted.mean()) / counted.std(correction=0)
+    torch.testing.assert_close(actual[mask > 0], direct, rtol=1e-9, atol=1e-9)
     assert float(actual[mask > 0].mean()) == pytest.approx(0, abs=1e-12)
     assert not actual[mask == 0].any()
 

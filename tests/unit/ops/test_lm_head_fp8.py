@@ -119,7 +119,7 @@ DEVICE = HeadSpec(torch.device("cuda", 0), torch.bfloat16, 256, 256)
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch):
-    """A machine as torch and the import system would describe it."""
+    """A device as torch and the import system would describe it."""
 
     def describe(capability: tuple[int, int], cuda: str = "13.0", engine: object = None) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
