@@ -55,17 +55,13 @@ def estimate_value_advantages(
         "critic/nonfinite_samples": float(usable.count(False)),
         "critic/finished_share": sum(finished) / max(1, len(finished)),
     }
-    shown = {one.sample_id: _mean_advantage(one) for one in policy}
+    # Means over the trained tokens; 0 for a sample without one.
+    shown = {s.sample_id: float((s.advantages * s.loss_mask).sum() / s.loss_mask.sum().clamp(min=1)) for s in policy}
     return EstimatedBatch(list(samples), policy, critic, metrics, shown, has_spread)
 
 
 def _is_finite(numbers: torch.Tensor | None) -> bool:
     return numbers is None or bool(torch.isfinite(numbers).all())
-
-
-def _mean_advantage(sample: TrainSample) -> float:
-    """Return the mean over the trained tokens; 0 without one."""
-    return float((sample.advantages * sample.loss_mask).sum() / sample.loss_mask.sum().clamp(min=1))
 
 
 @dataclass(frozen=True)

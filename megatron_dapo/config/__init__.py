@@ -13,22 +13,3 @@ from megatron_dapo.config.loader import (
 from megatron_dapo.config.rules import ConfigError, Violation
 from megatron_dapo.config.schema import Config, pretraining_config
 from megatron_dapo.config.validator import require_valid, schedule_steps, validate
-
-__all__ = [
-    "ArchitectureFacts",
-    "Config",
-    "ConfigError",
-    "LoadedConfig",
-    "Violation",
-    "config_from_dict",
-    "layout_overrides",
-    "load_config",
-    "missing_inputs",
-    "pretraining_config",
-    "read_architecture",
-    "read_resolved",
-    "require_valid",
-    "schedule_steps",
-    "validate",
-    "write_resolved",
-]

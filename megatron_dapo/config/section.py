@@ -41,15 +41,12 @@ class Bounds:
         if self.min_length:
             return "not empty"
         low = f"[{self.ge:g}" if self.ge is not None else f"({self.gt:g}" if self.gt is not None else ""
-        high = f"{self.le:g}]" if self.le is not None else f"{_power(self.lt)})" if self.lt is not None else ""
+        ceiling = "2**63" if self.lt == 2**63 else f"{self.lt or 0:g}"
+        high = f"{self.le:g}]" if self.le is not None else f"{ceiling})" if self.lt is not None else ""
         if low and high:
             return f"in {low}, {high}"
         one_sided = {">=": self.ge, ">": self.gt, "<=": self.le, "<": self.lt}
         return next(f"{sign} {number:g}" for sign, number in one_sided.items() if number is not None)
-
-
-def _power(number: float) -> str:
-    return "2**63" if number == 2**63 else f"{number:g}"
 
 
 PositiveInt = Annotated[int, Bounds(ge=1)]

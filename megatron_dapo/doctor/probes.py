@@ -220,12 +220,8 @@ def _try_attention(
     wanted = written_out_attention(*exact, lengths)
     wanted_gradients = torch.autograd.grad((wanted * weights).sum(), exact)
     pairs = zip((output, *gradients), (wanted, *wanted_gradients), strict=True)
-    errors = [_relative_error(got.detach().float(), want.detach()) for got, want in pairs]
+    errors = [float((got.detach().float() - want.detach()).norm() / want.detach().norm()) for got, want in pairs]
     return {"error": max(errors)} if all(map(math.isfinite, errors)) else {"failure": "not a finite result"}
-
-
-def _relative_error(got: Any, want: Any) -> float:
-    return float((got - want).norm() / want.norm())
 
 
 def written_out_attention(query: Any, key: Any, value: Any, lengths: Sequence[int]) -> Any:

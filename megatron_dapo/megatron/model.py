@@ -197,11 +197,6 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     return base if scaling is None else SCALINGS[scaling.kind](base, scaling)
 
 
-def _linear(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Interpolate positions (arXiv:2306.15595): divide them by the factor."""
-    return frequencies / scaling.factor
-
-
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Scale as Llama 3.1: divide long wavelengths by the factor, keep short ones, blend in between."""
     factor, low, high, context = (
@@ -218,4 +213,7 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return torch.where(wavelengths < context / high, frequencies, scaled)
 
 
-SCALINGS = MappingProxyType({"linear": _linear, "llama3": _llama3})
+SCALINGS = MappingProxyType(
+    # Linear interpolation of positions, arXiv:2306.15595.
+    {"linear": lambda frequencies, scaling: frequencies / scaling.factor, "llama3": _llama3}
+)

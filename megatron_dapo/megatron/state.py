@@ -100,7 +100,8 @@ def state_shards(
         if state:
             tensors.update({f"{moment}/{part.name}": state[moment] for moment in MOMENTS})
             tensors[f"step/{part.name}"] = _step_of(part)
-    tensors.update({f"random/{name}": state for name, state in _random_states().items()})
+    random_states = {GENERATOR: torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+    tensors.update({f"random/{name}": state for name, state in random_states.items()})
     distributed = any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
     description = {
         "format": FORMAT,
@@ -199,10 +200,6 @@ def _difference(saved: Any, own: Any) -> str:
         return f"saved {saved}, here {own}"
     name = next(key for key in sorted({*saved, *own}) if saved.get(key) != own.get(key))
     return f"{name}: saved {saved.get(name)}, here {own.get(name)}"
-
-
-def _random_states() -> dict[str, torch.Tensor]:
-    return {GENERATOR: torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
 
 
 def _set_random_states(states: dict[str, torch.Tensor]) -> None:

@@ -46,13 +46,14 @@ def broadcast_json(value: Any | None, source: int = 0, group: dist.ProcessGroup 
     """The JSON-serializable `value` of rank `source`, on every rank (others pass None). Tuples arrive as lists."""
     device = communication_device(group)
     is_source = dist.get_rank(group) == source
-    payload = _encode(value).to(device) if is_source else None
+    text = bytearray(json.dumps(value).encode())
+    payload = torch.frombuffer(text, dtype=torch.uint8).to(device) if is_source else None
     size = torch.tensor([payload.numel() if payload is not None else 0], device=device)
     dist.broadcast(size, group=group, group_src=source)
     if payload is None:
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(payload, group=group, group_src=source)
-    return value if is_source else _decode(payload)
+    return value if is_source else json.loads(payload.cpu().numpy().tobytes())
 
 
 def broadcast_tensors(
@@ -137,11 +138,3 @@ def _check_equal_names(check: list[float], operation: Any, num_ranks: int, names
     value, square, negative = check
     equal = num_ranks * square == value * value if operation == dist.ReduceOp.SUM else value == -negative
     assert equal, f"the ranks reduce values of different names or shapes; this one has {names}"
-
-
-def _encode(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(payload: torch.Tensor) -> Any:
-    return json.loads(payload.cpu().numpy().tobytes())

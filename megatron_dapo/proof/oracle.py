@@ -154,10 +154,6 @@ def _token_losses(logprobs: torch.Tensor, sample: TrainSample) -> torch.Tensor:
     return torch.where(advantage < 0, torch.minimum(loss, -advantage * DUAL_CLIP), loss)
 
 
-def _token_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
-    return [1 / sum(lengths)] * len(lengths)
-
-
 def _sample_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
     num_samples = sum(length > 0 for length in lengths)
     return [1 / (num_samples * length) if length else 0.0 for length in lengths]
@@ -172,19 +168,11 @@ def _per_group(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
     return [1 / (num_groups * tokens[group]) if tokens[group] else 0.0 for group in groups]
 
 
-def _dr_grpo(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
-    return [1 / (len(lengths) * MAX_RESPONSE_TOKENS)] * len(lengths)
-
-
-def _seq_sum_mean(lengths: Sequence[int], groups: Sequence[int]) -> list[float]:
-    return [1 / sum(length > 0 for length in lengths)] * len(lengths)
-
-
 # Functions of the trained tokens and the group of each sample that return the weight of each of its trained tokens.
 WEIGHTS = {
-    "token_mean": _token_mean,
+    "token_mean": lambda lengths, groups: [1 / sum(lengths)] * len(lengths),
     "sample_mean": _sample_mean,
     "per_group": _per_group,
-    "dr_grpo": _dr_grpo,
-    "seq_sum_mean": _seq_sum_mean,
+    "dr_grpo": lambda lengths, groups: [1 / (len(lengths) * MAX_RESPONSE_TOKENS)] * len(lengths),
+    "seq_sum_mean": lambda lengths, groups: [1 / sum(length > 0 for length in lengths)] * len(lengths),
 }

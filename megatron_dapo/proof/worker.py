@@ -27,7 +27,7 @@ from megatron_dapo.launch.environment import prepare_rendezvous, process_environ
 from megatron_dapo.megatron.actor import ActorSettings, Loader, MegatronActor, TokenOutputs
 from megatron_dapo.megatron.model_config import DTYPES, ModelSettings, transformer_config
 from megatron_dapo.megatron.parallel_state import initialize_process_group
-from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device
+from megatron_dapo.parallel.collectives import broadcast_json, broadcast_tensors, communication_device, sum_over
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.mini_batch import build_micro_batches
 from megatron_dapo.parallel.packing import padded_length, to_device
@@ -42,8 +42,8 @@ from megatron_dapo.proof.cases import (
     layouts,
     make_batch,
 )
-from megatron_dapo.proof.compare import compare_gradients, fill_from_whole
 from megatron_dapo.proof.report import LossCheckRow
+from megatron_dapo.reshard.layout import local_holes, shard_view, slice_view
 from megatron_dapo.trainer.updater import loss_weights
 from megatron_dapo.types import MicroBatch, TrainSample
 
@@ -220,3 +220,63 @@ def run_worker(result_file: str, directory: str, dtype: str) -> None:
     result = join_and_check(directory, dtype)
     if process_environment().rank == 0:
         Path(result_file).write_text(json.dumps(result))
+
+
+# ---- gradients of a layout's ranks against whole gradients by Hugging Face name, replicas and padding rows included
+
+
+@dataclass(frozen=True)
+class GradientDifference:
+    """Largest |ours - expected| / |expected| over tensors (2-norms over the shards of all ranks), and its tensor."""
+
+    relative: float
+    tensor: str
+
+
+def fill_from_whole(
+    parameters: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, whole: Mapping[str, torch.Tensor]
+) -> None:
+    """Set a rank's local parameters from whole tensors; padding becomes zero."""
+    # First everything to zero: shards leave padding out.
+    for parameter in parameters.values():
+        parameter.zero_()
+    for shard in layout.shards(rank):
+        shard_view(parameters[shard.local], shard).copy_(slice_view(whole[shard.tensor], shard.bounds))
+
+
+def compare_gradients(
+    gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int, expected: Mapping[str, torch.Tensor]
+) -> GradientDifference:
+    """Compare the local gradients of all ranks; collective over the default group.
+
+    A gradient of padding that is not zero, or one that is not finite, makes the difference the largest float.
+    """
+    names = list(expected)
+    sums = torch.zeros(2, len(names), dtype=torch.float64, device=communication_device())
+    index = {name: number for number, name in enumerate(names)}
+    for shard in layout.shards(rank):
+        wanted = slice_view(expected[shard.tensor], shard.bounds).double()
+        ours = shard_view(gradients[shard.local], shard).to(wanted.device, torch.float64)
+        # Every replica adds to both sums, so one deviating replica changes the result.
+        sums[0, index[shard.tensor]] += (ours - wanted).square().sum()
+        sums[1, index[shard.tensor]] += wanted.square().sum()
+    totals = sum_over({"sums": sums, "padding": _padding_sum(gradients, layout, rank)})
+    error, norm = totals["sums"]
+    relative = (error / norm.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+    broken = ~torch.isfinite(relative)
+    # The largest float, because JSON has no infinity.
+    if broken.any():
+        return GradientDifference(sys.float_info.max, names[int(broken.int().argmax())])
+    if totals["padding"] != 0:
+        return GradientDifference(sys.float_info.max, "padding")
+    worst = int(relative.argmax())
+    return GradientDifference(float(relative[worst]), names[worst])
+
+
+def _padding_sum(gradients: Mapping[str, torch.Tensor], layout: MegatronLayout, rank: int) -> float:
+    """Return the sum of absolute gradients of everything that no shard covers."""
+    shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
+    holes = local_holes(layout.shards(rank), shapes)
+    return sum(
+        float(slice_view(gradients[name], hole).abs().double().sum()) for name, found in holes.items() for hole in found
+    )

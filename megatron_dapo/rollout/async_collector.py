@@ -322,14 +322,16 @@ class AsyncCollector:
         """Wait until a batch may be collected; return the version it will train, or None at the end."""
         with self._condition:
             # Without a timeout: only the main thread ends this wait, and it never waits for this thread meanwhile.
-            self._condition.wait_for(lambda: self._state is State.CLOSING or self._may_collect())
+            self._condition.wait_for(
+                lambda: (
+                    self._state is State.CLOSING
+                    or (self._state is State.WAITING and self._next_version - self._version <= self._max_ahead)
+                )
+            )
             if self._state is State.CLOSING:
                 return None
             self._set(State.COLLECTING)
             return self._next_version
-
-    def _may_collect(self) -> bool:
-        return self._state is State.WAITING and self._next_version - self._version <= self._max_ahead
 
     def _enqueue(self, collected: _Collected) -> None:
         with self._condition:

@@ -45,17 +45,14 @@ def _sample_to_json(sample: ScoredSample) -> dict[str, Any]:
 
 def group_from_json(value: Mapping[str, Any]) -> Group:
     """Invert `group_to_json`. Raises KeyError or TypeError for any other value."""
+    prompt = value["prompt"]
     return Group(
         group_id=value["group_id"],
-        prompt=_prompt(value["prompt"]),
+        prompt=Prompt(**{**prompt, "messages": tuple(prompt["messages"]), "token_ids": tuple(prompt["token_ids"])}),
         samples=tuple(_sample(sample) for sample in value["samples"]),
         policy_version=value["policy_version"],
         generation_step=value["generation_step"],
     )
-
-
-def _prompt(value: Mapping[str, Any]) -> Prompt:
-    return Prompt(**{**value, "messages": tuple(value["messages"]), "token_ids": tuple(value["token_ids"])})
 
 
 def _sample(value: Mapping[str, Any]) -> ScoredSample:

@@ -298,7 +298,10 @@ class SglangBuilder(EngineBuilder):
             return DirectFrontend(clients, partial(self._engine, longest, max_running))
         # One connection to the router for everything its servers can run.
         build = partial(self._engine, longest, max_running * len(clients))
-        return RouterFrontend(clients, build, self._start_router, self._routed_client)
+        key, timeouts = read_key(self._key_file), self._timeouts()
+        return RouterFrontend(
+            clients, build, self._start_router, lambda url, workers: RoutedClient(url, key, workers, timeouts)
+        )
 
     def _engine(self, longest: int, max_in_flight: int, clients: Sequence[SglangClient]) -> SglangEngine:
         config = self._config
@@ -312,9 +315,6 @@ class SglangBuilder(EngineBuilder):
     def _start_router(self, urls: Sequence[str]) -> SglangRouter:
         settings = RouterSettings(self._python(), self._key_file, self._config.run.output_dir / "engines")
         return SglangRouter.start(settings, urls)
-
-    def _routed_client(self, url: str, clients: Sequence[SglangClient]) -> RoutedClient:
-        return RoutedClient(url, read_key(self._key_file), clients, self._timeouts())
 
     # Weight sync
 

@@ -263,15 +263,11 @@ def load_training_state(
     own = model.state_shards()[1]
     # All ranks load or none: moments of a part of the model would be worse than none.
     different = [name for name in own if description.get(name) != own[name]]
-    if _any_rank(bool(different), group):
+    if max_over({"different": float(bool(different))}, group)["different"] if dist.is_initialized() else different:
         _log_new_start(source, ", ".join(different) or "the state of other ranks")
         return False
     model.load_state_shards(load_file(_tensors(source, rank)), description)
     return True
-
-
-def _any_rank(mine: bool, group: dist.ProcessGroup | None) -> bool:
-    return bool(max_over({"mine": float(mine)}, group)["mine"]) if dist.is_initialized() else mine
 
 
 def _log_new_start(source: Path, difference: str) -> None:

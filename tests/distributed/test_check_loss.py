@@ -67,8 +67,7 @@ def per_micro_batch_mean(samples: Sequence[TrainSample]) -> list[float]:
 def faults(_: Any) -> dict[str, Any]:
     from megatron_dapo.parallel.layout import ParallelLayout
     from megatron_dapo.proof.cases import MAX_RESPONSE_TOKENS, Cut
-    from megatron_dapo.proof.compare import compare_gradients
-    from megatron_dapo.proof.worker import build_actor, check_cut, pose_problem
+    from megatron_dapo.proof.worker import build_actor, check_cut, compare_gradients, pose_problem
     from megatron_dapo.trainer.updater import loss_weights
 
     problem = pose_problem()

@@ -8,7 +8,7 @@ sync finds them. Slow, and for tests: every product widens its weight again.
 
 from __future__ import annotations
 
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ def apply_to_sglang() -> None:
     """Let `Fp8LinearMethod` and `Fp8MoEMethod` run without AMX (imports sglang)."""
     from sglang.srt.layers.quantization import fp8
 
-    fp8.dispatch_w8a8_block_fp8_linear = _choose_product
+    # In place of SGLang's choice among kernels of GPUs; later versions tell the size of blocks.
+    fp8.dispatch_w8a8_block_fp8_linear = lambda **conditions: block_linear
     fp8.Fp8LinearMethod.process_weights_after_loading_block_quant = _keep_blocks
     fp8.Fp8MoEMethod.process_weights_after_loading = _keep_blocks
     fp8.Fp8MoEMethod.apply = _apply_experts
     # A product of float32 activations is as good as one of 16 bits here, and can be compared more closely.
-    fp8.Fp8Config.get_supported_act_dtypes = classmethod(_activation_dtypes)
+    fp8.Fp8Config.get_supported_act_dtypes = classmethod(lambda config: [torch.bfloat16, torch.half, torch.float32])
 
 
 def block_linear(
@@ -46,11 +47,6 @@ def widened(weight: torch.Tensor, block_size: list[int], scales: torch.Tensor) -
     return weight.float() * scales[..., :columns]
 
 
-def _choose_product(**conditions: Any) -> FunctionType:
-    """In place of SGLang's choice among kernels of GPUs; later versions tell the size of blocks."""
-    return block_linear
-
-
 def _keep_blocks(method: Any, layer: torch.nn.Module) -> None:
     """In place of the repacking: weights and scales are what `block_linear` and `_apply_experts` take."""
 
@@ -67,7 +63,3 @@ def _apply_experts(method: Any, layer: torch.nn.Module, dispatch_output: Any) ->
     )
     output = moe_forward_native(experts, hidden, dispatch_output.topk_output, method.moe_runner_config)
     return StandardCombineInput(hidden_states=output)
-
-
-def _activation_dtypes(config: Any) -> list[torch.dtype]:
-    return [torch.bfloat16, torch.half, torch.float32]

@@ -123,7 +123,7 @@ class ProcessTree:
     def record(self) -> None:
         """Remember the processes there are now. SGLang's workers among them have to live as long as the server."""
         self._look()
-        self._workers = {process for process in self._seen if _is_worker(process.pid)}
+        self._workers = {p for p in self._seen if _command_line(p.pid).startswith(b"sglang::")}  # by their titles
 
     def ended_worker(self) -> ProcessId | None:
         """A recorded worker that is gone."""
@@ -197,11 +197,6 @@ def _status(pid: int) -> _Status | None:
     fields = line[line.rindex(")") + 2 :].split()  # the name before it may hold anything
     # Fields 3, 4, 6 and 22 of proc(5).
     return _Status(state=fields[0], parent=int(fields[1]), session=int(fields[3]), started=int(fields[19]))
-
-
-def _is_worker(pid: int) -> bool:
-    """SGLang names its processes sglang::scheduler and so on."""
-    return _command_line(pid).startswith(b"sglang::")
 
 
 def _is_resource_tracker(pid: int) -> bool:

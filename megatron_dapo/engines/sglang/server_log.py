@@ -25,7 +25,8 @@ def exit_reason(log: Path) -> str:
 
 def first_cause(lines: Sequence[str]) -> str:
     """The exception of the first traceback, else the first line that tells of an error, else the last line."""
-    for cause in (_exceptions(lines), _error_lines(lines), reversed(lines)):
+    errors = (line for line in lines if _ERROR_LINE.search(line) and not _HARMLESS.search(line))
+    for cause in (_exceptions(lines), errors, reversed(lines)):
         found = next((line for line in cause if line.strip()), None)
         if found is not None:
             return _PREFIX.sub("", found).strip()
@@ -41,10 +42,6 @@ def _exceptions(lines: Sequence[str]) -> Iterator[str]:
         elif inside and line.strip() and not line[0].isspace():
             inside = False
             yield line
-
-
-def _error_lines(lines: Sequence[str]) -> Iterator[str]:
-    return (line for line in lines if _ERROR_LINE.search(line) and not _HARMLESS.search(line))
 
 
 def _lines(log: Path) -> list[str]:
