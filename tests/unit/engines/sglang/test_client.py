@@ -24,7 +24,7 @@ from megatron_dapo.engines.sglang.client import (
 from megatron_dapo.engines.sglang.wire import AnswerError, parse_generation, parse_prompt_logprobs
 from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
 
-FAST = Timeouts(connect_s=5, generate_s=0.4, control_s=0.4, flush_s=0.4, update_s=0.4, health_s=0.4)
+FAST = Timeouts(connect_s=5, generate_s=1.5, control_s=0.4, flush_s=0.4, update_s=0.4, health_s=0.4)
 PATIENT = Timeouts(generate_s=30)
 REQUEST = GenerationRequest("a", (5, 6, 7), SamplingParams(max_new_tokens=8, stop_token_ids=(3,)), seed=11)
 
@@ -117,8 +117,8 @@ def answer_with(cached: object) -> dict:
 
 
 EXPECTED = {
-    "hang": (EngineTimeout, "no answer within 0.4 s"),
-    "hang_mid_answer": (EngineTimeout, "no answer within 0.4 s"),
+    "hang": (EngineTimeout, "no answer within 1.5 s"),
+    "hang_mid_answer": (EngineTimeout, "no answer within 1.5 s"),
     "reset": (EngineGone, "connection lost"),
     "reset_mid_answer": (EngineGone, "connection lost"),
     "400": (EngineHttpError, "HTTP 400: .*the request does not fit"),
