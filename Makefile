@@ -3,8 +3,8 @@
 # make quickstart-ppo [LAYOUT=...] [ARGS=...]                  PPO: a critic with a fresh head, not pretrained
 # make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
-# make test                                                    the whole test suite, without TRL and virtual clusters
-# make test-all                                                the same with both (root, Debian's slurm-wlm and munge)
+# make test                                                    the test suite without TRL, virtual clusters and tests marked long
+# make test-all                                                the whole test suite (root, Debian's slurm-wlm and munge)
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
 # make test-cluster                                            the shipped scripts on two virtual nodes with real Slurm (root)
@@ -88,11 +88,12 @@ test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge
 	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 || status=1; \
 	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q -n 2 $(TRITON_TESTS) || status=1; \
 	$(RUN) PYTHONPATH=.venv-modelopt .venv/bin/python -m pytest -q $(MODELOPT_TESTS) || status=1; \
-	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) tests/engine tests/e2e tests/distributed tests/gpu || status=1; \
+	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m "not long" tests/engine tests/e2e tests/distributed tests/gpu || status=1; \
 	exit $$status
 
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
 test-all: .venv-trl test test-cluster
+	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m long tests
 
 # On a machine with a GPU and the packages of requirements/: what it cannot run it says; what fails leaves the others run.
 test-gpu:

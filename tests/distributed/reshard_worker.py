@@ -85,18 +85,18 @@ def sync(rank: int, world: int, directory: Path, output: Path) -> None:
 
 @contextmanager
 def spoiled(is_spoiled: bool) -> Iterator[None]:
-    """Change one element of this rank's engine after its last bucket, before its checksums are read."""
-    original = Receiver.finish
+    """Change one element of this rank's engine after its last write, before its checksums are read."""
+    original = Receiver.checksums
 
-    def finish(self: Receiver, sync_id: str) -> dict[str, int]:
+    def checksums(self: Receiver) -> dict[str, int]:
         self.parameters["model.norm.weight"][3] += 1
-        return original(self, sync_id)
+        return original(self)
 
-    Receiver.finish = finish if is_spoiled else original
+    Receiver.checksums = checksums if is_spoiled else original
     try:
         yield
     finally:
-        Receiver.finish = original
+        Receiver.checksums = original
 
 
 def replicas(rank: int, world: int, directory: Path, output: Path) -> None:

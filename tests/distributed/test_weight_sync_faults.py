@@ -1,5 +1,5 @@
-"""A thousand faults in a thousand updates: an engine only ever serves one whole version, and no update outlives its
-deadline.
+"""Faults of every kind in up to a thousand updates: an engine only ever serves one whole version, and no update outlives
+its deadline.
 
 Each run brings a new version to engines that serve the one before, with one fault somewhere on the way; then the
 fault is gone, and another sync must bring all engines to the new version. Every byte of every engine that is not paused
@@ -33,7 +33,6 @@ from megatron_dapo.bridge.weight_sync import EngineState, SyncTimeouts
 from megatron_dapo.parallel.coordination import CoordinationError
 from megatron_dapo.parallel.layout import ParallelLayout
 
-NUM_FAULTS = 1000
 NUM_WORLDS = 8
 PATIENT = SyncTimeouts(20, 20, 20, 20, 20, 20, 20)
 # For faults in which an engine or a rank stays silent: such an update lasts this long.
@@ -427,10 +426,9 @@ def _arrive(messages: list[Callable[[], None]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(
-    1200
-)  # three minutes on two idle cores; every update has a limit of a minute, which catches a hang
-def test_a_thousand_faults(tmp_path: Path) -> None:
+@pytest.mark.timeout(1200)  # a thousand take three minutes on two idle cores; a hang meets the limit of its update
+@pytest.mark.parametrize("num_faults", [250, pytest.param(1000, marks=pytest.mark.long)])
+def test_faults_of_every_kind(num_faults: int, tmp_path: Path) -> None:
     trials = [Trial(number, tmp_path) for number in range(NUM_WORLDS)]
     errors: list[BaseException] = []
 
@@ -438,7 +436,7 @@ def test_a_thousand_faults(tmp_path: Path) -> None:
         try:
             kinds = itertools.cycle(KINDS[number:] + KINDS[:number])
             # A run whose fault did not fire is not counted.
-            while trial.num_fired() < NUM_FAULTS / NUM_WORLDS:
+            while trial.num_fired() < num_faults / NUM_WORLDS:
                 trial.run(next(kinds))
         except BaseException as error:
             errors.append(error)
@@ -454,7 +452,7 @@ def test_a_thousand_faults(tmp_path: Path) -> None:
     fired = sum((trial.fired for trial in trials), Counter())
     failed = sum((trial.failed for trial in trials), Counter())
     print("fired", dict(fired), "unserved", dict(failed), "longest", max(trial.longest_s for trial in trials))
-    assert sum(fired.values()) >= NUM_FAULTS and min(fired[kind] for kind in KINDS) >= 20, fired
+    assert sum(fired.values()) >= num_faults and min(fired[kind] for kind in KINDS) >= num_faults // 50, fired
     assert all(failed[kind] >= fired[kind] for kind in MUST_FAIL), (fired, failed)
     assert max(trial.longest_s for trial in trials) < LONGEST_HASTY_S
     assert not any(path.is_file() for path in tmp_path.rglob("*")), "arenas are left behind"

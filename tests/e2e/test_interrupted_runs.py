@@ -18,6 +18,7 @@ from tools.resume_proof.kill_points import RunProcess
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.long
 def test_kill_and_resume_with_tensor_parallelism(finished: Finished, tmp_path: Path) -> None:
     kill_and_resume(finished, tmp_path / "killed")
 

@@ -36,7 +36,7 @@ def train(
     return subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+@pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.long), "p2p"])
 def test_a_corrected_run_in_fp8(transport: str, model, engine_python, tmp_path) -> None:
     placement = {"shared_memory": "colocated", "p2p": "disaggregated"}[transport]
     where = [f'sglang.weight_sync_transport="{transport}"', f'sglang.placement="{placement}"']

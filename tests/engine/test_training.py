@@ -145,6 +145,7 @@ def test_killed_engine_costs_neither_samples_nor_the_run(train: Callable[..., Ru
     check_nothing_is_left(run)
 
 
+@pytest.mark.long
 def test_a_restarted_engine_in_fp8_gets_quantized_weights(train: Callable[..., Run], tmp_path: Path) -> None:
     """kill -9 in the middle of the first rollout: the next server serves the same quantized weights."""
     model = save_quickstart_model(tmp_path / "model", **CUT_HEADS)

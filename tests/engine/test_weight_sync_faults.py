@@ -62,7 +62,7 @@ class FaultyControl:
         (PAYLOAD_FAULTS[kind] if kind else ServerStrike.carry_out)(strike)
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_faults_on_the_way_to_a_server(tensor_parallel: int, filled_server, tiny_model_untied: Path) -> None:
     server = filled_server(tiny_model_untied, tensor_parallel)
     client = SglangClient(server.url, read_key(server.key_file), Timeouts(generate_s=60.0), server.info.api_version)
