@@ -24,9 +24,8 @@ class EstimatedBatch:
     policy_samples: list[TrainSample]
     critic_samples: list[TrainSample] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    shown_advantages: Mapping[str, float] = field(
-        default_factory=dict
-    )  # sample id -> the number written beside its text
+    # Sample id -> the number written beside its text.
+    shown_advantages: Mapping[str, float] = field(default_factory=dict)
     has_spread: bool = True  # the critic's targets differ, so that there is variance to explain
 
 

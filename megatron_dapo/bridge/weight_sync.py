@@ -197,9 +197,8 @@ class WeightSync:
         timeouts = self.timeouts
 
         def steps(control: EngineControl, report: EngineSyncReport) -> None:
-            _step(
-                report, "pause", timeouts.pause_s, lambda: control.pause("abort")
-            )  # unfinished responses come back, to be continued later
+            # Unfinished responses come back, to be continued later.
+            _step(report, "pause", timeouts.pause_s, lambda: control.pause("abort"))
             report.state = EngineState.PAUSED
             _step(report, "flush", timeouts.flush_s, control.flush_cache)
             report.state = EngineState.FLUSHED

@@ -41,8 +41,8 @@ class Bounds:
         if self.min_length:
             return "not empty"
         low = f"[{self.ge:g}" if self.ge is not None else f"({self.gt:g}" if self.gt is not None else ""
-        ceiling = "2**63" if self.lt == 2**63 else f"{self.lt or 0:g}"
-        high = f"{self.le:g}]" if self.le is not None else f"{ceiling})" if self.lt is not None else ""
+        high = f"{self.le:g}]" if self.le is not None else f"{self.lt:g})" if self.lt is not None else ""
+        high = "2**63)" if self.lt == 2**63 else high  # all its digits, as 9.22337e+18 is another number
         if low and high:
             return f"in {low}, {high}"
         one_sided = {">=": self.ge, ">": self.gt, "<=": self.le, "<": self.lt}

@@ -148,14 +148,7 @@ def _checked_messages(prompt: Any, location: str) -> tuple[Mapping[str, str], ..
         prompt = _parse_chat(prompt, location)
     if isinstance(prompt, str) and prompt.strip():
         return ({"role": "user", "content": prompt},)
-    keys = ("role", "content")
-    if (
-        isinstance(prompt, list)
-        and prompt
-        and all(
-            isinstance(message, dict) and all(isinstance(message.get(key), str) for key in keys) for message in prompt
-        )
-    ):
+    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
         return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
     raise ValueError(
         f"{location}: prompt must be a list of chat messages {{'role': text, 'content': text}} or a text, got "
@@ -171,6 +164,10 @@ def _parse_chat(text: str, location: str) -> Any:
             f"{location}: prompt holds chat messages as text that is not valid JSON ({error}): write the column as a list "
             f"of messages or by json.dumps, got {text[:200]!r}"
         ) from error
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _checked_answer(answer: Any, location: str) -> str:

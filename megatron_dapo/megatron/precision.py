@@ -107,7 +107,10 @@ def _obstacle_on_a_device(recipe: str) -> str | None:
         return "Transformer Engine is not installed (pip install --no-build-isolation 'transformer-engine[pytorch]')"
     if recipe != FP8_BLOCKWISE:
         return transformer_engine_obstacle(FP8)
-    return transformer_engine_obstacle(FP8_BLOCKS) or _other_block_rounding()
+    try:
+        return transformer_engine_obstacle(FP8_BLOCKS) or _other_block_rounding()
+    except Exception as error:  # noqa: BLE001
+        return f"Transformer Engine is installed and does not work: {type(error).__name__}: {error}"
 
 
 def _other_block_rounding() -> str | None:

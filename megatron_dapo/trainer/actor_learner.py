@@ -70,9 +70,8 @@ class _PolicyMiniBatch(MiniBatch):
     """Behavior terms are known per micro-batch, and on last pipeline stages only; empty until they are computed."""
 
     behavior: list[BehaviorTerms | None] = field(default_factory=list)
-    correction_sums: dict[str, float] = field(
-        default_factory=dict
-    )  # over this rank's tokens; empty without a correction
+    # Over this rank's tokens; empty without a correction.
+    correction_sums: dict[str, float] = field(default_factory=dict)
 
 
 class PolicyLearner:

@@ -263,7 +263,10 @@ def load_training_state(
     own = model.state_shards()[1]
     # All ranks load or none: moments of a part of the model would be worse than none.
     different = [name for name in own if description.get(name) != own[name]]
-    if max_over({"different": float(bool(different))}, group)["different"] if dist.is_initialized() else different:
+    refuses = float(bool(different))
+    if dist.is_initialized():
+        refuses = max_over({"refuses": refuses}, group)["refuses"]
+    if refuses:
         _log_new_start(source, ", ".join(different) or "the state of other ranks")
         return False
     model.load_state_shards(load_file(_tensors(source, rank)), description)

@@ -133,6 +133,7 @@ def engine(answer: Any = (True, ""), power_2: bool = True, override: str | None 
         (None, "Transformer Engine is not installed"),
         (engine((False, "Device compute capability 9.0 or higher required")), "says: Device compute capability 9.0"),
         (engine(OSError("libcudart.so.13: cannot open")), "does not work: OSError: libcudart.so.13"),
+        ({**engine(), "transformer_engine.common.recipe": SimpleNamespace()}, "does not work: AttributeError"),
         (engine(power_2=False), "NVTE_FP8_BLOCK_SCALING_FP32_SCALES is set.*unset it"),
         (engine(override="high_precision"), "NVTE_BACKWARD_OVERRIDE is set"),
     ],
