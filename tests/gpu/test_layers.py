@@ -3,7 +3,6 @@ its emulation. With `--stand-in` on a CPU with Transformer Engine installed: see
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +257,7 @@ def test_weights_held_as_fp8_are_the_quantized_main_params(recipe) -> None:
 
     from megatron_dapo.ops.fp8 import quantize_weight
 
-    precision = dataclasses.replace(recipe("fp8_blockwise"), fp8_param=True)
+    precision = recipe("fp8_blockwise").model_copy(update={"fp8_param": True})
     want, layout, settings = wide_settings(precision)
     actor = build(want, layout, settings)
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
@@ -283,7 +282,7 @@ def test_a_loaded_state_equals_the_saved_one_and_continues(recipe, name, fp8_par
     """Two steps, the state as a checkpoint holds it, another model from other weights: the same bits, and the next step."""
     from actor_checks import TEMPERATURE, Reference, differing, loss_fn, ragged_batch, snapshot
 
-    want, layout, settings = wide_settings(dataclasses.replace(recipe(name), fp8_param=fp8_param))
+    want, layout, settings = wide_settings(recipe(name).model_copy(update={"fp8_param": fp8_param}))
     micro_batches = [on_device(micro_batch) for _, micro_batch in ragged_batch().of_rank(layout, 0)]
     whole = build(want, layout, settings)
     for _ in range(2):
