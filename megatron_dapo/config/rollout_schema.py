@@ -150,6 +150,10 @@ class RewardConfig(Section):
     memory_limit_mb: PositiveInt = 2048
     """Memory limit of one verifier process, in MiB."""
 
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that verifier processes get beside PATH, LD_LIBRARY_PATH and the language. A reward function
+    that asks a service for its verdict may need its key here."""
+
     correct: float = 1.0
     """Reward of a correct answer."""
 
@@ -201,6 +205,10 @@ class SglangConfig(Section):
     """Address the started servers listen on. auto: loopback in a run on one node; on several, each node's own address
     towards the rendezvous host. 0.0.0.0: every interface, with the address of auto in the URL. Anything but loopback lets
     other nodes try the key."""
+
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that started servers get beside a list of harmless ones (docs/security.md), e.g. SGLANG_LOG_MS.
+    Secrets of the environment are not on that list."""
 
     placement: Placement = "colocated"
     """colocated: servers share the trainer's devices, generation and training alternate. disaggregated: servers have

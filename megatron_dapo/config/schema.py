@@ -50,6 +50,10 @@ class RunConfig(Section):
     output_dir: Path = Path("runs/run")
     """Directory everything is written to (metrics, samples, checkpoints, summary); relative to the current directory."""
 
+    group_readable: bool = False
+    """Let members of the files' group read what the run writes. Off: the run's directory and files are the user's alone. The key of
+    the servers is the user's alone either way."""
+
     seed: Seed = 0
     """Seed of parameter initialization, of every sample's random numbers and of mini-batch shuffling. Change it to
     repeat a run."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Rank of this process, number of processes of the run, and its number on its node."""
+    """Rank of this process, number of processes of the run, its number on its node, and the number of nodes."""
 
     rank: int
     world_size: int
     local_rank: int
+    num_nodes: int = 1
 
 
 # torchrun first: inside a Slurm job both are set, and srun's then count the torchruns.
@@ -34,7 +36,7 @@ def process_environment(environment: Mapping[str, str] | None = None) -> Process
     for launcher, names in _NAMES.items():
         found = [name for name in names if name in environment]
         if len(found) == len(names):
-            return ProcessEnvironment(*(int(environment[name]) for name in names))
+            return ProcessEnvironment(*(int(environment[name]) for name in names), _num_nodes(launcher, environment))
         if found and launcher == "torchrun":
             missing = sorted(set(names) - set(found))
             raise ValueError(
@@ -43,8 +45,21 @@ def process_environment(environment: Mapping[str, str] | None = None) -> Process
     return ProcessEnvironment(rank=0, world_size=1, local_rank=0)
 
 
+def _num_nodes(launcher: str, environment: Mapping[str, str]) -> int:
+    if launcher == "srun":
+        return int(environment.get("SLURM_NNODES", "1"))
+    per_node = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
+    return -(-int(environment["WORLD_SIZE"]) // per_node)
+
+
 def prepare_rendezvous(process: ProcessEnvironment) -> None:
-    """Write what torch.distributed reads at start-up where the launcher did not (srun, or a plain single process)."""
+    """Write what torch.distributed reads at start-up where the launcher did not (srun, or a plain single process).
+
+    On one node the connections of gloo and NCCL stay on loopback, unless the variables name another interface.
+    """
+    if process.num_nodes == 1 and sys.platform.startswith("linux"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_rendezvous_port(process, os.environ.get("SLURM_JOB_ID"))))
     os.environ.setdefault("RANK", str(process.rank))

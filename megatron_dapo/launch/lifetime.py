@@ -5,12 +5,19 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
+import logging
 import os
 import signal
+import stat
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -40,6 +47,36 @@ class DirectoryLock:
 
     def release(self) -> None:
         self._stream.close()
+
+
+def hold_directory(run_directory: Path, rank: int, store: Store, group_readable: bool = False) -> DirectoryLock | None:
+    """Let rank 0 take the lock of its run's directory and every rank know how that went, before any of them writes there.
+
+    Every rank calls it; rank 0 gets the lock. RuntimeError on all where another run holds it. `store`: of this run. What the
+    process and its children write from then on is for the user alone, or for members of the files' group to read.
+    """
+    os.umask(0o027 if group_readable else 0o077)
+    if rank > 0:
+        if problem := store.get(_LOCK).decode():
+            raise RuntimeError(problem)
+        return None
+    try:
+        lock = DirectoryLock(run_directory)
+    except (RuntimeError, OSError) as error:
+        store.set(_LOCK, str(error))
+        raise RuntimeError(str(error)) from None
+    _set_mode(run_directory, 0o750 if group_readable else 0o700)
+    store.set(_LOCK, "")
+    return lock
+
+
+def _set_mode(directory: Path, mode: int) -> None:
+    """Set the permissions of a directory that was there before, too; its set-group-id bit stays."""
+    found = stat.S_IMODE(directory.stat().st_mode)
+    try:
+        directory.chmod(found & ~0o777 | mode)
+    except PermissionError:
+        logger.warning("%s belongs to another user: its mode %04o stays, and should be %04o", directory, found, mode)
 
 
 def require_unused(run_directory: Path) -> None:

@@ -37,12 +37,19 @@ def write_worker_pid(run_directory: Path, rank: int) -> None:
 
 
 def torchrun_command(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs `module` in `num_processes` local workers, which meet on loopback.
+    """Return the command that runs `module` in `num_processes` local workers, which meet on loopback alone.
 
     Static rendezvous: the store of `--standalone` holds its state as a pickle, and any process that reaches its port can run code.
     """
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=static", "--nnodes=1", "--node-rank=0"),
+        *(
+            sys.executable,
+            "-m",
+            "megatron_dapo.launch.torchrun",
+            "--rdzv-backend=static",
+            "--nnodes=1",
+            "--node-rank=0",
+        ),
         *("--master-addr=127.0.0.1", f"--master-port={free_port()}"),
         *(f"--nproc-per-node={num_processes}", "--module", module, *arguments),
     ]

@@ -20,7 +20,7 @@ from megatron_dapo.launch.environment import (
     raise_open_files_limit,
     rendezvous_host,
 )
-from megatron_dapo.launch.lifetime import DirectoryLock, end_with_parent, stacks_on_request
+from megatron_dapo.launch.lifetime import end_with_parent, hold_directory, stacks_on_request
 from megatron_dapo.launch.local import worker_pid_file, write_worker_pid
 
 _STARTED = time.time()  # seconds since 1970; near the start of the process, before heavy imports
@@ -54,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     # Heavy imports come after the arguments are known to be right.
     from megatron_dapo.config.loader import load_config
     from megatron_dapo.config.schema import pretraining_config
+    from megatron_dapo.parallel.coordination import collective_timeout
+    from megatron_dapo.parallel.store import open_store, restrict_stores
     from megatron_dapo.recovery.deadlines import exit_after
     from megatron_dapo.recovery.failure import begin_attempt, failure_of, last_line, read_failure, record_failure
 
@@ -62,8 +64,14 @@ def main(arguments: Sequence[str]) -> int:
         target = Path(parsed.pretrain_value) if parsed.pretrain_value else None
         loaded = replace(loaded, config=pretraining_config(loaded.config, target))
     output_dir = loaded.config.run.output_dir
-    # Held until the process ends: a second run must not write into the same directory.
-    lock = DirectoryLock(output_dir) if process.rank == 0 else None
+    restrict_stores(process.num_nodes)
+    try:
+        store = open_store(collective_timeout(loaded.config.run.wait_timeout_seconds))
+        # Held until the process ends: a second run must not write into the same directory, not even why it failed.
+        lock = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable)
+    except RuntimeError as error:
+        sys.stderr.write(f"rank {process.rank}: {error}\n")
+        return 1
     if process.rank == 0:
         begin_attempt(output_dir, _STARTED)
     write_worker_pid(output_dir, process.rank)

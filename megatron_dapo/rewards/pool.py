@@ -63,6 +63,7 @@ class VerifierPool:
         memory_limit_mb: address space of one process; raise it for a user's function that imports torch.
         reward_correct, reward_incorrect: rewards of verifiers that do not set their own. A response that is
             truncated, times out or fails gets `reward_incorrect`, whatever the verifier.
+        more_environment: names of variables that the processes get beside the allow-list.
 
     Raises ValueError if the verifier cannot be loaded. Close it, or use it as a context manager.
     """
@@ -75,6 +76,7 @@ class VerifierPool:
         memory_limit_mb: int = DEFAULT_MEMORY_LIMIT_MB,
         reward_correct: float = 1.0,
         reward_incorrect: float = -1.0,
+        more_environment: Sequence[str] = (),
     ) -> None:
         if num_workers < 1 or timeout_s <= 0 or memory_limit_mb < 1:
             raise ValueError(
@@ -89,7 +91,7 @@ class VerifierPool:
         self._outcomes: Counter[str] = Counter()
         self._dispatcher = Dispatcher(
             settings={"verifier": verifier, "memory_limit_mb": memory_limit_mb, "timeout_s": timeout_s},
-            environment=worker_environment(os.environ),
+            environment=worker_environment(os.environ, more_environment),
             num_workers=num_workers,
         )
         try:

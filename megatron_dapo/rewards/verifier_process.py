@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ MAX_QUEUED = 64  # answers sent ahead to one process
 QUEUE_SECONDS = 0.005  # how much work is sent ahead, in seconds of its recent speed
 
 
-def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a worker: a short allow-list, this process's import path, and one thread."""
-    allowed = {name: environ[name] for name in ENVIRONMENT_ALLOW_LIST if name in environ}
+def worker_environment(environ: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment of a worker: a short allow-list and the names in `more`, this process's import path, one thread."""
+    allowed = {name: environ[name] for name in (*ENVIRONMENT_ALLOW_LIST, *more) if name in environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     import_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     # A fixed hash seed: sympy's order of terms, and with it what it manages to simplify, depends on it.

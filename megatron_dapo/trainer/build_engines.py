@@ -260,6 +260,7 @@ class SglangBuilder(EngineBuilder):
             start_timeout_s=sglang.start_timeout_seconds,
             more_arguments=("--ep-size", str(sglang.ep_size)) if sglang.ep_size > 1 else (),
             gpus=tuple(range(first, first + sglang.tp_size)) if cuda else (),
+            more_environment=sglang.environment,
         )
 
     def _python(self) -> Path:

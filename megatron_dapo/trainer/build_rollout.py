@@ -185,6 +185,7 @@ def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> Ver
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_seconds,
         memory_limit_mb=reward.memory_limit_mb,
+        more_environment=reward.environment,
         reward_correct=reward.correct,
         reward_incorrect=reward.incorrect,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from megatron_dapo.engines.sglang.server_settings import ServerSettings
 DIRECTORY = Path(__file__).parent
 sys.path[:0] = [str(DIRECTORY), str(DIRECTORY.parent / "distributed")]
 
+# A secret of the environment that tests start in: no engine may see it.
+os.environ["WANDB_API_KEY"] = secrets.token_hex(16)
 VOCAB_SIZE = 300
 # The host may be busy with other tests: starting takes about ten seconds of two cores.
 START_TIMEOUT_S = 280.0

@@ -20,6 +20,7 @@ import torch
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import SglangServer
+from tools.listening import listening_sockets
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -123,14 +124,15 @@ def test_the_key_is_in_no_log_command_line_or_environment(server: SglangServer, 
 
 
 def test_listens_on_loopback_alone(server: SglangServer) -> None:
-    port = int(server.url.rsplit(":", 1)[1])
-    addresses = {
-        connection.laddr.ip
-        for pid in server.pids()
-        for connection in psutil.Process(pid).net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-    }
-    assert addresses == {"127.0.0.1"}
+    """The HTTP server, and the store of its scheduler's ranks."""
+    sockets = listening_sockets(server.pid)
+    assert int(server.url.rsplit(":", 1)[1]) in {socket.port for socket in sockets} and len(sockets) >= 2
+    assert all(socket.is_loopback for socket in sockets), sorted(sockets)
+
+
+def test_no_process_of_it_has_a_secret_of_the_starters_environment(server: SglangServer) -> None:
+    for pid in server.pids():
+        assert os.environ["WANDB_API_KEY"].encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_logprobs_are_those_of_transformers(http: httpx.Client, tiny_model: Path) -> None:

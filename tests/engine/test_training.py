@@ -16,6 +16,7 @@ from fp8_world import CUT_HEADS, PARITY, RANDOM_MODEL_SETTINGS, ROUNDING, save_q
 from sglang_runs import ENVIRONMENT, command
 
 from megatron_dapo.engines.sglang.router import is_installed
+from tools.listening import watch_sockets
 from tools.prove_resume import write_recipe
 
 NUM_STEPS, GROUPS, GROUP_SIZE = 3, 6, 4
@@ -195,7 +196,11 @@ def test_generation_beside_training_stays_within_the_bound(train: Callable[..., 
         "rollout.max_staleness=1",
         "sglang.tp_size=2",
     )
+    sockets = watch_sockets(run.process.pid, lambda: run.process.poll() is not None)
     assert run.finish()["train_steps"] == NUM_STEPS
+    # torchrun's store, the ranks and their rendezvous with the engines, servers and their schedulers' ranks.
+    assert len({socket.port for socket in sockets}) >= 8
+    assert all(socket.is_loopback for socket in sockets), sorted(sockets)
     check_samples(run)
     rows = run.rows("metrics.jsonl")
     assert max(row["rollout/staleness_max"] for row in rows) == 1

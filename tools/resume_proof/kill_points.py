@@ -184,7 +184,7 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 def _is_torchrun(process: psutil.Process) -> bool:
     try:
-        return "torch.distributed.run" in process.cmdline()
+        return "megatron_dapo.launch.torchrun" in process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 

@@ -25,6 +25,7 @@ from megatron_dapo.engines.sglang.client import EngineError, EngineGone, EngineH
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.ports import ReservedPort, reserve_port
 from megatron_dapo.engines.sglang.server_log import exit_reason
+from megatron_dapo.engines.sglang.server_settings import allowed_environment
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 _MODULE = "megatron_dapo.engines.sglang.serve_router"
@@ -84,7 +85,7 @@ class SglangRouter:
         with open(settings.log_dir / "router.log", "ab") as log:
             process = subprocess.Popen(
                 command,
-                env={**os.environ, "PYTHONPATH": str(_PACKAGE_ROOT)},
+                env={**allowed_environment(os.environ), "PYTHONPATH": str(_PACKAGE_ROOT)},
                 stdin=subprocess.PIPE,  # never written to: it closes when this process ends
                 stdout=log,
                 stderr=subprocess.STDOUT,

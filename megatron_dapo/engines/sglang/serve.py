@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_dapo.engines.sglang import cpu
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.processes import end_with_parent, end_with_starter
+from megatron_dapo.parallel.store import restrict_stores
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -46,6 +47,7 @@ def serve(arguments: Sequence[str]) -> None:
 if __name__ == "__mp_main__":
     # SGLang asks for the same, but only after imports of many seconds.
     end_with_parent()
+    restrict_stores()  # of the scheduler: it is on one node, and its ranks meet at 127.0.0.1
     cpu.prepare_imports()
     cpu.apply_to_sglang()
 

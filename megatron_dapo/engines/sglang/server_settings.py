@@ -20,12 +20,17 @@ Quantization = Literal["none", "fp8"]
 # Overrides of fields in the checkpoint's config.json.
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _MODEL_OVERRIDES = {"none": None, "fp8": json.dumps({"quantization_config": _FP8})}
-# What the trainer's launcher set for the trainer's processes must not reach the engine's.
-_NOT_INHERITED = re.compile(
-    r"PYTHON|VIRTUAL_ENV|TORCHELASTIC|SGLANG_|SLURM_|TMPDIR$"
-    r"|(?:LOCAL_|GROUP_)?(?:RANK|WORLD_SIZE)$|MASTER_(?:ADDR|PORT)$"
-    r"|PYTORCH_(?:CUDA_)?ALLOC_CONF$"  # SGLang's memory saver refuses expandable segments
+# Variables that servers get of this process's. Everything else stays out: secrets (AWS_*, HF_TOKEN, WANDB_API_KEY), proxies (the
+# key must go to the engine alone), Slurm's (it has tokens of its own, and nothing in SGLang asks for it), and what the launcher
+# set for the trainer's processes (RANK, MASTER_ADDR, PYTHONPATH).
+_INHERITED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ"
+    r"|LD_LIBRARY_PATH|LD_PRELOAD|LIBRARY_PATH|CPATH|C_INCLUDE_PATH|CPLUS_INCLUDE_PATH|CC|CXX"  # kernels compiled at first use
+    r"|(?:CUDA|NVIDIA|NVCC|CUDNN|CUBLAS|NCCL|NVSHMEM|GLOO|UCX|FI|IBV|MLX5|RDMAV|OMP|MKL|KMP|OPENBLAS)_\w+"
+    r"|(?:TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|FLASHINFER|DG|NUMBA)_\w+|XDG_CACHE_HOME|HF_HOME|HF_HUB_CACHE"
 )
+# SGLang's memory saver refuses expandable segments, which trainers are often started with.
+_TRAINERS_OWN = re.compile(r"PYTORCH_(?:CUDA_)?ALLOC_CONF")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -67,6 +72,8 @@ class ServerSettings:
     """GPUs of this server, one a rank, by their numbers in the process that starts it; empty: the first ones visible."""
     more_arguments: tuple[str, ...] = ()
     """Further arguments for SGLang's server."""
+    more_environment: tuple[str, ...] = ()
+    """Names of variables that it gets beside the allow-list."""
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.max_running_requests < 1:
@@ -133,8 +140,7 @@ def command(settings: ServerSettings, port: int, rendezvous_port: int, scratch: 
 
 def environment(settings: ServerSettings, scratch: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of the server's processes."""
-    kept = {name: value for name, value in inherited.items() if not _NOT_INHERITED.match(name)}
-    kept |= {
+    kept = allowed_environment(inherited, settings.more_environment) | {
         "PYTHONPATH": str(_PACKAGE_ROOT),
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(scratch),
@@ -149,6 +155,15 @@ def environment(settings: ServerSettings, scratch: Path, inherited: Mapping[str,
     if settings.gpus:
         kept[_VISIBLE] = _visible(settings.gpus, inherited.get(_VISIBLE))
     return kept | (_cpu_environment(settings) if settings.device == "cpu" else {})
+
+
+def allowed_environment(inherited: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables of this process that SGLang's processes get: an allow-list, and those named in `more`."""
+    return {
+        name: value
+        for name, value in inherited.items()
+        if name in more or (_INHERITED.fullmatch(name) and not _TRAINERS_OWN.fullmatch(name))
+    }
 
 
 def _visible(gpus: Sequence[int], inherited: str | None) -> str:

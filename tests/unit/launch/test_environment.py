@@ -11,7 +11,8 @@ import pytest
 from megatron_dapo.launch.environment import ProcessEnvironment, prepare_rendezvous, process_environment
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
-RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID", *INTERFACES)
 
 
 def test_torchrun_comes_before_srun_and_a_part_of_it_is_refused() -> None:
@@ -43,6 +44,18 @@ def test_runs_on_one_node_have_ports_of_their_own(port_of) -> None:
     assert len({port_of(alone) for _ in range(8)}) > 1
     assert port_of(several, SLURM_JOB_ID="70012") == "10012" != port_of(several, SLURM_JOB_ID="70013")
     assert port_of(several, SLURM_JOB_ID="70012", MASTER_PORT="4000") == "4000"
+
+
+def test_the_number_of_nodes_is_the_launchers_and_one_node_stays_on_loopback(port_of) -> None:
+    torchrun = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "5"}
+    assert process_environment({**torchrun, "LOCAL_WORLD_SIZE": "8"}).num_nodes == 2
+    assert process_environment({**SLURM, "SLURM_NNODES": "4"}).num_nodes == 4
+    port_of(ProcessEnvironment(0, 1, 0))
+    assert [os.environ[name] for name in INTERFACES] == ["lo", "lo"]
+    port_of(ProcessEnvironment(0, 1, 0), GLOO_SOCKET_IFNAME="eth0")
+    assert [os.environ[name] for name in INTERFACES] == ["eth0", "lo"]
+    port_of(ProcessEnvironment(0, 16, 0, num_nodes=2))
+    assert not any(name in os.environ for name in INTERFACES)
 
 
 def test_the_limit_of_open_files_is_raised_to_the_hard_limit() -> None:

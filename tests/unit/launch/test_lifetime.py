@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from megatron_dapo.launch.lifetime import DirectoryLock, require_unused
+from megatron_dapo.launch.lifetime import DirectoryLock, hold_directory, require_unused
 
 DEADLINE_S = 20.0
 
@@ -57,6 +59,62 @@ def test_a_directory_in_use_is_refused_until_its_holder_dies(tmp_path: Path) -> 
         holder.wait()
     require_unused(tmp_path)
     DirectoryLock(tmp_path).release()
+
+
+@pytest.fixture
+def own_umask() -> Iterator[None]:
+    """`hold_directory` changes the process's."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_every_rank_learns_of_another_run_before_it_writes(own_umask: None, tmp_path: Path) -> None:
+    store, other = dist.HashStore(), dist.HashStore()
+    lock = hold_directory(tmp_path, 0, store)
+    assert lock is not None and hold_directory(tmp_path, 1, store) is None
+    holder = start(HOLD, str(tmp_path / "taken"))
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        for rank in (0, 1, 2):
+            with pytest.raises(RuntimeError, match=f"is in use by process {holder.pid}:"):
+                hold_directory(tmp_path / "taken", rank, other)
+    finally:
+        holder.kill()
+        holder.wait()
+        lock.release()
+
+
+PRIVACY = """
+import json, subprocess, sys
+from pathlib import Path
+import torch.distributed as dist
+from megatron_dapo.launch.lifetime import hold_directory
+from megatron_dapo.recovery.durable_files import write_json
+run = Path(sys.argv[1])
+lock = hold_directory(run, 0, dist.HashStore(), group_readable=sys.argv[2] == "group")
+(run / "metrics").mkdir()
+write_json(run / "metrics" / "own.json", {})
+subprocess.run(["touch", str(run / "metrics" / "of_a_child")], check=True)
+print(json.dumps([oct(path.stat().st_mode & 0o7777) for path in (run, run / "metrics", *sorted((run / "metrics").iterdir()))]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("readers", "before", "directories", "files"),
+    [("owner", None, "0o700", "0o600"), ("group", 0o700, "0o750", "0o640"), ("owner", 0o2775, "0o2700", "0o600")],
+)
+def test_a_runs_files_are_its_users_alone_or_the_groups(
+    tmp_path: Path, readers: str, before: int | None, directories: str, files: str
+) -> None:
+    run = tmp_path / "run"
+    if before is not None:  # made by the user, or by an earlier release
+        run.mkdir()
+        run.chmod(before)
+    process = start(PRIVACY, str(run), readers)
+    output, _ = process.communicate(timeout=60)
+    found_run, inner, *written = json.loads(output)
+    assert found_run == directories and int(inner, 8) & 0o777 == int(directories, 8) & 0o777 and set(written) == {files}
 
 
 def test_an_unused_directory_is_left_alone(tmp_path: Path) -> None:

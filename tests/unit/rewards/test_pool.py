@@ -295,6 +295,14 @@ def test_workers_see_no_secrets(user_pool):
     assert score.detail["OMP_NUM_THREADS"] == "1"
 
 
+def test_a_named_variable_reaches_the_workers(user_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "for the judge")
+    with VerifierPool(
+        "user_rewards:by_command", num_workers=1, timeout_s=20.0, more_environment=["JUDGE_API_KEY"]
+    ) as pool:
+        assert score_one(pool, "environment")[0].detail["JUDGE_API_KEY"] == "for the judge"
+
+
 def test_killed_workers_are_replaced_and_reaped(user_path):
     others = {child.pid for child in _workers()}
     with VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=1.0) as pool:

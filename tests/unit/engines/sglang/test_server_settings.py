@@ -70,6 +70,24 @@ def test_the_launchers_variables_do_not_reach_the_engine(settings: Any, tmp_path
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
 
 
+def test_only_known_variables_and_those_named_reach_the_engine(settings: Any, tmp_path: Path) -> None:
+    secrets = dict.fromkeys(
+        """AWS_SECRET_ACCESS_KEY AWS_PROFILE HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY OPENAI_API_KEY GITHUB_TOKEN SLURM_JWT
+        SSH_AUTH_SOCK KUBECONFIG http_proxy HTTPS_PROXY SGLANG_API_KEY MY_PATH HF_HUB_CACHE_TOKEN""".split(),
+        "secret",
+    )
+    needed = dict.fromkeys(
+        """PATH HOME LC_ALL LD_LIBRARY_PATH CUDA_HOME CUDA_CACHE_PATH NVIDIA_VISIBLE_DEVICES NCCL_SOCKET_IFNAME NCCL_IB_HCA
+        GLOO_SOCKET_IFNAME UCX_NET_DEVICES FI_PROVIDER TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR TORCH_CUDA_ARCH_LIST CC
+        XDG_CACHE_HOME""".split(),
+        "needed",
+    )
+    found = environment(settings(device="cuda", host="10.0.0.1"), tmp_path, {**secrets, **needed})
+    assert "secret" not in found.values() and needed.items() <= found.items()
+    found = environment(settings(more_environment=("WANDB_API_KEY", "NOT_SET")), tmp_path, secrets)
+    assert [name for name, value in found.items() if value == "secret"] == ["WANDB_API_KEY"]
+
+
 @pytest.mark.parametrize(
     ("inherited", "expected"),
     [({}, "2,3"), ({"CUDA_VISIBLE_DEVICES": "4, 5,6,7"}, "6,7"), ({"CUDA_VISIBLE_DEVICES": "GPU-a,b,c,d"}, "c,d")],
