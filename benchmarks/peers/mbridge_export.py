@@ -14,7 +14,7 @@ import torch
 from mbridge.models.qwen2 import Qwen2Bridge
 from transformers import AutoConfig
 
-from megatron_dapo.checkpoints.megatron_layout import VOCABULARY_MULTIPLE
+from megatron_dapo.config.memory import VOCABULARY_MULTIPLE
 from megatron_dapo.megatron.actor import MegatronActor
 
 

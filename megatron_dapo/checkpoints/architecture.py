@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_dapo.config.inputs import FAMILIES, Family
+
 RopeKind = Literal["linear", "llama3"]
 
 
@@ -28,24 +30,6 @@ class RopeScaling:
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
 
-
-@dataclass(frozen=True)
-class Family:
-    """Properties of a model_type that its config.json has no field for."""
-
-    name: str  # a class name in "architectures" is this and the head's, e.g. "Qwen2" and "ForCausalLM"
-    qkv_bias: bool
-    qk_norm: bool
-    derives_head_dim: bool  # hidden_size / num_attention_heads where the config has no head_dim
-    experts: bool = False  # layers may hold a mixture of experts instead of one MLP
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family("Llama", qkv_bias=False, qk_norm=False, derives_head_dim=True),
-    "qwen2": Family("Qwen2", qkv_bias=True, qk_norm=False, derives_head_dim=True),
-    "qwen3": Family("Qwen3", qkv_bias=False, qk_norm=True, derives_head_dim=False),
-    "qwen3_moe": Family("Qwen3Moe", qkv_bias=False, qk_norm=True, derives_head_dim=True, experts=True),
-}
 
 LANGUAGE_MODEL = "ForCausalLM"
 TOKEN_VALUE = "ForTokenClassification"  # one label: score.weight and score.bias give a value of every token

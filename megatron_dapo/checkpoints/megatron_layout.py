@@ -27,17 +27,10 @@ from megatron_dapo.checkpoints.computed_layout import (
     check_divides,
     collect_buffers,
 )
+from megatron_dapo.config.memory import padded_vocabulary
 from megatron_dapo.parallel.layout import ExpertCoordinates, ParallelLayout
 from megatron_dapo.reshard.layout import Shard, TensorSpec
 from megatron_dapo.reshard.slices import Slice, intersect
-
-VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this times the tensor-parallel size
-
-
-def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """Return the rows of the embedding over all tensor-parallel ranks: Megatron pads with zero rows."""
-    multiple = VOCABULARY_MULTIPLE * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
 
 
 class MegatronLayout(ComputedLayout):

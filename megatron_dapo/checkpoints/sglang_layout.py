@@ -21,10 +21,10 @@ from megatron_dapo.checkpoints.computed_layout import (
     check_divides,
     collect_buffers,
 )
+from megatron_dapo.config.memory import SGLANG_VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE
 from megatron_dapo.reshard.layout import Shard, TensorSpec, local_holes
 from megatron_dapo.reshard.slices import Slice
 
-VOCABULARY_MULTIPLE = 64  # the engine pads the vocabulary to a multiple of this
 CPU_INTERMEDIATE_MULTIPLE = 32  # on a CPU the engine pads intermediate sizes to a multiple of this times its size
 
 

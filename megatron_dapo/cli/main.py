@@ -19,9 +19,11 @@ import typer
 from rich.console import Console
 
 from megatron_dapo import __version__
-from megatron_dapo.cli.plan import Plan, describe, describe_pretraining, make_plan
+from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, Machines, Plan, describe, describe_pretraining, make_plan
 from megatron_dapo.config import Config, pretraining_config
 from megatron_dapo.config.algorithm_schema import CriticConfig
+from megatron_dapo.config.cluster import GIB
+from megatron_dapo.launch.environment import slurm_allocation
 
 app = typer.Typer(
     name="megatron-dapo",
@@ -47,6 +49,16 @@ LayoutOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 OutputDirOption = Annotated[Path | None, typer.Option(help="where the run writes; replaces run.output_dir")]
+NodesOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="nodes of the run that --dry-run checks; default: the Slurm job's, else the layout's"),
+]
+GpusOption = Annotated[
+    int | None, typer.Option(min=1, help="GPUs of a node for --dry-run; default: the Slurm job's, else 8")
+]
+GpuMemoryOption = Annotated[
+    float | None, typer.Option(metavar="GIB", help="memory of a GPU for --dry-run; default: 79, an 80 GB H100")
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
 
 
@@ -83,9 +95,12 @@ def train(
     layout: LayoutOption = None,
     output_dir: OutputDirOption = None,
     dry_run: DryRunOption = False,
+    nodes: NodesOption = None,
+    gpus_per_node: GpusOption = None,
+    gpu_memory: GpuMemoryOption = None,
 ) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
-    plan = _plan(recipe, overrides, layout, output_dir, num_devices=None if dry_run else _num_devices())
+    plan = _plan(recipe, overrides, layout, output_dir, _machines(dry_run, nodes, gpus_per_node, gpu_memory))
     for line in describe(plan):
         typer.echo(line)
     if not dry_run:
@@ -101,6 +116,9 @@ def pretrain_value(
         Path | None, typer.Option(help="where pretraining writes; default: value_pretraining in run.output_dir")
     ] = None,
     dry_run: DryRunOption = False,
+    nodes: NodesOption = None,
+    gpus_per_node: GpusOption = None,
+    gpu_memory: GpuMemoryOption = None,
 ) -> None:
     """Train the critic alone, on responses of the policy as it is; critic.path = OUTPUT_DIR/critic then starts a run from it."""
 
@@ -109,7 +127,8 @@ def pretrain_value(
             raise ValueError('algorithm.name = "dapo" has no critic; set ppo, vapo or tppo')
         return pretraining_config(config, output_dir)
 
-    plan = _plan(recipe, overrides, layout, None, num_devices=None if dry_run else _num_devices(), adapt=adapt)
+    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory)
+    plan = _plan(recipe, overrides, layout, None, machines, adapt=adapt)
     for line in describe_pretraining(plan):
         typer.echo(line)
     if not dry_run:
@@ -121,22 +140,40 @@ def _plan(
     overrides: list[str] | None,
     layout: str | None,
     output_dir: Path | None,
-    num_devices: int | None,
+    machines: Machines,
     adapt: Callable[[Config], Config] = lambda config: config,
 ) -> Plan:
     try:
-        return make_plan(recipe, overrides or [], layout, output_dir, num_devices, adapt=adapt)
+        return make_plan(recipe, overrides or [], layout, output_dir, machines, adapt=adapt)
     except ValueError as error:  # ConfigError lists all violations; a bad --layout is a plain one
         _refuse(error)
 
 
-def _num_devices() -> int:
-    """Accelerators torch sees. torch is imported only where there is a driver: it takes seconds."""
+def _machines(
+    dry_run: bool, nodes: int | None = None, gpus_per_node: int | None = None, gpu_memory: float | None = None
+) -> Machines:
+    """Return the machines that a dry run is for, or this one."""
+    if dry_run:
+        job = slurm_allocation()
+        known = {
+            "num_nodes": nodes or job.num_nodes,
+            "num_tasks": None if nodes else job.num_tasks,
+            "gpus_per_node": gpus_per_node or job.gpus_per_node,
+            "gpu_gib": gpu_memory,
+        }
+        return Machines(**{name: value for name, value in known.items() if value})
+    if given := [name for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)) if value]:
+        _refuse(
+            f"{' and '.join(given)}: only with --dry-run; a run on several nodes is started by examples/launch/slurm.sh"
+        )
+    # torch is imported only where there is a driver: it takes seconds.
     if not Path("/dev/nvidiactl").exists():
-        return 0
+        return ONE_NODE_OF_CPUS
     import torch
 
-    return torch.cuda.device_count()
+    if not torch.cuda.device_count():
+        return ONE_NODE_OF_CPUS
+    return Machines(1, torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory / GIB)
 
 
 def _run(recipe: Path, plan: Plan, arguments: tuple[str, ...] = ()) -> int:
@@ -181,7 +218,7 @@ def replay(
     output_dir: OutputDirOption = None,
 ) -> None:
     """Train on a dumped rollout batch alone, from the state before it; metrics go to BATCH/replay.json."""
-    plan = _plan(recipe, overrides, layout, output_dir, _num_devices())
+    plan = _plan(recipe, overrides, layout, output_dir, _machines(dry_run=False))
     code = _start_workers(recipe, plan, plan.loaded.config.run.output_dir, ("--replay", str(batch)))
     if code == 0:
         typer.echo((batch / "replay.json").read_text(encoding="utf-8"))
@@ -200,7 +237,7 @@ def evaluate(
     """Evaluate a Hugging Face directory on the recipe's held-out data, in this process."""
     chosen = [*(overrides or []), *([f"model.path={model}"] if model else [])]
     # One process without a Megatron layout evaluates: the recipe's layout need not fit this machine.
-    plan = _plan(recipe, chosen, "tp1", None, num_devices=None, adapt=_without_critic)
+    plan = _plan(recipe, chosen, "tp1", None, ONE_NODE_OF_CPUS, adapt=_without_critic)
     config = plan.loaded.config
     if not config.data.eval_paths:
         _refuse("data.eval_paths is empty; set it in the recipe or by --set data.eval_paths='[\"file\"]'")

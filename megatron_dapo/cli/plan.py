@@ -6,21 +6,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_dapo.cli.memory_plan import memory_lines
 from megatron_dapo.cli.precision_plan import precision_lines
 from megatron_dapo.config import (
     ArchitectureFacts,
     Config,
     ConfigError,
     LoadedConfig,
-    Violation,
     layout_overrides,
     load_config,
     validate,
 )
+from megatron_dapo.config.cluster import GPU_GIB, GPUS_PER_NODE, Cluster, cluster_for, server_gpus
 from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.trainer.topology import critic_layout, parallel_layout
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines of a run as far as they are known; None: as many as the layout asks for."""
+
+    num_nodes: int | None = None
+    gpus_per_node: int = GPUS_PER_NODE  # 0: the run is on CPUs
+    gpu_gib: float = GPU_GIB
+    num_tasks: int | None = None  # processes that a launcher will start
+
+
+ONE_NODE_OF_CPUS = Machines(num_nodes=1, gpus_per_node=0)
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class Plan:
     overrides: tuple[str, ...]  # all of them, for the processes that load the recipe again
     layout: ParallelLayout  # of the policy
     num_processes: int  # of the whole run
+    cluster: Cluster
     architecture: ArchitectureFacts | None = None  # of the policy
 
 
@@ -39,14 +54,12 @@ def make_plan(
     overrides: Sequence[str],
     layout: str | None,
     output_dir: Path | None,
-    num_devices: int | None,
-    world_size: int | None = None,
+    machines: Machines,
     adapt: Callable[[Config], Config] = lambda config: config,
 ) -> Plan:
     """Load, check everything, and raise ConfigError with all violations at once.
 
-    `num_devices` accelerators are visible (0: run on the CPU; None: not for this machine). Without `world_size` the
-    processes are those the configuration asks for. `adapt`: to what is run where that is not the recipe's own run.
+    `adapt`: to what is run where that is not the recipe's own run.
     """
     merged = [*overrides]
     merged += layout_overrides(layout) if layout else []
@@ -55,9 +68,9 @@ def make_plan(
     loaded = replace(loaded, config=adapt(loaded.config))
     config = loaded.config
     architecture, problems = check_inputs(config)
-    processes = world_size or config.num_processes
-    problems += validate(config, processes, architecture)
-    problems += _devices(processes, num_devices or 0)
+    cluster = cluster_for(config, machines.num_nodes, machines.gpus_per_node, machines.gpu_gib)
+    processes = _processes(config, machines, cluster)
+    problems += validate(config, processes, architecture, cluster)
     if problems:
         raise ConfigError(problems, str(recipe))
     return Plan(
@@ -65,18 +78,19 @@ def make_plan(
         overrides=tuple(merged),
         layout=parallel_layout(config, processes),
         num_processes=processes,
+        cluster=cluster,
         architecture=architecture,
     )
 
 
-def _devices(needed: int, num_devices: int) -> list[Violation]:
-    if num_devices == 0 or needed <= num_devices:
-        return []
-    values = {"processes": needed, "accelerators": num_devices}
-    fix = (
-        f"use a layout for {num_devices} processes, or start one worker a device on several machines (examples/launch)"
-    )
-    return [Violation("parallel", "processes <= accelerators of this machine", fix, values)]
+def _processes(config: Config, machines: Machines, cluster: Cluster) -> int:
+    """Return the processes of the run: those that the configuration names, else those that fill the machines that are given."""
+    if config.parallel.num_processes or machines.num_nodes is None:
+        return config.num_processes
+    if machines.num_tasks:
+        return machines.num_tasks
+    trainer_gpus = cluster.gpus_per_node - server_gpus(config)
+    return cluster.num_nodes * trainer_gpus if cluster.num_nodes > 1 and trainer_gpus > 0 else config.num_processes
 
 
 def describe(plan: Plan) -> list[str]:
@@ -87,6 +101,7 @@ def describe(plan: Plan) -> list[str]:
     return [
         _layout(plan),
         *(precision_lines(config, plan.architecture, plan.layout) if plan.architecture else ()),
+        *_memory(plan),
         f"a train step: {rollout.prompts_per_step} prompts x {rollout.group_size} responses, {mini_batches} optimizer "
         f"steps of {training.mini_batch_prompts * rollout.group_size} responses; {config.run.total_steps} train steps",
         f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {rollout.max_response_tokens} tokens; "
@@ -99,6 +114,12 @@ def describe(plan: Plan) -> list[str]:
     ]
 
 
+def _memory(plan: Plan) -> list[str]:
+    if plan.architecture is None:
+        return []
+    return memory_lines(plan.loaded.config, plan.architecture, plan.num_processes, plan.cluster)
+
+
 def describe_pretraining(plan: Plan) -> list[str]:
     """The same of a critic's pretraining."""
     config = plan.loaded.config
@@ -106,6 +127,7 @@ def describe_pretraining(plan: Plan) -> list[str]:
     layout = critic_layout(config, plan.num_processes)
     return [
         _layout(plan),
+        *_memory(plan),
         f"critic from {critic.path or config.model.path}, {layout.describe()}; {steps.min_steps} to {steps.max_steps} "
         f"train steps of {rollout.prompts_per_step} prompts x {rollout.group_size} responses of at most "
         f"{rollout.max_response_tokens} tokens",

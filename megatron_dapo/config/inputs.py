@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Family:
+    """Properties of a model_type that its config.json has no field for."""
+
+    name: str  # a class name in "architectures" is this and the head's, e.g. "Qwen2" and "ForCausalLM"
+    qkv_bias: bool
+    qk_norm: bool
+    derives_head_dim: bool  # hidden_size / num_attention_heads where the config has no head_dim
+    experts: bool = False  # layers may hold a mixture of experts instead of one MLP
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("Llama", qkv_bias=False, qk_norm=False, derives_head_dim=True),
+    "qwen2": Family("Qwen2", qkv_bias=True, qk_norm=False, derives_head_dim=True),
+    "qwen3": Family("Qwen3", qkv_bias=False, qk_norm=True, derives_head_dim=False),
+    "qwen3_moe": Family("Qwen3Moe", qkv_bias=False, qk_norm=True, derives_head_dim=True, experts=True),
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,9 @@ class ArchitectureFacts:
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
     vocab_size: int = 0  # 0: not said
     tie_word_embeddings: bool = True
+    num_experts_per_token: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
     @property
     def head_size(self) -> int:
@@ -61,6 +84,8 @@ def read_architecture(directory: str | Path) -> ArchitectureFacts:
     # transformers 5 writes the number of experts under its second name.
     experts = document.get("num_experts") or document.get("num_local_experts") or 0
     sparse_step = document.get("decoder_sparse_step") or 1
+    # An unknown model_type is refused where the model is read; until then it counts as one without bias and norms.
+    family = FAMILIES.get(str(document.get("model_type")))
     return ArchitectureFacts(
         **facts,
         num_key_value_heads=kv_heads,
@@ -70,6 +95,9 @@ def read_architecture(directory: str | Path) -> ArchitectureFacts:
         head_dim=document.get("head_dim") or 0,
         vocab_size=document.get("vocab_size") or 0,
         tie_word_embeddings=bool(document.get("tie_word_embeddings", True)),
+        num_experts_per_token=document.get("num_experts_per_tok") or 0,
+        qkv_bias=family is not None and family.qkv_bias,
+        qk_norm=family is not None and family.qk_norm,
     )
 
 

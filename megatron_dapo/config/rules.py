@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_dapo.config.schema import Config, leaf_fields
 
@@ -69,9 +71,18 @@ def is_function_path(name: str) -> bool:
     return bool(function) and all(part.isidentifier() for part in (*module.split("."), *function.split(".")))
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether a host, or the host of a URL, is reached from its own node alone."""
+    host = urlsplit(address).hostname if "://" in address else address
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
 _FUNCTIONS = {
     **{one.__name__: one for one in (any, range, min, max, math.gcd, math.ceil)},
-    **{one.__name__: one for one in (nearest_divisor, padded, is_function_path)},
+    **{one.__name__: one for one in (nearest_divisor, padded, is_function_path, is_loopback)},
 }
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from megatron_dapo.config.cluster import Cluster
+from megatron_dapo.config.cluster_rules import unfit_machines
 from megatron_dapo.config.critic_rules import CRITIC_RULES, OWN_PROCESSES_RULE, as_policy, of_critic
 from megatron_dapo.config.engine_rules import ENGINE_RULES
 from megatron_dapo.config.inputs import ArchitectureFacts
@@ -32,10 +34,13 @@ VERIFIER_PRESETS = ("dapo", "lenient")  # those of rewards.verifier, which this 
 
 
 def validate(
-    config: Config, world_size: int | None = None, architecture: ArchitectureFacts | None = None
+    config: Config,
+    world_size: int | None = None,
+    architecture: ArchitectureFacts | None = None,
+    cluster: Cluster | None = None,
 ) -> list[Violation]:
     """Return everything that is wrong with `config` for `world_size` processes and, where given, a model of that
-    architecture.
+    architecture and the machines of `cluster`.
 
     Without `world_size` the number of processes is the one the configuration asks for. An empty list means the run may
     start.
@@ -60,12 +65,20 @@ def validate(
         critic = as_policy(config)
         facts = facts_of(critic, own or processes)
         found += of_critic(_layout_violations(critic, facts, architecture, outside), own)
+    if cluster is not None:
+        # Memory is computed for sizes that divide each other alone.
+        found += unfit_machines(config, processes, architecture if not found else None, cluster, outside.keys())
     return found
 
 
-def require_valid(config: Config, world_size: int | None = None, architecture: ArchitectureFacts | None = None) -> None:
+def require_valid(
+    config: Config,
+    world_size: int | None = None,
+    architecture: ArchitectureFacts | None = None,
+    cluster: Cluster | None = None,
+) -> None:
     """Raise ConfigError with all violations if there is any."""
-    found = validate(config, world_size, architecture)
+    found = validate(config, world_size, architecture, cluster)
     if found:
         raise ConfigError(found)
 

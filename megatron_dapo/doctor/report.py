@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
+from megatron_dapo.config.cluster import GIB, Cluster, cluster_for
 from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.doctor import gather, machine, recipe
 from megatron_dapo.doctor.gather import ProbeFailure
@@ -38,7 +39,8 @@ def examine(recipe_file: Path | None = None, overrides: Sequence[str] = (), layo
     report.facts["torch"] = asdict(torch)
     report.findings += _machine(torch, report)
     if recipe_file is not None:
-        config, findings = _read_recipe(recipe_file, [*overrides, *(layout_overrides(layout) if layout else [])])
+        chosen = [*overrides, *(layout_overrides(layout) if layout else [])]
+        config, findings = _read_recipe(recipe_file, chosen, torch)
         report.findings += findings
     # An error beside a version is of the devices: torch itself can be imported.
     if torch.error and not torch.version:
@@ -75,14 +77,20 @@ def _machine(torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Findin
     yield machine.triton_finding(installed.get("triton"), has_gpu)
 
 
-def _read_recipe(file: Path, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
+def _read_recipe(
+    file: Path, overrides: Sequence[str], torch: machine.TorchFacts
+) -> tuple[Config | None, list[Finding]]:
     """Read the recipe and report its violations; None if it cannot be read."""
     try:
         config = load_config(file, overrides).config
     except ConfigError as error:
         return None, recipe.violation_findings(error.violations)
     architecture, problems = check_inputs(config)
-    problems += validate(config, config.num_processes, architecture)
+    devices = torch.devices
+    cluster = (
+        cluster_for(config, None, len(devices), devices[0].memory / GIB) if devices else Cluster(1, gpus_per_node=0)
+    )
+    problems += validate(config, config.num_processes, architecture, cluster)
     return config, recipe.violation_findings(problems)
 
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_dapo.config.rules import is_loopback
+
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
@@ -47,16 +49,49 @@ def process_environment(environment: Mapping[str, str] | None = None) -> Process
 
 def _num_nodes(launcher: str, environment: Mapping[str, str]) -> int:
     if launcher == "srun":
-        return int(environment.get("SLURM_NNODES", "1"))
+        # A step may run on fewer nodes than its job.
+        names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+        return int(next((environment[name] for name in names if name in environment), "1"))
     per_node = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
     return -(-int(environment["WORLD_SIZE"]) // per_node)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Machines of the Slurm job whose batch script runs this command; None for what Slurm does not say."""
+
+    num_nodes: int | None = None
+    num_tasks: int | None = None  # of the processes that srun will start
+    gpus_per_node: int | None = None
+
+
+def slurm_allocation(environment: Mapping[str, str] | None = None) -> Allocation:
+    """Read the allocation of the Slurm job that this process belongs to; nothing is known outside of one."""
+    environment = os.environ if environment is None else environment
+
+    def number(name: str) -> int | None:
+        # GPUs may be given with their type, as in "h100:8".
+        text = environment.get(name, "").rpartition(":")[2]
+        return int(text) if text.isdigit() else None
+
+    return Allocation(
+        number("SLURM_JOB_NUM_NODES"),
+        number("SLURM_NTASKS"),
+        number("SLURM_GPUS_ON_NODE") or number("SLURM_GPUS_PER_NODE"),
+    )
 
 
 def prepare_rendezvous(process: ProcessEnvironment) -> None:
     """Write what torch.distributed reads at start-up where the launcher did not (srun, or a plain single process).
 
-    On one node the connections of gloo and NCCL stay on loopback, unless the variables name another interface.
+    On one node the connections of gloo and NCCL stay on loopback, unless the variables name another interface. ValueError
+    where several nodes would each look for rank 0 on themselves.
     """
+    if process.num_nodes > 1 and is_loopback(os.environ.get("MASTER_ADDR", "127.0.0.1")):
+        raise ValueError(
+            f"MASTER_ADDR is {os.environ.get('MASTER_ADDR', 'not set')}, but the run has {process.num_nodes} nodes: export "
+            "it as the host name of the first node (examples/launch/slurm.sh does)"
+        )
     if process.num_nodes == 1 and sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -85,11 +85,11 @@ def main(arguments: Sequence[str]) -> int:
         elif parsed.pretrain_value is not None:
             from megatron_dapo.trainer.value_pretraining import run_value_pretraining
 
-            run_value_pretraining(loaded, process.rank, process.world_size, rendezvous_host())
+            run_value_pretraining(loaded, process.rank, process.world_size, rendezvous_host(), process.num_nodes)
         else:
             from megatron_dapo.trainer.run import run_training
 
-            run_training(loaded, process.rank, process.world_size, rendezvous_host())
+            run_training(loaded, process.rank, process.world_size, rendezvous_host(), process.num_nodes)
     except Exception as error:
         # The records go to a file system that may hang: the exit comes first, then the log, then files.
         exit_after(_REPORT_S, 1)

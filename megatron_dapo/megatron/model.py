@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.checkpoints.architecture import TOKEN_VALUE, ModelArchitecture, RopeScaling
-from megatron_dapo.checkpoints.megatron_layout import padded_vocabulary
+from megatron_dapo.config.memory import padded_vocabulary
 from megatron_dapo.megatron.experts import normalize_probabilities
 from megatron_dapo.megatron.layer_spec import block_spec
 from megatron_dapo.megatron.model_config import GPTConfig, describe_precision

@@ -27,6 +27,7 @@ from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.checkpoints.sglang_layout import SglangLayout, sglang_layout
+from megatron_dapo.config.memory import SPARE_POSITIONS
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.engines.distributed_embedded import DistributedEmbeddedEngine
@@ -56,8 +57,6 @@ from megatron_dapo.types import Completion, GenerationRequest
 Result = TypeVar("Result")
 
 MEBIBYTE = 1 << 20
-# SGLang keeps a few positions of a sequence free; a server that is short of them cuts responses silently.
-SPARE_POSITIONS = 16
 
 
 class Publisher(Protocol):

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.checkpoints.atomic_directory import replace_directory
 from megatron_dapo.checkpoints.export import export_to_huggingface
+from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.schema import Config
@@ -41,13 +43,13 @@ from megatron_dapo.trainer.topology import RunTopology, run_topology
 logger = logging.getLogger(__name__)
 
 
-def run_training(loaded: LoadedConfig, rank: int, world_size: int, rendezvous_host: str) -> None:
+def run_training(loaded: LoadedConfig, rank: int, world_size: int, rendezvous_host: str, num_nodes: int = 1) -> None:
     """Run a configuration up to the exported model. Every process of the run calls it.
 
-    `rendezvous_host`: the node of rank 0, towards which each node finds its own address.
+    `rendezvous_host`: the node of rank 0, towards which each node finds its own address. `num_nodes`: of the run.
     """
     start = time.perf_counter()
-    with prepared_run(loaded, rank, world_size, rendezvous_host) as run:
+    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes) as run:
         reason = run.loop.run()
         exports = run.export(reason)
         run.summarize(reason, exports, time.perf_counter() - start)
@@ -126,16 +128,30 @@ class PreparedRun:
         write_summary(paths.summary, summary)
 
 
+def cluster_here(num_nodes: int, world_size: int) -> Cluster:
+    """Return the machines of a run of `num_nodes` nodes like this one."""
+    if not torch.cuda.is_available():
+        return Cluster(num_nodes, gpus_per_node=0)
+    # A launcher may show a process its own GPU alone.
+    num_gpus = max(torch.cuda.device_count(), -(-world_size // num_nodes))
+    return Cluster(num_nodes, num_gpus, torch.cuda.get_device_properties(0).total_memory / GIB)
+
+
 @contextmanager
 def prepared_run(
-    loaded: LoadedConfig, rank: int, world_size: int, rendezvous_host: str, stop_rule: StopRule | None = None
+    loaded: LoadedConfig,
+    rank: int,
+    world_size: int,
+    rendezvous_host: str,
+    num_nodes: int = 1,
+    stop_rule: StopRule | None = None,
 ) -> Iterator[PreparedRun]:
     """Build a run, resume it if there is a checkpoint, and close everything at the end.
 
     With `stop_rule` only the critic learns (value pretraining). ValueError if the configuration is invalid.
     """
     config = loaded.config
-    require_valid(config, world_size, read_architecture(config.model.path))
+    require_valid(config, world_size, read_architecture(config.model.path), cluster_here(num_nodes, world_size))
     if config.run.deterministic:
         use_deterministic_kernels()
     # The default group first: topology, coordination and every other group are made from it.

@@ -29,13 +29,15 @@ logger = logging.getLogger(__name__)
 NUM_AVERAGED = 5  # newest train steps whose explained variance is reported
 
 
-def run_value_pretraining(loaded: LoadedConfig, rank: int, world_size: int, rendezvous_host: str) -> None:
+def run_value_pretraining(
+    loaded: LoadedConfig, rank: int, world_size: int, rendezvous_host: str, num_nodes: int = 1
+) -> None:
     """Pretrain the critic of a `pretraining_config` into <run.output_dir>/critic. Every process of the run calls it."""
     start = time.perf_counter()
     _require_weights(loaded.config)
     section = loaded.config.value_pretraining
     stop_rule = StopRule(section.min_steps, section.explained_variance_slope, section.loss_slope)
-    with prepared_run(loaded, rank, world_size, rendezvous_host, stop_rule) as run:
+    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, stop_rule) as run:
         assert isinstance(run.learner, ActorCriticLearner), "a configuration of value pretraining has a critic"
         # A policy that moved would make the critic learn the returns of another one, unnoticed.
         before = _policy_digest(run)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import random
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from megatron_dapo.config.rules import is_loopback
 
 _FIRST, _LAST = 20000, 65535
 _DEFAULT_EPHEMERAL = (32768, 60999)
@@ -51,14 +52,6 @@ def require_reachable(address: ListenAddress, host: str, num_nodes: int) -> None
         f'sglang.host = "{host}" advertises servers at {address.advertised}, which is loopback, but the run has '
         f"{num_nodes} nodes: {fix}"
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is reached from its own node alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dapo.engines.sglang.ports import is_loopback
+from megatron_dapo.config.rules import is_loopback
 
 WEIGHT_LOADER = "megatron_dapo.bridge.protocol.weight_loader.load"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]

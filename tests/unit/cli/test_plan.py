@@ -6,29 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cli.plan import describe, make_plan
+from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, Machines, describe, make_plan
 from megatron_dapo.config import ConfigError
 
 
 def violated(
-    recipe: Path, *overrides: str, layout: str | None = None, num_devices: int = 0, world_size: int | None = None
+    recipe: Path, *overrides: str, layout: str | None = None, machines: Machines = ONE_NODE_OF_CPUS
 ) -> set[str]:
     with pytest.raises(ConfigError) as error:
-        make_plan(recipe, overrides, layout, None, num_devices, world_size)
+        make_plan(recipe, overrides, layout, None, machines)
     return {violation.path for violation in error.value.violations}
 
 
 def test_flags_decide(recipe: Path, tmp_path: Path) -> None:
-    plan = make_plan(recipe, ["run.total_steps=3"], "tp2pp2", tmp_path / "out", num_devices=0)
+    plan = make_plan(recipe, ["run.total_steps=3"], "tp2pp2", tmp_path / "out", ONE_NODE_OF_CPUS)
     assert plan.layout.describe() == "TP2 PP2 CP1 DP1" and plan.layout.world_size == 4
     config = plan.loaded.config
     assert (config.run.total_steps, config.run.output_dir, config.parallel.num_processes) == (3, tmp_path / "out", 4)
-    again = make_plan(recipe, plan.overrides, None, None, num_devices=0)
+    again = make_plan(recipe, plan.overrides, None, None, ONE_NODE_OF_CPUS)
     assert again.loaded.config == config
 
 
 def test_lines_hold_the_resolved_numbers(recipe: Path) -> None:
-    text = "\n".join(describe(make_plan(recipe, [], None, None, num_devices=0)))
+    text = "\n".join(describe(make_plan(recipe, [], None, None, ONE_NODE_OF_CPUS)))
     for part in (
         "TP1",
         "8 prompts x 4 responses, 4 optimizer steps of 8 responses",
@@ -55,12 +55,13 @@ def test_positions_of_the_model_are_known(recipe: Path) -> None:
 
 
 def test_more_processes_than_accelerators(recipe: Path) -> None:
-    with pytest.raises(ConfigError, match="processes = 4, accelerators = 2"):
-        make_plan(recipe, [], "tp2dp2", None, num_devices=2)
-    assert make_plan(recipe, [], "tp2dp2", None, num_devices=4).layout.data == 2
-    assert make_plan(recipe, [], "tp2dp2", None, num_devices=None).layout.data == 2
+    with pytest.raises(ConfigError, match="processes = 4, num_nodes = 1, gpus_per_node = 2"):
+        make_plan(recipe, [], "tp2dp2", None, Machines(1, 2))
+    assert make_plan(recipe, [], "tp2dp2", None, Machines(1, 4)).layout.data == 2
+    assert make_plan(recipe, [], "tp2dp2", None, Machines()).layout.data == 2
 
 
 def test_an_outside_launcher_decides_the_world(recipe: Path) -> None:
-    assert make_plan(recipe, ["parallel.tp_size=2"], None, None, num_devices=None, world_size=8).layout.data == 4
-    assert violated(recipe, "parallel.tp_size=2", world_size=3) == {"parallel.tp_size"}
+    launched = Machines(num_nodes=1, num_tasks=8)
+    assert make_plan(recipe, ["parallel.tp_size=2"], None, None, launched).layout.data == 4
+    assert violated(recipe, "parallel.tp_size=2", machines=Machines(num_nodes=1, num_tasks=3)) == {"parallel.tp_size"}

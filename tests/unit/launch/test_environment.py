@@ -8,7 +8,13 @@ import sys
 
 import pytest
 
-from megatron_dapo.launch.environment import ProcessEnvironment, prepare_rendezvous, process_environment
+from megatron_dapo.launch.environment import (
+    Allocation,
+    ProcessEnvironment,
+    prepare_rendezvous,
+    process_environment,
+    slurm_allocation,
+)
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -54,7 +60,7 @@ def test_the_number_of_nodes_is_the_launchers_and_one_node_stays_on_loopback(por
     assert [os.environ[name] for name in INTERFACES] == ["lo", "lo"]
     port_of(ProcessEnvironment(0, 1, 0), GLOO_SOCKET_IFNAME="eth0")
     assert [os.environ[name] for name in INTERFACES] == ["eth0", "lo"]
-    port_of(ProcessEnvironment(0, 16, 0, num_nodes=2))
+    port_of(ProcessEnvironment(0, 16, 0, num_nodes=2), MASTER_ADDR="node0")
     assert not any(name in os.environ for name in INTERFACES)
 
 
@@ -67,3 +73,26 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
 assert raise_open_files_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_nodes_of_a_step_come_before_those_of_its_job_and_torchruns_agents_before_both() -> None:
+    job = {**SLURM, "SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": "4"}
+    assert process_environment(job).num_nodes == 4
+    assert process_environment({**job, "SLURM_STEP_NUM_NODES": "2"}).num_nodes == 2
+    torchrun = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
+    assert process_environment({**job, **torchrun}).num_nodes == 2
+
+
+def test_a_batch_script_learns_the_machines_of_its_job() -> None:
+    job = {"SLURM_JOB_NUM_NODES": "16", "SLURM_NTASKS": "128", "SLURM_GPUS_PER_NODE": "h100:8"}
+    assert slurm_allocation(job) == Allocation(16, 128, 8)
+    assert slurm_allocation({**job, "SLURM_GPUS_ON_NODE": "4"}).gpus_per_node == 4
+    assert slurm_allocation({}) == Allocation()
+
+
+def test_nodes_that_would_each_meet_themselves_are_refused(port_of) -> None:
+    several = ProcessEnvironment(3, 8, 1, num_nodes=2)
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set, but the run has 2 nodes: export it"):
+        port_of(several)
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is 127\.0\.1\.1, but the run has 2 nodes"):
+        port_of(several, MASTER_ADDR="127.0.1.1")

@@ -1,0 +1,85 @@
+"""Lines about the machines of a run, before it starts: engines and their caches, memory of a GPU and of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_dapo.config import ArchitectureFacts, Config
+from megatron_dapo.config.cluster import GIB, Cluster
+from megatron_dapo.config.cluster_rules import response_seconds, sync_seconds
+from megatron_dapo.config.memory import ModelMemory, RunMemory, optimizer_ranks, run_memory
+
+
+def memory_lines(config: Config, architecture: ArchitectureFacts, processes: int, cluster: Cluster) -> list[str]:
+    """Return the lines of a run whose configuration was checked for these machines."""
+    memory = run_memory(config, architecture, processes, cluster)
+    has_gpus = cluster.gpus_per_node > 0
+    nodes = f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
+    gpus = f" of {cluster.gpus_per_node} GPUs of {cluster.gpu_gib:.3g} GiB" if has_gpus else " without GPUs"
+    lines = [f"machines: {nodes}{gpus}, {cluster.processes_per_node(processes)} trainer processes a node"]
+    lines += _engines(config, memory, cluster)
+    policy_ranks = processes - config.num_critic_processes
+    lines.append(f"memory of the policy on its fullest rank: {_parts(config, memory.policy, policy_ranks)}")
+    if memory.critic:
+        lines.append(f"memory of the critic on its fullest rank: {_total(memory.critic)}")
+    device = "GPU" if has_gpus else "process"
+    generating = f", while engines generate {_gib(memory.engine)}" if memory.engine else ""
+    lines.append(f"memory of a {device}: while training {_gib(memory.trainer)}{generating}")
+    return [*lines, f"host memory of a node: {_gib(memory.host)}", *warnings(config, memory)]
+
+
+def warnings(config: Config, memory: RunMemory) -> Iterator[str]:
+    """Yield what works, but not well."""
+    engine, sglang = memory.engine_memory, config.sglang
+    if engine is None or config.rollout.engine != "sglang":
+        return
+    # A quarter of the full length is a usual mean of reasoning rollouts.
+    typical = sglang.max_running_requests * config.longest_sequence // 4
+    if engine.kv_tokens < typical:
+        yield (
+            f"warning: requests will queue: {sglang.max_running_requests} responses (sglang.max_running_requests) of a "
+            f"quarter of the full length need {typical} KV tokens, an engine holds {engine.kv_tokens}; lower it to "
+            f"{4 * engine.kv_tokens // config.longest_sequence}, or raise sglang.mem_fraction_static"
+        )
+
+
+def _engines(config: Config, memory: RunMemory, cluster: Cluster) -> Iterator[str]:
+    engine, sglang = memory.engine_memory, config.sglang
+    if config.rollout.engine == "embedded" or engine is None:
+        where = "given by sglang.urls" if config.rollout.engine == "sglang" else "inside the trainer's processes"
+        yield f"engines: {memory.num_engines}, {where}"
+        return
+    yield (
+        f"engines: {memory.num_engines} SGLang servers of TP{sglang.tp_size}, {sglang.servers_per_node} a node, "
+        f"{sglang.placement}, weights by {sglang.weight_sync_transport}"
+    )
+    if cluster.gpus_per_node:
+        yield (
+            f"KV cache of an engine: {engine.kv_tokens} tokens at {engine.bytes_per_token} bytes a rank, "
+            f"{engine.kv_tokens / config.longest_sequence:.1f} sequences of {config.longest_sequence}; "
+            f"weights {_gib(engine.weights)} a rank"
+        )
+        yield (
+            f"estimates: {response_seconds(config, memory):.0f} s for a batch of longest responses, "
+            f"{sync_seconds(config, memory, cluster):.0f} s for a weight sync"
+        )
+
+
+def _parts(config: Config, model: ModelMemory, ranks: int) -> str:
+    replicas, of_experts = optimizer_ranks(config.parallel, ranks)
+    cut = ""
+    if config.parallel.use_distributed_optimizer and replicas > 1:
+        experts = f", of experts {of_experts}" if of_experts != replicas else ""
+        cut = f" (cut over {replicas} ranks{experts})"
+    return (
+        f"weights {_gib(model.weights)}, fp32 gradients {_gib(model.gradients)}, main params and moments "
+        f"{_gib(model.optimizer)}{cut}, activations {_gib(model.activations)}"
+    )
+
+
+def _total(model: ModelMemory) -> str:
+    return f"state {_gib(model.state)}, activations {_gib(model.activations)}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,59 @@
+"""Machines of a run: how many nodes and GPUs there are, and how the run's processes and servers lie on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dapo.config.schema import Config
+
+GIB = 1 << 30
+GPUS_PER_NODE = 8
+GPU_GIB = 79.0  # of an 80 GB H100, as CUDA counts it
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of a run, all alike."""
+
+    num_nodes: int = 1
+    gpus_per_node: int = GPUS_PER_NODE  # 0: the run is on CPUs
+    gpu_gib: float = GPU_GIB  # memory of a GPU
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.gpus_per_node < 0 or self.gpu_gib <= 0:
+            raise ValueError(
+                f"cluster: {self.num_nodes} nodes of {self.gpus_per_node} GPUs of {self.gpu_gib:g} GiB; there must be at "
+                "least one node and memory above 0"
+            )
+
+    @property
+    def gpu_bytes(self) -> int:
+        return int(self.gpu_gib * GIB)
+
+    def processes_per_node(self, processes: int) -> int:
+        """Return the trainer processes of the fullest node."""
+        return -(-processes // self.num_nodes)
+
+    def num_engines(self, config: Config, processes: int) -> int:
+        """Return the engines of the run: servers started on every node with the policy's processes, servers given by URL, or
+        one embedded engine for each process of the policy."""
+        policy = processes - config.num_critic_processes
+        if config.rollout.engine == "embedded":
+            return policy
+        nodes = -(-policy // max(self.processes_per_node(processes), 1))
+        return len(config.sglang.urls) or nodes * config.sglang.servers_per_node
+
+
+def server_gpus(config: Config) -> int:
+    """Return the GPUs of a node that servers alone use."""
+    sglang = config.sglang
+    has_own = config.rollout.engine == "sglang" and sglang.placement == "disaggregated" and not sglang.urls
+    return sglang.servers_per_node * sglang.tp_size if has_own else 0
+
+
+def cluster_for(
+    config: Config, num_nodes: int | None = None, gpus_per_node: int = GPUS_PER_NODE, gpu_gib: float = GPU_GIB
+) -> Cluster:
+    """Return a cluster of such nodes; without their number as many as the layout's processes and servers fill."""
+    trainer_gpus = max(gpus_per_node - server_gpus(config), 1)
+    return Cluster(num_nodes or -(-config.num_processes // trainer_gpus), gpus_per_node, gpu_gib)

@@ -1,0 +1,226 @@
+"""Rules of the machines: addresses that every node reaches, GPUs and memory that there are, deadlines that a step keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from typing import Any
+
+from megatron_dapo.config.cluster import GIB, Cluster
+from megatron_dapo.config.inputs import ArchitectureFacts
+from megatron_dapo.config.memory import SPARE_POSITIONS, RunMemory, run_memory
+from megatron_dapo.config.rules import Rule, Violation, broken
+from megatron_dapo.config.schema import Config
+
+# Rates of the estimates of time: orders of magnitude, on the slow side of what an H100 and a cluster's network do.
+MEMORY_BYTES_A_SECOND = 2e12  # that decoding reads of weights and caches
+NODE_BYTES_A_SECOND = 2.5e9  # of weights into a node: gloo over one 25 Gbit/s connection
+HOST_BYTES_A_SECOND = 5e9  # of weights through the shared memory of a node
+# A server that holds fewer responses of full length serves them almost one after the other.
+FEWEST_SEQUENCES = 8
+
+_SGLANG = 'rollout.engine == "sglang"'
+_STARTED = f"{_SGLANG} and not sglang.urls"
+_ON_GPUS = "gpus_per_node > 0"
+_COLOCATED = f'{_STARTED} and sglang.placement == "colocated" and {_ON_GPUS}'
+_DISAGGREGATED = f'{_STARTED} and sglang.placement == "disaggregated" and {_ON_GPUS}'
+
+CLUSTER_RULES = (
+    Rule(
+        "not is_loopback(sglang.host)",
+        'set sglang.host = "auto", by which each node advertises its own address',
+        where=f"{_STARTED} and num_nodes > 1",
+        reason="loopback reaches no other node's servers",
+    ),
+    Rule(
+        "not any(is_loopback(url) for url in sglang.urls)",
+        "set sglang.urls to addresses that every node reaches",
+        where=f"{_SGLANG} and num_nodes > 1",
+        reason="loopback is another machine on each node",
+    ),
+    Rule(
+        "processes % num_nodes == 0",
+        "start {padded(processes, num_nodes)} processes, or run on {nearest_divisor(processes, num_nodes)} nodes",
+        where="num_nodes > 1",
+        reason="every node starts equally many",
+        path="parallel.num_processes",
+    ),
+    Rule(
+        "processes <= num_nodes * gpus_per_node",
+        "use a layout for {num_nodes * gpus_per_node} processes, or start one worker a GPU on "
+        "{ceil(processes / gpus_per_node)} nodes (examples/launch)",
+        where=_ON_GPUS,
+        path="parallel",
+    ),
+    Rule(
+        "sglang.tp_size <= gpus_per_node",
+        "set sglang.tp_size = {gpus_per_node} or less",
+        where=f"{_STARTED} and {_ON_GPUS}",
+        reason="a server lives on one node",
+    ),
+    Rule(
+        "sglang.servers_per_node * sglang.tp_size <= gpus_per_node",
+        "set sglang.servers_per_node = {gpus_per_node // sglang.tp_size}",
+        where=f"{_COLOCATED} and sglang.tp_size <= gpus_per_node",
+    ),
+    # The trainer's processes have the first GPUs of a node, servers with GPUs of their own come behind them.
+    Rule(
+        "processes_per_node + sglang.servers_per_node * sglang.tp_size <= gpus_per_node",
+        "set sglang.servers_per_node = {max(1, (gpus_per_node - processes_per_node) // sglang.tp_size)}, or start "
+        "{max(1, gpus_per_node - sglang.servers_per_node * sglang.tp_size)} trainer processes a node, on "
+        "{ceil(processes / max(1, gpus_per_node - sglang.servers_per_node * sglang.tp_size))} nodes",
+        where=f"{_DISAGGREGATED} and sglang.tp_size <= gpus_per_node and processes_per_node <= gpus_per_node",
+    ),
+)
+
+MEMORY_RULES = (
+    Rule("trainer_gib <= gpu_gib", "{trainer_fix}", path="parallel.tp_size", reason="the peak of a training step"),
+    Rule(
+        "engine_weights_gib < static_gib",
+        "set sglang.tp_size = {2 * sglang.tp_size} or more, or raise sglang.mem_fraction_static",
+        where=_STARTED,
+        reason="mem_fraction_static of what is free at a server's start holds its weights before any cache",
+    ),
+    Rule(
+        "kv_tokens >= fewest_sequences * (sequence_tokens + spare_positions)",
+        "set sglang.tp_size = {2 * sglang.tp_size} or more with fewer servers_per_node, raise sglang.mem_fraction_static, "
+        "or lower sglang.max_running_requests below {fewest_sequences}",
+        where=f"{_STARTED} and engine_weights_gib < static_gib and sglang.max_total_tokens == 0",
+        reason="a server holds so few responses of full length that most wait, and the last ones until their deadline",
+    ),
+    Rule(
+        "generating_gib <= gpu_gib",
+        "{engine_fix}",
+        where=_STARTED,
+        reason="weights, cache, CUDA graphs and activations of a server, and what the trainer keeps beside it",
+        path="sglang.mem_fraction_static",
+    ),
+)
+
+DEADLINE_RULES = (
+    *(
+        Rule(
+            f"{path} >= response_seconds",
+            f"set {path} = {{2 * response_seconds}} or more",
+            where=_STARTED,
+            reason="the estimate for a batch of longest responses that all begin together",
+        )
+        for path in ("sglang.request_timeout_seconds", "run.wait_timeout_seconds")
+    ),
+    Rule(
+        "sglang.weight_sync_timeout_seconds >= sync_seconds",
+        "set sglang.weight_sync_timeout_seconds = {2 * sync_seconds} or more",
+        where=_STARTED,
+        reason="the estimate for the bytes of a node's servers",
+    ),
+)
+
+
+def cluster_facts(processes: int, cluster: Cluster) -> dict[str, Any]:
+    """Return the numbers of the machines that formulas name."""
+    return {
+        "num_nodes": cluster.num_nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "gpu_gib": round(cluster.gpu_gib, 1),
+        "processes": processes,
+        "processes_per_node": cluster.processes_per_node(processes),
+    }
+
+
+def memory_facts(config: Config, memory: RunMemory, cluster: Cluster) -> dict[str, Any]:
+    """Return the numbers of memory that formulas name, in GiB and tokens."""
+    engine, sglang = memory.engine_memory, config.sglang
+    facts: dict[str, Any] = {
+        "trainer_gib": _gib(memory.trainer),
+        "generating_gib": _gib(memory.engine),
+        "trainer_fix": _trainer_fix(config),
+        "engine_fix": _engine_fix(config),
+        "sequence_tokens": config.longest_sequence,
+        "spare_positions": SPARE_POSITIONS,
+        "fewest_sequences": min(FEWEST_SEQUENCES, sglang.max_running_requests),
+    }
+    if engine is not None:
+        facts |= {
+            "kv_tokens": engine.kv_tokens,
+            "engine_weights_gib": _gib(engine.weights),
+            "static_gib": _gib(engine.budget),
+            "response_seconds": response_seconds(config, memory),
+            "sync_seconds": sync_seconds(config, memory, cluster),
+        }
+    return facts
+
+
+def _gib(num_bytes: int) -> float:
+    return round(num_bytes / GIB, 1)
+
+
+def _trainer_fix(config: Config) -> str:
+    """Say what makes the trainer smaller, the cheapest first."""
+    ways = []
+    if config.model.recompute_granularity != "full":
+        ways.append('set model.recompute_granularity = "full"')
+    offload = [
+        f'set {path} = "all"'
+        for path, value in (("model.offload", config.model.offload), ("critic.offload", config.critic.offload))
+        if value != "all" and config.has_critic
+    ]
+    ways += offload
+    ways.append(
+        "cut the model over more processes (parallel.tp_size, parallel.pp_size) or its optimizer over more nodes"
+    )
+    return ", or ".join(ways)
+
+
+def _engine_fix(config: Config) -> str:
+    """Say what makes room for a server."""
+    ways = []
+    if config.sglang.placement == "colocated":
+        paths = ["model.offload"] * (config.model.offload != "all")
+        paths += ["critic.offload"] * (config.has_critic and config.critic.offload != "all")
+        ways += [f'set {path} = "all"' for path in paths]
+    ways.append(f"set sglang.mem_fraction_static below {config.sglang.mem_fraction_static:g}")
+    return ", or ".join(ways)
+
+
+def response_seconds(config: Config, memory: RunMemory) -> float:
+    """Estimate the seconds that the longest response takes in a server that is full of responses.
+
+    Decoding reads all weights and the caches of all running responses for each token.
+    """
+    engine = memory.engine_memory
+    assert engine is not None, "servers are started by this run"
+    # On average half of a response is there when the next token is decoded.
+    wanted = config.sglang.max_running_requests * config.longest_sequence // 2
+    num_bytes = engine.weights + min(wanted, engine.kv_tokens) * engine.bytes_per_token
+    tokens = max(config.rollout.max_response_tokens, config.evaluation_response_tokens)
+    return round(tokens * num_bytes / MEMORY_BYTES_A_SECOND, 1)
+
+
+def sync_seconds(config: Config, memory: RunMemory, cluster: Cluster) -> float:
+    """Estimate the seconds that a weight sync takes: all bytes of a node's servers through its memory, and those that
+    come from other nodes through the network."""
+    engine, sglang = memory.engine_memory, config.sglang
+    assert engine is not None, "servers are started by this run"
+    num_bytes = sglang.servers_per_node * sglang.tp_size * engine.weights
+    from_others = num_bytes * (cluster.num_nodes - 1) / cluster.num_nodes
+    return round(num_bytes / HOST_BYTES_A_SECOND + from_others / NODE_BYTES_A_SECOND, 1)
+
+
+def unfit_machines(
+    config: Config, processes: int, architecture: ArchitectureFacts | None, cluster: Cluster, outside: Set[str]
+) -> Iterator[Violation]:
+    """Yield what is wrong between a run and its machines.
+
+    Without `architecture`, of a model that fits the processes and the layout, memory is left out. `outside`: paths of
+    fields out of their range.
+    """
+    facts = cluster_facts(processes, cluster)
+    found = list(broken(CLUSTER_RULES, config, facts, outside))
+    yield from found
+    if found or architecture is None or not cluster.gpus_per_node:
+        return
+    memory = run_memory(config, architecture, processes, cluster)
+    facts |= memory_facts(config, memory, cluster)
+    found = list(broken(MEMORY_RULES, config, facts, outside))
+    yield from found
+    if not found:  # estimates of time are made for a cache that exists
+        yield from broken(DEADLINE_RULES, config, facts, outside)

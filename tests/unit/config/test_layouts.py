@@ -1,0 +1,270 @@
+"""Shipped layouts and recipes fit their machines, and a copy of one with a fault is refused with both numbers and a fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dapo.cli.main import app
+from megatron_dapo.cli.plan import Machines, Plan, describe, make_plan
+from megatron_dapo.config import ConfigError
+from megatron_dapo.config.cluster import GIB
+from megatron_dapo.config.memory import run_memory
+from tests.unit.config.architectures import DENSE, QWEN_7B, QWEN_14B, QWEN_32B, write_model
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+SHIPPED = sorted((EXAMPLES / "layouts").glob("*.toml")) + sorted((EXAMPLES / "recipes").glob("*.toml"))
+MODELS = {"Qwen2.5-7B": QWEN_7B, "Qwen2.5-14B": QWEN_14B, "Qwen2.5-32B": QWEN_32B}
+DEFAULT = Machines()
+# Nodes, engines, KV tokens of an engine in thousands, GiB of a GPU (training, generating), GiB of a node.
+FIGURES = {
+    "colocated_1node": (1, 8, 851, 32.0, 75.7, 250),
+    "colocated_1node_14b": (1, 4, 501, 41.8, 75.6, 330),
+    "disaggregated_1node": (1, 4, 975, 40.2, 77.3, 199),
+    "colocated_2nodes": (2, 4, 727, 45.3, 76.0, 351),
+    "colocated_16nodes": (16, 32, 727, 24.3, 76.0, 198),
+    "disaggregated_16nodes": (16, 16, 836, 39.0, 77.3, 161),
+    "vapo_16nodes": (16, 32, 727, 24.3, 76.0, 244),
+    "tppo_16nodes": (16, 32, 727, 24.9, 76.0, 244),
+    "colocated_64nodes": (64, 64, 1705, 22.0, 76.0, 198),
+    "disaggregated_64nodes": (64, 64, 836, 34.5, 77.3, 161),
+}
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    for name, document in MODELS.items():
+        write_model(tmp_path / name, document)
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def inputs_of(layout: Path, inputs: Path) -> list[str]:
+    """Overrides that name a model of the layout's size and data; what the layout says of them is only a name."""
+    size = next((size for size in ("7b", "14b") if size in layout.read_text().partition("[run]")[2][:60]), "32b")
+    data = f"['{inputs / 'data.jsonl'}']"
+    model = inputs / f"Qwen2.5-{size.upper()}"
+    return [f"model.path={model}", f"data.train_paths={data}", f"data.eval_paths={data}"]
+
+
+def plan_of(layout: Path, inputs: Path, machines: Machines = DEFAULT, overrides: Sequence[str] = ()) -> Plan:
+    return make_plan(layout, [*inputs_of(layout, inputs), *overrides], None, None, machines)
+
+
+@pytest.mark.parametrize("layout", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_layout_passes_without_a_warning_and_prints_its_figures(layout: Path, inputs: Path) -> None:
+    plan = plan_of(layout, inputs)
+    text = "\n".join(describe(plan))
+    assert "warning" not in text
+    for pattern in (
+        r"machines: \d+ nodes? of 8 GPUs",
+        r"engines: \d+ SGLang servers",
+        r"KV cache of an engine: \d+ tokens",
+        r"memory of a GPU: while training [\d.]+ GiB, while engines generate [\d.]+ GiB",
+        r"host memory of a node: [\d.]+ GiB",
+    ):
+        assert re.search(pattern, text), text
+    config = plan.loaded.config
+    memory = run_memory(config, plan.architecture, plan.num_processes, plan.cluster)
+    assert config.sglang.max_running_requests * config.longest_sequence // 4 <= memory.engine_memory.kv_tokens
+    if layout.stem not in FIGURES:
+        assert layout.parent.name == "recipes"
+        return
+    found = (
+        plan.cluster.num_nodes,
+        memory.num_engines,
+        memory.engine_memory.kv_tokens // 1000,
+        round(memory.trainer / GIB, 1),
+        round(memory.engine / GIB, 1),
+        round(memory.host / GIB),
+    )
+    assert found == pytest.approx(FIGURES[layout.stem], abs=1)
+
+
+def test_layouts_for_1_2_16_and_64_nodes_are_shipped() -> None:
+    assert {nodes for nodes, *_ in FIGURES.values()} == {1, 2, 16, 64}
+    assert set(FIGURES) == {path.stem for path in (EXAMPLES / "layouts").glob("*.toml")}
+
+
+# Layout, settings of the fault as TOML, machines, and words of the refusal: what, both numbers, the fix.
+FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
+    "B1 loopback": (
+        "colocated_16nodes",
+        '[sglang]\nhost = "127.0.0.1"',
+        Machines(),
+        ("sglang.host = '127.0.0.1'", "num_nodes = 16", 'set sglang.host = "auto"'),
+    ),
+    "B1 loopback by name in a job of two nodes": (
+        "colocated_2nodes",
+        '[sglang]\nhost = "localhost"',
+        Machines(num_nodes=2),
+        ("sglang.host = 'localhost'", "num_nodes = 2"),
+    ),
+    "B1 URLs": (
+        "disaggregated_16nodes",
+        '[sglang]\nurls = ["http://node1:30000", "http://127.0.0.1:30000"]\napi_key_file = "key"',
+        Machines(num_nodes=16),
+        ("http://127.0.0.1:30000", "num_nodes = 16", "set sglang.urls to addresses that every node reaches"),
+    ),
+    "B5 nothing is offloaded": (
+        "colocated_16nodes",
+        '[model]\noffload = "none"',
+        Machines(),
+        ("generating_gib = 86.", "gpu_gib = 79.0", 'set model.offload = "all"'),
+    ),
+    "B6 cache of six sequences": (
+        "colocated_16nodes",
+        "[sglang]\ntp_size = 2\nservers_per_node = 4\nmem_fraction_static = 0.6",
+        Machines(),
+        ("kv_tokens = 12", "fewest_sequences = 8", "sequence_tokens = 22528", "set sglang.tp_size = 4"),
+    ),
+    "B6 cache of no sequence": (
+        "colocated_1node",
+        "[sglang]\nmem_fraction_static = 0.2",
+        Machines(),
+        ("kv_tokens = 2", "sequence_tokens = 22528", "raise sglang.mem_fraction_static"),
+    ),
+    "B8 deadline of a request": (
+        "colocated_16nodes",
+        "[sglang]\nrequest_timeout_seconds = 300.0",
+        Machines(),
+        ("sglang.request_timeout_seconds = 300.0", "response_seconds = 65", "set sglang.request_timeout_seconds = 13"),
+    ),
+    "B8 deadline of a wait": (
+        "disaggregated_16nodes",
+        "[run]\nwait_timeout_seconds = 600.0",
+        Machines(),
+        ("run.wait_timeout_seconds = 600.0", "response_seconds = 729", "set run.wait_timeout_seconds = 14"),
+    ),
+    "B8 deadline of a weight sync": (
+        "colocated_16nodes",
+        "[sglang]\nweight_sync_timeout_seconds = 60.0",
+        Machines(),
+        ("sglang.weight_sync_timeout_seconds = 60.0", "sync_seconds = 75", "or more"),
+    ),
+    "B9 32B trainer on one node": (
+        "colocated_2nodes",
+        "[parallel]\npp_size = 1\nnum_processes = 8",
+        Machines(),
+        ("trainer_gib = 8", "gpu_gib = 79.0", "cut the model over more processes"),
+    ),
+    "B9 32B trainer on half a node": (
+        "disaggregated_16nodes",
+        "[parallel]\npp_size = 1\nnum_processes = 4",
+        Machines(),
+        ("trainer_gib = 15", "gpu_gib = 79.0", "parallel.pp_size"),
+    ),
+    "B9 servers of one GPU for 32B": (
+        "colocated_16nodes",
+        "[sglang]\ntp_size = 1\nservers_per_node = 8\nmem_fraction_static = 0.6",
+        Machines(),
+        ("engine_weights_gib = 61.0", "static_gib = 45.9", "set sglang.tp_size = 2 or more"),
+    ),
+    "S11 a server over two nodes": (
+        "colocated_16nodes",
+        "[sglang]\ntp_size = 16\nservers_per_node = 1",
+        Machines(),
+        ("sglang.tp_size = 16", "gpus_per_node = 8", "a server lives on one node"),
+    ),
+    "servers beyond the GPUs of a node": (
+        "colocated_16nodes",
+        "[sglang]\nservers_per_node = 3",
+        Machines(),
+        ("sglang.servers_per_node = 3", "sglang.tp_size = 4", "gpus_per_node = 8", "set sglang.servers_per_node = 2"),
+    ),
+    "servers on the trainer's GPUs": (
+        "disaggregated_16nodes",
+        "[sglang]\nservers_per_node = 1",
+        Machines(num_nodes=8),
+        ("processes_per_node = 8", "gpus_per_node = 8", "4 trainer processes a node, on 16 nodes"),
+    ),
+    "more processes than GPUs": (
+        "colocated_16nodes",
+        "",
+        Machines(num_nodes=2),
+        ("processes = 128", "num_nodes = 2", "gpus_per_node = 8", "on 16 nodes"),
+    ),
+    "nodes that do not divide the processes": (
+        "colocated_2nodes",
+        "",
+        Machines(num_nodes=3),
+        ("processes = 16", "num_nodes = 3", "run on 2 nodes"),
+    ),
+    "smaller GPUs": (
+        "colocated_2nodes",
+        "",
+        Machines(gpu_gib=39.5),
+        ("trainer_gib = 45.3", "gpu_gib = 39.5"),
+    ),
+    "critic that stays": (
+        "vapo_16nodes",
+        '[critic]\noffload = "none"',
+        Machines(),
+        ("generating_gib = ", 'set critic.offload = "all"'),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_copy_with_a_fault_is_refused(fault: str, inputs: Path) -> None:
+    name, settings, machines, words = FAULTS[fault]
+    original = EXAMPLES / "layouts" / f"{name}.toml"
+    plan_of(original, inputs)
+    copy = inputs / "copy.toml"
+    copy.write_text(f'base = "{original}"\n{settings}\n')
+    with pytest.raises(ConfigError) as refused:
+        make_plan(copy, inputs_of(original, inputs), None, None, machines)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_run_on_cpus_has_no_rule_about_gpus(inputs: Path) -> None:
+    plan = plan_of(
+        EXAMPLES / "layouts" / "colocated_16nodes.toml", inputs, Machines(num_nodes=16, gpus_per_node=0), ["run.seed=1"]
+    )
+    assert "16 nodes without GPUs" in "\n".join(describe(plan))
+
+
+def dry_run(layout: str, inputs: Path, *arguments: str) -> Any:
+    path = EXAMPLES / "layouts" / f"{layout}.toml"
+    overrides = [part for override in inputs_of(path, inputs) for part in ("--set", override)]
+    return CliRunner().invoke(app, ["train", str(path), *overrides, *arguments])
+
+
+def test_the_command_learns_the_nodes_from_flags_and_from_slurm(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert "machines: 2 nodes of 8 GPUs of 79 GiB" in dry_run("colocated_2nodes", inputs, "--dry-run").stdout
+    larger = dry_run("colocated_2nodes", inputs, "--dry-run", "--nodes", "2", "--gpu-memory", "140")
+    assert "machines: 2 nodes of 8 GPUs of 140 GiB" in larger.stdout
+    refused = dry_run("colocated_2nodes", inputs, "--dry-run", "--nodes", "4", "--gpus-per-node", "2")
+    assert refused.exit_code == 2 and "processes = 16, num_nodes = 4, gpus_per_node = 2" in refused.output
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "h100:4")
+    refused = dry_run("colocated_2nodes", inputs, "--dry-run")
+    assert refused.exit_code == 2 and "processes = 16, num_nodes = 1, gpus_per_node = 4" in refused.output
+
+
+def test_a_start_on_this_machine_takes_no_number_of_nodes(inputs: Path) -> None:
+    refused = dry_run("colocated_2nodes", inputs, "--nodes", "2")
+    assert refused.exit_code == 2 and "--nodes: only with --dry-run" in refused.output
+
+
+def test_processes_that_a_layout_leaves_open_fill_the_machines(inputs: Path) -> None:
+    recipe = inputs / "open.toml"
+    recipe.write_text(
+        f'[model]\npath = "{write_model(inputs / "tiny", DENSE)}"\n[data]\ntrain_paths = ["data.jsonl"]\n'
+        "max_prompt_tokens = 16\n[rollout]\nmax_response_tokens = 32\n[parallel]\ntp_size = 2\n"
+    )
+    for machines, processes in (
+        (Machines(), 2),
+        (Machines(num_nodes=2), 16),
+        (Machines(num_nodes=2, num_tasks=4), 4),
+        (Machines(num_nodes=1, gpus_per_node=0), 2),
+    ):
+        assert make_plan(recipe, [], None, None, machines).num_processes == processes

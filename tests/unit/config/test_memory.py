@@ -1,0 +1,224 @@
+"""Bytes of weights, caches and activations: parameters against the layouts of every tensor, activations against what
+autograd really keeps, whole models against megatron-core's published estimate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dapo.bridge.sources import expected_layouts
+from megatron_dapo.checkpoints.architecture import ModelArchitecture
+from megatron_dapo.checkpoints.megatron_layout import megatron_layout
+from megatron_dapo.checkpoints.sglang_layout import sglang_layout
+from megatron_dapo.config import config_from_dict
+from megatron_dapo.config.memory import (
+    engine_weight_bytes,
+    layer_activation_bytes,
+    layers_in_flight,
+    model_memory,
+    optimizer_share,
+    rank_parameters,
+    stage_memory,
+)
+from megatron_dapo.config.model_schema import ParallelConfig
+from megatron_dapo.parallel.layout import ParallelLayout
+from tests.unit.config.architectures import DENSE, EXPERTS, QWEN_7B, QWEN_14B, QWEN_32B, facts_of
+
+TIED = {**DENSE, "tie_word_embeddings": True}
+SEQUENCE = {"tp_size": 2, "sequence_parallel": True}
+
+
+def layout_of(parallel: ParallelConfig, processes: int) -> ParallelLayout:
+    return ParallelLayout(
+        processes,
+        tensor=parallel.tp_size,
+        pipeline=parallel.pp_size,
+        virtual_pipeline=parallel.vpp_size,
+        context=parallel.cp_size,
+        expert=parallel.ep_size,
+        expert_tensor=parallel.etp_size or None,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def kind_of(name: str) -> str:
+    if ".experts." in name:
+        return "experts"
+    is_vocabulary = "embedding" in name or name.endswith("output_layer.weight")
+    return "vocabulary" if is_vocabulary else "dense"
+
+
+@pytest.mark.parametrize(
+    ("document", "sizes", "processes"),
+    [
+        (DENSE, {}, 1),
+        (TIED, {"tp_size": 2}, 2),
+        ({**DENSE, "model_type": "qwen2", "head_dim": None}, {"tp_size": 2, "pp_size": 2, "cp_size": 2}, 8),
+        (TIED, {"pp_size": 4}, 4),
+        (DENSE, {"pp_size": 2, "vpp_size": 2}, 4),
+        ({**DENSE, "model_type": "llama", "head_dim": None}, {"tp_size": 4}, 4),
+        (EXPERTS, {"ep_size": 8}, 8),
+        (EXPERTS, {**SEQUENCE, "ep_size": 4, "etp_size": 1}, 8),
+        (EXPERTS, {**SEQUENCE, "pp_size": 2, "ep_size": 2}, 16),
+    ],
+)
+@pytest.mark.parametrize("has_value_head", [False, True])
+def test_parameters_of_every_rank_are_those_of_the_layout(
+    document: dict[str, Any], sizes: dict[str, Any], processes: int, has_value_head: bool
+) -> None:
+    parallel = ParallelConfig(**sizes)
+    architecture = ModelArchitecture.from_config(document)
+    if has_value_head:
+        architecture = architecture.with_value_head()
+    layout = layout_of(parallel, processes)
+    tensors = megatron_layout(architecture, layout, torch.bfloat16)
+    for rank in range(processes):
+        parts = {"experts": 0, "vocabulary": 0, "dense": 0}
+        for name, spec in tensors.local_specs(rank).items():
+            is_head = has_value_head and "output_layer" in name
+            parts["dense" if is_head else kind_of(name)] += spec.num_elements
+        found = rank_parameters(facts_of(document), parallel, layout.coordinates(rank).pipeline, has_value_head)
+        assert vars(found) == parts, f"rank {rank} of {layout.describe()}"
+
+
+@pytest.mark.parametrize(
+    ("document", "tensor", "expert"),
+    [
+        (DENSE, 1, 1),
+        (TIED, 2, 1),
+        (DENSE, 8, 1),
+        ({**DENSE, "model_type": "qwen2", "head_dim": None, "hidden_size": 1024}, 2, 1),
+    ]
+    + [(EXPERTS, 2, 1), (EXPERTS, 4, 2), ({**EXPERTS, "tie_word_embeddings": True}, 1, 1)],
+)
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_weights_of_a_server_are_those_of_its_layout(
+    document: dict[str, Any], tensor: int, expert: int, quantization: str
+) -> None:
+    plain = sglang_layout(
+        ModelArchitecture.from_config(document), tensor, torch.bfloat16, expert_parallel=expert, device="cuda"
+    )
+    layout = expected_layouts(quantization, plain)[1]
+    expected = {sum(spec.num_bytes for spec in layout.local_specs(rank).values()) for rank in range(tensor)}
+    found = engine_weight_bytes(facts_of(document), tensor, expert, "bfloat16", quantization == "fp8")
+    assert {found} == expected
+
+
+@pytest.mark.parametrize(("document", "billions"), [(QWEN_7B, 7.616), (QWEN_14B, 14.770), (QWEN_32B, 32.764)])
+def test_parameters_of_real_models_are_the_published_ones(document: dict[str, Any], billions: float) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(**{name: value for name, value in document.items() if name != "torch_dtype"})
+    with torch.device("meta"):
+        exact = sum(parameter.numel() for parameter in Qwen2ForCausalLM(config).parameters())
+    assert round(exact / 1e9, 3) == billions
+    found = rank_parameters(facts_of(document), ParallelConfig())
+    assert found.total == exact, "152,064 rows need no padding on one rank"
+
+
+def core_estimate(document: dict[str, Any], parallel: ParallelConfig, data: int) -> float:
+    """Bytes of weights, gradients and optimizer by Megatron-LM's megatron/training/theoretical_memory_usage.py."""
+    hidden, layers = document["hidden_size"], document["num_hidden_layers"]
+    ratio = document["num_key_value_heads"] / document["num_attention_heads"]
+    attention = 2 * hidden * hidden * (1 + ratio)
+    block = layers * (2 * hidden * (document["intermediate_size"] * 3 / 2 + 1) + attention) + hidden
+    multiple = 128 * parallel.tp_size
+    embedding = hidden * (-(-document["vocab_size"] // multiple) * multiple)
+    most_loaded = (block / parallel.pp_size + embedding * (2 if parallel.pp_size == 1 else 1)) / parallel.tp_size
+    return most_loaded * (6 + 12 / data)
+
+
+@pytest.mark.parametrize("document", [QWEN_7B, QWEN_14B, QWEN_32B], ids=["7B", "14B", "32B"])
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (4, 1, 2), (4, 2, 8), (4, 4, 64)])
+def test_state_of_a_trainer_rank_agrees_with_megatrons_estimate(
+    document: dict[str, Any], tensor: int, pipeline: int, data: int
+) -> None:
+    config = run_of(parallel={"tp_size": tensor, "pp_size": pipeline})
+    found = model_memory(config, facts_of(document), tensor * pipeline * data).state
+    # The estimate has no biases and cuts norms over tensor ranks.
+    assert found == pytest.approx(core_estimate(document, config.parallel, data), rel=1e-3)
+
+
+def test_optimizer_is_shared_by_replicas_and_fp8_weights_are_kept_for_both_passes() -> None:
+    experts = facts_of(EXPERTS)
+    parallel = ParallelConfig(tp_size=2, sequence_parallel=True, ep_size=4, etp_size=1)
+    held = rank_parameters(experts, parallel)
+    assert optimizer_share(parallel, held, 8) == (held.dense + held.vocabulary) // 4 + held.experts // 2
+    whole = parallel.model_copy(update={"use_distributed_optimizer": False})
+    assert optimizer_share(whole, held, 8) == held.total
+    dense = rank_parameters(facts_of(DENSE), ParallelConfig())
+    plain, cached, alone = (
+        stage_memory(run_of(precision=precision), facts_of(DENSE), 1, 0).weights
+        for precision in ({}, {"recipe": "fp8_blockwise"}, {"recipe": "fp8_blockwise", "fp8_param": True})
+    )
+    assert plain == 2 * dense.total and cached == plain + 2 * dense.dense
+    assert alone == 2 * dense.total
+    full = stage_memory(run_of("float32"), facts_of(DENSE), 1, 0)
+    assert full.optimizer == 8 * dense.total, "an fp32 weight is its own main param"
+
+
+def run_of(dtype: str = "bfloat16", **sections: Any) -> Any:
+    model = {"path": "/m", "dtype": dtype, **sections.pop("model", {})}
+    return config_from_dict({"model": model, "data": {"train_paths": ["/t"]}, **sections})
+
+
+# ---- activations
+
+
+def test_activations_of_a_layer_are_those_of_the_published_formula() -> None:
+    """arXiv 2205.05198, equation 4 with heads of its own for every key, an MLP without a gate, and dropout:
+    34 sbh / t without the scores, of which 2 sbh are dropout's masks."""
+    facts = facts_of({**DENSE, "head_dim": None, "model_type": "llama", "num_key_value_heads": 8})
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    for tensor in (1, 2, 4):
+        parallel = ParallelConfig(tp_size=tensor, sequence_parallel=tensor > 1)
+        gate = 2 * inner // tensor  # bytes: the gated MLP keeps [gate; up] where the published one keeps one
+        published = (34 - 2) * hidden // tensor
+        assert inner == 4 * hidden
+        assert layer_activation_bytes(facts, parallel, 2) - gate == published
+    # Without sequence parallelism inputs and outputs of norms are whole on every rank: 10 + 24 / t, less the masks.
+    whole = layer_activation_bytes(facts, ParallelConfig(tp_size=4), 2) - 2 * inner // 4
+    assert whole == (10 - 2 + 24 / 4) * hidden
+
+
+def test_layers_in_flight_follow_the_schedules() -> None:
+    facts = facts_of({**DENSE, "num_hidden_layers": 16})
+    # 1F1B: stage s begins its backward passes after pp - s forward passes.
+    assert [layers_in_flight(facts, ParallelConfig(pp_size=4), stage) for stage in range(4)] == [16, 12, 8, 4]
+    # Interleaved, the paper's penalty of 1 + (p - 1) / (p m) over the 16 layers of the plain schedule.
+    interleaved = layers_in_flight(facts, ParallelConfig(pp_size=4, vpp_size=2), 0)
+    assert interleaved == pytest.approx(16 * (1 + 3 / 8))
+
+
+def saved_bytes(tokens: int) -> int:
+    """Bytes that autograd keeps for one layer of transformers' model, by SDPA's memory-efficient form."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    document = {**DENSE, "num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 8}
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**document, attn_implementation="sdpa")).to(torch.float32)
+    kept: dict[int, int] = {}
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model(input_ids=torch.zeros(1, tokens, dtype=torch.long)).last_hidden_state.sum()
+    return sum(kept.values())
+
+
+def test_activations_are_at_least_what_fused_kernels_must_keep_and_at_most_what_autograd_keeps() -> None:
+    facts = facts_of({**DENSE, "num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 8})
+    tokens = 64
+    formula = tokens * layer_activation_bytes(facts, ParallelConfig(), 4)
+    exact = saved_bytes(tokens)
+    # Unfused norms, rotary embeddings and SiLU keep intermediates of their own that fused kernels compute again.
+    assert 0.45 * exact < formula < exact
