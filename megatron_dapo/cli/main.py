@@ -197,14 +197,14 @@ def _run(recipe: Path, plan: Plan, arguments: tuple[str, ...] = ()) -> int:
 def _start_workers(recipe: Path, plan: Plan, directory: Path, arguments: tuple[str, ...]) -> int:
     """Start the workers, whose records go to `directory`, and wait; the first root cause of a failure is the last line."""
     from megatron_dapo.launch.local import launch_workers
-    from megatron_dapo.recovery.failure import clear_failures, last_line, read_failure
+    from megatron_dapo.recovery.failure import clear_failures, first_line, read_failure
 
     clear_failures(directory)
     overrides = [part for override in plan.overrides for part in ("--set", override)]
     code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.num_processes, directory)
     failure = read_failure(directory)
     if failure is not None:
-        typer.echo(last_line(failure), err=True)
+        typer.echo(first_line(failure), err=True)
         return code or 1
     return code
 

@@ -72,7 +72,7 @@ class RunConfig(Section):
     wait_timeout_seconds: PositiveFloat = 1800.0
     """Seconds without progress (no response finished, no verdict, no byte written, no collective completed) after which
     stacks are dumped and the run ends with an error. A phase may take longer as long as it makes progress; raise it when
-    one response or one collective takes longer."""
+    one response or one collective takes longer. Dead, stopped and silent ranks are found within seconds without it: docs/failures.md."""
 
 
 class CheckpointConfig(Section):

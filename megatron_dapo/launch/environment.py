@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import socket
@@ -10,16 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_dapo.config.rules import is_loopback
+from megatron_dapo.recovery.heartbeat import Place
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Rank of this process, number of processes of the run, its number on its node, and the number of nodes."""
+    """Rank of this process, number of processes of the run, its number on its node, the nodes, and its node among them."""
 
     rank: int
     world_size: int
     local_rank: int
     num_nodes: int = 1
+    node_rank: int = 0
 
 
 # torchrun first: inside a Slurm job both are set, and srun's then count the torchruns.
@@ -27,6 +30,7 @@ _NAMES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 }
+_NODE_RANK = {"torchrun": "GROUP_RANK", "srun": "SLURM_NODEID"}
 
 
 def process_environment(environment: Mapping[str, str] | None = None) -> ProcessEnvironment:
@@ -38,7 +42,9 @@ def process_environment(environment: Mapping[str, str] | None = None) -> Process
     for launcher, names in _NAMES.items():
         found = [name for name in names if name in environment]
         if len(found) == len(names):
-            return ProcessEnvironment(*(int(environment[name]) for name in names), _num_nodes(launcher, environment))
+            node_rank = int(environment.get(_NODE_RANK[launcher], "0"))
+            ranks = (int(environment[name]) for name in names)
+            return ProcessEnvironment(*ranks, _num_nodes(launcher, environment), node_rank)
         if found and launcher == "torchrun":
             missing = sorted(set(names) - set(found))
             raise ValueError(
@@ -108,6 +114,27 @@ def _rendezvous_port(process: ProcessEnvironment, slurm_job: str | None) -> int:
         return free_port()
     # Every rank must find the same port without asking another; 29500 is torchrun's default.
     return 10000 + int(slurm_job) % 10000 if slurm_job else 29500
+
+
+def place_in_run(process: ProcessEnvironment) -> Place:
+    """Return what the watchers of a run need to know, once `prepare_rendezvous` has been called.
+
+    Node 0's watcher listens on the UDP port of the number that torch.distributed's store has as a TCP port.
+    """
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    starts = (
+        os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    )
+    run_id = hashlib.sha256("|".join((host, port, *starts)).encode()).hexdigest()[:16]
+    return Place(
+        process.rank,
+        process.world_size,
+        process.local_rank,
+        process.node_rank,
+        process.num_nodes,
+        run_id,
+        (host, int(port)),
+    )
 
 
 def free_port() -> int:

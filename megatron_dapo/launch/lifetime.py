@@ -1,13 +1,11 @@
-"""One run an output directory, processes that end with the one that started them, and stacks of a running one."""
+"""One run an output directory, and processes that end with the one that started them."""
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import fcntl
 import logging
 import os
-import signal
 import stat
 import sys
 from functools import partial
@@ -102,11 +100,3 @@ def _lock(run_directory: Path) -> TextIO:
             "run.output_dir"
         ) from None
     return stream
-
-
-def stacks_on_request(file: Path) -> None:
-    """Let SIGUSR1 append the stacks of all threads to `file`, also while native code runs."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # Stays open for the life of the process: faulthandler keeps the descriptor only.
-    stream = open(file, "w", encoding="utf-8")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)

@@ -15,16 +15,17 @@ from pathlib import Path
 
 from megatron_dapo.launch.environment import (
     ProcessEnvironment,
+    place_in_run,
     prepare_rendezvous,
     process_environment,
     raise_open_files_limit,
     rendezvous_host,
 )
-from megatron_dapo.launch.lifetime import end_with_parent, hold_directory, stacks_on_request
-from megatron_dapo.launch.local import worker_pid_file, write_worker_pid
+from megatron_dapo.launch.lifetime import end_with_parent, hold_directory
+from megatron_dapo.launch.local import write_worker_pid
+from megatron_dapo.recovery.heartbeat import Heartbeat
 
 _STARTED = time.time()  # seconds since 1970; near the start of the process, before heavy imports
-_REPORT_S = 20.0  # a failing worker ends after this long even if its records cannot be written
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -51,13 +52,27 @@ def main(arguments: Sequence[str]) -> int:
     prepare_rendezvous(process)
     raise_open_files_limit()
     _configure_logging(process)
+    heartbeat = Heartbeat(process.rank)
+    # From here on a hang, a crash and an error of this process are noticed, imports included.
+    heartbeat.connect(place_in_run(process))
+    try:
+        _run(parsed, process, heartbeat)
+    except Exception as error:
+        code = heartbeat.fail(error)
+        # Other ranks may wait in a collective: leaving without the destructors of process groups lets the launcher end
+        # them.
+        os._exit(code)
+    heartbeat.close(is_complete=True)
+    return 0
+
+
+def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Heartbeat) -> None:
     # Heavy imports come after the arguments are known to be right.
     from megatron_dapo.config.loader import load_config
     from megatron_dapo.config.schema import pretraining_config
     from megatron_dapo.parallel.coordination import collective_timeout
     from megatron_dapo.parallel.store import open_store, restrict_stores
-    from megatron_dapo.recovery.deadlines import exit_after
-    from megatron_dapo.recovery.failure import begin_attempt, failure_of, last_line, read_failure, record_failure
+    from megatron_dapo.recovery.failure import begin_attempt
 
     loaded = load_config(parsed.recipe, parsed.overrides)
     if parsed.pretrain_value is not None:
@@ -65,47 +80,27 @@ def main(arguments: Sequence[str]) -> int:
         loaded = replace(loaded, config=pretraining_config(loaded.config, target))
     output_dir = loaded.config.run.output_dir
     restrict_stores(process.num_nodes)
-    try:
-        store = open_store(collective_timeout(loaded.config.run.wait_timeout_seconds))
-        # Held until the process ends: a second run must not write into the same directory, not even why it failed.
-        lock = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable)
-    except RuntimeError as error:
-        sys.stderr.write(f"rank {process.rank}: {error}\n")
-        return 1
-    if process.rank == 0:
-        begin_attempt(output_dir, _STARTED)
+    store = open_store(collective_timeout(loaded.config.run.wait_timeout_seconds))
+    # Held until the process ends: a second run must not write into the same directory, not even why it failed.
+    lock = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable)
+    heartbeat.describe(output_dir, begin_attempt(output_dir, _STARTED) if process.rank == 0 else None)
     write_worker_pid(output_dir, process.rank)
-    stacks_on_request(worker_pid_file(output_dir, process.rank).with_suffix(".stacks"))
     _use_own_device(process)
-    try:
-        if parsed.replay is not None:
-            from megatron_dapo.trainer.replay import run_replay
+    if parsed.replay is not None:
+        from megatron_dapo.trainer.replay import run_replay
 
+        with heartbeat.phase("replay"):
             run_replay(loaded, parsed.replay, process.rank, process.world_size)
-        elif parsed.pretrain_value is not None:
-            from megatron_dapo.trainer.value_pretraining import run_value_pretraining
+    elif parsed.pretrain_value is not None:
+        from megatron_dapo.trainer.value_pretraining import run_value_pretraining
 
-            run_value_pretraining(loaded, process.rank, process.world_size, rendezvous_host(), process.num_nodes)
-        else:
-            from megatron_dapo.trainer.run import run_training
+        run_value_pretraining(loaded, process.rank, process.world_size, rendezvous_host(), process.num_nodes, heartbeat)
+    else:
+        from megatron_dapo.trainer.run import run_training
 
-            run_training(loaded, process.rank, process.world_size, rendezvous_host(), process.num_nodes)
-    except Exception as error:
-        # The records go to a file system that may hang: the exit comes first, then the log, then files.
-        exit_after(_REPORT_S, 1)
-        logging.getLogger(__name__).exception("rank %d failed", process.rank)
-        failure = failure_of(process.rank, error)
-        if record_failure(output_dir, failure):
-            # Under srun and torchrun nothing else sums the run up: the first rank that fails says so.
-            sys.stderr.write(last_line(read_failure(output_dir) or failure) + "\n")
-        # Other ranks may wait in a collective: leaving without the destructors of process groups lets the launcher end
-        # them.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        run_training(loaded, process.rank, process.world_size, rendezvous_host(), process.num_nodes, heartbeat)
     if lock is not None:
         lock.release()
-    return 0
 
 
 def _use_own_device(process: ProcessEnvironment) -> None:

@@ -21,13 +21,15 @@ from megatron_dapo.parallel.collectives import broadcast_json
 
 
 class Progress:
-    """The last moment at which this process saw progress. Any thread may call it."""
+    """The last moment at which this process saw progress, and how often it did. Any thread may call it."""
 
     def __init__(self) -> None:
+        self.count = 0
         self._at = time.monotonic()
 
     def mark(self) -> None:
         """Note progress: a finished response, a command of rank 0, the begin of a phase."""
+        self.count += 1
         self._at = time.monotonic()
 
     @property

@@ -1,1 +1,1 @@
-"""Surviving faults: atomic checkpoints, signals, deadlines, and the first root cause on record."""
+"""Surviving faults: atomic checkpoints, signals, heartbeats and their watcher, and the culprit on record."""

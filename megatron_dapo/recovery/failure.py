@@ -1,83 +1,183 @@
-"""The first root cause of a failed run, in failure.json and as the last line printed.
+"""The cause of a failed run: one record for each thing that went wrong, the culprit first, in failure.json.
 
-Once one rank fails, the others fail because of it. The first to record wins; every rank's own record is kept beside it.
-An error that another rank caused (`is_consequence`) never wins.
+Once one rank fails, the others fail because of it: their connections break, their collectives time out. Such records are
+consequences and come after the cause, whatever was noticed first. `in_order` decides; docs/failures.md describes the file.
+This module imports the standard library alone: the watcher of a node uses it too.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import math
 import os
+import re
 import time
 import traceback
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
+VERSION = 2  # of failure.json
+START_AGAIN = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
+_MAX_ENTRIES = 64  # of failure.json: a thousand ranks that lost a connection say nothing more
 _ATTEMPT = "attempt"  # file with the number of the last start
 
-Kind = Literal["exception", "consequence", "deadline", "signal"]
+# Causes, what to do about each, and whether starting again may help.
+_ADVICE = {
+    "out of memory": (
+        "give the job more memory, fewer verifiers or servers on this node, or a smaller micro-batch",
+        True,
+    ),
+    "signal": (
+        "look for who sent it on that node (an operator, a monitor, a limit); the run can be started again",
+        True,
+    ),
+    "stopped": ("the process was stopped by SIGSTOP or a debugger; let nothing suspend ranks", True),
+    "link lost": ("check cable, switch port and interface of that node, or exclude it, and start again", True),
+    "node lost": ("check that node's power, link and kernel log, or exclude it, and start again", True),
+    "disk full": ("free space, lower checkpoint.keep, or move run.output_dir", False),
+    "file system hung": ("check the server of that file system and its mount on that node, then start again", True),
+    "hang": ("see the stacks of that rank in stacks/; start again, and report it if it repeats", True),
+    "deadline": ("see the stacks in stacks/; raise run.wait_timeout_seconds if the wait was healthy", True),
+    "not started": ("see the log of that rank or node: it never reported", True),
+    "exit": ("see the log of that rank", True),
+    "exception": ("see the traceback in failure.json", False),
+    "connection lost": ("see the log and the kernel log of the rank at the other end", True),
+}
+# Evidence of the kernel outranks what ranks report of themselves: a broken connection is noticed before the death behind it.
+_HARD = frozenset({"out of memory", "signal", "stopped", "link lost", "node lost", "disk full", "file system hung"})
+_BROKEN_CONNECTION = re.compile(
+    r"gloo/|ncclRemoteError|ncclSystemError|remote process exited|c10d|TCPStore|Connection (reset|closed) by peer|Broken pipe"
+    r"|rollout rank 0 stopped|for the others|lost each other|waited for rank 0's next command|monitored_?[bB]arrier"
+)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a process and its reason."""
+    """One thing that went wrong: the end of a process, the loss of a node, or a hang."""
 
-    rank: int
-    kind: Kind
-    message: str  # one line
-    detail: str = ""  # traceback or stacks
-    time: float = field(default_factory=time.time)  # seconds since 1970
+    rank: int  # -1: a whole node
+    cause: str  # "signal", "out of memory", ...: the keys of _ADVICE
+    message: str  # one line: what happened, without node and rank
+    node: str = ""  # host name
+    phase: str = ""  # of the rank at that moment
+    detail: str = ""  # traceback, kernel lines or the stack
+    is_consequence: bool = False  # of an earlier failure
+    time: float = field(default_factory=time.time)  # seconds since 1970, of the node that decides
     attempt: int = 1  # start of the run in its output directory, from 1
+    node_rank: int = 0
+
+    @property
+    def advice(self) -> str:
+        """Return what to do about it."""
+        return _ADVICE[self.cause][0]
+
+    @property
+    def exit_code(self) -> int:
+        """Return 75 where starting again may help, else 1."""
+        return START_AGAIN if _ADVICE[self.cause][1] else 1
+
+    @property
+    def where(self) -> str:
+        """Return node, rank and phase as one reads them, e.g. "rank 3 (node1), phase train_actor"."""
+        place = f"rank {self.rank} ({self.node})" if self.rank >= 0 else self.node
+        return f"{place}, phase {self.phase}" if self.phase else place
 
 
-def failure_of(rank: int, error: BaseException) -> Failure:
-    """The record of an exception."""
+def failure_of(rank: int, error: BaseException, phase: str = "", node: str = "") -> Failure:
+    """Return the record of an exception."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     message = " ".join(f"{type(error).__name__}: {error}".split())
-    kind: Kind = "consequence" if getattr(error, "is_consequence", False) else "exception"
-    return Failure(rank=rank, kind=kind, message=message, detail=lines)
+    chain = list(_chain(error))
+    is_consequence = any(getattr(each, "is_consequence", False) for each in chain)
+    cause = "exception"
+    if any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in chain):
+        cause = "disk full"
+    elif any(_BROKEN_CONNECTION.search(f"{type(each).__name__}: {each}") for each in chain):
+        cause, is_consequence = "connection lost", True
+    return Failure(rank, cause, message, node, phase, lines, is_consequence)
 
 
-def record_failure(run_directory: Path, failure: Failure) -> bool:
-    """Write this rank's record, and failure.json if it is the first; return whether it was.
+def _chain(error: BaseException | None) -> Sequence[BaseException]:
+    """Return an error and what it was raised from."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return found
 
-    The record takes the number of the attempt under way.
+
+def in_order(failures: Sequence[Failure]) -> list[Failure]:
+    """Return failures with the culprit first and all others marked as consequences.
+
+    Evidence of the kernel comes before what a rank says of itself, that before a broken connection; then time decides.
+    """
+
+    def order(failure: Failure) -> tuple[int, float, int]:
+        weight = 2 if failure.is_consequence else 0 if failure.cause in _HARD else 1
+        return (weight, failure.time, failure.rank)
+
+    first, *others = sorted(failures, key=order)
+    return [first, *(replace(failure, is_consequence=True) for failure in others)]
+
+
+def first_line(failure: Failure) -> str:
+    """Return the line to print first (and last) of a failed run."""
+    consequence = " (a consequence: no rank reported its cause)" if failure.is_consequence else ""
+    return f"first failure: attempt {failure.attempt}, {failure.where}: {failure.message}{consequence}; to do: {failure.advice}"
+
+
+def to_document(failures: Sequence[Failure], writer: str) -> dict[str, Any]:
+    """Return failure.json's content for failures in order, written by the watcher or rank `writer`."""
+    first = failures[0]
+    entries = [
+        {**asdict(failure), "advice": failure.advice, "seconds_after_first": round(failure.time - first.time, 3)}
+        for failure in failures[:_MAX_ENTRIES]
+    ]
+    return {
+        "version": VERSION,
+        "attempt": first.attempt,
+        "writer": writer,
+        "exit_code": first.exit_code,
+        "line": first_line(first),
+        "num_failures": len(failures),
+        "entries": entries,
+    }
+
+
+def write_failures(run_directory: Path, failures: Sequence[Failure], writer: str) -> bool:
+    """Write failure.json unless it is there; then failure_<writer>.json. Return True if it is failure.json.
+
+    Two halves of a cut network may both write. Readers never see half a record.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
-    # 0 before the first start is counted: a rank may fail earlier than rank 0 counts it.
-    failure = replace(failure, attempt=max(1, _attempt(run_directory)))
-    own = run_directory / f"failure_rank_{failure.rank}.json"
+    own = run_directory / f"failure_{writer}.json"
     partial = own.with_suffix(".tmp")
-    partial.write_text(json.dumps(asdict(failure), indent=1), encoding="utf-8")
-    os.replace(partial, own)  # readers never see half a record
-    if failure.kind == "consequence":
-        return False
+    partial.write_text(json.dumps(to_document(failures, writer), indent=1), encoding="utf-8")
     try:
-        os.link(own, run_directory / "failure.json")  # fails if another rank was first
+        os.link(partial, run_directory / "failure.json")  # fails if another writer was first
     except FileExistsError:
+        os.replace(partial, own)
         return False
+    partial.unlink()
     return True
 
 
 def read_failure(run_directory: Path) -> Failure | None:
-    """The first root cause (where only consequences are on record, the first of them), or None where nothing is."""
+    """Return the first entry of failure.json, or None where there is none."""
     path = run_directory / "failure.json"
-    if path.is_file():
-        return _read(path)
-    return min(map(_read, run_directory.glob("failure_rank_*.json")), key=lambda failure: failure.time, default=None)
-
-
-def _read(path: Path) -> Failure:
-    return Failure(**json.loads(path.read_text(encoding="utf-8")))
+    if not path.is_file():
+        return None
+    entry = json.loads(path.read_text(encoding="utf-8"))["entries"][0]
+    return Failure(**{each.name: entry[each.name] for each in fields(Failure)})
 
 
 def begin_attempt(run_directory: Path, started: float) -> int:
     """Count a start of the run, forget the failures of earlier ones, and return its number.
 
-    Rank 0 calls it before the work starts. started: when its process started, in seconds since 1970; a record of another
-    rank that failed since then is one of this attempt and stays.
+    Rank 0 calls it before the work starts. started: when its process started, in seconds since 1970; a record written
+    since then is one of this attempt and stays.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
     clear_failures(run_directory, before=started)
@@ -88,11 +188,14 @@ def begin_attempt(run_directory: Path, started: float) -> int:
     return number
 
 
-def clear_failures(run_directory: Path, before: float = math.inf) -> None:
-    """Remove the records of failures before the time `before`, in seconds since 1970; by default all."""
-    for path in [run_directory / "failure.json", *run_directory.glob("failure_rank_*.json")]:
-        if path.is_file() and _read(path).time < before:
-            path.unlink(missing_ok=True)
+def clear_failures(run_directory: Path, before: float = float("inf")) -> None:
+    """Remove the records of failures written before the time `before`, in seconds since 1970; by default all."""
+    for path in run_directory.glob("failure*.json"):
+        try:
+            if path.stat().st_mtime < before:
+                path.unlink()
+        except FileNotFoundError:
+            pass
 
 
 def _attempt(run_directory: Path) -> int:
@@ -101,9 +204,3 @@ def _attempt(run_directory: Path) -> int:
         return int((run_directory / _ATTEMPT).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return 0
-
-
-def last_line(failure: Failure) -> str:
-    """The line to print last."""
-    attempt = f"attempt {failure.attempt}, " if failure.attempt > 1 else ""
-    return f"first failure: {attempt}rank {failure.rank}, {failure.kind}: {failure.message}"

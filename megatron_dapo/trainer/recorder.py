@@ -36,7 +36,7 @@ class RunPaths:
 class Phases:
     """Times the phases of one rank, shows them, and ends the process with stacks if one takes too long.
 
-    `display`: set on the rank that shows progress. `watch`: of a phase by its name, see `recovery.deadlines`.
+    `display`: set on the rank that shows progress. `watch`: of a phase by its name, see `recovery.heartbeat`.
     """
 
     def __init__(

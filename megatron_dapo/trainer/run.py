@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
-from megatron_dapo.recovery.deadlines import exit_with_stacks, watch
+from megatron_dapo.recovery.heartbeat import Heartbeat
 from megatron_dapo.recovery.signals import StopRequest
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 from megatron_dapo.trainer.build import build_actor, build_learner, critic_start
@@ -43,15 +42,24 @@ from megatron_dapo.trainer.topology import RunTopology, run_topology
 logger = logging.getLogger(__name__)
 
 
-def run_training(loaded: LoadedConfig, rank: int, world_size: int, rendezvous_host: str, num_nodes: int = 1) -> None:
+def run_training(
+    loaded: LoadedConfig,
+    rank: int,
+    world_size: int,
+    rendezvous_host: str,
+    num_nodes: int = 1,
+    heartbeat: Heartbeat | None = None,
+) -> None:
     """Run a configuration up to the exported model. Every process of the run calls it.
 
-    `rendezvous_host`: the node of rank 0, towards which each node finds its own address. `num_nodes`: of the run.
+    `rendezvous_host`: the node of rank 0, towards which each node finds its own address. `num_nodes`: of the run. `heartbeat`: of
+    this process.
     """
     start = time.perf_counter()
-    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes) as run:
+    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat) as run:
         reason = run.loop.run()
-        exports = run.export(reason)
+        with run.watch("export"):
+            exports = run.export(reason)
         run.summarize(reason, exports, time.perf_counter() - start)
 
 
@@ -66,6 +74,7 @@ class PreparedRun:
     progress: RunProgress
     recorder: Recorder | None
     topology: RunTopology
+    watch: Callable[[str], AbstractContextManager[None]]  # of a phase, by its name
 
     def export(self, reason: str) -> dict[str, Path]:
         """Write what was trained as Hugging Face directories, unless a signal ended the run; return them by name.
@@ -144,6 +153,7 @@ def prepared_run(
     world_size: int,
     rendezvous_host: str,
     num_nodes: int = 1,
+    heartbeat: Heartbeat | None = None,
     stop_rule: StopRule | None = None,
 ) -> Iterator[PreparedRun]:
     """Build a run, resume it if there is a checkpoint, and close everything at the end.
@@ -160,17 +170,26 @@ def prepared_run(
         write_resolved(loaded, config.run.output_dir / "config.json")
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        yield _build(config, run_topology(config, rendezvous_host), stop_rule, stop, stack)
+        topology = run_topology(config, rendezvous_host)
+        watch = _watch(config, topology, heartbeat or Heartbeat(rank))
+        with watch("build"):
+            run = _build(config, topology, stop_rule, stop, stack, watch)
+        yield run
     # Together: a rank that leaves early tears down connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _build(
-    config: Config, topology: RunTopology, stop_rule: StopRule | None, stop: StopRequest, stack: ExitStack
+    config: Config,
+    topology: RunTopology,
+    stop_rule: StopRule | None,
+    stop: StopRequest,
+    stack: ExitStack,
+    watch: Callable[[str], AbstractContextManager[None]],
 ) -> PreparedRun:
     rank = topology.rank
-    phases = Phases(watch=_watch(config, topology))
+    phases = Phases(watch=watch)
     # Servers start first: they come up while the actor is built, or, on the trainer's GPUs, before it takes memory.
     engine_builder = start_engines(config, topology, Rank0Commands(topology.coordination), stack)
     actor = build_actor(config, topology)
@@ -202,10 +221,11 @@ def _build(
     )
     loop = TrainingLoop(config, parts, progress, phases, stop)
     loop.saved_step = saved_step  # a run that resumes at its end does not write that checkpoint again
-    return PreparedRun(config, loop, actor, learner, progress, recorder, topology)
+    return PreparedRun(config, loop, actor, learner, progress, recorder, topology, watch)
 
 
-def _watch(config: Config, topology: RunTopology) -> Callable[[str], AbstractContextManager[None]]:
-    rank, progress = topology.rank, topology.coordination.progress
-    on_expired = partial(exit_with_stacks, config.run.output_dir, rank)
-    return lambda name: watch(f"rank {rank}, phase {name}", config.run.wait_timeout_seconds, on_expired, progress)
+def _watch(
+    config: Config, topology: RunTopology, heartbeat: Heartbeat
+) -> Callable[[str], AbstractContextManager[None]]:
+    progress, limit_s = topology.coordination.progress, config.run.wait_timeout_seconds
+    return lambda name: heartbeat.phase(name, progress, limit_s)

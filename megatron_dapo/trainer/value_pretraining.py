@@ -18,6 +18,7 @@ from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.collectives import max_over
+from megatron_dapo.recovery.heartbeat import Heartbeat
 from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.build import critic_start
 from megatron_dapo.trainer.learner import ActorCriticLearner
@@ -30,14 +31,19 @@ NUM_AVERAGED = 5  # newest train steps whose explained variance is reported
 
 
 def run_value_pretraining(
-    loaded: LoadedConfig, rank: int, world_size: int, rendezvous_host: str, num_nodes: int = 1
+    loaded: LoadedConfig,
+    rank: int,
+    world_size: int,
+    rendezvous_host: str,
+    num_nodes: int = 1,
+    heartbeat: Heartbeat | None = None,
 ) -> None:
     """Pretrain the critic of a `pretraining_config` into <run.output_dir>/critic. Every process of the run calls it."""
     start = time.perf_counter()
     _require_weights(loaded.config)
     section = loaded.config.value_pretraining
     stop_rule = StopRule(section.min_steps, section.explained_variance_slope, section.loss_slope)
-    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, stop_rule) as run:
+    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, stop_rule) as run:
         assert isinstance(run.learner, ActorCriticLearner), "a configuration of value pretraining has a critic"
         # A policy that moved would make the critic learn the returns of another one, unnoticed.
         before = _policy_digest(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_dapo.parallel import rank0_commands
 from megatron_dapo.parallel.coordination import coordinate
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.parallel.rank_set import partition_ranks
-from megatron_dapo.recovery.deadlines import watch
+from megatron_dapo.recovery.heartbeat import Heartbeat
 
 COLLECTIVES = ("broadcast", "all_gather", "all_reduce", "barrier", "monitored_barrier")
 
@@ -107,7 +108,10 @@ def long_phase(reports: bool) -> list[list[str]]:
             if reports:
                 commands.report_progress()
 
-    with watch(f"rank {everyone.rank}, phase generate", 2.0, expired.append, everyone.progress):
+    heartbeat = Heartbeat(everyone.rank)
+    heartbeat._expire = lambda failure: (expired.append(failure.where), setattr(heartbeat, "_has_reported", True))
+    threading.Thread(target=heartbeat._beat, daemon=True).start()
+    with heartbeat.phase("generate", everyone.progress, deadline_s=2.0):
         commands.run_on_rank0(body)
     return everyone.gather(expired)
 
@@ -118,7 +122,9 @@ def test_finished_responses_postpone_the_deadline_of_every_rank(reports: bool) -
     if reports:
         assert expired == [[], []]
     else:
-        assert all(f"rank {rank}, phase generate: no progress" in found for rank, [found] in enumerate(expired))
+        assert all(
+            found.startswith(f"rank {rank} (") and "phase generate" in found for rank, [found] in enumerate(expired)
+        )
 
 
 def late_rank(_: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -123,9 +124,9 @@ def spoilt_runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_found_while_starting(case: str, spoilt_runs: dict[str, tuple]) -> None:
     outcome, directory = spoilt_runs[case]
     assert outcome.code not in (0, None)
-    assert outcome.last.startswith("first failure: rank 0, exception: ValueError: "), outcome.text
+    assert re.match(r"first failure: attempt 1, rank 0 \(\S+\), phase \w+: ValueError: ", outcome.last), outcome.text
     for name in SPOILT[case][1]:
         assert name in outcome.last, outcome.last
     assert checkpoint_names(directory) == []
     assert not (directory / "huggingface").exists() and not (directory / "summary.json").exists()
-    assert json.loads((directory / "failure.json").read_text())["detail"].startswith("Traceback")
+    assert json.loads((directory / "failure.json").read_text())["entries"][0]["detail"].startswith("Traceback")

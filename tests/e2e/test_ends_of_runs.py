@@ -71,7 +71,7 @@ def test_the_last_groups_are_kept_for_later_where_the_run_stops(exhausted: dict)
 def test_a_shortage_is_an_error_if_so_configured(exhausted: dict) -> None:
     outcome, directory = exhausted["error"]
     assert outcome.code not in (0, None)
-    assert "first failure: rank 0, exception: CollectionExhausted: " in outcome.last
+    assert outcome.last.startswith("first failure: attempt 1, rank 0 (") and "CollectionExhausted: " in outcome.last
     assert "of 6 groups: prompts are exhausted" in outcome.last
     assert not (directory / "summary.json").exists() and not (directory / "huggingface").exists()
 

@@ -362,7 +362,9 @@ def kill_at(settings: ResumeProofSettings, directory: Path, moment: Moment) -> K
         run.wait()
         raise RunWasOver(seconds)
     left = run.kill()
-    stacks = worker_pid_file(directory, 0).with_suffix(".stacks").read_text(encoding="utf-8")
+    # The watcher, one of the family, kept what rank 0 wrote before its death.
+    entries = json.loads((directory / "failure.json").read_text(encoding="utf-8"))["entries"]
+    stacks = next(entry["detail"] for entry in entries if entry["rank"] == 0)
     metrics = (directory / "metrics.jsonl").read_bytes().count(b"\n")
     names = sorted(entry.name for entry in directory.glob("checkpoints/*"))
     return Killed(phase_of(stacks), metrics, tuple(names), tuple(left))

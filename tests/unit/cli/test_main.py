@@ -14,7 +14,7 @@ from megatron_dapo.cli.main import WORKER, app
 from megatron_dapo.config import load_config, pretraining_config
 from megatron_dapo.launch import local
 from megatron_dapo.launch.worker import parse_arguments
-from megatron_dapo.recovery.failure import Failure, record_failure
+from megatron_dapo.recovery.failure import Failure, write_failures
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
 
 runner = CliRunner()
@@ -131,19 +131,21 @@ def test_dry_run_starts_nothing(recipe: Path, started: list) -> None:
 
 def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "run"
-    record_failure(directory, Failure(rank=9, kind="exception", message="of an earlier attempt"))
+    write_failures(directory, [Failure(rank=9, cause="exception", message="of an earlier attempt")], "node_0")
     write_summary(directory / "summary.json", SUMMARY)
 
     def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path) -> int:
         assert not (run_directory / "summary.json").exists(), "an earlier run's summary would be taken for this one's"
-        record_failure(run_directory, Failure(rank=1, kind="exception", message="ValueError: bad gold"))
-        record_failure(run_directory, Failure(rank=0, kind="exception", message="connection closed"))
+        cause = Failure(rank=1, cause="exception", message="ValueError: bad gold", node="node1", phase="score")
+        consequence = Failure(rank=0, cause="connection lost", message="closed", is_consequence=True)
+        write_failures(run_directory, [cause, consequence], "node_0")
         return 1
 
     monkeypatch.setattr(local, "launch_workers", launch)
     result = runner.invoke(app, ["train", str(recipe), "--output-dir", str(directory)])
     assert result.exit_code == 1
-    assert result.output.strip().splitlines()[-1] == "first failure: rank 1, exception: ValueError: bad gold"
+    last = result.output.strip().splitlines()[-1]
+    assert last.startswith("first failure: attempt 1, rank 1 (node1), phase score: ValueError: bad gold; to do: ")
 
 
 def test_eval_refuses_without_data(recipe: Path) -> None:

@@ -1,10 +1,9 @@
-"""One run a directory, no process that outlives its launcher, and stacks of a running one."""
+"""One run a directory, and no process that outlives its launcher."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -142,28 +141,3 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
     parent.kill()
     parent.wait()
     wait_for(lambda: not is_running(child))
-
-
-SHOW = """
-import sys, time
-from pathlib import Path
-from megatron_dapo.launch.lifetime import stacks_on_request
-def here_it_waits():
-    print("ready", flush=True)
-    time.sleep(60)
-stacks_on_request(Path(sys.argv[1]))
-here_it_waits()
-"""
-
-
-def test_a_signal_shows_the_stack(tmp_path: Path) -> None:
-    file = tmp_path / "workers" / "0.stacks"
-    process = start(SHOW, str(file))
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        os.kill(process.pid, signal.SIGUSR1)
-        wait_for(lambda: "here_it_waits" in file.read_text())
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 RECIPE = """
@@ -15,22 +17,33 @@ train_paths = ["{directory}/no_data.jsonl"]
 [run]
 output_dir = "{directory}/run"
 """
-FAIL = """
-import sys
-from megatron_dapo.launch import worker
-worker._REPORT_S = 1.5
-worker.main([sys.argv[1]])
-"""
+
+
+def run_worker(directory: Path) -> subprocess.CompletedProcess[str]:
+    recipe = directory / "recipe.toml"
+    recipe.write_text(RECIPE.format(directory=directory))
+    command = [sys.executable, "-m", "megatron_dapo.launch.worker", str(recipe)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_failure_is_named_before_its_traceback(tmp_path: Path) -> None:
+    done = run_worker(tmp_path)
+    lines = done.stderr.splitlines()
+    first, trace = (
+        next(i for i, line in enumerate(lines) if line.startswith(start)) for start in ("first failure", "Trace")
+    )
+    assert done.returncode == 1 and first < trace, done.stderr
+    assert "attempt 1, rank 0 (" in lines[first] and "no_model" in lines[first]
+    [entry] = json.loads((tmp_path / "run" / "failure.json").read_text())["entries"]
+    assert entry["cause"] == "exception" and "no_model" in entry["message"]
 
 
 def test_a_failure_whose_record_cannot_be_written_ends_the_process(tmp_path: Path) -> None:
     """A FIFO without a reader stands in for a hung file system: opening it to write blocks."""
-    recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
-    recipe.write_text(RECIPE.format(directory=tmp_path))
-    run.mkdir()
-    os.mkfifo(run / "failure_rank_0.tmp")
-    done = subprocess.run(
-        [sys.executable, "-c", FAIL, str(recipe)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 1 and "rank 0 failed" in done.stderr and "no_model" in done.stderr
-    assert not (run / "failure.json").exists()
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "failure_node_0.tmp")
+    began = time.monotonic()
+    done = run_worker(tmp_path)
+    assert done.returncode == 1 and "first failure: attempt 1, rank 0" in done.stderr and "no_model" in done.stderr
+    assert "the record could not be written" in done.stderr and time.monotonic() - began < 60
+    assert not (tmp_path / "run" / "failure.json").exists()

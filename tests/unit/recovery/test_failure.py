@@ -1,66 +1,108 @@
-"""The first failure stays the first."""
+"""The culprit comes first, consequences after it, and an old attempt's records do not stay."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
+import pytest
+
 from megatron_dapo.recovery.failure import (
+    START_AGAIN,
     Failure,
     begin_attempt,
     clear_failures,
     failure_of,
-    last_line,
+    first_line,
+    in_order,
     read_failure,
-    record_failure,
+    write_failures,
 )
 
 
-def test_first_failure_wins_and_all_are_kept(tmp_path: Path) -> None:
-    assert read_failure(tmp_path) is None
+def raised(error: BaseException, cause: BaseException | None = None) -> Failure:
     try:
-        {}["weights"]
-    except KeyError as error:
-        first = failure_of(2, error)
-    assert record_failure(tmp_path, first)
-    assert not record_failure(tmp_path, Failure(rank=0, kind="exception", message="connection closed by peer"))
-    assert read_failure(tmp_path) == first
-    assert "KeyError" in last_line(first) and "rank 2" in last_line(first) and "test_failure.py" in first.detail
-    assert (tmp_path / "failure_rank_0.json").is_file()
-    clear_failures(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        raise error from cause
+    except BaseException as caught:
+        return failure_of(2, caught, "score", "node1")
+
+
+def test_evidence_of_the_kernel_comes_before_reports_and_reports_before_broken_connections() -> None:
+    """Whatever the order in which they were noticed: a connection breaks before the death behind it is seen."""
+    reset = Failure(0, "connection lost", "Connection reset by peer", is_consequence=True, time=1.0)
+    error = Failure(1, "exception", "RuntimeError: x", time=2.0)
+    killed = Failure(3, "signal", "killed by signal 9", time=3.0)
+    later = Failure(2, "signal", "killed by signal 9", time=4.0)
+    assert [failure.rank for failure in in_order([later, reset, killed, error])] == [3, 2, 1, 0]
+    assert [failure.is_consequence for failure in in_order([later, reset, killed, error])] == [False, True, True, True]
+    assert in_order([error, reset])[0] == error
+    assert in_order([reset])[0].is_consequence and "a consequence: no rank reported its cause" in first_line(reset)
 
 
 def test_a_message_of_several_lines_becomes_one() -> None:
-    failure = failure_of(2, ValueError("such as\n  first\n  second\nFix: this"))
-    assert failure.message == "ValueError: such as first second Fix: this"
-    assert last_line(failure) == f"first failure: rank 2, exception: {failure.message}"
+    failure = raised(ValueError("such as\n  first\n  second\nFix: this"))
+    assert failure.message == "ValueError: such as first second Fix: this" and "test_failure.py" in failure.detail
+    assert first_line(failure) == (
+        f"first failure: attempt 1, rank 2 (node1), phase score: {failure.message}; to do: {failure.advice}"
+    )
 
 
-def test_a_consequence_never_stands_for_the_cause(tmp_path: Path) -> None:
-    class RemoteFailure(RuntimeError):
-        is_consequence = True
+class Remote(RuntimeError):
+    is_consequence = True
 
-    assert not record_failure(tmp_path, failure_of(1, RemoteFailure("another rank failed")))
-    assert read_failure(tmp_path) is not None and read_failure(tmp_path).rank == 1  # all there is
-    assert record_failure(tmp_path, failure_of(0, OSError("the disk is full")))
-    assert read_failure(tmp_path).message == "OSError: the disk is full"
-    clear_failures(tmp_path)
-    assert read_failure(tmp_path) is None
+
+@pytest.mark.parametrize(
+    ("error", "cause", "is_consequence", "exit_code"),
+    [
+        (ValueError("bad gold"), "exception", False, 1),
+        (OSError(28, "No space left on device"), "disk full", False, 1),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+            "connection lost",
+            True,
+            START_AGAIN,
+        ),
+        (TimeoutError("rank 1 of 2 waited for rank 0's next command: x"), "connection lost", True, START_AGAIN),
+        (Remote("another rank failed"), "exception", True, 1),
+        (ConnectionRefusedError("SGLang server 1 refused"), "exception", False, 1),
+    ],
+)
+def test_errors_have_causes(error: Exception, cause: str, is_consequence: bool, exit_code: int) -> None:
+    failure = raised(error)
+    assert (failure.cause, failure.is_consequence, failure.exit_code) == (cause, is_consequence, exit_code)
+
+
+def test_the_cause_of_a_wrapped_error_counts() -> None:
+    assert raised(RuntimeError("checkpoint was not saved"), OSError(28, "full")).cause == "disk full"
+
+
+def test_the_record_names_the_culprit_first_and_a_second_writer_keeps_its_own(tmp_path: Path) -> None:
+    killed = Failure(3, "signal", "killed by signal 9 (SIGKILL)", "node1", "train_actor", time=5.0, attempt=4)
+    reset = Failure(0, "connection lost", "reset", "node0", "train_actor", is_consequence=True, time=5.25, attempt=4)
+    assert write_failures(tmp_path / "new", [killed, reset], "node_0")
+    document = json.loads((tmp_path / "new" / "failure.json").read_text())
+    first, second = document["entries"]
+    assert (document["version"], document["attempt"], document["writer"], document["exit_code"]) == (2, 4, "node_0", 75)
+    assert (first["rank"], first["node"], first["phase"], first["cause"]) == (3, "node1", "train_actor", "signal")
+    assert (second["is_consequence"], second["seconds_after_first"]) == (True, 0.25)
+    assert document["line"].startswith(
+        "first failure: attempt 4, rank 3 (node1), phase train_actor: killed by signal 9"
+    )
+    assert not write_failures(tmp_path / "new", [reset], "node_1")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["failure.json", "failure_node_1.json"]
+    assert read_failure(tmp_path / "new") == killed
 
 
 def test_attempts_are_numbered_and_an_old_failure_does_not_stay(tmp_path: Path) -> None:
     """Under srun or torchrun no launcher of ours clears the records: rank 0 does, when the next attempt begins."""
-    assert begin_attempt(tmp_path, started=time.time()) == 1
-    record_failure(tmp_path, Failure(rank=2, kind="exception", message="of attempt 1"))
-    assert read_failure(tmp_path).attempt == 1
-    time.sleep(0.01)
+    assert begin_attempt(tmp_path, started=time.time()) == 1 and read_failure(tmp_path) is None
+    write_failures(tmp_path, [Failure(2, "exception", "of attempt 1")], "node_0")
+    time.sleep(0.02)
     started = time.time()
-    record_failure(tmp_path, Failure(rank=3, kind="exception", message="early"))  # before rank 0 gets that far
-    assert begin_attempt(tmp_path, started) == 2
-    assert not (tmp_path / "failure.json").exists() and not (tmp_path / "failure_rank_2.json").exists()
-    assert read_failure(tmp_path).message == "early"
-    failure = Failure(rank=1, kind="exception", message="of attempt 2")
-    assert record_failure(tmp_path, failure) and read_failure(tmp_path).attempt == 2
-    assert last_line(read_failure(tmp_path)) == "first failure: attempt 2, rank 1, exception: of attempt 2"
-    assert begin_attempt(tmp_path, started=time.time()) == 3 and read_failure(tmp_path) is None
+    time.sleep(0.02)
+    assert begin_attempt(tmp_path, started) == 2 and read_failure(tmp_path) is None
+    write_failures(tmp_path, [Failure(2, "exception", "of a rank that failed before rank 0 got that far")], "node_0")
+    assert begin_attempt(tmp_path, started) == 3 and read_failure(tmp_path) is not None
+    clear_failures(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt"]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.parallel.coordination import Progress
-from megatron_dapo.recovery.deadlines import watch
+from megatron_dapo.recovery.heartbeat import Heartbeat
 from megatron_dapo.trainer.updater import LearningRateSchedule, MiniBatch, StepCounters, Updater
 
 
@@ -59,7 +59,10 @@ def test_a_train_phase_of_many_optimizer_steps_outlives_its_deadline():
     progress, expired = Progress(), []
     model = SimpleNamespace(train_step=train_step)
     updater = Updater("policy", model, StepCounters(), make_schedule(1.0, 0, 10), 64, 3, progress)
-    with watch("phase train", 1.5, expired.append, progress):
+    heartbeat = Heartbeat()
+    heartbeat._expire = expired.append
+    with heartbeat.phase("train", progress, deadline_s=1.5):
         for step in range(20):
             updater.step(MiniBatch([], 0), None, step)
+            heartbeat._look()  # as its thread does
     assert expired == [] and updater.counters.optimizer_steps == 20

@@ -1,0 +1,215 @@
+"""Evidence that Linux has of a process: how it ended, whether it moves, and what the kernel holds it in.
+
+Everything is read from /proc, /sys and the process's pidfd; nothing here can hang on a file system of the run. Values
+that a kernel does not offer, or does not show to this user, are absent rather than an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11  # ioctl(2) of a pidfd, Linux 6.13 and later
+_PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15 and later
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_CGROUP = Path("/sys/fs/cgroup")
+_KMSG_BYTES = 8192  # the longest record of the kernel's log
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a small file of the kernel, "" where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read()
+    except OSError:
+        return ""
+
+
+def exit_status(pidfd: int, pid: int) -> int | None:
+    """Return the wait status of a process that has ended (os.WTERMSIG and so on apply), None where it is unknown.
+
+    The process is no child of the caller, and its parent may have reaped it already: the pidfd remembers on new kernels,
+    on older ones the status is readable only until then.
+    """
+    found = bytearray(64)
+    struct.pack_into("<Q", found, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, found)
+        if struct.unpack_from("<Q", found)[0] & _PIDFD_INFO_EXIT:
+            return struct.unpack_from("<i", found, 60)[0]
+    except OSError:
+        pass
+    fields = _stat_fields(f"/proc/{pid}/stat")
+    return int(fields[49]) if fields and fields[0] == "Z" else None
+
+
+def signal_name(number: int) -> str:
+    """Return "signal 9 (SIGKILL)"."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Counters of a process that grow while it works."""
+
+    state: str  # R, S, D (held by the kernel), T (stopped), Z, ...; "" if it is gone
+    cpu_s: float  # on a CPU or waiting for one, all threads
+    bytes_moved: int  # read and written, of files and pipes
+    faults: int  # pages read from a disk
+
+
+def activity(pid: int) -> Activity:
+    """Return the counters of a process and of its descendants in the same session.
+
+    Servers and verifiers have sessions of their own: one that spins must not make a hung trainer look busy.
+    """
+    fields = _stat_fields(f"/proc/{pid}/stat")
+    if not fields:
+        return Activity("", 0.0, 0, 0)
+    return Activity(fields[0], *_work(pid, fields))
+
+
+def _work(pid: int, fields: list[str]) -> tuple[float, int, int]:
+    # utime and stime, and those of children that have ended: compilers are.
+    cpu_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
+    # On a crowded machine a rank that wants to run may hardly get a CPU: waiting for one counts as work.
+    delay = read_text(f"/proc/{pid}/schedstat").split()
+    cpu_s += int(delay[1]) / 1e9 if len(delay) == 3 else 0.0
+    counters = dict(re.findall(r"(\w+): (\d+)", read_text(f"/proc/{pid}/io")))
+    moved = sum(int(counters.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+    faults = int(fields[9])
+    for child in _children(pid):
+        of_child = _stat_fields(f"/proc/{child}/stat")
+        if of_child and of_child[3] == fields[3]:
+            work = _work(child, of_child)
+            cpu_s, moved, faults = cpu_s + work[0], moved + work[1], faults + work[2]
+    return cpu_s, moved, faults
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for task in _listed(f"/proc/{pid}/task"):
+        found += map(int, read_text(f"/proc/{pid}/task/{task}/children").split())
+    return found
+
+
+def _stat_fields(path: str) -> list[str]:
+    """Return the fields of a stat file behind the name, so that [0] is the state."""
+    return read_text(path).rpartition(")")[2].split()
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def held_in_kernel(pid: int) -> list[str]:
+    """Return a line for each thread in uninterruptible sleep (state D): what the kernel is doing there."""
+    lines = []
+    for task in _listed(f"/proc/{pid}/task"):
+        base = f"/proc/{pid}/task/{task}"
+        fields = _stat_fields(f"{base}/stat")
+        if fields and fields[0] == "D":
+            # The kernel's stack needs root; the name of the function where it sleeps does not.
+            stack = re.findall(r"\] (\w+)", read_text(f"{base}/stack"))
+            lines.append(
+                f"thread {task}: {' < '.join(stack[:6]) or read_text(f'{base}/wchan') or 'uninterruptible sleep'}"
+            )
+    return lines
+
+
+class OutOfMemory:
+    """Kills by the kernel for lack of memory, counted for the cgroups of this process and for the machine."""
+
+    def __init__(self) -> None:
+        self._counters = [*_oom_files(), Path("/proc/vmstat")]
+        self._before = self._counts()
+        self._log = _open_kernel_log()
+
+    def kill(self, pid: int) -> str:
+        """Return a sentence about a kill for lack of memory since the start, which is taken for that of `pid`; else ""."""
+        lines = [line for line in self._log_lines() if f"Killed process {pid} " in line]
+        for path, before, now in zip(self._counters, self._before, self._counts(), strict=True):
+            if now > before:
+                self._before = self._counts()  # one kill explains one death
+                limit = _memory_limit(path.parent)
+                scope = f"the limit of its cgroup{limit}" if path.name != "vmstat" else "the machine's memory"
+                return f"the kernel killed it at {scope} (oom_kill {now})"
+        return f"the kernel's log says: {lines[-1]}" if lines else ""
+
+    def _counts(self) -> list[int]:
+        found = [re.search(r"oom_kill (\d+)", read_text(path)) for path in self._counters]
+        return [int(match.group(1)) if match else 0 for match in found]
+
+    def _log_lines(self) -> list[str]:
+        lines: list[str] = []
+        while self._log >= 0:
+            try:
+                lines.append(os.read(self._log, _KMSG_BYTES).decode(errors="replace").partition(";")[2].splitlines()[0])
+            except BrokenPipeError:  # records were overwritten before they were read: continue with the next
+                continue
+            except (OSError, IndexError):
+                break
+        return lines
+
+
+def _open_kernel_log() -> int:
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        os.lseek(log, 0, os.SEEK_END)
+        return log
+    except OSError:
+        return -1
+
+
+def _oom_files() -> list[Path]:
+    """Return the files with the counter `oom_kill` of this process's cgroup and the cgroups above it, version 1 or 2."""
+    found = []
+    for line in read_text("/proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, name = _CGROUP, "memory.events"
+        elif "memory" in controllers.split(","):
+            root, name = _CGROUP / "memory", "memory.oom_control"
+        else:
+            continue
+        directory = root / path.lstrip("/")
+        # Inside a container the path may be one of the host: then the mount's own root is what there is.
+        for each in [directory, *directory.parents]:
+            if each.is_relative_to(root) and (each / name).is_file():
+                found.append(each / name)
+    return found
+
+
+def _memory_limit(cgroup: Path) -> str:
+    text = (read_text(cgroup / "memory.max") or read_text(cgroup / "memory.limit_in_bytes")).strip()
+    return f" of {int(text) / 2**30:.1f} GiB" if text.isdigit() and int(text) < 1 << 60 else ""
+
+
+def interfaces_down() -> list[str]:
+    """Return this machine's network interfaces that are set up but have no carrier, loopback apart."""
+    down = []
+    for name in _listed("/sys/class/net"):
+        state = read_text(f"/sys/class/net/{name}/operstate").strip()
+        flags = int(read_text(f"/sys/class/net/{name}/flags").strip() or "0", 16)
+        if name != "lo" and (
+            state == "lowerlayerdown" or (flags & 1 and read_text(f"/sys/class/net/{name}/carrier").strip() == "0")
+        ):
+            down.append(name)
+    return down
+
+
+def blocks_written(device: int) -> int | None:
+    """Return the sectors a block device has read and written, None for a file system without one (NFS, overlay)."""
+    fields = read_text(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").split()
+    return int(fields[2]) + int(fields[6]) if len(fields) >= 7 else None

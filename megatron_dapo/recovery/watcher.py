@@ -1,0 +1,786 @@
+"""The watcher of a node: a small process that sees its ranks end, stop or hang, and agrees with the other nodes on the culprit.
+
+Its first rank starts it (`Heartbeat.connect`); it outlives any of them and ends after the last. It imports the standard
+library alone, and its own writes to the run directory happen in a child that may hang.
+
+    ranks of the node      pidfd: exit and signal at once; /proc: stopped, held in the kernel, working or idle; page: phase,
+                           kind of wait, sequence numbers of collectives
+    other nodes            one UDP datagram a second to the leader, the watcher of node 0, and its answer back; no connections.
+                           If the leader is silent, the lowest node that answers decides in its place
+    verdict                the leader orders all records (`failure.in_order`), prints the first line and tells every node: stacks
+                           of all ranks, then their exit, then files
+
+A rank is silent while it neither runs, reads, writes nor enters a collective. Silence in a collective is a wait for others
+and in a bounded wait the business of that wait's own deadline; anywhere else it is a hang of that rank. If every rank of
+the run is silent in collectives, the one that entered fewest is the culprit.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.recovery.evidence import (
+    OutOfMemory,
+    activity,
+    blocks_written,
+    exit_status,
+    held_in_kernel,
+    interfaces_down,
+    signal_name,
+)
+from megatron_dapo.recovery.failure import Failure, first_line, in_order, write_failures
+
+TICK_S = 0.5
+BEAT_S = 1.0
+STOPPED_S = 8.0  # in state T
+SILENT_S = 13.0  # of a rank that waits for nothing, and of all ranks together
+START_SILENT_S = 60.0  # the same while a run starts: imports and weights from a slow file system come in bursts
+_STARTING = ("start", "build")
+START_S = 600.0  # until every rank of the run has reported for the first time
+NODE_S = 9.0  # without a datagram
+SETTLE_S = 1.5  # between the first record and the verdict: the cause may be noticed after its consequence
+CAUSE_S = 12.0  # the same while all records are consequences
+DOUBT_S = 2.0  # a half of a cut network that may be the culprit lets the other one write first
+PROBE_AFTER_S = 3.0  # of silence, a file is written to see whether the file system answers
+PROBE_S = 8.0
+STACKS_S = 1.0  # for ranks to write their stacks
+WRITE_S = 2.5  # for the record to be on disk before ranks end, and their launchers look for it
+KILL_S = 5.5  # from the verdict to SIGKILL
+END_S = 9.0  # from the verdict to the end of the watcher, whatever hangs
+WORKING_SHARE = 0.1  # of a core: less is polling
+_WORKING_BYTES = 1 << 15  # between two looks: less is the traffic of event loops
+_WORKING_FAULTS = 8
+_STALE_S = 4.0  # without a sample of its main thread
+_PATIENCE_S = 120.0  # for the first rank to connect
+_DATAGRAM = 60_000
+_DETAIL = 6_000
+PAGE_BYTES = 1 << 14  # of shared memory, in which a rank says what it does
+MESSAGE_BYTES = 1 << 16  # the longest message between a rank and its watcher
+
+
+class WatchedRank:
+    """One rank of this node, by its process."""
+
+    def __init__(self, hello: Mapping[str, Any], connection: socket.socket, page: int, stacks: int, now: float) -> None:
+        self.rank, self.pid, self.node = int(hello["rank"]), int(hello["pid"]), str(hello["node"])
+        self.connection: socket.socket | None = connection
+        self.stacks = stacks
+        self.pidfd = os.pidfd_open(self.pid)
+        self._memory = mmap.mmap(page, PAGE_BYTES)
+        os.close(page)
+        self._page: dict[str, Any] = {"phase": "start"}
+        self._stacks_at = 0
+        self._seen = activity(self.pid)
+        self._seen_at = self.moved_at = now
+        self._mark: object = None
+        self._beats, self._beat_at = 0, now
+        self.stopped_since = self.held_since = 0.0
+        self.is_over = self.is_complete = self.is_reported = False
+        self.flight_record = self.last_stacks = ""
+
+    @property
+    def page(self) -> dict[str, Any]:
+        """The rank's word on itself: phase, wait, doing, progress, groups, sequence."""
+        length = int.from_bytes(self._memory[:4], "little")
+        try:
+            self._page = json.loads(self._memory[4 : 4 + length])
+        except ValueError:
+            pass  # it is being written: the last one stands
+        return self._page
+
+    def waiting(self, now: float) -> tuple[str, str]:
+        """Return the kind of its wait and where it is, as `heartbeat.waiting_for` tells."""
+        page = self.page
+        if page.get("beats") and now - self._beat_at > _STALE_S:
+            return "", "native code that holds the interpreter"  # no thread of it could look
+        return str(page.get("wait", "")), str(page.get("doing", ""))
+
+    def look(self, now: float) -> None:
+        """Note whether it has moved since the last look, and whether it is stopped."""
+        page, seen = self.page, activity(self.pid)
+        mark = (page.get("phase"), page.get("progress"), page.get("sequence"))
+        share = (seen.cpu_s - self._seen.cpu_s) / max(now - self._seen_at, 1e-3)
+        moved = (
+            share >= WORKING_SHARE
+            or seen.bytes_moved - self._seen.bytes_moved >= _WORKING_BYTES
+            or seen.faults - self._seen.faults >= _WORKING_FAULTS
+        )
+        if moved or mark != self._mark:
+            self.moved_at = now
+        if page.get("beats", 0) != self._beats:
+            self._beats, self._beat_at = page.get("beats", 0), now
+        self._seen, self._seen_at, self._mark = seen, now, mark
+        # "t" is a debugger's stop, which is on purpose.
+        self.stopped_since = 0.0 if seen.state != "T" else self.stopped_since or now
+
+    def shift(self, seconds: float) -> None:
+        """Forget time in which the watcher itself did not run."""
+        self.moved_at += seconds
+        self._seen_at += seconds
+        self._beat_at += seconds
+        self.stopped_since += seconds if self.stopped_since else 0.0
+
+    def new_stacks(self) -> str:
+        """Return what was written to the stacks' file since the last call."""
+        end = os.fstat(self.stacks).st_size
+        text = os.pread(self.stacks, end - self._stacks_at, self._stacks_at).decode(errors="replace")
+        self._stacks_at = end
+        self.last_stacks = text or self.last_stacks
+        return text
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        try:
+            if self.connection is not None:
+                self.connection.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
+        except OSError:
+            pass
+
+    def signal(self, number: int) -> None:
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except OSError:
+            pass
+
+
+def culprit_of_silence(ranks: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
+    """Return which of the silent ranks holds up the others, and why it is thought so.
+
+    ranks: "rank", "wait", "doing", "idle_s", "groups" (collectives entered, by process group) and "sequence" of each.
+    """
+    outside = [each for each in ranks if not each["wait"]]
+    if outside:
+        first = max(outside, key=lambda each: (each["idle_s"], -each["rank"]))
+        return first, f"silent for {first['idle_s']:.0f} s in {first['doing']}, while the others wait for it"
+    late: Counter[int] = Counter()
+    for group in {name for each in ranks for name in each["groups"]}:
+        entered = {each["rank"]: each["groups"][group] for each in ranks if group in each["groups"]}
+        fewest = min(entered.values())
+        if max(entered.values()) > fewest:
+            late.update(rank for rank, count in entered.items() if count == fewest)
+    if late:
+        most = max(late.values())
+        number = min(rank for rank, count in late.items() if count == most)
+        first = next(each for each in ranks if each["rank"] == number)
+        return first, (
+            f"silent for {first['idle_s']:.0f} s in {first['doing']}: it entered fewer collectives ({first['sequence']}) than "
+            "the ranks that wait for it"
+        )
+    first = max(ranks, key=lambda each: (each["idle_s"], -each["rank"]))
+    where = f"{first['idle_s']:.0f} s in {first['doing']}"
+    if len(ranks) == 1:
+        return first, f"silent for {where}: no other rank is left"
+    return first, f"all {len(ranks)} ranks wait for each other in collectives, this one longest: {where}"
+
+
+class Network:
+    """Datagrams between the watchers of a run. With one node it has no socket."""
+
+    def __init__(self, node_rank: int, num_nodes: int, leader: tuple[str, int], run_id: str) -> None:
+        self.node_rank, self.num_nodes, self._run_id = node_rank, num_nodes, run_id
+        self.addresses: dict[int, tuple] = {}  # node: address of its watcher
+        self.socket: socket.socket | None = None
+        if num_nodes > 1:
+            family, kind, protocol, _, address = _resolved(leader)
+            self.socket = socket.socket(family, kind, protocol)
+            self.socket.setblocking(False)
+            if node_rank == 0:
+                self._bind(address)
+            self.addresses[0] = address
+
+    def _bind(self, address: tuple) -> None:
+        assert self.socket is not None
+        end = time.monotonic() + 20.0
+        while True:
+            try:
+                return self.socket.bind(address)
+            except OSError as error:
+                # The watcher of the attempt before this one may hold the port for some seconds.
+                if time.monotonic() > end:
+                    raise RuntimeError(
+                        f"watcher: cannot listen on {address[0]} UDP port {address[1]}: {error}"
+                    ) from None
+                time.sleep(0.2)
+
+    def send(self, node: int, message: Mapping[str, Any]) -> None:
+        if self.socket is not None and node in self.addresses:
+            try:
+                text = json.dumps({"run": self._run_id, "from": self.node_rank, **message})
+                if len(text) > _DATAGRAM:
+                    text = json.dumps({"run": self._run_id, "from": self.node_rank, **message, "details": []})
+                self.socket.sendto(text.encode(), self.addresses[node])
+            except OSError:
+                pass  # no route, no carrier: silence says it
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return what has arrived from watchers of this run; their addresses are learned."""
+        found: list[dict[str, Any]] = []
+        while self.socket is not None:
+            try:
+                text, address = self.socket.recvfrom(_DATAGRAM + 1024)
+            except BlockingIOError:
+                break
+            except OSError:
+                continue  # an answer of ICMP to something sent before
+            try:
+                message = json.loads(text)
+                if message["run"] == self._run_id and 0 <= int(message["from"]) < self.num_nodes:
+                    self.addresses[int(message["from"])] = address
+                    found.append(message)
+            except (ValueError, KeyError, TypeError):
+                continue  # not from a watcher
+        return found
+
+
+def _resolved(leader: tuple[str, int]) -> tuple:
+    end = time.monotonic() + 60.0
+    while True:
+        try:
+            return socket.getaddrinfo(leader[0], leader[1], type=socket.SOCK_DGRAM)[0]
+        except socket.gaierror as error:
+            if time.monotonic() > end:
+                raise RuntimeError(f"watcher: the node of rank 0, {leader[0]!r}, has no address: {error}") from None
+            time.sleep(0.5)
+
+
+class Watcher:
+    """The watcher of one node."""
+
+    def __init__(self, place: Mapping[str, Any]) -> None:
+        self._world_size, self._node_rank = int(place["world_size"]), int(place["node_rank"])
+        self._name = socket.gethostname()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("\0" + place["address"])
+        self._listener.listen(256)
+        self._network = Network(self._node_rank, int(place["num_nodes"]), tuple(place["leader"]), place["run_id"])
+        self._ranks: dict[int, WatchedRank] = {}
+        self._pending: list[socket.socket] = []
+        self._oom = OutOfMemory()
+        self._down_at_start = set(interfaces_down())
+        self._directory: Path | None = None
+        self._device = 0
+        self._attempt = 1
+        self._started = self._last_tick = time.monotonic()
+        self._beat_at = 0.0
+        self._failures: list[tuple[float, Failure]] = []  # when it was noticed here, and what
+        self._probe: tuple[int, float, int | None] | None = None  # process, start, sectors then
+        # Of the leader
+        self._heard: dict[int, float] = {}
+        self._reports: dict[int, Mapping[str, Any]] = {}
+        self._gone: set[int] = set()  # nodes that ended in good order
+        # Of the others
+        self._leader = 0
+        self._answered_at = self._started + START_S - NODE_S  # it may start later than this node
+        self._next_leaders: dict[int, tuple] = {}
+        self._leader_is_done = False
+        # The end
+        self._verdict: list[Failure] | None = None
+        self._verdict_at = 0.0
+        self._is_writer = False
+        self._stage = 0
+        self._writer: tuple[int, float] | None = None
+
+    @property
+    def _is_leader(self) -> bool:
+        return self._leader == self._node_rank
+
+    def run(self) -> None:
+        """Watch until all ranks have ended."""
+        while not self._is_finished():
+            waiting = [self._listener, *self._pending, *([self._network.socket] if self._network.socket else [])]
+            living = [rank for rank in self._ranks.values() if not rank.is_over]
+            waiting += [each for rank in living for each in (rank.pidfd, rank.connection) if each is not None]
+            ready = select.select(waiting, [], [], TICK_S)[0]
+            now = time.monotonic()
+            lag = now - self._last_tick - 2 * TICK_S
+            if lag > 2.0:  # stopped or starved itself: what it did not see does not count
+                for rank in living:
+                    rank.shift(lag)
+                self._heard = {node: at + lag for node, at in self._heard.items()}
+                self._answered_at += lag
+            if ready or now - self._last_tick >= TICK_S:
+                self._handle(ready, now)
+            if now - self._last_tick >= TICK_S:
+                self._last_tick = now
+                self._tick(now)
+
+    def _is_finished(self) -> bool:
+        now = time.monotonic()
+        is_over = all(rank.is_over for rank in self._ranks.values())
+        if self._verdict is not None:
+            # The writer still answers nodes that have not heard the verdict.
+            stay = 3.0 if self._is_writer and self._network.num_nodes > 1 else 0.0
+            is_written = self._stage >= 2 and self._writer is None
+            return now - self._verdict_at > END_S or (is_over and is_written and now - self._verdict_at > stay)
+        if not self._ranks:
+            return now - self._started > _PATIENCE_S
+        if not is_over or self._failures:
+            return False
+        others = set(range(self._network.num_nodes)) - self._gone - {self._node_rank}
+        ended_at = max(rank.moved_at for rank in self._ranks.values())
+        # Beats continue for a moment, so that every node knows that this one ended in good order.
+        return now - ended_at > (15.0 if self._is_leader and others else 0.0 if not others else 3.0)
+
+    # Ranks of this node
+
+    def _handle(self, ready: Sequence[Any], now: float) -> None:
+        if self._listener in ready:
+            self._pending.append(self._listener.accept()[0])
+        for connection in [each for each in self._pending if each in ready]:
+            self._pending.remove(connection)
+            self._admit(connection, now)
+        for rank in list(self._ranks.values()):
+            if rank.connection is not None and rank.connection in ready:
+                self._read(rank, now)
+            if rank.pidfd in ready and not rank.is_over:
+                self._ended(rank, now)
+        for message in self._network.receive():
+            self._hear(message, now)
+
+    def _admit(self, connection: socket.socket, now: float) -> None:
+        user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        text, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 2)
+        if user != os.getuid() or len(files) != 2:
+            connection.close()
+            return
+        rank = WatchedRank(json.loads(text), connection, *files, now)
+        self._ranks[rank.rank] = rank
+        self._name = rank.node
+
+    def _read(self, rank: WatchedRank, now: float) -> None:
+        assert rank.connection is not None
+        try:
+            text = rank.connection.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            text = b""
+        if not text:
+            rank.connection.close()
+            rank.connection = None  # its pidfd says the rest
+            return
+        message = json.loads(text)
+        if message["kind"] == "run":
+            self._directory = Path(message["directory"])
+            self._attempt = message["attempt"] or self._attempt
+        elif message["kind"] == "failure":
+            rank.is_reported = True
+            self._note(Failure(**{**message["failure"], "node_rank": self._node_rank}), now)
+        elif message["kind"] == "dump":
+            rank.flight_record = message["text"]
+        elif message["kind"] == "bye":
+            rank.is_complete = bool(message["is_complete"])
+
+    def _ended(self, rank: WatchedRank, now: float) -> None:
+        while rank.connection is not None and select.select([rank.connection], [], [], 0)[0]:
+            self._read(rank, now)  # what it said before it ended
+        rank.is_over, rank.moved_at = True, now
+        if rank.is_complete or rank.is_reported or self._verdict is not None:
+            return
+        status = exit_status(rank.pidfd, rank.pid)
+        stack = rank.new_stacks() or rank.last_stacks
+        if status is None or os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status) if status is not None else signal.SIGKILL
+            out_of_memory = self._oom.kill(rank.pid) if number == signal.SIGKILL else ""
+            how = (
+                f"killed by {signal_name(number)}"
+                if status is not None
+                else "ended without a word, as by signal 9 (SIGKILL)"
+            )
+            message = f"out of memory: {out_of_memory}" if out_of_memory else how
+            cause = "out of memory" if out_of_memory else "signal"
+        else:
+            message, cause = f"ended with exit code {os.WEXITSTATUS(status)} before the run was over", "exit"
+        self._note(self._record(rank, cause, message, stack), now)
+
+    def _record(self, rank: WatchedRank, cause: str, message: str, detail: str = "") -> Failure:
+        phase = str(rank.page.get("phase", ""))
+        return Failure(rank.rank, cause, message, self._name, phase, detail[-_DETAIL:], node_rank=self._node_rank)
+
+    def _note(self, failure: Failure, now: float) -> None:
+        """Keep a record for the verdict, once for each rank and cause."""
+        failure = replace(failure, time=time.time())
+        known = {(each.rank, each.cause, each.node_rank) for _, each in self._failures}
+        if (failure.rank, failure.cause, failure.node_rank) not in known:
+            self._failures.append((now, failure))
+            self._beat_at = 0.0  # told at the next tick
+
+    def _tick(self, now: float) -> None:
+        for rank in self._ranks.values():
+            if not rank.is_over:
+                rank.look(now)
+            if self._verdict is None and (requested := rank.new_stacks()):
+                _say(f"rank {rank.rank} ({self._name}), process {rank.pid}, its stacks:\n{requested}")
+        if self._verdict is None:
+            self._look_for_hangs(now)
+        if now - self._beat_at >= BEAT_S:
+            self._beat_at = now
+            self._beat(now)
+        if self._verdict is None and self._is_leader:
+            self._lead(now)
+        if self._verdict is not None:
+            self._finish(now)
+
+    def _look_for_hangs(self, now: float) -> None:
+        for rank in self._ranks.values():
+            if rank.is_over or rank.is_reported or rank.is_complete:
+                continue
+            idle, (wait, doing) = now - rank.moved_at, rank.waiting(now)
+            if rank.stopped_since and now - rank.stopped_since > STOPPED_S:
+                # What it last entered is in its stack, which it can write only once it runs again; it ends then.
+                self._note(
+                    self._record(rank, "stopped", f"stopped (state T) for {now - rank.stopped_since:.0f} s"), now
+                )
+                continue
+            held = held_in_kernel(rank.pid) if idle > PROBE_AFTER_S and not rank.stopped_since else []
+            if held:
+                self._probe_files(now)
+            hung = self._hung_probe(now)
+            if held and hung:
+                message = f"file system hung: {self._directory} does not answer for {hung:.0f} s"
+                self._note(self._record(rank, "file system hung", message, "\n".join(held)), now)
+            limit = START_SILENT_S if rank.page["phase"] in _STARTING else SILENT_S
+            # Held in the kernel while the file system answers: a large write that is slow, under the phase's deadline.
+            if idle > limit and not wait and not held and not rank.stopped_since and rank.page.get("beats"):
+                rank.signal(signal.SIGUSR1)
+                time.sleep(0.1)
+                message = f"silent for {idle:.0f} s in {doing}"
+                self._note(self._record(rank, "hang", message, rank.new_stacks()), now)
+
+    def _probe_files(self, now: float) -> None:
+        """Have a child write a small file beside the run's, to see whether the file system answers."""
+        if self._probe is not None or self._directory is None:
+            return
+        directory, name = self._directory, f".watcher_{self._node_rank}"
+        self._probe = (_in_child(lambda: _touch(directory / name)), now, self._sectors())
+
+    def _hung_probe(self, now: float) -> float:
+        """Return for how many seconds the file system has not answered; 0 while it may yet."""
+        if self._probe is None:
+            return 0.0
+        process, start, sectors = self._probe
+        if _exit_code_of(process) is not None:
+            self._probe = None
+            return 0.0
+        # A disk that moves data is slow, not dead.
+        is_moving = sectors is not None and self._sectors() != sectors
+        return now - start if now - start > PROBE_S and not is_moving else 0.0
+
+    def _sectors(self) -> int | None:
+        return blocks_written(self._device) if self._device else None
+
+    # Other nodes
+
+    def _silence(self, now: float) -> dict[str, Any]:
+        """Return how long the ranks of this node have been silent, and what each does where that matters."""
+        living = [rank for rank in self._ranks.values() if not (rank.is_over or rank.is_complete)]
+        idle = min((now - rank.moved_at for rank in living), default=1e9)
+        is_bounded = any(rank.waiting(now)[0] == "bounded" for rank in living)
+        details = []
+        if idle > SILENT_S / 2 or self._failures:
+            for rank in living:
+                page, (wait, doing) = rank.page, rank.waiting(now)
+                details.append(
+                    {
+                        "rank": rank.rank,
+                        "node": self._name,
+                        "node_rank": self._node_rank,
+                        "idle_s": now - rank.moved_at,
+                        "phase": page["phase"],
+                        "wait": wait,
+                        "doing": doing,
+                        "groups": page.get("groups", {}),
+                        "sequence": page.get("sequence", 0),
+                    }
+                )
+        return {"idle_s": idle, "is_bounded": is_bounded, "details": details}
+
+    def _beat(self, now: float) -> None:
+        down = sorted(set(interfaces_down()) - self._down_at_start)
+        is_done = bool(self._ranks) and all(rank.is_complete for rank in self._ranks.values())
+        beat = {
+            "kind": "beat",
+            "ranks": sorted(self._ranks),
+            "name": self._name,
+            "is_done": is_done,
+            "is_over": self._verdict is not None,
+            "down": down,
+            "failures": [
+                {
+                    **asdict(failure),
+                    "age": now - at,
+                    "detail": failure.detail[-_DETAIL // 2 :],
+                    "message": failure.message[:500],
+                }
+                for at, failure in self._failures[:4]
+            ],
+            **self._silence(now),
+        }
+        self._reports[self._node_rank], self._heard[self._node_rank] = beat, now
+        if self._is_leader:
+            for node in self._network.addresses if is_done else ():
+                self._network.send(node, {"kind": "answer", "is_done": True})
+            return
+        self._network.send(self._leader, beat)
+        if now - self._answered_at > NODE_S and not self._leader_is_done and not is_done and self._verdict is None:
+            self._lose_leader(now, down)
+
+    def _lose_leader(self, now: float, down: list[str]) -> None:
+        """Turn to the next node that may answer, in the end to oneself."""
+        lost = self._leader
+        self._note(
+            self._lost_node(lost, f"node {lost}" if lost else "the node of rank 0", now - self._answered_at, down), now
+        )
+        following = sorted(node for node in self._next_leaders if node > lost)
+        self._leader = following[0] if following and following[0] < self._node_rank and not down else self._node_rank
+        self._network.addresses.update(self._next_leaders)
+        if not self._is_leader:
+            self._answered_at = now - NODE_S / 2  # it answers at once or not at all
+
+    def _lost_node(self, node: int, name: str, silent_s: float, down: list[str]) -> Failure:
+        if down:
+            message = f"link lost: interface {', '.join(down)} has no carrier; {name} is silent for {silent_s:.0f} s"
+            return Failure(-1, "link lost", message, self._name, self._phase(), node_rank=self._node_rank)
+        beat = self._reports.get(node, {})
+        ranks = f", with ranks {beat['ranks'][0]} to {beat['ranks'][-1]}" if beat.get("ranks") else ""
+        message = f"node lost{ranks}: no sign of life for {silent_s:.0f} s: its link is down or it has no power"
+        return Failure(-1, "node lost", message, beat.get("name", name), self._phase(), node_rank=node)
+
+    def _phase(self) -> str:
+        pages = [rank.page.get("phase", "") for rank in self._ranks.values()]
+        return str(pages[0]) if pages else ""
+
+    def _hear(self, message: Mapping[str, Any], now: float) -> None:
+        node = int(message["from"])
+        if message["kind"] == "beat":
+            self._heard[node], self._reports[node] = now, message
+            if message["is_done"]:
+                self._gone.add(node)
+            for entry in message["failures"]:
+                age = float(entry.pop("age"))
+                failure = replace(Failure(**entry), time=time.time() - age)
+                known = {(each.rank, each.cause, each.node_rank) for _, each in self._failures}
+                if (failure.rank, failure.cause, failure.node_rank) not in known:
+                    self._failures.append((now - age, failure))
+            # Two nodes that would lead next: enough for two losses at once.
+            following = {
+                str(each): self._network.addresses[each] for each in sorted(self._network.addresses) if each > 0
+            }
+            answer = {"kind": "answer", "attempt": self._attempt, "next": dict(list(following.items())[:2])}
+            self._network.send(node, {**answer, "name": self._name, **self._verdict_message()})
+        elif message["kind"] == "answer" and node == self._leader:
+            self._answered_at = now
+            self._leader_is_done = bool(message.get("is_done")) or self._leader_is_done
+            self._attempt = int(message.get("attempt", self._attempt))
+            self._next_leaders = {
+                int(each): tuple(address) for each, address in message.get("next", {}).items()
+            } or self._next_leaders
+            if "name" in message:
+                self._reports.setdefault(node, {"name": message["name"], "ranks": []})
+        if message.get("verdict") and self._verdict is None:
+            self._decide([Failure(**entry) for entry in message["verdict"]], now, is_writer=False)
+
+    def _verdict_message(self) -> dict[str, Any]:
+        if self._verdict is None:
+            return {}
+        return {"verdict": [asdict(replace(failure, detail="")) for failure in self._verdict[:8]]}
+
+    # The leader
+
+    def _lead(self, now: float) -> None:
+        self._find_lost_nodes(now)
+        self._find_global_hang(now)
+        if not self._failures:
+            return
+        first = min(at for at, _ in self._failures)
+        records = [failure for _, failure in self._failures]
+        has_cause = any(not failure.is_consequence for failure in records)
+        doubt = (
+            DOUBT_S
+            if any(failure.cause == "link lost" and failure.node_rank == self._node_rank for failure in records)
+            else 0.0
+        )
+        is_all = len({failure.rank for failure in records}) == self._world_size
+        if now - first < (0.0 if is_all and has_cause else SETTLE_S if has_cause else CAUSE_S) + doubt:
+            return
+        if all(failure.is_consequence or failure.cause == "deadline" for failure in records):
+            hang = self._hang_of(self._details())
+            records += [hang] if hang else []
+        ordered = in_order([replace(failure, attempt=self._attempt) for failure in records])
+        if ordered[0].cause == "deadline" and ordered[1:] and ordered[-1].cause == "hang":
+            ordered = in_order([replace(ordered[-1], time=ordered[0].time - 1e-3, is_consequence=False), *ordered[:-1]])
+        self._decide(ordered, now, is_writer=True)
+
+    def _find_lost_nodes(self, now: float) -> None:
+        if self._leader_is_done or self._node_rank in self._gone:
+            return
+        down = sorted(set(interfaces_down()) - self._down_at_start)
+        for node, at in self._heard.items():
+            if node != self._node_rank and node not in self._gone and now - at > NODE_S:
+                failure = self._lost_node(node, f"node {node}", now - at, down)
+                if (failure.cause, failure.node_rank) not in {
+                    (each.cause, each.node_rank) for _, each in self._failures
+                }:
+                    self._failures.append((now, failure))
+        if now - self._started > START_S and not self._failures:
+            ranks = {rank for beat in self._reports.values() for rank in beat.get("ranks", ())}
+            missing = sorted(set(range(self._world_size)) - ranks)
+            if missing:
+                message = f"ranks {missing[:8]} of {self._world_size} never reported within {START_S:g} s"
+                self._note(Failure(missing[0], "not started", message, "its node", "start"), now)
+
+    def _details(self) -> list[Mapping[str, Any]]:
+        return [detail for beat in self._reports.values() for detail in beat.get("details", ())]
+
+    def _find_global_hang(self, now: float) -> None:
+        beats = [beat for node, beat in self._reports.items() if node not in self._gone]
+        num_ranks = sum(len(beat.get("ranks", ())) for beat in self._reports.values())
+        is_silent = all(beat.get("idle_s", 0.0) > SILENT_S and not beat["is_bounded"] for beat in beats)
+        details = self._details()
+        if self._failures or num_ranks < self._world_size or not is_silent or not details:
+            return
+        limit = START_SILENT_S if any(detail["phase"] in _STARTING for detail in details) else SILENT_S
+        if min(detail["idle_s"] for detail in details) > limit and (hang := self._hang_of(details)):
+            self._failures.append((now, hang))
+
+    def _hang_of(self, details: Sequence[Mapping[str, Any]]) -> Failure | None:
+        if not details:
+            return None
+        found, message = culprit_of_silence(details)
+        return Failure(found["rank"], "hang", message, found["node"], found["phase"], node_rank=found["node_rank"])
+
+    # The end
+
+    def _decide(self, failures: list[Failure], now: float, is_writer: bool) -> None:
+        self._verdict, self._verdict_at, self._is_writer = failures, now, is_writer
+        # Under srun all nodes share one log; by hand each has its own.
+        if is_writer or "SLURM_JOB_ID" not in os.environ:
+            _say(first_line(failures[0]) + "\n")
+        for node in list(self._network.addresses) if is_writer else ():
+            self._network.send(node, {"kind": "answer", "name": self._name, **self._verdict_message()})
+        for rank in self._ranks.values():
+            rank.new_stacks()
+            rank.signal(signal.SIGUSR1)
+            rank.signal(signal.SIGCONT)
+            rank.send({"kind": "dump"})
+
+    def _finish(self, now: float) -> None:
+        """Carry out the verdict, in stages by the time since then."""
+        assert self._verdict is not None
+        since, first = now - self._verdict_at, self._verdict[0]
+        living = [rank for rank in self._ranks.values() if not rank.is_over]
+        # Ranks that wait for the verdict have said where they failed.
+        silent = [rank for rank in living if not rank.is_reported]
+        if self._stage == 0 and (since > STACKS_S or not silent):
+            self._stage, stacks = 1, self._stacks()
+            if self._directory is not None:
+                self._writer = (_in_child(lambda: self._write(stacks)), now)
+        if self._writer is not None and (code := _exit_code_of(self._writer[0])) is not None:
+            self._writer = None
+            if code:
+                _say(f"{self._directory}: the record could not be written: {os.strerror(code)}\n")
+        if self._stage == 1 and (self._writer is None or now - self._writer[1] > WRITE_S):
+            self._stage = 2
+            for rank in living:
+                rank.send({"kind": "verdict", "exit_code": first.exit_code, "culprit": first.rank})
+        if self._stage == 2 and since > KILL_S:
+            self._stage = 3
+            for rank in living:
+                rank.signal(signal.SIGKILL)
+        if self._stage == 3 and since > END_S - 1.0:
+            self._stage = 4
+            for rank in living:
+                held = "; ".join(held_in_kernel(rank.pid)) or "reason unknown"
+                _say(
+                    f"rank {rank.rank} ({self._name}), process {rank.pid}, does not end: the kernel holds it: {held}\n"
+                )
+            if self._writer is not None:
+                _say(
+                    f"{self._directory}: the record could not be written: the file system holds process {self._writer[0]}\n"
+                )
+            for process in [each[0] for each in (self._writer, self._probe) if each is not None]:
+                os.kill(process, signal.SIGKILL)  # effective unless the kernel holds it
+
+    def _stacks(self) -> str:
+        """Return the stacks of this node's ranks; those of ranks that are alike are written once."""
+        texts: dict[str, list[int]] = {}
+        for rank in self._ranks.values():
+            page = rank.page
+            state = f"phase {page.get('phase')}, {page.get('wait') or 'no'} wait, in {page.get('doing')}, collectives {page.get('groups', {})}"
+            text = rank.new_stacks() or "no stack: the process has ended or the kernel holds it\n" + "\n".join(
+                held_in_kernel(rank.pid)
+            )
+            record = f"\nflight recorder, newest entries:\n{rank.flight_record}\n" if rank.flight_record else ""
+            texts.setdefault(f"{state}\n{text}{record}", []).append(rank.rank)
+        return "\n".join(f"==== ranks {ranks} ({self._name}): {text}" for text, ranks in texts.items())
+
+    def _write(self, stacks: str) -> None:
+        assert self._directory is not None and self._verdict is not None
+        if self._is_writer:
+            write_failures(self._directory, self._verdict, f"node_{self._node_rank}")
+        directory = self._directory / "stacks"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"node_{self._node_rank}.txt").write_text(stacks, encoding="utf-8")
+
+
+def _touch(path: Path) -> None:
+    path.write_text("the watcher looks whether this file system answers\n", encoding="utf-8")
+    path.unlink()
+
+
+def _in_child(action: Callable[[], object], keep: int = 0) -> int:
+    """Run an action on files in a child, which may hang; return its process id. Its exit code is the errno of a failure.
+
+    keep: descriptors below this stay open. A child that the kernel holds must not hold ports, connections or the log too.
+    """
+    # A fork without exec: the interpreter itself may lie on the file system that hangs. There are no threads.
+    process = os.fork()
+    if process:
+        return process
+    code = 0
+    try:
+        os.closerange(keep, 4096)
+        action()
+    except OSError as error:
+        code = error.errno or 1
+    except BaseException:
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def _exit_code_of(process: int) -> int | None:
+    """Return the exit code of a child, None while it runs."""
+    found, status = os.waitpid(process, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _say(text: str) -> None:
+    # Standard error may be a file on the file system that hangs.
+    _in_child(lambda: os.write(2, text.encode()), keep=3)
+
+
+def main() -> None:
+    """Run the watcher that the command line describes."""
+    # A launcher that ends its job sends these to every process; the watcher has still to say why.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    gc.freeze()
+    Watcher(json.loads(sys.argv[1])).run()
+
+
+if __name__ == "__main__":
+    main()

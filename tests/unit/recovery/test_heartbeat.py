@@ -1,0 +1,157 @@
+"""Phases have a deadline on lack of progress, and the main thread's own frames tell what it waits for."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.parallel.coordination import Progress, collective_timeout
+from megatron_dapo.recovery import heartbeat as module
+from megatron_dapo.recovery.failure import START_AGAIN, Failure, read_failure
+from megatron_dapo.recovery.heartbeat import BOUNDED, COLLECTIVE, Heartbeat, waiting_for
+
+ROOT = str(Path(__file__).resolve().parents[3])
+
+
+class Unwatched(Heartbeat):
+    """Keeps the deadline's record instead of ending the process."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.expired: list[Failure] = []
+
+    def _expire(self, failure: Failure) -> None:
+        self.expired.append(failure)
+        self._has_reported = True
+
+
+@pytest.fixture
+def heartbeat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Unwatched]:
+    monkeypatch.setattr(module, "_SAMPLE_S", 0.02)
+    heartbeat = Unwatched()
+    thread = threading.Thread(target=heartbeat._beat)
+    thread.start()
+    yield heartbeat
+    heartbeat.close()
+    thread.join()
+
+
+def test_a_phase_warns_at_half_time_and_expires(heartbeat: Unwatched, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), heartbeat.phase("train", Progress(), deadline_s=0.4):
+        while not heartbeat.expired:
+            time.sleep(0.02)
+    assert "rank 3, phase train: no progress for" in caplog.text
+    [failure] = heartbeat.expired
+    assert (failure.rank, failure.cause, failure.phase, failure.exit_code) == (3, "deadline", "train", START_AGAIN)
+    assert "limit 0.4 s" in failure.message and "test_heartbeat.py" in failure.message
+    assert "in test_a_phase_warns_at_half_time_and_expires" in failure.detail
+
+
+def test_progress_postpones_the_deadline_for_as_long_as_it_comes(
+    heartbeat: Unwatched, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The block lasts four times the limit; only when progress stops does it expire, and it warns before."""
+    progress = Progress()
+    with caplog.at_level(logging.WARNING), heartbeat.phase("generate", progress, deadline_s=1.0):
+        end = time.monotonic() + 4.0
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            progress.mark()
+        assert not heartbeat.expired and caplog.text.count("no progress") == 0
+        while not heartbeat.expired:
+            time.sleep(0.02)
+    assert caplog.text.count("phase generate: no progress") == 1
+
+
+def test_time_before_the_phase_and_between_phases_does_not_count(heartbeat: Unwatched) -> None:
+    progress = Progress()
+    time.sleep(0.4)
+    for name in ("train", "score"):
+        with heartbeat.phase(name, progress, deadline_s=0.3):
+            assert heartbeat.phase_name == name
+            time.sleep(0.05)
+    time.sleep(0.4)
+    assert not heartbeat.expired and heartbeat.phase_name == "start"
+
+
+def test_the_phase_of_an_error_is_the_innermost_that_it_left() -> None:
+    heartbeat = Heartbeat()
+    with pytest.raises(KeyError), heartbeat.phase("train_actor"), heartbeat.phase("checkpoint"):
+        raise KeyError("x")
+    assert heartbeat.phase_name == "checkpoint"
+    with heartbeat.phase("score"):
+        assert heartbeat.phase_name == "score"
+
+
+def test_groups_time_out_after_the_watchdog() -> None:
+    for seconds in (1.0, 1800.0):
+        assert collective_timeout(seconds) > seconds * 1.9
+
+
+def frames_of(*files: str):
+    """Return the innermost of nested frames, one in each file, outermost first."""
+    code: dict = {"inner": lambda: sys._getframe(1)}
+    for file in reversed(files):
+        exec(compile("def wait(inner=inner):\n    return inner()\n", file, "exec"), code)
+        code["inner"] = code["wait"]
+    return code["inner"]()
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "place"),
+    [
+        (
+            ("/x/megatron_dapo/trainer/loop.py", "/x/torch/distributed/distributed_c10d.py"),
+            COLLECTIVE,
+            "distributed_c10d",
+        ),
+        (("/x/megatron_dapo/trainer/loop.py", "/x/megatron/core/distributed/ddp.py"), COLLECTIVE, "ddp.py"),
+        (
+            ("/x/megatron_dapo/trainer/loop.py", "/x/megatron_dapo/rewards/pool.py", "/lib/threading.py"),
+            BOUNDED,
+            "verifiers",
+        ),
+        (("/x/megatron_dapo/trainer/loop.py", "/lib/python3.12/subprocess.py"), BOUNDED, "a child process"),
+        # torch is outside here: the rank waits in its own code, which torch has called.
+        (
+            ("/x/torch/utils/_contextlib.py", "/x/megatron_dapo/trainer/updater.py", "/lib/threading.py"),
+            "",
+            "updater.py",
+        ),
+        (("/x/own_script.py",), "", "own_script.py"),
+    ],
+)
+def test_the_innermost_known_frame_tells_the_wait(files: tuple[str, ...], kind: str, place: str) -> None:
+    found, doing = waiting_for(frames_of(*files))
+    assert found == kind and place in doing
+
+
+EXPIRE = """
+import sys, threading, time
+from pathlib import Path
+from megatron_dapo.parallel.coordination import Progress
+from megatron_dapo.recovery.heartbeat import Heartbeat
+def stuck_in_here():
+    time.sleep(60)
+heartbeat = Heartbeat(3)
+heartbeat.describe(Path(sys.argv[1]), 2)
+threading.Thread(target=heartbeat._beat, daemon=True).start()
+with heartbeat.phase("train", Progress(), deadline_s=0.6):
+    stuck_in_here()
+"""
+
+
+def test_without_a_watcher_a_deadline_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXPIRE, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert done.returncode == START_AGAIN and "stuck_in_here" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("first failure: attempt 2, rank 3 (")
+    assert read_failure(tmp_path).cause == "deadline"

@@ -1,0 +1,88 @@
+"""One rank of a pretended run: it beats, meets the others through a file, and then does what its plan says.
+
+python watched_rank.py PLACE_AS_JSON RUN_DIRECTORY PLAN; "all_reduce" waits in a file whose path looks like torch's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from megatron_dapo.recovery.heartbeat import Heartbeat, Place
+
+
+class Steps:
+    """Stands in for `parallel.coordination.Progress`."""
+
+    count = 0
+    idle_s = 0.0
+
+    def mark(self) -> None:
+        self.count += 1
+
+
+def all_reduce() -> None:
+    """Wait for ever, as seen from outside, in torch."""
+    source = "import time\ndef all_reduce():\n    time.sleep(300)\n"
+    code: dict = {}
+    exec(compile(source, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), code)
+    code["all_reduce"]()
+
+
+def compute(seconds: float) -> None:
+    """Hash one buffer after the other: pure CPU time without any mark of progress."""
+    end, data = time.monotonic() + seconds, bytes(1 << 26)
+    while time.monotonic() < end:
+        hashlib.sha256(data).digest()
+
+
+def act(plan: str, directory: Path) -> None:
+    kind, _, argument = plan.partition(":")
+    if kind == "wait":
+        all_reduce()
+    elif kind == "sleep":
+        time.sleep(300)
+    elif kind == "compute":
+        compute(float(argument))
+    elif kind == "raise":
+        raise {"value": ValueError("bad gold"), "full": OSError(28, "No space left on device", "x")}[argument]
+    elif kind == "reset":
+        time.sleep(float(argument))
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection reset by peer [127.0.0.1]:1234")
+    elif kind == "eat":
+        hoard = []
+        while True:
+            hoard.append(bytearray(os.urandom(1 << 20) * 8))
+    elif kind == "write":
+        (Path(argument) / f"file_{os.getpid()}").write_bytes(bytes(1 << 20))
+    elif kind == "wait_for":
+        while not Path(argument).exists():
+            time.sleep(0.05)
+    elif kind == "exit":
+        os._exit(int(argument))
+
+
+def main() -> None:
+    place, directory = Place(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    heartbeat = Heartbeat(place.rank)
+    heartbeat.connect(place)
+    heartbeat.describe(directory, 7 if place.rank == 0 else None)
+    try:
+        with heartbeat.phase("train_actor", Steps()):
+            time.sleep(1.2)  # a sample of the main thread is taken every half second
+            (directory / f"ready_{place.rank}").touch()
+            while len(list(directory.glob("ready_*"))) < place.world_size:
+                time.sleep(0.05)
+            for plan in sys.argv[3].split(","):
+                act(plan, directory)
+    except Exception as error:
+        os._exit(heartbeat.fail(error))
+    heartbeat.close(is_complete=True)
+
+
+if __name__ == "__main__":
+    main()
