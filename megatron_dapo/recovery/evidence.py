@@ -196,17 +196,10 @@ def _memory_limit(cgroup: Path) -> str:
     return f" of {int(text) / 2**30:.1f} GiB" if text.isdigit() and int(text) < 1 << 60 else ""
 
 
-def interfaces_down() -> list[str]:
-    """Return this machine's network interfaces that are set up but have no carrier, loopback apart."""
-    down = []
-    for name in _listed("/sys/class/net"):
-        state = read_text(f"/sys/class/net/{name}/operstate").strip()
-        flags = int(read_text(f"/sys/class/net/{name}/flags").strip() or "0", 16)
-        if name != "lo" and (
-            state == "lowerlayerdown" or (flags & 1 and read_text(f"/sys/class/net/{name}/carrier").strip() == "0")
-        ):
-            down.append(name)
-    return down
+def interfaces_up() -> set[str]:
+    """Return this machine's network interfaces that are up and have a carrier, loopback apart."""
+    names = _listed("/sys/class/net")
+    return {name for name in names if name != "lo" and read_text(f"/sys/class/net/{name}/carrier").strip() == "1"}
 
 
 def blocks_written(device: int) -> int | None:

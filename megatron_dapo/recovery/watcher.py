@@ -39,7 +39,7 @@ from megatron_dapo.recovery.evidence import (
     blocks_written,
     exit_status,
     held_in_kernel,
-    interfaces_down,
+    interfaces_up,
     signal_name,
 )
 from megatron_dapo.recovery.failure import Failure, first_line, in_order, write_failures
@@ -54,7 +54,7 @@ START_S = 600.0  # until every rank of the run has reported for the first time
 NODE_S = 9.0  # without a datagram
 SETTLE_S = 1.5  # between the first record and the verdict: the cause may be noticed after its consequence
 CAUSE_S = 12.0  # the same while all records are consequences
-DOUBT_S = 2.0  # a half of a cut network that may be the culprit lets the other one write first
+DOUBT_S = 2.5  # for a node that is silent to say in the run directory that it has lost its link
 PROBE_AFTER_S = 3.0  # of silence, a file is written to see whether the file system answers
 PROBE_S = 8.0
 STACKS_S = 1.0  # for ranks to write their stacks
@@ -269,7 +269,7 @@ class Watcher:
         self._ranks: dict[int, WatchedRank] = {}
         self._pending: list[socket.socket] = []
         self._oom = OutOfMemory()
-        self._down_at_start = set(interfaces_down())
+        self._up_at_start = interfaces_up()
         self._directory: Path | None = None
         self._device = 0
         self._attempt = 1
@@ -509,7 +509,7 @@ class Watcher:
         return {"idle_s": idle, "is_bounded": is_bounded, "details": details}
 
     def _beat(self, now: float) -> None:
-        down = sorted(set(interfaces_down()) - self._down_at_start)
+        down = sorted(self._up_at_start - interfaces_up())
         is_done = bool(self._ranks) and all(rank.is_complete for rank in self._ranks.values())
         beat = {
             "kind": "beat",
@@ -555,7 +555,8 @@ class Watcher:
             message = f"link lost: interface {', '.join(down)} has no carrier; {name} is silent for {silent_s:.0f} s"
             return Failure(-1, "link lost", message, self._name, self._phase(), node_rank=self._node_rank)
         beat = self._reports.get(node, {})
-        ranks = f", with ranks {beat['ranks'][0]} to {beat['ranks'][-1]}" if beat.get("ranks") else ""
+        numbers = beat.get("ranks") or ()
+        ranks = f" with rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else ""
         message = f"node lost{ranks}: no sign of life for {silent_s:.0f} s: its link is down or it has no power"
         return Failure(-1, "node lost", message, beat.get("name", name), self._phase(), node_rank=node)
 
@@ -608,26 +609,35 @@ class Watcher:
         first = min(at for at, _ in self._failures)
         records = [failure for _, failure in self._failures]
         has_cause = any(not failure.is_consequence for failure in records)
-        doubt = (
-            DOUBT_S
-            if any(failure.cause == "link lost" and failure.node_rank == self._node_rank for failure in records)
-            else 0.0
-        )
-        is_all = len({failure.rank for failure in records}) == self._world_size
-        if now - first < (0.0 if is_all and has_cause else SETTLE_S if has_cause else CAUSE_S) + doubt:
+        patience = SETTLE_S if has_cause else CAUSE_S
+        if has_cause and len({failure.rank for failure in records}) == self._world_size:
+            patience = 0.0  # every rank has reported
+        elif any(failure.cause == "node lost" for failure in records):
+            patience += DOUBT_S
+        if now - first < patience:
             return
         if all(failure.is_consequence or failure.cause == "deadline" for failure in records):
+            # Their sequence numbers tell more than which of them lost its patience first.
             hang = self._hang_of(self._details())
-            records += [hang] if hang else []
-        ordered = in_order([replace(failure, attempt=self._attempt) for failure in records])
-        if ordered[0].cause == "deadline" and ordered[1:] and ordered[-1].cause == "hang":
-            ordered = in_order([replace(ordered[-1], time=ordered[0].time - 1e-3, is_consequence=False), *ordered[:-1]])
-        self._decide(ordered, now, is_writer=True)
+            records += [replace(hang, time=min(failure.time for failure in records) - 1e-3)] if hang else []
+        records = [self._with_word_of_the_lost(failure) for failure in records]
+        self._decide(in_order([replace(failure, attempt=self._attempt) for failure in records]), now, is_writer=True)
+
+    def _with_word_of_the_lost(self, failure: Failure) -> Failure:
+        """Return a record of a lost node, with the cause that the node itself has left in the run directory, if any."""
+        if failure.cause != "node lost" or self._directory is None:
+            return failure
+        directory, node = self._directory, failure.node_rank
+        child = _in_child(lambda: _require_link_lost(directory, node))
+        time.sleep(0.3)
+        if _exit_code_of(child) != 0:
+            return failure
+        return replace(failure, cause="link lost", message=f"link lost: that node says so itself; {failure.message}")
 
     def _find_lost_nodes(self, now: float) -> None:
         if self._leader_is_done or self._node_rank in self._gone:
             return
-        down = sorted(set(interfaces_down()) - self._down_at_start)
+        down = sorted(self._up_at_start - interfaces_up())
         for node, at in self._heard.items():
             if node != self._node_rank and node not in self._gone and now - at > NODE_S:
                 failure = self._lost_node(node, f"node {node}", now - at, down)
@@ -734,6 +744,15 @@ class Watcher:
         directory = self._directory / "stacks"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"node_{self._node_rank}.txt").write_text(stacks, encoding="utf-8")
+
+
+def _require_link_lost(directory: Path, node: int) -> None:
+    """OSError unless a node's watcher has written that its link is lost."""
+    for name in ("failure.json", f"failure_node_{node}.json"):
+        document = json.loads((directory / name).read_text(encoding="utf-8"))
+        if document["writer"] == f"node_{node}" and document["entries"][0]["cause"] == "link lost":
+            return
+    raise FileNotFoundError
 
 
 def _touch(path: Path) -> None:
