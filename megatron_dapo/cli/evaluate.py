@@ -11,6 +11,7 @@ from megatron_dapo.config import Config
 from megatron_dapo.engines.embedded import EmbeddedEngine
 from megatron_dapo.evaluation.protocol import EvaluationResult
 from megatron_dapo.evaluation.runner import evaluate
+from megatron_dapo.recovery.heartbeat import watched_alone
 from megatron_dapo.trainer.build_engines import build_local_engine
 from megatron_dapo.trainer.build_rollout import (
     evaluation_protocol,
@@ -22,7 +23,11 @@ from megatron_dapo.trainer.build_rollout import (
 
 def evaluate_model(config: Config) -> EvaluationResult:
     """Estimate avg@k, pass@k and cons@k of the model in model.path by the evaluation section."""
-    model_dir = config.model.path
+    with watched_alone("evaluate"):
+        return _evaluate(config, config.model.path)
+
+
+def _evaluate(config: Config, model_dir: Path) -> EvaluationResult:
     inputs = read_model_inputs(model_dir, config.model.trust_remote_code)
     engine = loaded_engine(config, model_dir)
     with open_verifier_pool(config.reward) as pool:

@@ -172,6 +172,11 @@ class Heartbeat:
             self._is_closed.set()
             self._send({"kind": "bye", "is_complete": is_complete})
 
+    def disconnect(self) -> None:
+        """Leave the watcher, which forgets this process; `close` comes first."""
+        if self._socket is not None:
+            self._socket.close()
+
     def fail(self, error: BaseException) -> int:
         """Report an error that ends this rank, wait for the verdict on the run, and return this rank's exit code.
 
@@ -287,6 +292,20 @@ class Heartbeat:
         with self._page_lock:
             # In one piece: the reader takes what it cannot parse for a page that is being written.
             self._page[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
+
+
+@contextmanager
+def watched_alone(phase: str) -> Iterator[None]:
+    """Have a watcher of its own end this process if it hangs inside; for commands of one process."""
+    heartbeat = Heartbeat()
+    heartbeat.connect(Place(0, 1, 0, 0, 1, f"{os.getpid()}-{time.time_ns()}", ("127.0.0.1", 0)))
+    try:
+        with heartbeat.phase(phase):
+            yield
+    finally:
+        # Errors are the command's own to print. Without the connection the watcher ends.
+        heartbeat.close(is_complete=True)
+        heartbeat.disconnect()
 
 
 def _start_watcher(place: Place, address: str) -> None:

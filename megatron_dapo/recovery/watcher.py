@@ -370,7 +370,8 @@ class Watcher:
             text = b""
         if not text:
             rank.connection.close()
-            rank.connection = None  # its pidfd says the rest
+            rank.connection = None
+            rank.is_over = rank.is_complete  # otherwise its pidfd says the rest
             return
         message = json.loads(text)
         if message["kind"] == "run":

@@ -26,6 +26,8 @@ from megatron_dapo.rewards.verifier_process import Job, Task, VerifierProcess, c
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
+_STOP_S = 30.0  # for the thread to end, of which it may wait _KILLED_S for each process
+_KILLED_S = 5.0  # for a process to end after SIGKILL
 STARTUP_SECONDS = 120.0  # of a process until it has loaded its verifier: a user's function may import torch
 STALLED_SECONDS = 0.1  # answers waiting behind one that takes longer are given to other processes
 
@@ -75,7 +77,13 @@ class Dispatcher:
         if self._thread.is_alive():
             self._stopping = True
             self._wake()
-            self._thread.join()
+            self._thread.join(_STOP_S)
+            if self._thread.is_alive():
+                logger.error(
+                    "the verifier pool did not end within %g s; its processes are %s",
+                    _STOP_S,
+                    [worker.process.pid for worker in self._workers],
+                )
 
     # ---- the loop
 
@@ -108,7 +116,10 @@ class Dispatcher:
         for worker in list(self._workers):
             self._remove(worker)
         for process in self._dead:
-            process.wait()
+            try:
+                process.wait(_KILLED_S)
+            except subprocess.TimeoutExpired:  # the kernel holds it, e.g. in a read of a file system that hangs
+                logger.error("verifier process %d has not ended %g s after SIGKILL", process.pid, _KILLED_S)
         with self._lock:  # closed together with the last look: no call waits for a thread that has ended
             self._is_closed = True
             self._unfinished.update((id(job), job) for job in self._inbox)

@@ -147,7 +147,7 @@ class ProcessTree:
             _kill(process for process in running if age > _TRACKER_S or not _is_resource_tracker(process.pid))
             time.sleep(_TICK_S)
         if self.exit_code is not None:
-            self._leader.wait()
+            self._leader.wait(timeout_s)  # it has ended: reaped at once
         for file in self._files:
             file.unlink(missing_ok=True)
         return sorted(process.pid for process in running)

@@ -155,3 +155,24 @@ def test_without_a_watcher_a_deadline_ends_the_process_with_its_stacks(tmp_path:
     assert done.returncode == START_AGAIN and "stuck_in_here" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("first failure: attempt 2, rank 3 (")
     assert read_failure(tmp_path).cause == "deadline"
+
+
+EVALUATE = """
+import sys, time
+from megatron_dapo.recovery.heartbeat import watched_alone
+for _ in range(2):
+    with watched_alone("evaluate"):
+        time.sleep(1.2)
+print("done", flush=True)
+time.sleep(1.5)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads Linux's /proc and pidfds")
+def test_a_command_of_one_process_has_a_watcher_while_it_works() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", EVALUATE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == b"done\n"
+        assert process.wait(30) == 0 and process.stderr is not None and process.stderr.read() == b""
