@@ -25,11 +25,17 @@ def memory_lines(config: Config, architecture: ArchitectureFacts, processes: int
     device = "GPU" if has_gpus else "process"
     generating = f", while engines generate {_gib(memory.engine)}" if memory.engine else ""
     lines.append(f"memory of a {device}: while training {_gib(memory.trainer)}{generating}")
-    return [*lines, f"host memory of a node: {_gib(memory.host)}", *warnings(config, memory)]
+    per_node = cluster.processes_per_node(processes)
+    return [*lines, f"host memory of a node: {_gib(memory.host)}", *_warnings(config, memory, per_node)]
 
 
-def warnings(config: Config, memory: RunMemory) -> Iterator[str]:
+def _warnings(config: Config, memory: RunMemory, processes_per_node: int) -> Iterator[str]:
     """Yield what works, but not well."""
+    if config.parallel.tp_size > processes_per_node:
+        yield (
+            f"warning: tensor-parallel ranks are on several nodes: parallel.tp_size = {config.parallel.tp_size}, but "
+            f"{processes_per_node} trainer processes a node; lower it to {processes_per_node} and raise parallel.pp_size"
+        )
     engine, sglang = memory.engine_memory, config.sglang
     if engine is None or config.rollout.engine != "sglang":
         return

@@ -42,6 +42,13 @@ ENGINE_RULES = (
         "set sglang.max_total_tokens = {data.max_prompt_tokens + rollout.max_response_tokens} or more, or 0",
         where=f"{_SGLANG} and sglang.max_total_tokens > 0",
     ),
+    # A healthy bfloat16 run would be ended at its first batch; mismatch.alarm is the lower of the two for it.
+    Rule(
+        "mismatch.step0_max_mean_abs >= 0.05",
+        "set mismatch.step0_max_mean_abs = 0.05; mismatch.alarm = {mismatch.alarm} warns below it",
+        where=f'{_SGLANG} and model.dtype == "bfloat16"',
+        reason="kernels of engine and trainer round apart by 0.01 to 0.04 nats",
+    ),
     Rule(
         'algorithm.off_policy.correction != "none" or sglang.allow_quantization_bias',
         'set algorithm.off_policy.correction = "tis" (or mis, icepop), or sglang.allow_quantization_bias = true',

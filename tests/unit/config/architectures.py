@@ -11,6 +11,7 @@ from typing import Any
 from megatron_dapo.config import ArchitectureFacts, read_architecture
 
 DENSE: Mapping[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 1000,
     "hidden_size": 256,
@@ -27,6 +28,7 @@ DENSE: Mapping[str, Any] = {
 }
 EXPERTS: Mapping[str, Any] = {
     **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "num_experts": 8,
     "num_experts_per_tok": 2,

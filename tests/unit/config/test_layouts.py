@@ -165,6 +165,12 @@ FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
         Machines(),
         ("engine_weights_gib = 61.0", "static_gib = 45.9", "set sglang.tp_size = 2 or more"),
     ),
+    "S9 gate that a healthy bfloat16 run does not pass": (
+        "colocated_16nodes",
+        "[mismatch]\nstep0_max_mean_abs = 0.02",
+        Machines(),
+        ("mismatch.step0_max_mean_abs = 0.02", "set mismatch.step0_max_mean_abs = 0.05", "mismatch.alarm = 0.02 warns"),
+    ),
     "S11 a server over two nodes": (
         "colocated_16nodes",
         "[sglang]\ntp_size = 16\nservers_per_node = 1",
@@ -221,6 +227,16 @@ def test_a_copy_with_a_fault_is_refused(fault: str, inputs: Path) -> None:
         make_plan(copy, inputs_of(original, inputs), None, None, machines)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_what_works_but_not_well_is_a_warning(inputs: Path) -> None:
+    layout = EXAMPLES / "layouts" / "colocated_16nodes.toml"
+    queue = "\n".join(describe(plan_of(layout, inputs, overrides=["sglang.max_running_requests=512"])))
+    assert "warning: requests will queue: 512 responses" in queue and "an engine holds 727649; lower it to 129" in queue
+    apart = "\n".join(
+        describe(plan_of(layout, inputs, Machines(num_nodes=32, gpus_per_node=4), ["sglang.servers_per_node=1"]))
+    )
+    assert "parallel.tp_size = 8, but 4 trainer processes a node; lower it to 4" in apart
 
 
 def test_a_run_on_cpus_has_no_rule_about_gpus(inputs: Path) -> None:

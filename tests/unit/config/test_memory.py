@@ -55,10 +55,14 @@ def kind_of(name: str) -> str:
     [
         (DENSE, {}, 1),
         (TIED, {"tp_size": 2}, 2),
-        ({**DENSE, "model_type": "qwen2", "head_dim": None}, {"tp_size": 2, "pp_size": 2, "cp_size": 2}, 8),
+        (
+            {**DENSE, "architectures": None, "model_type": "qwen2", "head_dim": None},
+            {"tp_size": 2, "pp_size": 2, "cp_size": 2},
+            8,
+        ),
         (TIED, {"pp_size": 4}, 4),
         (DENSE, {"pp_size": 2, "vpp_size": 2}, 4),
-        ({**DENSE, "model_type": "llama", "head_dim": None}, {"tp_size": 4}, 4),
+        ({**DENSE, "architectures": None, "model_type": "llama", "head_dim": None}, {"tp_size": 4}, 4),
         (EXPERTS, {"ep_size": 8}, 8),
         (EXPERTS, {**SEQUENCE, "ep_size": 4, "etp_size": 1}, 8),
         (EXPERTS, {**SEQUENCE, "pp_size": 2, "ep_size": 2}, 16),
@@ -89,7 +93,7 @@ def test_parameters_of_every_rank_are_those_of_the_layout(
         (DENSE, 1, 1),
         (TIED, 2, 1),
         (DENSE, 8, 1),
-        ({**DENSE, "model_type": "qwen2", "head_dim": None, "hidden_size": 1024}, 2, 1),
+        ({**DENSE, "architectures": None, "model_type": "qwen2", "head_dim": None, "hidden_size": 1024}, 2, 1),
     ]
     + [(EXPERTS, 2, 1), (EXPERTS, 4, 2), ({**EXPERTS, "tie_word_embeddings": True}, 1, 1)],
 )
@@ -170,7 +174,9 @@ def run_of(dtype: str = "bfloat16", **sections: Any) -> Any:
 def test_activations_of_a_layer_are_those_of_the_published_formula() -> None:
     """arXiv 2205.05198, equation 4 with heads of its own for every key, an MLP without a gate, and dropout:
     34 sbh / t without the scores, of which 2 sbh are dropout's masks."""
-    facts = facts_of({**DENSE, "head_dim": None, "model_type": "llama", "num_key_value_heads": 8})
+    facts = facts_of(
+        {**DENSE, "architectures": None, "head_dim": None, "model_type": "llama", "num_key_value_heads": 8}
+    )
     hidden, inner = facts.hidden_size, facts.intermediate_size
     for tensor in (1, 2, 4):
         parallel = ParallelConfig(tp_size=tensor, sequence_parallel=tensor > 1)
