@@ -102,6 +102,7 @@ test-gpu:
 	$(HERE) $(PYTHON) benchmarks/gpu/head.py $(KEEP) || status=1; \
 	$(HERE) $(PYTHON) benchmarks/gpu/step.py $(KEEP) || status=1; \
 	$(HERE) $(PYTHON) benchmarks/gpu/sync.py $(KEEP) $(if $(wildcard $(ENGINE_PYTHON)),--engine-python $(ENGINE_PYTHON)) || status=1; \
+	$(HERE) $(PYTHON) benchmarks/gpu/rollout.py $(KEEP) $(if $(wildcard $(ENGINE_PYTHON)),--engine-python $(ENGINE_PYTHON)) || status=1; \
 	exit $$status
 
 # Two steps and a checkpoint each; a resume, one more step, an evaluation and an export; and a look at what was written.

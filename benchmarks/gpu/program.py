@@ -83,6 +83,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return found
 
 
+def absolute(text: str) -> Path:
+    """Path of an interpreter, which servers start from another directory; links stay, as an environment's is one."""
+    return Path(text).absolute()
+
+
 def run(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
     """The whole program, of the process that is started and of the workers."""
     if arguments.worker is not None:

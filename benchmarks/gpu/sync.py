@@ -265,7 +265,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = program.parser(__doc__)
     parser.set_defaults(case_s=300.0)
     parser.add_argument("--model", choices=[name for name in MODELS if name != "tiny"], default="1.5b")
-    parser.add_argument("--engine-python", type=Path, help="interpreter with SGLang; without it there is no server")
+    parser.add_argument(
+        "--engine-python", type=program.absolute, help="interpreter with SGLang; without it there is no server"
+    )
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7, help="timed runs of every way, after one to warm up")
     return parser.parse_args(arguments)

@@ -50,20 +50,22 @@ _MAX_GROUPS = 48  # of which sequence numbers are reported
 _DETAIL_CHARS = 12_000
 
 COLLECTIVE, BOUNDED = "collective", "bounded"
-# Waits of the main thread by the innermost frame that is listed. "collective": for other ranks. "bounded": for something
-# outside this process, under a deadline of its own that names it. Silence in any other place is a hang of this rank.
+# Waits of the main thread by the innermost frame whose module, or package, is listed. (Not its file: an environment in
+# /opt/torch, or in a checkout named megatron_dapo, has such a word in the path of every library.) "collective": for other
+# ranks. "bounded": for something outside this process, under a deadline of its own that names it. Silence in any other place
+# is a hang of this rank.
 _WAITS = (
-    ("megatron_dapo/engines/sglang/", BOUNDED, "an answer of an SGLang server"),
-    ("megatron_dapo/rewards/", BOUNDED, "verifiers"),
-    ("megatron_dapo/bridge/", BOUNDED, "the weight sync of an engine"),
-    ("megatron_dapo/rollout/async_collector.py", BOUNDED, "the collecting thread"),
-    ("megatron_dapo/recovery/heartbeat.py", BOUNDED, "the watcher"),
-    ("megatron_dapo/parallel/coordination.py", COLLECTIVE, ""),
-    ("megatron_dapo/launch/lifetime.py", COLLECTIVE, "rank 0"),
-    ("megatron_dapo/reshard/execution.py", COLLECTIVE, ""),
-    ("/torch/", COLLECTIVE, ""),
-    ("/megatron/core/", COLLECTIVE, ""),
-    ("/subprocess.py", BOUNDED, "a child process"),
+    ("megatron_dapo.engines.sglang", BOUNDED, "an answer of an SGLang server"),
+    ("megatron_dapo.rewards", BOUNDED, "verifiers"),
+    ("megatron_dapo.bridge", BOUNDED, "the weight sync of an engine"),
+    ("megatron_dapo.rollout.async_collector", BOUNDED, "the collecting thread"),
+    ("megatron_dapo.recovery.heartbeat", BOUNDED, "the watcher"),
+    ("megatron_dapo.parallel.coordination", COLLECTIVE, ""),
+    ("megatron_dapo.launch.lifetime", COLLECTIVE, "rank 0"),
+    ("megatron_dapo.reshard.execution", COLLECTIVE, ""),
+    ("torch", COLLECTIVE, ""),
+    ("megatron.core", COLLECTIVE, ""),
+    ("subprocess", BOUNDED, "a child process"),
 )
 
 
@@ -351,10 +353,11 @@ def waiting_for(frame: FrameType | None) -> tuple[str, str]:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         here = f"{function} ({'/'.join(file.split('/')[-2:])}:{frame.f_lineno})"
         innermost = innermost or here
-        for fragment, kind, name in _WAITS:
-            if fragment in file:
+        module = str(frame.f_globals.get("__name__", ""))
+        for package, kind, name in _WAITS:
+            if module == package or module.startswith(f"{package}."):
                 return kind, f"{name}: {here}" if name else here
-        if "megatron_dapo/" in file:
+        if module.startswith("megatron_dapo."):
             return "", here
         frame = frame.f_back
     return "", innermost

@@ -30,6 +30,7 @@ RUN_BY = {
     "benchmarks/fp8_learning.py": "test_fp8_learning",
     "benchmarks/gae.py": "test_gae",
     "benchmarks/gpu/head.py": "test_gpu_head",
+    "benchmarks/gpu/rollout.py": "test_gpu_rollout",
     "benchmarks/gpu/step.py": "test_gpu_step",
     "benchmarks/gpu/sync.py": "test_gpu_sync",
     "benchmarks/head_memory.py": "test_head_memory",
@@ -282,6 +283,15 @@ def test_gpu_sync(repository: Path) -> None:
     row = found["cases"]["host"]
     assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
     assert row["vs_copy"] == pytest.approx(row["seconds"] / row["copy_seconds"])
+
+
+def test_gpu_rollout(repository: Path) -> None:
+    python = ".venv-sglang/bin/python"
+    found = run_json(repository, "benchmarks/gpu/rollout.py", "--tiny", "--rounds", "1", "--engine-python", python)
+    assert set(found["cases"]) == {"alone", "deterministic"} and not found["failed"]
+    assert all("no CUDA device" in why for why in found["skipped"].values()) and len(found["skipped"]) == 3
+    for row in found["cases"].values():
+        assert row["tokens_per_second"] > 0 and row["kv_tokens"] == 65536
 
 
 # ---- tools and converters

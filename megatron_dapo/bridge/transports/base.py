@@ -204,8 +204,18 @@ def reason_of(error: BaseException) -> str:
 
 def encode_payload(*commands: Command) -> bytes:
     """Return one entry of SGLang's `serialized_named_tensors`: a pickle of [(name, tensor)], the names our commands."""
-    # SGLang unpickles it with a list of allowed classes; an empty tensor passes, and the loader reads the names alone.
-    return pickle.dumps([(command.encode(), torch.empty(0)) for command in commands], protocol=4)
+    return pickle.dumps([(command.encode(), _EmptyTensor()) for command in commands], protocol=4)
+
+
+class _EmptyTensor:
+    """Stand-in that is unpickled as an empty tensor; the loader reads the names alone.
+
+    SGLang unpickles with a list of allowed modules. A tensor's own pickle names the function that reads its storage, which
+    megatron-core (0.19) replaces by one of its own, and the server ends with "Blocked unsafe class loading".
+    """
+
+    def __reduce__(self) -> tuple[type[torch.Tensor], tuple[()]]:
+        return torch.Tensor, ()
 
 
 def check_reply(text: str, *commands: Command) -> Reply:

@@ -28,6 +28,7 @@ _INHERITED = re.compile(
     r"|LD_LIBRARY_PATH|LD_PRELOAD|LIBRARY_PATH|CPATH|C_INCLUDE_PATH|CPLUS_INCLUDE_PATH|CC|CXX"  # kernels compiled at first use
     r"|(?:CUDA|NVIDIA|NVCC|CUDNN|CUBLAS|NCCL|NVSHMEM|GLOO|UCX|FI|IBV|MLX5|RDMAV|OMP|MKL|KMP|OPENBLAS)_\w+"
     r"|(?:TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|FLASHINFER|DG|NUMBA)_\w+|XDG_CACHE_HOME|HF_HOME|HF_HUB_CACHE"
+    r"|MEGATRON_DAPO_SGLANG_\w+"  # read by examples/gpu/engine_python.sh
 )
 # SGLang's memory saver refuses expandable segments, which trainers are often started with.
 _TRAINERS_OWN = re.compile(r"PYTORCH_(?:CUDA_)?ALLOC_CONF")

@@ -19,6 +19,7 @@ from megatron_dapo.ops.lm_head.inputs import (
     product,
     product_dtype,
     rebase,
+    set_product,
 )
 
 
@@ -118,15 +119,19 @@ def gradients(
     hidden, weight, dtype = inputs.hidden, inputs.weight, upstream.maxima.dtype
     to_hidden = torch.zeros_like(hidden, dtype=dtype) if upstream.needs_hidden else None
     to_weight = torch.empty_like(weight) if upstream.needs_weight else None
+    # The product of all tokens at once is summed in fp32 inside and rounded once, as a sum over tiles of tokens would be.
+    is_one_product = 0 < hidden.size(0) <= inputs.tiles.tokens
     for columns in inputs.column_tiles():
         source.enter(columns)
-        to_rows = _accumulator(to_weight, columns, dtype)
+        to_rows = None if is_one_product else _accumulator(to_weight, columns, dtype)
         for tokens in inputs.token_tiles():
             grad = tile_gradients.of(source, tokens, columns).to(source.rows().dtype)
             if to_hidden is not None:
                 add_product(to_hidden[tokens], grad, source.rows())
             if to_rows is not None:
                 add_product(to_rows, grad.t(), source.tokens(tokens))
+            elif to_weight is not None:
+                set_product(to_weight[columns], grad.t(), source.tokens(tokens))
         if to_weight is not None and to_rows is not None and to_weight.dtype != dtype:
             to_weight[columns] = to_rows
     if to_weight is not None:

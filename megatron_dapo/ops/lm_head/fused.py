@@ -16,6 +16,9 @@ from megatron_dapo.ops.lm_head import chunked, fused_kernels
 from megatron_dapo.ops.lm_head.inputs import Gradients, HeadInputs, Tiles, Upstream, product_dtype, rebase
 
 PROGRAMS_A_PROCESSOR = 8  # forward programs for each multiprocessor: the last round of them is never mostly empty
+# Blocks of the weight's rows that programs share while they go through the tokens: 32 MiB at a hidden size of 4,096, of a
+# cache of 50.
+COLUMN_BLOCKS_A_GROUP = 16
 # Gradients of logits that live at a time in the backward pass: 128 MiB in 16 bits.
 GRADIENT_TILE = Tiles(tokens=8192, columns=8192)
 
@@ -45,7 +48,7 @@ class Blocks:
 # By bytes of an element and whether the device has Hopper's shared memory (227 KiB; Ampere's least is 99 KiB). A stage
 # holds (tokens + columns) * width elements.
 _BLOCKS = {
-    (2, True): Blocks(128, 256, 64, num_warps=8, num_stages=4),
+    (2, True): Blocks(256, 128, 64, num_warps=8, num_stages=3),
     (2, False): Blocks(128, 128, 32, num_warps=8, num_stages=3),
     (4, True): Blocks(64, 64, 32, num_warps=4, num_stages=3),
     (4, False): Blocks(64, 64, 32, num_warps=4, num_stages=2),
@@ -64,7 +67,7 @@ def sums(inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
     if not num_tokens or not num_columns:
         return maxima.new_full((num_tokens,), torch.finfo(torch.float32).min), maxima.new_zeros(3, num_tokens)
     with torch.cuda.device_of(hidden):
-        fused_kernels.partial_sums[triton.cdiv(num_tokens, blocks.tokens), num_splits](
+        fused_kernels.partial_sums[num_splits, triton.cdiv(num_tokens, blocks.tokens)](
             hidden,
             weight,
             inputs.own_column,
@@ -178,7 +181,9 @@ class FusedTileGradients(chunked.TileGradients):
         hidden, weight = self._hidden_weight[0][tokens], self._hidden_weight[1][columns]
         num_tokens, num_columns, blocks = hidden.size(0), weight.size(0), _blocks(hidden)
         buffer = self._buffer[:num_tokens, :num_columns]
-        grid = triton.cdiv(num_tokens, blocks.tokens), triton.cdiv(num_columns, blocks.columns)
+        column_blocks = triton.cdiv(num_columns, blocks.columns)
+        num_groups = triton.cdiv(column_blocks, COLUMN_BLOCKS_A_GROUP)
+        grid = triton.cdiv(column_blocks, num_groups), triton.cdiv(num_tokens, blocks.tokens), num_groups
         with torch.cuda.device_of(hidden):
             fused_kernels.logit_gradients[grid](
                 hidden,

