@@ -169,8 +169,10 @@ def culprit_of_silence(ranks: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str,
     for group in {name for each in ranks for name in each["groups"]}:
         entered = {each["rank"]: each["groups"][group] for each in ranks if group in each["groups"]}
         fewest = min(entered.values())
-        if max(entered.values()) > fewest:
-            late.update(rank for rank, count in entered.items() if count == fewest)
+        # In a circle of waits every rank is late somewhere: the one that most ranks wait for is the culprit.
+        num_waiting = sum(count > fewest for count in entered.values())
+        if num_waiting:
+            late.update({rank: num_waiting for rank, count in entered.items() if count == fewest})
     if late:
         most = max(late.values())
         number = min(rank for rank, count in late.items() if count == most)

@@ -232,6 +232,17 @@ def test_a_rank_that_hangs_outside_a_collective_is_named(tmp_path: Path, num_nod
 
 
 @pytest.mark.long
+def test_the_rank_that_did_not_enter_a_collective_is_named(tmp_path: Path) -> None:
+    """Real gloo: ranks 0 and 2 wait in their sixth all-reduce, rank 1 in a receive after its fifth. All look alike from outside."""
+    with running(tmp_path / "run", ["gloo:6", "gloo:5", "gloo:6"]) as run:
+        assert run.codes() == [75, 75, 75]
+        first = require_culprit(run, 1, "hang", HANG_S + 5)  # torch is imported meanwhile
+        assert "it entered fewer collectives" in first["message"] and "in recv" in first["message"]
+        stacks = (run.directory / "stacks" / "node_0.txt").read_text()
+        assert "flight recorder" in stacks and "gloo:all_reduce" in stacks
+
+
+@pytest.mark.long
 def test_healthy_long_work_raises_no_alarm(tmp_path: Path) -> None:
     """60 s of pure CPU work on one rank without a mark of progress, while the other waits for it in a collective."""
     with running(tmp_path / "run", ["wait", "compute:60,raise:value"], 2) as run:

@@ -40,10 +40,25 @@ def compute(seconds: float) -> None:
         hashlib.sha256(data).digest()
 
 
-def act(plan: str, directory: Path) -> None:
+def gloo(place: Place, directory: Path, number: int) -> None:
+    """Enter `number` real collectives of all ranks, then wait for the message that none sends."""
+    import torch
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(directory / "store"), place.world_size)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+    value, pair = torch.ones(1), dist.new_group([0, 1])
+    for _ in range(number):
+        dist.all_reduce(value)
+    dist.recv(value, src=1 - place.rank % 2, group=pair)
+
+
+def act(plan: str, directory: Path, place: Place) -> None:
     kind, _, argument = plan.partition(":")
     if kind == "wait":
         all_reduce()
+    elif kind == "gloo":
+        gloo(place, directory, int(argument))
     elif kind == "sleep":
         time.sleep(300)
     elif kind == "compute":
@@ -78,7 +93,7 @@ def main() -> None:
             while len(list(directory.glob("ready_*"))) < place.world_size:
                 time.sleep(0.05)
             for plan in sys.argv[3].split(","):
-                act(plan, directory)
+                act(plan, directory, place)
     except Exception as error:
         os._exit(heartbeat.fail(error))
     heartbeat.close(is_complete=True)
