@@ -18,6 +18,7 @@ _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11  # ioctl(2) of a pid
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15 and later
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CGROUP = Path("/sys/fs/cgroup")
+_OOM_S = 10.0  # between a kill and the end of a process that had much memory to give back
 _KMSG_BYTES = 8192  # the longest record of the kernel's log
 
 
@@ -129,27 +130,37 @@ def held_in_kernel(pid: int) -> list[str]:
 
 
 class OutOfMemory:
-    """Kills by the kernel for lack of memory, counted for the cgroups of this process and for the machine."""
+    """Kills for lack of memory that the kernel counts for the cgroup of a process.
 
-    def __init__(self) -> None:
-        self._counters = [*_oom_files(), Path("/proc/vmstat")]
-        self._before = self._counts()
+    The counter is that of the victims' cgroup, whichever limit was met. Without one the machine's own counter stands in.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._counter = _oom_counter(pid)
+        self._seen = [(0.0, self._count())]  # when, and the count then, the oldest first
         self._log = _open_kernel_log()
 
-    def kill(self, pid: int) -> str:
-        """Return a sentence about a kill for lack of memory since the start, which is taken for that of `pid`; else ""."""
-        lines = [line for line in self._log_lines() if f"Killed process {pid} " in line]
-        for path, before, now in zip(self._counters, self._before, self._counts(), strict=True):
-            if now > before:
-                self._before = self._counts()  # one kill explains one death
-                limit = _memory_limit(path.parent)
-                scope = f"the limit of its cgroup{limit}" if path.name != "vmstat" else "the machine's memory"
-                return f"the kernel killed it at {scope} (oom_kill {now})"
+    def look(self, now: float) -> None:
+        """Note the count, so that a death is explained by a kill of its last seconds alone."""
+        self._seen = [each for each in self._seen if now - each[0] < _OOM_S] or self._seen[-1:]
+        self._seen.append((now, self._count()))
+
+    def kill(self) -> str:
+        """Return a sentence about a kill within the last seconds, which is taken for that of the process; else ""."""
+        lines = [line for line in self._log_lines() if f"Killed process {self._pid} " in line]
+        if (count := self._count()) > self._seen[0][1]:
+            scope = (
+                "the machine's memory"
+                if self._counter.name == "vmstat"
+                else f"the limit of its cgroup{_limit(self._counter)}"
+            )
+            return f"the kernel killed it at {scope} (oom_kill {count})"
         return f"the kernel's log says: {lines[-1]}" if lines else ""
 
-    def _counts(self) -> list[int]:
-        found = [re.search(r"oom_kill (\d+)", read_text(path)) for path in self._counters]
-        return [int(match.group(1)) if match else 0 for match in found]
+    def _count(self) -> int:
+        found = re.search(r"oom_kill (\d+)", read_text(self._counter))
+        return int(found.group(1)) if found else 0
 
     def _log_lines(self) -> list[str]:
         lines: list[str] = []
@@ -172,10 +183,9 @@ def _open_kernel_log() -> int:
         return -1
 
 
-def _oom_files() -> list[Path]:
-    """Return the files with the counter `oom_kill` of this process's cgroup and the cgroups above it, version 1 or 2."""
-    found = []
-    for line in read_text("/proc/self/cgroup").splitlines():
+def _oom_counter(pid: int) -> Path:
+    """Return the file with the counter `oom_kill` of a process's cgroup, version 1 or 2, else the machine's."""
+    for line in read_text(f"/proc/{pid}/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             root, name = _CGROUP, "memory.events"
@@ -187,13 +197,17 @@ def _oom_files() -> list[Path]:
         # Inside a container the path may be one of the host: then the mount's own root is what there is.
         for each in [directory, *directory.parents]:
             if each.is_relative_to(root) and (each / name).is_file():
-                found.append(each / name)
-    return found
+                return each / name
+    return Path("/proc/vmstat")
 
 
-def _memory_limit(cgroup: Path) -> str:
-    text = (read_text(cgroup / "memory.max") or read_text(cgroup / "memory.limit_in_bytes")).strip()
-    return f" of {int(text) / 2**30:.1f} GiB" if text.isdigit() and int(text) < 1 << 60 else ""
+def _limit(counter: Path) -> str:
+    """Return " of 2.0 GiB", the memory limit of a counter's cgroup or of the nearest above it that has one."""
+    for directory in counter.parents:
+        text = (read_text(directory / "memory.max") or read_text(directory / "memory.limit_in_bytes")).strip()
+        if text.isdigit() and int(text) < 1 << 60:
+            return f" of {int(text) / 2**30:.1f} GiB"
+    return ""
 
 
 def interfaces_up() -> set[str]:

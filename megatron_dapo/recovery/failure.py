@@ -19,31 +19,29 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 2  # of failure.json
-START_AGAIN = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
+EXIT_CODE = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
+# Errors that repeat when the same program is started again with the same input; those of a network, a device or a
+# server may not.
+_REPEATING = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, NotImplementedError)
+_REPEATING_FILES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 _MAX_ENTRIES = 64  # of failure.json: a thousand ranks that lost a connection say nothing more
 _ATTEMPT = "attempt"  # file with the number of the last start
 
-# Causes, what to do about each, and whether starting again may help.
+# Causes, and what to do about each.
 _ADVICE = {
-    "out of memory": (
-        "give the job more memory, fewer verifiers or servers on this node, or a smaller micro-batch",
-        True,
-    ),
-    "signal": (
-        "look for who sent it on that node (an operator, a monitor, a limit); the run can be started again",
-        True,
-    ),
-    "stopped": ("the process was stopped by SIGSTOP or a debugger; let nothing suspend ranks", True),
-    "link lost": ("check cable, switch port and interface of that node, or exclude it, and start again", True),
-    "node lost": ("check that node's power, link and kernel log, or exclude it, and start again", True),
-    "disk full": ("free space, lower checkpoint.keep, or move run.output_dir", False),
-    "file system hung": ("check the server of that file system and its mount on that node, then start again", True),
-    "hang": ("see the stacks of that rank in stacks/; start again, and report it if it repeats", True),
-    "deadline": ("see the stacks in stacks/; raise run.wait_timeout_seconds if the wait was healthy", True),
-    "not started": ("see the log of that rank or node: it never reported", True),
-    "exit": ("see the log of that rank", True),
-    "exception": ("see the traceback in failure.json", False),
-    "connection lost": ("see the log and the kernel log of the rank at the other end", True),
+    "out of memory": "give the job more memory, fewer verifiers or servers on this node, or a smaller micro-batch",
+    "signal": "look for who sent it on that node (an operator, a monitor, a limit); the run can be started again",
+    "stopped": "the process was stopped by SIGSTOP or a debugger; let nothing suspend ranks",
+    "link lost": "check cable, switch port and interface of that node, or exclude it, and start again",
+    "node lost": "check that node's power, link and kernel log, or exclude it, and start again",
+    "disk full": "free space, lower checkpoint.keep, or move run.output_dir",
+    "file system hung": "check the server of that file system and its mount on that node, then start again",
+    "hang": "see the stacks of that rank in stacks/; start again, and report it if it repeats",
+    "deadline": "see the stacks in stacks/; raise run.wait_timeout_seconds if the wait was healthy",
+    "not started": "see the log of that rank or node: it never reported",
+    "exit": "see the log of that rank",
+    "exception": "see the traceback in failure.json",
+    "connection lost": "see the log and the kernel log of the rank at the other end",
 }
 # Evidence of the kernel outranks what ranks report of themselves: a broken connection is noticed before the death behind it.
 _HARD = frozenset({"out of memory", "signal", "stopped", "link lost", "node lost", "disk full", "file system hung"})
@@ -67,16 +65,12 @@ class Failure:
     time: float = field(default_factory=time.time)  # seconds since 1970, of the node that decides
     attempt: int = 1  # start of the run in its output directory, from 1
     node_rank: int = 0
+    exit_code: int = EXIT_CODE  # of the run that ends by it: 75 where starting again may help, else 1
 
     @property
     def advice(self) -> str:
         """Return what to do about it."""
-        return _ADVICE[self.cause][0]
-
-    @property
-    def exit_code(self) -> int:
-        """Return 75 where starting again may help, else 1."""
-        return START_AGAIN if _ADVICE[self.cause][1] else 1
+        return _ADVICE[self.cause]
 
     @property
     def where(self) -> str:
@@ -96,7 +90,16 @@ def failure_of(rank: int, error: BaseException, phase: str = "", node: str = "")
         cause = "disk full"
     elif any(_BROKEN_CONNECTION.search(f"{type(each).__name__}: {each}") for each in chain):
         cause, is_consequence = "connection lost", True
-    return Failure(rank, cause, message, node, phase, lines, is_consequence)
+    code = 1 if cause == "disk full" else EXIT_CODE if is_consequence else exit_code_of(error)
+    return Failure(rank, cause, message, node, phase, lines, is_consequence, exit_code=code)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return 75 for an error that another attempt may not meet, 1 for one that would repeat (or has `is_final`)."""
+    if getattr(error, "is_consequence", False):
+        return EXIT_CODE
+    is_final = getattr(error, "is_final", False) or isinstance(error, (*_REPEATING, *_REPEATING_FILES))
+    return 1 if is_final else EXIT_CODE
 
 
 def _chain(error: BaseException | None) -> Sequence[BaseException]:

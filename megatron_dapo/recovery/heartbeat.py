@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.recovery.failure import START_AGAIN, Failure, failure_of, first_line, write_failures
+from megatron_dapo.recovery.failure import EXIT_CODE, Failure, failure_of, first_line, write_failures
 from megatron_dapo.recovery.watcher import MESSAGE_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Heartbeat:
         self._beats = 0
         self._verdict = threading.Event()
         self._is_closed = threading.Event()
-        self._exit_code, self._culprit = START_AGAIN, -1
+        self._exit_code, self._culprit = EXIT_CODE, -1
         self._has_warned = self._has_reported = False
         self._node = socket.gethostname()
 
@@ -230,7 +230,7 @@ class Heartbeat:
                 self._look()
             elif not message and not self._is_closed.is_set():
                 say(f"rank {self.rank}: the watcher of {self._node} has ended; without it no hang is noticed\n")
-                os._exit(START_AGAIN)
+                os._exit(EXIT_CODE)
             elif message:
                 self._obey(json.loads(message))
 
@@ -276,12 +276,12 @@ class Heartbeat:
 
     def _expire(self, failure: Failure) -> None:
         """End this rank at its deadline: the main thread cannot be woken."""
-        timer = threading.Timer(_VERDICT_S, os._exit, [START_AGAIN])
+        timer = threading.Timer(_VERDICT_S, os._exit, [EXIT_CODE])
         timer.daemon = True
         timer.start()
         if not self._report(failure):
             self._speak_for_itself(failure)
-            os._exit(START_AGAIN)
+            os._exit(EXIT_CODE)
 
     def _write_page(self) -> None:
         if self._page is None:

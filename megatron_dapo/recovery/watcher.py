@@ -88,6 +88,7 @@ class WatchedRank:
         self._seen_at = self.moved_at = now
         self._mark: object = None
         self._beats, self._beat_at = 0, now
+        self.out_of_memory = OutOfMemory(self.pid)
         self.stopped_since = self.held_since = 0.0
         self.is_over = self.is_complete = self.is_reported = False
         self.flight_record = self.last_stacks = ""
@@ -111,6 +112,7 @@ class WatchedRank:
 
     def look(self, now: float) -> None:
         """Note whether it has moved since the last look, and whether it is stopped."""
+        self.out_of_memory.look(now)
         page, seen = self.page, activity(self.pid)
         mark = (page.get("phase"), page.get("progress"), page.get("sequence"))
         share = (seen.cpu_s - self._seen.cpu_s) / max(now - self._seen_at, 1e-3)
@@ -270,7 +272,6 @@ class Watcher:
         self._network = Network(self._node_rank, int(place["num_nodes"]), tuple(place["leader"]), place["run_id"])
         self._ranks: dict[int, WatchedRank] = {}
         self._pending: list[socket.socket] = []
-        self._oom = OutOfMemory()
         self._up_at_start = interfaces_up()
         self._directory: Path | None = None
         self._device = 0
@@ -350,7 +351,10 @@ class Watcher:
             if rank.pidfd in ready and not rank.is_over:
                 self._ended(rank, now)
         for message in self._network.receive():
-            self._hear(message, now)
+            try:
+                self._hear(message, now)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                _say(f"watcher of {self._name}: ignored a datagram that no watcher sends: {error!r}\n")
 
     def _admit(self, connection: socket.socket, now: float) -> None:
         user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
@@ -397,12 +401,14 @@ class Watcher:
         stack = rank.new_stacks() or rank.last_stacks
         if status is None or os.WIFSIGNALED(status):
             number = os.WTERMSIG(status) if status is not None else signal.SIGKILL
-            out_of_memory = self._oom.kill(rank.pid) if number == signal.SIGKILL else ""
+            out_of_memory = rank.out_of_memory.kill() if number == signal.SIGKILL else ""
             how = (
                 f"killed by {signal_name(number)}"
                 if status is not None
                 else "ended without a word, as by signal 9 (SIGKILL)"
             )
+            if number == signal.SIGTERM:
+                how += ": scancel, a time limit, a second Ctrl-C, or a launcher that has ended"
             message = f"out of memory: {out_of_memory}" if out_of_memory else how
             cause = "out of memory" if out_of_memory else "signal"
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.recovery.failure import (
-    START_AGAIN,
+    EXIT_CODE,
     Failure,
     begin_attempt,
     clear_failures,
@@ -61,11 +61,12 @@ class Remote(RuntimeError):
             RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
             "connection lost",
             True,
-            START_AGAIN,
+            EXIT_CODE,
         ),
-        (TimeoutError("rank 1 of 2 waited for rank 0's next command: x"), "connection lost", True, START_AGAIN),
-        (Remote("another rank failed"), "exception", True, 1),
-        (ConnectionRefusedError("SGLang server 1 refused"), "exception", False, 1),
+        (TimeoutError("rank 1 of 2 waited for rank 0's next command: x"), "connection lost", True, EXIT_CODE),
+        (Remote("another rank failed"), "exception", True, EXIT_CODE),
+        (ConnectionRefusedError("SGLang server 1 refused"), "exception", False, EXIT_CODE),
+        (FileNotFoundError("model.safetensors"), "exception", False, 1),
     ],
 )
 def test_errors_have_causes(error: Exception, cause: str, is_consequence: bool, exit_code: int) -> None:

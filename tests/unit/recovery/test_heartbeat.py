@@ -15,7 +15,7 @@ import pytest
 
 from megatron_dapo.parallel.coordination import Progress, collective_timeout
 from megatron_dapo.recovery import heartbeat as module
-from megatron_dapo.recovery.failure import START_AGAIN, Failure, read_failure
+from megatron_dapo.recovery.failure import EXIT_CODE, Failure, read_failure
 from megatron_dapo.recovery.heartbeat import BOUNDED, COLLECTIVE, Heartbeat, waiting_for
 
 ROOT = str(Path(__file__).resolve().parents[3])
@@ -50,7 +50,7 @@ def test_a_phase_warns_at_half_time_and_expires(heartbeat: Unwatched, caplog: py
             time.sleep(0.02)
     assert "rank 3, phase train: no progress for" in caplog.text
     [failure] = heartbeat.expired
-    assert (failure.rank, failure.cause, failure.phase, failure.exit_code) == (3, "deadline", "train", START_AGAIN)
+    assert (failure.rank, failure.cause, failure.phase, failure.exit_code) == (3, "deadline", "train", EXIT_CODE)
     assert "limit 0.4 s" in failure.message and "test_heartbeat.py" in failure.message
     assert "in test_a_phase_warns_at_half_time_and_expires" in failure.detail
 
@@ -144,7 +144,7 @@ def test_without_a_watcher_a_deadline_ends_the_process_with_its_stacks(tmp_path:
     done = subprocess.run(
         [sys.executable, "-c", EXPIRE, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
     )
-    assert done.returncode == START_AGAIN and "stuck_in_here" in done.stderr
+    assert done.returncode == EXIT_CODE and "stuck_in_here" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("first failure: attempt 2, rank 3 (")
     assert read_failure(tmp_path).cause == "deadline"
 

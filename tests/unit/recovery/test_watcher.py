@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -418,3 +419,25 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
             assert "No space left on device" in require_culprit(run, 1, "disk full", CRASH_S)["message"]
     finally:
         subprocess.run(["umount", str(mount)], check=True, timeout=20)
+
+
+def test_datagrams_of_strangers_are_ignored(tmp_path: Path) -> None:
+    """Random bytes, JSON of any form, and even the run's own identifier with nonsense: the run goes on."""
+    with running(tmp_path / "run", ["compute:4"] * 2, 2) as run:
+        _, port = json.loads(run.processes[0].args[-3])["leader"]
+        generator = random.Random(0)
+        forms = [b"[]", b"{}", b'{"run": 1}', b"\xff" * 60_000]
+        for kind in ("beat", "answer", "x", 7, None):
+            for extra in (
+                {},
+                {"verdict": 5},
+                {"failures": [1], "is_done": 0, "ranks": None, "details": "x", "verdict": []},
+            ):
+                forms.append(json.dumps({"run": f"test-{port}", "from": 1, "kind": kind, **extra}).encode())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            for _ in range(300):
+                sender.sendto(generator.choice([*forms, generator.randbytes(200)]), ("127.0.0.1", port))
+                time.sleep(0.002)
+        assert run.codes() == [0, 0]
+        assert not (run.directory / "failure.json").exists()
+        assert all("ignored a datagram" in line for line in run.text().splitlines())
