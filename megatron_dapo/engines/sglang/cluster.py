@@ -201,9 +201,10 @@ class SglangEngines:
         self._make_room()
         failed = self._update.update(version, self._weights()).failures
         while failed:  # ends: replacing spends the budget of restarts
-            self._replace(failed)
+            lost = self._servers.dead(failed)  # a server that has ended says why: its client saw a broken connection
+            self._replace(lost)
             self._make_room()
-            failed = self._update.update_engines(sorted(failed), version, self._weights()).failures
+            failed = self._update.update_engines(sorted(lost), version, self._weights()).failures
         self._serve(version)
 
     def _make_room(self) -> None:

@@ -195,6 +195,21 @@ def test_a_failed_sync_is_repeated_to_a_fresh_server() -> None:
     assert world.engines.policy_version == 1
 
 
+def test_a_server_that_ends_in_a_sync_is_lost_for_the_reason_in_its_log() -> None:
+    world = make_world(budget=0)
+    world.engines.wait_until_healthy()
+    update = world.engines._build_update(world.engines._controls)
+
+    def end(version: int, sources: Any) -> Any:
+        world.node.newest(1).alive = False
+        return SimpleNamespace(failures={1: "connection lost before the answer"})
+
+    update.update = end  # type: ignore[method-assign]
+    world.engines._update = update  # type: ignore[assignment]
+    with pytest.raises(ServersFailed, match="root cause: server 1 was killed"):
+        world.engines.publish(0)
+
+
 def test_beyond_the_budget_the_first_root_cause_is_named() -> None:
     world = make_world(budget=1)
     world.engines.publish(0)
