@@ -241,12 +241,30 @@ class Network:
                 continue  # an answer of ICMP to something sent before
             try:
                 message = json.loads(text)
-                if message["run"] == self._run_id and 0 <= int(message["from"]) < self.num_nodes:
-                    self.addresses[int(message["from"])] = address
+                if message["run"] == self._run_id and message["from"] in range(self.num_nodes) and _is_whole(message):
+                    self.addresses[message["from"]] = address
                     found.append(message)
             except (ValueError, KeyError, TypeError):
                 continue  # not from a watcher
         return found
+
+
+_FIELDS = {
+    "ranks": list,
+    "name": str,
+    "is_done": bool,
+    "idle_s": float,
+    "is_bounded": bool,
+    "failures": list,
+    "details": list,
+}
+
+
+def _is_whole(message: Mapping[str, Any]) -> bool:
+    """Return True if a datagram of this run has all that a watcher sends."""
+    if message["kind"] == "answer":
+        return isinstance(message.get("verdict", []), list)
+    return message["kind"] == "beat" and all(isinstance(message[name], kind) for name, kind in _FIELDS.items())
 
 
 def _resolved(leader: tuple[str, int]) -> tuple:

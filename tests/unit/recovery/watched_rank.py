@@ -1,6 +1,6 @@
 """One rank of a pretended run: it beats, meets the others through a file, and then does what its plan says.
 
-python watched_rank.py PLACE_AS_JSON RUN_DIRECTORY PLAN; "all_reduce" waits in a file whose path looks like torch's.
+python watched_rank.py PLACE_AS_JSON RUN_DIRECTORY PLAN; "all_reduce" waits in a module of torch's name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Steps:
 def all_reduce() -> None:
     """Wait for ever, as seen from outside, in torch."""
     source = "import time\ndef all_reduce():\n    time.sleep(300)\n"
-    code: dict = {}
+    code: dict = {"__name__": "torch.distributed.distributed_c10d"}
     exec(compile(source, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), code)
     code["all_reduce"]()
 
