@@ -67,6 +67,26 @@ def test_models_are_of_the_published_sizes_and_fit_fp8(step) -> None:
         assert not misfits("fp8_blockwise", sizes, 1)
 
 
+def test_the_memory_module_covers_what_a_device_measured(step, repository: Path, tmp_path: Path) -> None:
+    """A train step's peak on an H100, in benchmarks/results, is at most the computed one, and no less than 0.85 of it."""
+    from megatron_dapo.config import memory
+    from megatron_dapo.config.inputs import read_architecture
+    from megatron_dapo.config.loader import load_config
+
+    file = repository / "benchmarks" / "results" / "gpu_step_nvidia_h100_80gb_hbm3.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**step.QWEN, **step.MODELS[found["settings"]["model"]]}))
+    config = load_config(repository / "examples" / "quickstart" / "quickstart.toml").config
+    changes = {
+        "parallel": {"tp_size": 1, "pp_size": 1},
+        "model": {"dtype": "bfloat16", "recompute_granularity": found["settings"]["recompute"]},
+        "training": {"micro_batch_tokens": found["settings"]["micro_batch_tokens"]},
+    }
+    config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
+    computed = memory.model_memory(config, read_architecture(tmp_path), processes=1).training
+    assert 0.85 < found["cases"]["bf16"]["peak_gb"] * 1e9 / computed <= 1.0
+
+
 def test_flops_are_those_of_every_product(step) -> None:
     """Counted one product at a time for two sequences of 3 and 5 tokens."""
     a = step.architecture_of("tiny")
