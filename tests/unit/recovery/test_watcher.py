@@ -236,8 +236,15 @@ def test_a_rank_that_hangs_outside_a_collective_is_named(tmp_path: Path, num_nod
 def test_the_rank_that_did_not_enter_a_collective_is_named(tmp_path: Path) -> None:
     """Real gloo: ranks 0 and 2 wait in their sixth all-reduce, rank 1 in a receive after its fifth. All look alike from outside."""
     with running(tmp_path / "run", ["gloo:6", "gloo:5", "gloo:6"]) as run:
-        assert run.codes() == [75, 75, 75]
-        first = require_culprit(run, 1, "hang", HANG_S + 5)  # torch is imported meanwhile
+        end = time.monotonic() + 120  # torch is imported first
+        while len(list(run.directory.glob("met_*"))) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        run.began = time.time()
+        # Not all need be 75: gloo may abort a rank whose peer ends an instant before it.
+        codes = run.codes()
+        assert 75 in codes and 0 not in codes, codes
+        first = require_culprit(run, 1, "hang", HANG_S)
         assert "it entered fewer collectives" in first["message"] and "in recv" in first["message"]
         stacks = (run.directory / "stacks" / "node_0.txt").read_text()
         assert "flight recorder" in stacks and "gloo:all_reduce" in stacks
