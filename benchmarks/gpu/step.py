@@ -1,6 +1,6 @@
 """A training step of a Qwen2.5-shaped model on one GPU: bf16 against FP8 in blocks.
 
-    python benchmarks/gpu/step.py [--json] [--save] [--model 1.5b] [--only bf16,fp8_blockwise] [--recompute none]
+    python benchmarks/gpu/step.py [--json] [--save] [--model 1.5b] [--only bf16,fp8_blockwise] [--recompute none] [--profile]
 
 The actor as training builds it (TP1, data-parallel wrapper, AdamW with fp32 main params), on random weights made on the
 device; packed sequences whose lengths have a long tail; the token-mean policy gradient. A step is all its micro-batches
@@ -18,6 +18,9 @@ stops. Sides run one after the other, each on a model of its own from the same s
                          tokens, L layers, D query heads x their size, s the length of each sequence (causal attention
                          does half of its square). What is computed twice (the head, recomputed activations) counts once
 
+`--profile` adds one more step under torch's profiler: `busy`, the share of its time in which the device works, and `kernels`,
+the milliseconds of those that take longest.
+
 How it runs and what a result holds: `program.py`. `--tiny` checks the program on any machine, FP8 emulated where there is no
 device; its figures mean nothing.
 """
@@ -34,6 +37,7 @@ import program
 import torch
 import torch.distributed as dist
 from program import Benchmark, Missing, Row, Rows, bf16_peak, machine_name, median_s, rounds_of
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_dapo.checkpoints.architecture import ModelArchitecture
 from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
@@ -49,6 +53,7 @@ from megatron_dapo.types import MicroBatch, TrainSample
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine")
 SEED, LEARNING_RATE = 0, 1e-6
+NUM_KERNELS = 15
 WEIGHT_DEVIATION = 0.02
 # FP8 rounds: its first loss differs from that of bf16 by no more than this share.
 LOSS_TOLERANCE = 0.02
@@ -219,6 +224,7 @@ def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Nam
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the peak of steady steps, not that of building the model
     seconds = median_s(train, device, rounds_of(arguments))
+    peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     tflops = flops_of(architecture, lengths) / seconds / 1e12
     peak = bf16_peak(machine_name(device))
     return {
@@ -231,8 +237,23 @@ def measure(side: Side, architecture: ModelArchitecture, arguments: argparse.Nam
         "num_steps": len(losses),
         "first_nll": losses[0],
         "last_nll": losses[-1],
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
+        "peak_gb": peak_bytes / 1e9 if peak_bytes else None,
+        **(profiled(train, device) if arguments.profile else {}),
     }
+
+
+def profiled(train: Callable[[], None], device: torch.device) -> Row:
+    """Milliseconds of the kernels of one step; on a CPU, of torch's operators."""
+    on_device = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_device else [ProfilerActivity.CPU]
+    with profile(activities=activities) as found:
+        seconds = median_s(train, device, iter(range(1)))
+    name = "self_device_time_total" if on_device else "self_cpu_time_total"
+    # With a device, an operator's own entry repeats the time of the kernels it started.
+    events = [event for event in found.key_averages() if not on_device or event.device_type.name == "CUDA"]
+    times = sorted(((event.key, getattr(event, name) / 1e3) for event in events), key=lambda each: -each[1])
+    kernels = {key[:100]: milliseconds for key, milliseconds in times[:NUM_KERNELS]}
+    return {"busy": sum(milliseconds for _, milliseconds in times) / (1e3 * seconds), "kernels": kernels}
 
 
 def complaints(rows: Rows) -> Iterator[tuple[str, str]]:
@@ -286,6 +307,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="one more step, with the time of each kernel")
     return parser.parse_args(arguments)
 
 

@@ -267,11 +267,12 @@ def test_gpu_head(repository: Path) -> None:
 
 
 def test_gpu_step(repository: Path) -> None:
-    found = run_json(repository, "benchmarks/gpu/step.py", "--tiny", "--rounds", "1", "--warm-up", "1")
+    found = run_json(repository, "benchmarks/gpu/step.py", "--tiny", "--rounds", "1", "--warm-up", "1", "--profile")
     assert set(found["cases"]) == {"bf16", "fp8_blockwise", "fp8_blockwise_head"} and not found["failed"]
     assert "not emulated" in found["skipped"]["fp8_param"]
     for row in found["cases"].values():
         assert row["last_nll"] != row["first_nll"] and row["tokens_per_second"] > 0
+        assert 0 < row["busy"] and "aten::mm" in row["kernels"]
         assert found["tokens"] <= row["padded_tokens"]
     assert found["cases"]["fp8_blockwise"]["first_nll"] != found["cases"]["bf16"]["first_nll"]
     assert found["cases"]["fp8_blockwise"]["padded_tokens"] % 128 == 0
