@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.bridge.fp8_weights import Fp8Weights
 from megatron_dapo.checkpoints.fp8_layout import Fp8EngineLayout, Fp8SourceLayout, expected_parameters, read_parameters
@@ -21,6 +20,7 @@ from megatron_dapo.reshard.layout import Layout, TensorSpec
 if TYPE_CHECKING:
     from megatron_dapo.bridge.sync_plan import EngineLayout
     from megatron_dapo.megatron.actor import MegatronActor
+    from megatron_dapo.parallel.coordination import Coordination
 
 
 class WeightSource:
@@ -29,15 +29,15 @@ class WeightSource:
     Args:
         actor: supplies its layout (`tensors`) and this rank's live parameters (`named_local_parameters()`).
         rank: of the layout.
-        group: the actor's ranks, gloo; None for a single process.
+        coordination: the actor's ranks; None for a single process.
     """
 
     needs_description = False  # by `layouts`, of a server's parameters
 
-    def __init__(self, actor: MegatronActor, rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, actor: MegatronActor, rank: int, coordination: Coordination | None) -> None:
         self._actor = actor
         self._rank = rank
-        self._group = group
+        self._coordination = coordination
 
     def layouts(
         self, engines: SglangLayout, described: Sequence[Mapping[str, TensorSpec]] = ()
@@ -81,8 +81,8 @@ class Fp8WeightSource(WeightSource):
         return self.current().in_place()
 
     def _largest(self, magnitudes: torch.Tensor) -> None:
-        if self._group is not None:
-            dist.all_reduce(magnitudes, dist.ReduceOp.MAX, group=self._group)
+        if self._coordination is not None:
+            magnitudes.copy_(self._coordination.maximum(magnitudes, "the magnitudes of shared blocks"))
 
 
 SOURCES: Mapping[str, type[WeightSource]] = {"none": WeightSource, "fp8": Fp8WeightSource}  # by sglang.quantization

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -117,6 +118,11 @@ class SyncPlan:
         """Return the bytes that an engine rank receives, in its own element types."""
         return sum(bucket.num_bytes for bucket, _ in self._pack(engine_rank))
 
+    def destinations(self, source: int) -> tuple[int, ...]:
+        """Return the engine ranks that a trainer rank writes into, in order."""
+        found = {transfer.destination - self.rank_offset for transfer in self.reshard.sends(source)}
+        return tuple(sorted(found))
+
     def manifest(self, engine_rank: int, sync_id: str, session: str, version: int, number: int = 0) -> Manifest:
         """Return what a weight sync promises to an engine rank."""
         filled = dict.fromkeys(self.parameter_names(engine_rank), 0)
@@ -184,6 +190,14 @@ class ExpectedChecksums:
         assert not self._sums.keys() & other._sums.keys(), "an engine rank was counted twice"
         self._sums.update(other._sums)
 
+    def digests(self, engine_ranks: Sequence[int]) -> torch.Tensor:
+        """Return int64, one number an engine rank (`checksums_digest`): to be added up over trainer ranks."""
+        numbers = torch.zeros(len(engine_ranks), dtype=torch.int64)
+        for index, rank in enumerate(engine_ranks):
+            if rank in self._sums:
+                numbers[index] = checksums_digest(self._sums[rank])
+        return numbers
+
     def vector(self, engine_ranks: Sequence[int]) -> torch.Tensor:
         """Return int64, one number a parameter, engine rank by engine rank: to be added up over trainer ranks."""
         return torch.tensor(
@@ -199,6 +213,20 @@ class ExpectedChecksums:
         """Return engine rank -> parameter -> sum, from a reduced `vector`."""
         values = iter(vector.tolist())
         return {rank: {name: next(values) for name in self._plan.parameter_names(rank)} for rank in engine_ranks}
+
+
+def checksums_digest(checksums: Mapping[str, int]) -> int:
+    """Return a sum of checksums modulo 2^64 in which each parameter has an odd factor of its own, by its name.
+
+    The digests of what several ranks wrote add up to the digest of the sums. A difference in one parameter always changes
+    it, because an odd factor can be divided out; differences in several cancel by chance alone, once in 2^64.
+    """
+    return signed(sum(value * _factor(name) for name, value in checksums.items()))
+
+
+@cache
+def _factor(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") | 1
 
 
 def write_chunks(

@@ -6,7 +6,7 @@
 Collective over the trainer's ranks; each engine's leader controls it. An engine that fails stays paused and leaves the
 sync; the others continue. It serves again only after a whole sync of its own (`update_engines`), after a restart if it is
 dead. A trainer rank that is gone or late ends the sync on all other ranks with CoordinationError; no engine is resumed
-then. Every rank gets the same SyncReport.
+then. Every rank learns the state of every engine.
 
 Verified means, for each rank of the engine: every element of every parameter was written exactly once, and the checksum
 of every parameter, read back from the engine's memory, equals the sum over the trainer's ranks of what they wrote.
@@ -19,12 +19,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from megatron_dapo.bridge.sources import WeightSource
-from megatron_dapo.bridge.sync_plan import SyncPlan
+from megatron_dapo.bridge.sync_plan import SyncPlan, checksums_digest
 from megatron_dapo.bridge.transports.base import (
     Call,
     EngineControl,
@@ -42,6 +42,8 @@ from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.reshard.execution import Buffers
 
 logger = logging.getLogger(__name__)
+
+DIFFERENT = "its parameters differ from the trainer's"
 
 
 class EngineState(str, Enum):
@@ -78,13 +80,13 @@ class EngineSyncReport:
     state: EngineState
     version: int | None = None  # served from now on; None if nothing may be served
     reason: str = ""  # of being unserved
-    num_bytes: int = 0  # copied into its parameters
-    seconds: dict[str, float] = field(default_factory=dict)  # by step
+    num_bytes: int = 0  # copied into its parameters; of engines led by this rank, on rank 0 of all
+    seconds: dict[str, float] = field(default_factory=dict)  # by step, of the same engines
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Outcome of one weight sync, the same on every rank."""
+    """Outcome of one weight sync: the same states and reasons on every rank."""
 
     version: int
     engines: Mapping[int, EngineSyncReport]  # those that took part
@@ -208,7 +210,7 @@ class WeightSync:
         # Three: a session that cannot begin is ended and begun again.
         seconds = timeouts.pause_s + timeouts.flush_s + 3 * timeouts.session_s
         self._each(reports, EngineState.TRANSFERRING, steps, seconds)
-        self._share(reports, "pausing the engines", seconds)
+        self._share(reports, EngineState.TRANSFERRING, "pausing the engines", seconds)
 
     def _transfer(self, request: SyncRequest, reports: dict[int, EngineSyncReport], sources: Buffers) -> TransferResult:
         """Transfer all bytes and collect the engines' replies."""
@@ -225,22 +227,33 @@ class WeightSync:
         if self._release_cache is not None:
             # Before the exchange that every engine's resume waits for: KV caches need the memory then.
             self._release_cache()
-        self._share(reports, "the transfer", self.timeouts.transfer_s)
+        self._share(reports, EngineState.TRANSFERRING, "the transfer", self.timeouts.transfer_s)
         return result
 
     def _verify(self, reports: dict[int, EngineSyncReport], version: int, result: TransferResult) -> None:
-        """Compare the checksums the engines read back with the sums of what all ranks wrote."""
+        """Compare the checksums the engines read back with the sums of what all ranks wrote.
+
+        One number stands for all parameters of an engine rank. Only for engines where it differs do the ranks add up the
+        checksum of each parameter, to name those that differ.
+        """
         alive = self._in_state(reports, EngineState.TRANSFERRING)
         ranks = [rank for engine in alive for rank in self.plan.ranks_of(engine)]
-        total = self.coordination.sum(result.expected.vector(ranks), "the checksums", self.timeouts.grace_s)
-        expected = result.expected.named(ranks, total)
+        total = self.coordination.sum(result.expected.digests(ranks), "the checksums", self.timeouts.grace_s)
+        expected = dict(zip(ranks, total.tolist()))
         for engine in self.handles.led_by(self.coordination.rank, alive):
             problem = self._difference(engine, version, result, expected)
             if problem:
                 _drop(reports[engine], problem)
-            else:
-                reports[engine].state = EngineState.VERIFIED
-        self._share(reports, "the comparison of checksums", 0.0)
+        self._share(reports, EngineState.VERIFIED, "the comparison of checksums", 0.0)
+        suspects = [engine for engine in alive if reports[engine].reason == DIFFERENT]
+        if not suspects:
+            return
+        ranks = [rank for engine in suspects for rank in self.plan.ranks_of(engine)]
+        total = self.coordination.sum(result.expected.vector(ranks), "the parameters' checksums", self.timeouts.grace_s)
+        named = result.expected.named(ranks, total)
+        for engine in self.handles.led_by(self.coordination.rank, suspects):
+            reports[engine].reason = self._different_parameters(engine, result, named)
+        self._share(reports, EngineState.VERIFIED, "the names of parameters that differ", 0.0)
 
     def _serve(self, reports: dict[int, EngineSyncReport], version: int) -> None:
         """Close the session, label the version, and resume generation."""
@@ -255,11 +268,11 @@ class WeightSync:
         alive = {e: report for e, report in reports.items() if report.state is EngineState.VERIFIED}
         seconds = timeouts.session_s + 2 * timeouts.resume_s
         self._each(alive, EngineState.SERVING, steps, seconds)
-        self._share(reports, "resuming the engines", seconds)
+        self._share(reports, EngineState.SERVING, "resuming the engines", seconds)
+        for report in reports.values():
+            report.version = version if report.state is EngineState.SERVING else None
 
-    def _difference(
-        self, engine: int, version: int, result: TransferResult, expected: Mapping[int, Mapping[str, int]]
-    ) -> str:
+    def _difference(self, engine: int, version: int, result: TransferResult, expected: Mapping[int, int]) -> str:
         """Describe the first problem of an engine's final replies; "" if there is none."""
         replies = result.replies.get(engine, ())
         size = self.plan.engines.tensor_parallel
@@ -268,6 +281,17 @@ class WeightSync:
         for number, (rank, reply) in enumerate(zip(self.plan.ranks_of(engine), replies)):
             if reply.version != version:
                 return f"its rank {number} holds version {reply.version} and not {version}"
+            if reply.checksums.keys() != set(self.plan.parameter_names(rank)) or (
+                checksums_digest(reply.checksums) != expected[rank]
+            ):
+                return DIFFERENT
+        return ""
+
+    def _different_parameters(
+        self, engine: int, result: TransferResult, expected: Mapping[int, Mapping[str, int]]
+    ) -> str:
+        """Name the parameters of the first engine rank whose checksums differ."""
+        for number, (rank, reply) in enumerate(zip(self.plan.ranks_of(engine), result.replies[engine])):
             wrong = sorted(
                 name
                 for name in expected[rank].keys() | reply.checksums.keys()
@@ -278,7 +302,7 @@ class WeightSync:
                     f"{len(wrong)} of {len(expected[rank])} parameters of its rank {number} differ from the trainer's: "
                     f"{', '.join(wrong[:3])}"
                 )
-        return ""
+        return DIFFERENT
 
     def _each(
         self,
@@ -305,21 +329,30 @@ class WeightSync:
                 _drop(report, reason_of(error))
             report.seconds = dict(draft.seconds)
 
-    def _share(self, reports: dict[int, EngineSyncReport], what: str, seconds: float) -> None:
-        """Give every rank each leader's report of its engines; a failure that any rank saw counts.
+    def _share(self, reports: dict[int, EngineSyncReport], reached: EngineState, what: str, seconds: float) -> None:
+        """Tell every rank which engines failed, for whichever rank; the others have `reached` a state.
 
-        Another rank may still be busy for `seconds` when this one is done.
+        Only failures travel to all ranks. What a leader measured reaches the ranks of the highest group of the tree, where
+        rank 0 logs. Another rank may still be busy for `seconds` when this one is done.
         """
-        known: dict[str, dict[str, Any]] = {str(engine): asdict(report) for engine, report in reports.items()}
-        everyone = self.coordination.gather(known, what, seconds + 2 * self.timeouts.grace_s)
+        rank = self.coordination.rank
+        led = self.handles.led_by(rank, tuple(reports))
+        failures = {e: [e not in led, report.reason] for e, report in reports.items() if report.reason}
+        measured = {e: [report.num_bytes, report.seconds] for e, report in reports.items() if e in led}
+        found = self.coordination.merge(
+            [failures, measured],
+            _first_failures,
+            what,
+            seconds + 2 * self.timeouts.grace_s,
+            down=lambda both: [both[0], {}],
+        )
+        failures, measured = ({int(engine): value for engine, value in part.items()} for part in found)
         for engine, report in reports.items():
-            views = [view[str(engine)] for view in everyone]
-            lead = views[self.handles.leaders[engine]]
-            report.state, report.version = EngineState(lead["state"]), lead["version"]
-            report.num_bytes, report.seconds = lead["num_bytes"], lead["seconds"]
-            report.reason = next((view["reason"] for view in (lead, *views) if view["reason"]), "")
-            if report.reason:
-                report.state, report.version = EngineState.UNSERVED, None
+            if engine in failures:
+                report.state, report.version, report.reason = EngineState.UNSERVED, None, failures[engine][1]
+            else:
+                report.state = reached
+            report.num_bytes, report.seconds = measured.get(engine, (report.num_bytes, report.seconds))
 
     def _in_state(self, reports: Mapping[int, EngineSyncReport], state: EngineState) -> tuple[int, ...]:
         return tuple(engine for engine, report in reports.items() if report.state is state)
@@ -336,19 +369,43 @@ class WeightSync:
         """Return the request of this sync. Raise ValueError on every rank if ranks ask for different things."""
         plan = "" if self._agreed else self.plan.digest.hex()
         # A clock instead of a counter: numbers grow on, also for a weight sync that is made anew in this process.
-        own = [version, list(engines), plan, self._session, time.monotonic_ns()]
-        everyone = self.coordination.gather(own, "the start of a weight sync", self.timeouts.meet_s)
-        for rank, (its_version, its_engines, its_plan, _, _) in enumerate(everyone):
-            if its_plan != everyone[0][2]:
+        own = [[self.coordination.rank, version, list(engines), plan], [self._session, time.monotonic_ns()], None]
+        first, named, other = self.coordination.merge(
+            own, _first_difference, "the start of a weight sync", self.timeouts.meet_s
+        )
+        if other is not None:
+            _, first_version, first_engines, first_plan = first
+            rank, its_version, its_engines, its_plan = other
+            if its_plan != first_plan:
                 raise ValueError(f"weight sync: ranks 0 and {rank} have different plans; start all with one config")
-            if (its_version, its_engines) != (everyone[0][0], everyone[0][1]):
-                raise ValueError(
-                    f"weight sync: rank 0 sends version {everyone[0][0]} to engines {everyone[0][1]}, rank {rank} "
-                    f"version {its_version} to engines {its_engines}"
-                )
-        self._agreed, self._session, number = True, *everyone[0][3:]
+            raise ValueError(
+                f"weight sync: rank 0 sends version {first_version} to engines {first_engines}, rank {rank} "
+                f"version {its_version} to engines {its_engines}"
+            )
+        self._agreed, self._session, number = True, *named
         # Unique even if a later life of the trainer takes the name of an earlier one.
         return SyncRequest(f"{self._session}-{number:x}", self._session, version, engines, number)
+
+
+def _first_difference(views: Sequence[Sequence[Any]]) -> list[Any]:
+    """Combine (request, name, request of the first rank that differs) of some ranks into the first rank's view of them."""
+    first, named, other = views[0]
+    for view in views[1:]:
+        if other is None:
+            other = view[0] if view[0][1:] != first[1:] else view[2]
+    return [first, named, other]
+
+
+def _first_failures(views: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Combine (failures, measurements) by engine of some ranks; of an engine's failures its leader's counts, or the first."""
+    failures: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
+    for its_failures, its_measured in views:
+        measured.update(its_measured)
+        for engine, (is_hearsay, reason) in its_failures.items():
+            if engine not in failures or (failures[engine][0] and not is_hearsay):
+                failures[engine] = [is_hearsay, reason]
+    return [failures, measured]
 
 
 def _drop(report: EngineSyncReport, reason: str) -> None:

@@ -2,22 +2,38 @@
 
 An NCCL collective that waits for a late rank spins on the GPU, which the rollout engine may be using, and NCCL's watchdog
 ends the run at its timeout. So everything that may wait long goes over gloo, through this one class; tensors go over the
-group of their device. The full mesh of connections behind it belongs to this class alone and can become node leaders.
+group of their device.
+
+gloo connects every rank of a group to every other, so many ranks form a tree of small groups:
+
+    level 0   8 consecutive ranks, the size of most nodes
+    level 1   the first ranks of 4 groups of level 0
+    level 2   the first ranks of 4 groups of level 1, and so on
+
+An exchange climbs the tree, is combined at each level, and its result comes down. With 16,384 ranks rank 0 has 16
+connections to other nodes, most ranks have none. Up to 8 ranks are one group and need one collective an exchange.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.parallel.collectives import broadcast_json
+GROUP_SIZE = 8  # of level 0
+FAN_OUT = 4  # groups of one level under a group of the next
+_ALLOWANCE_S = 2.0  # a level of a barrier waits this much longer than the one below, whose verdict it passes on
+_VERDICT_S = 20.0  # how much longer than the wait itself a verdict may take from the top of the tree
+_SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo takes zero for its own default
+_NEVER_SENT_TAG = 2
 
 
 class Progress:
@@ -42,102 +58,214 @@ class CoordinationError(RuntimeError):
     """Ranks did not meet in time: one is gone or late."""
 
 
+class Level(NamedTuple):
+    """One group of the tree that this process belongs to."""
+
+    group: Any  # gloo: torch's ProcessGroupGloo, or a ProcessGroup over it
+    ranks: range  # of the coordination; each is the first of its group of the level below
+    height: int = 0
+
+
 class Coordination:
-    """JSON exchanges among the ranks of a gloo group. Every rank of it must call; each exchange counts as progress.
+    """JSON exchanges among ranks. Every rank of it must call; each exchange counts as progress.
 
     Args:
         group: a gloo group; None for one process alone, which needs no default group.
         timeout_s: longest wait for the others in an exchange that names no other, in seconds.
         progress: marked by every exchange.
+        levels: the groups that this process belongs to, from level 0 up, in place of one `group` of all ranks.
+        rank: this process's rank, with `levels`.
+        size: number of ranks, with `levels`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0, progress: Progress | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 1800.0,
+        progress: Progress | None = None,
+        *,
+        levels: Sequence[Level] = (),
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
-        assert group is None or dist.get_backend(group) == "gloo", "host waits must not spin on a GPU"
-        self.group = group
+        if group is not None:
+            assert dist.get_backend(group) == "gloo", "host waits must not spin on a GPU"
+            rank, size = group.rank(), group.size()
+            levels = [Level(group, range(size))] if size > 1 else []
         self.timeout_s = timeout_s
         self.progress = progress or Progress()
+        self.rank = rank  # this process's rank among them
+        self.size = size  # number of ranks
+        self._levels = levels
+        # The highest group has a rank of every part of the tree: all its ranks know the result of an exchange.
+        self._is_on_top = not levels or _covers(levels[-1].ranks, size)
         self._lost = ""  # the wait that failed: gloo breaks its connections at a timeout, so no later one can succeed
-
-    @property
-    def rank(self) -> int:
-        """This process's rank among them."""
-        return dist.get_rank(self.group) if self.group is not None else 0
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return dist.get_world_size(self.group) if self.group is not None else 1
 
     def broadcast(self, value: Any | None, source: int = 0) -> Any:
         """Return the JSON value of rank `source` on every rank; the others pass None."""
-        found = broadcast_json(value, source, self.group) if self.size > 1 else value
+        waiting_for, end = f"the value of rank {source}", time.monotonic() + self.timeout_s
+        found = value
+        senders = [_holder(level.ranks, source) for level in self._levels]
+        for level, sender in zip(self._levels, senders):
+            if sender is not None:
+                found = self._spread(level, found, sender, waiting_for, end)
+        for level, sender in zip(reversed(self._levels), reversed(senders)):
+            if sender is None:
+                found = self._spread(level, found, level.ranks[0], waiting_for, end)
         self.progress.mark()
-        return found
+        return value if self.rank == source else found
 
-    def gather(self, value: Any, waiting_for: str = "the values of all ranks", timeout_s: float | None = None) -> list:
-        """Return every rank's JSON value, in rank order. Tuples arrive as lists.
+    def merge(
+        self,
+        value: Any,
+        combine: Callable[[list], Any],
+        waiting_for: str,
+        timeout_s: float | None = None,
+        down: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Return `combine` of every rank's JSON value, the same on every rank. Tuples arrive as lists.
+
+        Args:
+            combine: from the values of some ranks, in rank order, to one that stands for them: applied again to its own
+                results, level by level.
+            down: reduces the result for all ranks below the highest group of the tree, where rank 0 is.
 
         CoordinationError, which names the wait, after `timeout_s` (None: that of the coordination), and at once after an
         earlier one.
         """
-        payload = json.dumps(value).encode()
-        if self.size == 1:
-            return [json.loads(payload)]
         end = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        # Most values are short and fit behind their length: one collective instead of two.
-        frames = self._gather_bytes(_framed(payload, _SHORT_BYTES), waiting_for, end)
-        longest = max(_length(frame) for frame in frames)
-        if longest > _SHORT_BYTES - _LENGTH_BYTES:
-            frames = self._gather_bytes(_framed(payload, _LENGTH_BYTES + longest), waiting_for, end)
-        return [json.loads(frame[_LENGTH_BYTES : _LENGTH_BYTES + _length(frame)]) for frame in frames]
+        found = combine([json.loads(json.dumps(value))])
+        for level in self._levels:
+            found = combine(self._exchange(level, found, waiting_for, end))
+        lower = self._levels[:-1]
+        if not self._is_on_top:
+            found = self._spread(self._levels[-1], None, self._levels[-1].ranks[0], waiting_for, end)
+        reduced = down(found) if down is not None and self._is_on_top and lower else found
+        for level in reversed(lower):
+            self._spread(level, reduced, level.ranks[0], waiting_for, end)
+        return found
+
+    def gather(self, value: Any, waiting_for: str = "the values of all ranks", timeout_s: float | None = None) -> list:
+        """Return every rank's JSON value, in rank order, by `merge`. For values that are few or short."""
+        return self.merge([value], lambda parts: list(chain.from_iterable(parts)), waiting_for, timeout_s)
 
     def sum(self, values: torch.Tensor, waiting_for: str, timeout_s: float) -> torch.Tensor:
         """Return the element-wise sum of int64 vectors of equal length on the CPU; wraps modulo 2^64."""
-        total = values.clone()
-        if self.size > 1:
-            self._finish(partial(dist.all_reduce, total), waiting_for, time.monotonic() + timeout_s)
-        return total
+        return self._reduce(values, dist.ReduceOp.SUM, waiting_for, timeout_s)
+
+    def maximum(self, values: torch.Tensor, waiting_for: str, timeout_s: float | None = None) -> torch.Tensor:
+        """Return the element-wise maximum of vectors of equal length on the CPU."""
+        return self._reduce(values, dist.ReduceOp.MAX, waiting_for, self.timeout_s if timeout_s is None else timeout_s)
 
     def all_true(self, value: bool) -> bool:
         """Return True on every rank if every rank passed True. Also a barrier."""
-        return all(self.gather(bool(value)))
+        return self.merge(bool(value), all, "the agreement of all ranks")
 
     def barrier(self, waiting_for: str) -> None:
         """Wait until every rank is here. TimeoutError names the wait and the ranks that are missing."""
-        try:
-            if self.size > 1:
-                dist.monitored_barrier(self.group, timeout=timedelta(seconds=self.timeout_s), wait_all_ranks=True)
-        except RuntimeError as error:
-            problem = f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for {waiting_for}: {error}"
-            raise TimeoutError(problem) from error
+        problem, whole = "", []  # groups whose barrier failed are broken: their ranks have failed with this one
+        for level in self._levels:
+            seconds = self.timeout_s + level.height * _ALLOWANCE_S
+            try:
+                level.group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks=True)
+                whole.append(level)
+                if level.height:  # a rank of this level knows who is missing below it
+                    verdicts = self._exchange(level, problem, waiting_for, time.monotonic() + seconds)
+                    problem = next((verdict for verdict in verdicts if verdict), "")
+            except RuntimeError as error:
+                problem = problem or self._missing(level, seconds, waiting_for, error)
+        for level in reversed(whole):
+            # The highest group of the tree knows by now.
+            if not (self._is_on_top and level is self._levels[-1]):
+                problem = self._verdict(level, problem, waiting_for) or problem
+        if problem:
+            raise TimeoutError(problem)
         self.progress.mark()
 
-    def _gather_bytes(self, own: bytearray, waiting_for: str, end: float) -> list[bytes]:
-        """Return every rank's bytes, equally many."""
+    def _verdict(self, level: Level, problem: str, waiting_for: str) -> str:
+        """Pass on, in one group, who is missing at a barrier."""
+        end = time.monotonic() + self.timeout_s + _VERDICT_S
+        try:
+            return self._spread(level, problem, level.ranks[0], waiting_for, end)
+        except CoordinationError as error:
+            return problem or str(error)
+
+    def _missing(self, level: Level, seconds: float, waiting_for: str, error: RuntimeError) -> str:
+        problem = f"rank {self.rank} of {self.size} waited {seconds:g} s for {waiting_for}: {error}"
+        if level.ranks != range(len(level.ranks)):
+            problem += f" (ranks there are numbered {level.ranks.start}, {level.ranks.start + level.ranks.step}, ...)"
+        return problem
+
+    def _reduce(self, values: torch.Tensor, operation: Any, waiting_for: str, timeout_s: float) -> torch.Tensor:
+        total, end, options = values.clone(), time.monotonic() + timeout_s, dist.AllreduceOptions()
+        options.reduceOp = operation
+        for level in self._levels:
+            self._finish(partial(level.group.allreduce, [total], options), waiting_for, end)
+        below = self._levels if not self._is_on_top else self._levels[:-1]
+        for level in reversed(below):
+            self._finish(partial(level.group.broadcast, total, 0), waiting_for, end)
+        return total
+
+    def _exchange(self, level: Level, value: Any, waiting_for: str, end: float) -> list:
+        """Return the JSON values of all ranks of one group, in rank order."""
+        payload = json.dumps(value).encode()
+        # Most values are short and fit behind their length: one collective instead of two.
+        frames = self._gather_bytes(level, _framed(payload, _SHORT_BYTES), waiting_for, end)
+        longest = max(_length(frame) for frame in frames)
+        if longest > _SHORT_BYTES - _LENGTH_BYTES:
+            num_bytes = _whole_frames(_LENGTH_BYTES + longest)
+            frames = self._gather_bytes(level, _framed(payload, num_bytes), waiting_for, end)
+        return [json.loads(frame[_LENGTH_BYTES : _LENGTH_BYTES + _length(frame)]) for frame in frames]
+
+    def _gather_bytes(self, level: Level, own: bytearray, waiting_for: str, end: float) -> list[bytes]:
+        """Return the bytes of every rank of one group, equally many."""
         tensor = torch.frombuffer(own, dtype=torch.uint8)
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._finish(partial(dist.all_gather, gathered, tensor), waiting_for, end)
-        return [bytes(frame.tolist()) for frame in gathered]
+        gathered = [torch.empty_like(tensor) for _ in level.ranks]
+        self._finish(partial(level.group.allgather, [gathered], [tensor]), waiting_for, end)
+        return [frame.numpy().tobytes() for frame in gathered]
+
+    def _spread(self, level: Level, value: Any, sender: int, waiting_for: str, end: float) -> Any:
+        """Return the JSON value of `sender` on all ranks of one group."""
+        payload = json.dumps(value).encode() if self.rank == sender else b""
+        frame, root = _framed(payload, _SHORT_BYTES), level.ranks.index(sender)
+        tensor = torch.frombuffer(frame, dtype=torch.uint8)
+        self._finish(partial(level.group.broadcast, tensor, root), waiting_for, end)
+        num_first, num_bytes = _SHORT_BYTES - _LENGTH_BYTES, _length(frame)
+        if num_bytes <= num_first:
+            return json.loads(frame[_LENGTH_BYTES : _LENGTH_BYTES + num_bytes])
+        rest = bytearray(payload[num_first:].ljust(_whole_frames(num_bytes - num_first), b"\0"))
+        tensor = torch.frombuffer(rest, dtype=torch.uint8)
+        self._finish(partial(level.group.broadcast, tensor, root), waiting_for, end)
+        return json.loads((frame[_LENGTH_BYTES:] + rest)[:num_bytes])
 
     def _finish(self, collective: partial, waiting_for: str, end: float) -> None:
-        """Run a collective of this group up to `end`, on the monotonic clock."""
+        """Run a collective of one group up to `end`, on the monotonic clock."""
         if self._lost:
             raise CoordinationError(f"{waiting_for}: not tried, the ranks have lost each other ({self._lost})")
         start = time.monotonic()
         try:
-            # At least a millisecond: gloo takes zero for its own default.
-            seconds = timedelta(seconds=max(1e-3, end - start))
-            collective(group=self.group, async_op=True).wait(seconds)
+            collective().wait(max(_SHORTEST_WAIT, timedelta(seconds=end - start)))
         except RuntimeError as error:
             self._lost = waiting_for
+            self._break_connections()
             first_line = (str(error).splitlines() or ["no reason given"])[0][:300]
             raise CoordinationError(
                 f"{waiting_for}: rank {self.rank} of {self.size} waited {time.monotonic() - start:.1f} s for the others: "
                 f"{first_line}"
             ) from error
         self.progress.mark()
+
+    def _break_connections(self) -> None:
+        """End the waits of the ranks of all own groups: those of other groups cannot see what broke this one."""
+        if len(self._levels) < 2:
+            return
+        for level in self._levels:
+            for number in range(len(level.ranks)):
+                # gloo breaks all connections of a group once a receive times out; it has no call for that.
+                if level.ranks[number] != self.rank:
+                    with contextlib.suppress(RuntimeError):
+                        never_sent = level.group.recv([torch.zeros(1, dtype=torch.uint8)], number, _NEVER_SENT_TAG)
+                        never_sent.wait(_SHORTEST_WAIT)
 
 
 _SHORT_BYTES = 1024
@@ -150,14 +278,75 @@ def _framed(payload: bytes, num_bytes: int) -> bytearray:
     return bytearray(framed.ljust(num_bytes, b"\0"))
 
 
+def _whole_frames(num_bytes: int) -> int:
+    """Return the bytes of as many short frames as hold `num_bytes`: what travels does not depend on digits of a number."""
+    return -(-num_bytes // _SHORT_BYTES) * _SHORT_BYTES
+
+
 def _length(framed: bytes) -> int:
     return int.from_bytes(framed[:_LENGTH_BYTES], "little")
 
 
-def coordinate(ranks: Sequence[int], timeout_s: float, progress: Progress | None = None) -> Coordination | None:
-    """Return the coordination of some ranks of the world, None in a process that is none of them. Collective."""
-    group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
-    return Coordination(group, timeout_s, progress) if dist.get_rank() in ranks else None
+def coordinate(
+    ranks: Sequence[int],
+    timeout_s: float,
+    progress: Progress | None = None,
+    *,
+    group_size: int = GROUP_SIZE,
+    fan_out: int = FAN_OUT,
+) -> Coordination | None:
+    """Return the coordination of some ranks of the world, None in a process that is none of them.
+
+    Collective among these ranks; the default process group must exist.
+    """
+    if dist.get_rank() not in ranks:
+        return None
+    own = ranks.index(dist.get_rank())
+    levels = [
+        Level(_join([ranks[member] for member in members], timeout_s), members, height)
+        for height, members in enumerate(groups_of(own, len(ranks), group_size, fan_out))
+        if len(members) > 1
+    ]
+    return Coordination(None, timeout_s, progress, levels=levels, rank=own, size=len(ranks))
+
+
+def groups_of(rank: int, num_ranks: int, group_size: int = GROUP_SIZE, fan_out: int = FAN_OUT) -> Iterator[range]:
+    """Yield the ranks of each group of the tree that a rank belongs to, from level 0 up."""
+    stride, count = 1, group_size
+    while True:
+        first = rank // (stride * count) * stride * count
+        yield range(first, min(num_ranks, first + stride * count), stride)
+        stride *= count
+        if rank != first or stride >= num_ranks:
+            return
+        count = fan_out
+
+
+def _covers(ranks: range, num_ranks: int) -> bool:
+    """Return True if all ranks stand under a group of the tree."""
+    return ranks[0] == 0 and ranks[-1] + ranks.step >= num_ranks
+
+
+def _holder(ranks: range, rank: int) -> int | None:
+    """Return the rank of a group under which another rank stands in the tree, None if it stands elsewhere."""
+    if not ranks[0] <= rank < ranks[-1] + ranks.step:
+        return None
+    return ranks[(rank - ranks[0]) // ranks.step]
+
+
+def default_store() -> dist.Store:
+    """Return the key-value store through which the processes of the run have met; each is connected to it already."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _join(ranks: Sequence[int], timeout_s: float) -> Any:
+    """Return a gloo group of ranks of the world. Collective among them alone, unlike `torch.distributed.new_group`."""
+    store, own = default_store(), dist.get_rank()
+    name = f"coordination of {len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+    # Equal ranks may form several groups; each of them counts alike.
+    number = store.add(f"{name}, joined by {own}", 1)
+    store = dist.PrefixStore(f"{name}, number {number}", store)
+    return dist.ProcessGroupGloo(store, ranks.index(own), len(ranks), timedelta(seconds=timeout_s + _VERDICT_S))
 
 
 def collective_timeout(wait_timeout_s: float) -> float:

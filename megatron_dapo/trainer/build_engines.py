@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_dapo.bridge.protocol.description import specs_from_json, specs_to_json
-from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, Address, PeerGroup, RendezvousStore, join
+from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, Address, PeerGroup, RendezvousStore, meet
 from megatron_dapo.bridge.served_parameters import served_parameters
 from megatron_dapo.bridge.sources import SOURCES, WeightSource, expected_layouts
 from megatron_dapo.bridge.sync_plan import EngineLayout, SyncPlan
@@ -45,7 +45,7 @@ from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, Servers, StartedServers
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
-from megatron_dapo.parallel.coordination import collective_timeout, coordinate
+from megatron_dapo.parallel.coordination import collective_timeout, coordinate, default_store
 from megatron_dapo.parallel.nodes import node_topology
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.reshard.execution import Buffers
@@ -143,7 +143,7 @@ class EngineBuilder:
         assert ranks.coordination is not None, "ranks with an actor hold the policy"
         local = build_local_engine(config, config.model.path)
         engine = DistributedEmbeddedEngine(local, ranks.coordination, self._commands)
-        weights = WeightSource(actor, ranks.rank, ranks.coordination.group)
+        weights = WeightSource(actor, ranks.rank, ranks.coordination)
         sync = local_weight_sync(actor.tensors, engine, ranks.group, ranks.coordination, weights=weights)
         return Engines(engine, sync)
 
@@ -161,8 +161,6 @@ class SglangBuilder(EngineBuilder):
         names = topology.coordination.gather(socket.gethostname())
         self._nodes = node_topology(names[: ranks.num_ranks])
         timeout_s, progress = collective_timeout(config.run.wait_timeout_seconds), topology.coordination.progress
-        # Every process of the world makes the groups of all nodes, in the same order, also those it is no member of.
-        by_node = [coordinate(self._nodes.ranks_of(node), timeout_s, progress) for node in range(self._nodes.num_nodes)]
         self._key_file = Path(config.sglang.api_key_file or config.run.output_dir / "engine.key")
         if topology.rank == 0 and not config.sglang.api_key_file:
             create_key(config.run.output_dir)
@@ -170,7 +168,8 @@ class SglangBuilder(EngineBuilder):
         if ranks.is_member:
             assert ranks.coordination is not None, "members have one"
             self._coordination = ranks.coordination
-            self._node_group = by_node[self._nodes.node_of(ranks.rank)]
+            node_ranks = self._nodes.ranks_of(self._nodes.node_of(ranks.rank))
+            self._node_group = coordinate(node_ranks, timeout_s, progress)
             self._processes_here = names.count(names[ranks.rank])  # on this node, those of the critic included
             self._start(stack)
 
@@ -190,7 +189,7 @@ class SglangBuilder(EngineBuilder):
             self._engines.sleep()
 
     def _connect(self, actor: MegatronActor) -> Engines:
-        weights = SOURCES[self._config.sglang.quantization](actor, self._ranks.rank, self._coordination.group)
+        weights = SOURCES[self._config.sglang.quantization](actor, self._ranks.rank, self._coordination)
         frontend = self._frontend if self._ranks.rank == 0 else None
         self._engines.attach(partial(self._weight_sync, actor, weights), frontend, weights.current)
         return Engines(
@@ -394,11 +393,15 @@ class SglangBuilder(EngineBuilder):
 
     def _join_peers(self) -> PeerGroup:
         """Return the group of all trainer ranks, for shards whose engine is on another node."""
-        store = RendezvousStore(self._own_address()) if self._ranks.rank == 0 else None
-        facts = [store.address.host, store.address.port, store.new_name()] if store else None
-        host, port, name = self._coordination.broadcast(facts)
-        timeout_s = self._config.sglang.start_timeout_seconds
-        return join(Address(host, port), name, self._ranks.rank, self._ranks.num_ranks, timeout_s=timeout_s)
+        name = self._coordination.broadcast(RendezvousStore.new_name() if self._ranks.rank == 0 else None)
+        return meet(
+            default_store(),
+            name,
+            self._ranks.rank,
+            self._ranks.num_ranks,
+            timeout_s=self._config.sglang.start_timeout_seconds,
+            host=self._own_address(),
+        )
 
     def _p2p(self, handles: EngineHandles, source: Layout, engines: EngineLayout) -> tuple[SyncPlan, Transport]:
         # Trainer and engine ranks are one group: the engines' ranks come behind the trainer's.

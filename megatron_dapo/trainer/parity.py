@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.config.schema import Config
-from megatron_dapo.parallel.collectives import broadcast_json
+from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.precision import RECIPES, recipe_name
 from megatron_dapo.trainer.topology import RunTopology
 from megatron_dapo.types import Prompt, TrainSample
@@ -43,7 +42,7 @@ class ParityProbe:
         gate: largest mean |difference| in nats.
         as_served: in it the trainer's weights are the quantized ones of the servers. None: servers hold the trained
             weights. Collective.
-        group: the ranks that hold the policy (None: all ranks).
+        coordination: the ranks that hold the policy.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class ParityProbe:
         learner: Learner,
         gate: float,
         as_served: Callable[[], AbstractContextManager[None]] | None = None,
-        group: dist.ProcessGroup | None = None,
+        coordination: Coordination | None = None,
     ) -> None:
         short = [index for index, tokens in enumerate(sequences) if len(tokens) < 2]
         if short or not sequences:
@@ -63,7 +62,7 @@ class ParityProbe:
         self._learner = learner
         self._gate = gate
         self._as_served = as_served
-        self._group = group
+        self._coordination = coordination or Coordination()
 
     def check(
         self, server: str, prompt_logprobs: Callable[[Sequence[int]], Sequence[float]] | None
@@ -74,7 +73,7 @@ class ParityProbe:
         Raises ParityError on every rank if the mean |difference| is above the gate or not a number.
         """
         answers = None if prompt_logprobs is None else [list(prompt_logprobs(tokens)) for tokens in self._sequences]
-        served = broadcast_json(answers, group=self._group)
+        served = self._coordination.broadcast(answers)
         samples = [_sample(*pair) for pair in enumerate(zip(self._sequences, served, strict=True))]
         metrics = self._mismatch(server, samples)
         gap, worst = metrics["mismatch/abs_logprob_diff_mean"], metrics["mismatch/abs_logprob_diff_max"]
@@ -135,16 +134,16 @@ def build_parity(
     if engines.servers is None:
         return None
     assert topology.policy.coordination is not None, "ranks with servers hold the policy"
-    group = topology.policy.coordination.group
+    coordination = topology.policy.coordination
     token_ids = None if prompts is None else [prompt.token_ids for prompt in prompts]
     # At least one for every data-parallel rank: no replica of the policy goes unchecked.
-    sequences = sequences_to_probe(token_ids, max(NUM_PROMPTS, topology.policy_layout.data), group)
+    sequences = sequences_to_probe(token_ids, max(NUM_PROMPTS, topology.policy_layout.data), coordination)
     gate = config.mismatch.step0_max_mean_abs
     # FP8 servers on GPUs, and a trainer in FP8, round activations as well, each in its own way.
     computes_in_fp8 = RECIPES[recipe_name(config.precision.recipe, config.model.dtype)].is_fp8
     if engines.as_served is not None and (torch.cuda.is_available() or computes_in_fp8):
         gate = config.mismatch_gate
-    probe = ParityProbe(sequences, learner, gate, engines.as_served, group)
+    probe = ParityProbe(sequences, learner, gate, engines.as_served, coordination)
     return Parity(probe, engines.servers, config.sglang.parity_interval)
 
 
@@ -166,14 +165,14 @@ def _sample(index: int, pair: tuple[list[int], list[float]]) -> TrainSample:
 
 
 def sequences_to_probe(
-    prompts: Sequence[Sequence[int]] | None, count: int, group: dist.ProcessGroup | None = None
+    prompts: Sequence[Sequence[int]] | None, count: int, coordination: Coordination | None = None
 ) -> list[list[int]]:
     """Return `count` token sequences of at least two tokens from rank 0's prompts, repeated if there are fewer.
 
-    The same on every rank of the group; empty if no prompt is long enough.
+    The same on every rank; empty if no prompt is long enough.
     """
     chosen: list[list[int]] = []
     if prompts is not None:
         usable = [list(prompt) for prompt in prompts if len(prompt) > 1][:count]
         chosen = [usable[index % len(usable)] for index in range(count)] if usable else []
-    return broadcast_json(chosen if prompts is not None else None, group=group)
+    return (coordination or Coordination()).broadcast(chosen if prompts is not None else None)

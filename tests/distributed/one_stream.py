@@ -57,7 +57,7 @@ class OneStream:
         return self._enqueue(operations)
 
     def abort(self) -> None:
-        peer_group._close_gloo(self._group, self._rank, self._size)
+        peer_group._close_gloo(self._group, set(range(self._size)) - {self._rank})
 
     def _add(self, operation: str, tensors: list[torch.Tensor], peer: int) -> Work | None:
         if self._batch is None:

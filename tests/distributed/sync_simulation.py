@@ -162,6 +162,16 @@ class ThreadCoordination:
         values = self._meet(json.dumps(value), what, timeout_s)
         return [json.loads(text) for text in values]
 
+    def merge(
+        self,
+        value: Any,
+        combine: Callable[[list], Any],
+        what: str,
+        timeout_s: float,
+        down: Callable[[Any], Any] = lambda found: found,
+    ) -> Any:
+        return combine(self.gather(value, what, timeout_s))  # as in one group: all ranks know the whole
+
     def sum(self, values: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         return torch.stack(self._meet(values.clone(), what, timeout_s)).sum(0)
 

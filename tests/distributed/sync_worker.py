@@ -13,11 +13,10 @@ import torch.distributed as dist
 from sync_simulation import SimulatedEngine, World, small_architecture
 
 from megatron_dapo.bridge.protocol.arena import PREFIX
-from megatron_dapo.bridge.protocol.peer_group import Address, RendezvousStore, join
+from megatron_dapo.bridge.protocol.peer_group import RendezvousStore, meet
 from megatron_dapo.bridge.transports.shared_memory import SharedMemoryTransport
 from megatron_dapo.bridge.weight_sync import EngineHandles, EngineState, SyncTimeouts, WeightSync
-from megatron_dapo.parallel.collectives import broadcast_json
-from megatron_dapo.parallel.coordination import Coordination, CoordinationError
+from megatron_dapo.parallel.coordination import CoordinationError, coordinate, default_store
 from megatron_dapo.parallel.layout import ParallelLayout
 
 PATIENT = SyncTimeouts(30, 30, 30, 30, 40, 30, 20)
@@ -33,32 +32,31 @@ def _build(ranks_per_node: int, num_engines: int, timeouts: SyncTimeouts, direct
         dtype=torch.bfloat16,
         ranks_per_node=ranks_per_node,
     )
-    groups = [dist.new_group(list(world.nodes.ranks_of(node))) for node in range(world.nodes.num_nodes)]
     engines = {e: SimulatedEngine(world.layout, e) for e in range(num_engines) if world.leaders[e] == rank}
     handles = EngineHandles(world.leaders, engines)
-    store = RendezvousStore() if rank == 0 else None
-    address = broadcast_json([store.address.port, RendezvousStore.new_name()] if store else None, 0, dist.group.WORLD)
+    everyone = coordinate(range(size), 60.0, group_size=ranks_per_node, fan_out=2)
+    name = everyone.broadcast(RendezvousStore.new_name() if rank == 0 else None)
     peers = None
     if world.nodes.num_nodes > 1:
-        peers = join(Address("127.0.0.1", address[0]), address[1], rank, size, timeout_s=30)
+        peers = meet(default_store(), name, rank, size, timeout_s=30, host="127.0.0.1")
     transport = SharedMemoryTransport(
         world.plan,
         handles,
         rank,
         world.nodes,
-        Coordination(groups[world.nodes.node_of(rank)]),
+        coordinate(world.nodes.ranks_of(world.nodes.node_of(rank)), 60.0),
         peers=peers,
         directory=directory,
         grace_s=timeouts.grace_s,
     )
-    update = WeightSync(world.plan, handles, transport, Coordination(dist.group.WORLD), timeouts)
-    return world, engines, update, store
+    update = WeightSync(world.plan, handles, transport, everyone, timeouts)
+    return world, engines, update
 
 
 def nodes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Sync two versions into the engines, on one node or on several; compare every byte with the executor's."""
     rank = dist.get_rank()
-    world, engines, update, _store = _build(
+    world, engines, update = _build(
         arguments["ranks_per_node"], arguments["num_engines"], PATIENT, Path(arguments["directory"])
     )
     for step in (1, 150, 1500):  # shorter and longer than one collective carries
@@ -82,7 +80,7 @@ def killed(arguments: dict[str, Any]) -> dict[str, Any]:
     """Kill rank 3 in the middle of the second version: the others fail in time, and no engine resumes."""
     rank = dist.get_rank()
     hasty = SyncTimeouts(30, 10, 10, 10, 10, 10, 5)
-    world, engines, update, _store = _build(4, 1, hasty, Path(arguments["directory"]))
+    world, engines, update = _build(4, 1, hasty, Path(arguments["directory"]))
     assert update.update(1, world.weights(1)[rank]).is_complete
     weights = world.weights(2)
     if rank == 3:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from launcher import run_distributed, target_in
+from launcher import RankProcess, output_of, run_distributed, start_job, target_in
 
 from megatron_dapo.parallel import rank0_commands
-from megatron_dapo.parallel.coordination import coordinate
+from megatron_dapo.parallel.coordination import CoordinationError, coordinate
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
 from megatron_dapo.parallel.rank_set import partition_ranks
 from megatron_dapo.recovery.heartbeat import Heartbeat
@@ -138,3 +142,81 @@ def late_rank(_: Any) -> str:
 
 def test_barrier_names_its_purpose_and_the_missing_ranks() -> None:
     assert run_distributed(target_in(__file__, "late_rank"), 2, timeout_s=30) == "named"
+
+
+def tree(_: Any) -> list[int]:
+    """Three levels of groups of two: every exchange must give what one group of all ranks would."""
+    everyone = coordinate(range(5), timeout_s=30, group_size=2, fan_out=2)
+    rank, ranks = dist.get_rank(), range(5)
+    assert (everyone.rank, everyone.size) == (rank, 5)
+    for length in (1, 1016, 1017, 5000):
+        text = {r: f"{r}" + "é" * length for r in ranks}
+        assert everyone.gather({"text": text[rank]}) == [{"text": text[r]} for r in ranks]
+        for source in ranks:
+            assert everyone.broadcast([text[rank]] if rank == source else None, source) == [text[source]]
+    values = torch.tensor([rank, -(1 << 62), 1 << rank])
+    assert everyone.sum(values, "sums", 10.0).tolist() == [10, -5 * (1 << 62) + (1 << 64), 31]
+    assert everyone.maximum(values.float(), "maxima").tolist() == [4.0, float(-(1 << 62)), 16.0]
+    assert everyone.all_true(True) and not everyone.all_true(rank != 3)
+    # Only the highest group, ranks 0 and 4, keeps the whole.
+    whole = everyone.merge([rank], lambda parts: sum(parts, []), "ranks", 10.0, down=len)
+    assert whole == ([0, 1, 2, 3, 4] if rank in (0, 4) else 5)
+    everyone.barrier("everybody")
+    pair = coordinate([1, 3], timeout_s=30)
+    assert (pair is None) == (rank not in (1, 3))
+    assert pair is None or pair.gather(rank) == [1, 3]
+    # A rank's connections are those of its groups alone.
+    return everyone.gather(sum(len(level.ranks) - 1 for level in everyone._levels))
+
+
+def test_a_tree_of_groups_agrees_with_one_group_of_all_ranks() -> None:
+    assert run_distributed(target_in(__file__, "tree"), 5, timeout_s=60) == [3, 1, 2, 1, 1]
+
+
+def late_leaf(_: Any) -> list[str]:
+    everyone = coordinate(range(5), timeout_s=0.5, group_size=2, fan_out=2)
+    if everyone.rank == 3:
+        time.sleep(8)
+        return []
+    start = time.monotonic()
+    # Rank 2 is the one that waits for rank 3. The others stand elsewhere in the tree.
+    with pytest.raises(TimeoutError, match=r"rank 2 of 5 waited 0.5 s for the checkpoint: .*[Rr]ank.*1.*2, 3"):
+        everyone.barrier("the checkpoint")
+    assert time.monotonic() - start < 7
+    return []
+
+
+def test_every_rank_learns_who_is_missing_below_another_rank() -> None:
+    assert run_distributed(target_in(__file__, "late_leaf"), 5, timeout_s=30) == []
+
+
+def dead_leaf(directory: str) -> None:
+    everyone = coordinate(range(5), timeout_s=60, group_size=2, fan_out=2)
+    everyone.barrier("the start")
+    if everyone.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(CoordinationError, match="an answer: rank"):
+        everyone.gather("é" * 3000, "an answer")
+    seconds = time.monotonic() - start
+    with pytest.raises(CoordinationError, match="next one: not tried"):
+        everyone.gather(1, "the next one")
+    (Path(directory) / f"{everyone.rank}").write_text(f"{seconds}")
+    os._exit(0)  # rank 3 is missing at the launcher's barrier
+
+
+def test_a_dead_rank_ends_the_waits_of_the_whole_tree_at_once(tmp_path: Path) -> None:
+    """The launcher would end all ranks when one fails; here the others must fail in time by themselves."""
+    waits, run = tmp_path / "waits", tmp_path / "run"
+    waits.mkdir()
+    run.mkdir()
+    processes = [RankProcess() for _ in range(5)]
+    try:
+        start_job(processes, target_in(__file__, "dead_leaf"), run, 100.0, str(waits))
+        codes = [process.wait(100.0) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0, 0, -signal.SIGKILL, 0], "\n".join(output_of(run, rank) for rank in range(5))
+    waited = {path.name: float(path.read_text()) for path in waits.iterdir()}
+    assert waited.keys() == {"0", "1", "2", "4"} and max(waited.values()) < 10, waited

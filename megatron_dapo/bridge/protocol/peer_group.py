@@ -4,6 +4,8 @@
     group = join(store.address, name, rank, size, timeout_s=30)      # every member
     group.send(tensor, to=3).wait(deadline)
 
+`meet` makes a group of many members through a store that they have already; its members connect when they need it.
+
 Messages of one tag between two members arrive in the order they were sent. A member that is gone, late or closed makes
 `wait` raise PeerError in all that exchange with it; such a group is of no more use: close it and join another one under a
 new name.
@@ -24,7 +26,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -134,6 +136,7 @@ class PeerGroup:
         self.device = torch.device(device)  # of tensors sent with DATA_TAG
         # A gloo connection stalls, including the replies behind it, once the buffer of a message it reads is freed.
         self.in_flight: set[Pending] = set()
+        self.connected = set(range(size)) - {rank}  # members to which there may be a connection
         self._control = control
         self._data = data
         self._batch: list[Pending] | None = None
@@ -173,6 +176,7 @@ class PeerGroup:
         group = self._data if tag == DATA_TAG and self._data is not None else self._control
         if self._control is None:
             raise PeerError(f"{what}: the group is closed")
+        self.connected.add(peer)
         try:
             work = getattr(group, operation)([tensor.detach()], peer, tag)
         except RuntimeError as error:
@@ -208,7 +212,7 @@ class PeerGroup:
         if control is not None:
             if self._data is not None:
                 self._data.abort()
-            _close_gloo(control, self.rank, self.size)
+            _close_gloo(control, self.connected)
             self.in_flight.clear()
 
     def _wait_gloo(self, messages: Sequence[Pending], deadline: float) -> None:
@@ -292,6 +296,22 @@ def join(
     return PeerGroup(control, name, rank, size, data, device)
 
 
+def meet(store: dist.Store, name: str, rank: int, size: int, *, timeout_s: float, host: str) -> PeerGroup:
+    """Return the group `name` in which members connect when they first exchange a message, over gloo alone.
+
+    For many members of which each talks to a few: `join` connects every member to every other. `store`: one that all members
+    have, and keep. `host`: this node's address on which the others reach it. Raise PeerError if not all came within
+    `timeout_s`.
+    """
+    store, timeout = dist.PrefixStore(name, store), timedelta(seconds=max(_SHORTEST_WAIT_S, timeout_s))
+    try:
+        group = PeerGroup(_gloo(store, rank, size, timeout, host, lazy=True), name, rank, size)
+    except RuntimeError as error:
+        raise PeerError(f"member {rank} of {size} did not meet the others: {_first_line(error)}") from error
+    group.connected.clear()
+    return group
+
+
 def _connect(address: Address, timeout_s: float) -> dist.Store:
     timeout = timedelta(seconds=max(_SHORTEST_WAIT_S, timeout_s))
     try:
@@ -302,10 +322,10 @@ def _connect(address: Address, timeout_s: float) -> dist.Store:
         ) from error
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str, *, lazy: bool = False) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
@@ -331,18 +351,17 @@ def _failed(message: Pending, error: RuntimeError) -> PeerError:
     return PeerError(f"{message.what}: {_first_line(error)}")
 
 
-def _close_gloo(group: Any, rank: int, size: int) -> None:
+def _close_gloo(group: Any, peers: Iterable[int]) -> None:
     """Break all connections of this member.
 
     Connections live as long as any message on them, so dropping the group does not close them. A wait that times out
     does: gloo then breaks all of this member's connections. A connection that is broken already fails at once and tells
     the others nothing, so one wait is not enough.
     """
-    for peer in range(size):
-        if peer != rank:
-            with contextlib.suppress(RuntimeError):
-                never_sent = group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _NEVER_SENT_TAG)
-                never_sent.wait(timedelta(seconds=_SHORTEST_WAIT_S))
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            never_sent = group.recv([torch.zeros(1, dtype=torch.uint8)], peer, _NEVER_SENT_TAG)
+            never_sent.wait(timedelta(seconds=_SHORTEST_WAIT_S))
 
 
 def _first_line(error: Exception) -> str:

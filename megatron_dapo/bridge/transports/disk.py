@@ -72,8 +72,9 @@ class DiskTransport:
         target = self._target
         for engine in self.handles.led_by(self.rank, request.engines):
             self._loads[engine] = Call(lambda e=engine: self._load(e, request, target))
-        for engine in request.engines:
-            for engine_rank in self.plan.ranks_of(engine):
+        size = self.plan.engines.tensor_parallel
+        for engine_rank in self.plan.destinations(self.rank):
+            if engine_rank // size in request.engines:
                 self._result.expected.add_plan(engine_rank, self.rank, sources)
 
     def finish(self) -> TransferResult:
@@ -87,8 +88,8 @@ class DiskTransport:
             except Exception as error:
                 result.fail(engine, reason_of(error))
         what = f"weight sync {request.sync_id}, the loads"
-        failures = self.coordination.gather(len(result.failures), what, self._deadline.left_s + _GRACE_S)
-        if request.engines and not any(failures) and self.rank == 0:
+        has_failed = self.coordination.merge(bool(result.failures), any, what, self._deadline.left_s + _GRACE_S)
+        if request.engines and not has_failed and self.rank == 0:
             self._remove_others()
         return result
 
@@ -104,10 +105,12 @@ class DiskTransport:
         except Exception as error:
             problem = reason_of(error)
         what = f"weight sync {self._request.sync_id}, the directory"
-        problems = [view for view in self.coordination.gather(problem, what, self._deadline.left_s) if view]
-        for engine in self._request.engines if problems else ():
-            self._result.fail(engine, f"{self._target}: {problems[0]}")
-        return not problems
+        first = self.coordination.merge(
+            problem, lambda views: next(filter(None, views), ""), what, self._deadline.left_s
+        )
+        for engine in self._request.engines if first else ():
+            self._result.fail(engine, f"{self._target}: {first}")
+        return not first
 
     def _load(self, engine: int, request: SyncRequest, target: Path) -> tuple[Reply, ...]:
         """Load and verify one engine, in a thread. Raise ValueError that names the rank whose reply is missing or bad."""

@@ -42,6 +42,20 @@ class EngineNodes:
         """Return the engines of a request that are on this rank's node."""
         return tuple(engine for engine in request.engines if self.is_here(engine))
 
+    def away(self, request: SyncRequest) -> tuple[int, ...]:
+        """Return the engine ranks of other nodes that this rank writes into, in order."""
+        size, engines = self.plan.engines.tensor_parallel, set(request.engines)
+        return tuple(
+            rank
+            for rank in self.plan.destinations(self.rank)
+            if rank // size in engines and not self.is_here(rank // size)
+        )
+
+    def num_rounds(self, request: SyncRequest) -> int:
+        """Return the number of buckets of the engine rank with the most, of those whose bytes this rank handles."""
+        ranks = [rank for engine in self.engines_here(request) for rank in self.plan.ranks_of(engine)]
+        return max((len(self.plan.buckets(rank)) for rank in [*ranks, *self.away(request)]), default=0)
+
     def engine_of(self, bucket: Bucket) -> int:
         return bucket.engine_rank // self.plan.engines.tensor_parallel
 
@@ -63,7 +77,8 @@ class EngineNodes:
 class Forwarding:
     """This rank's messages to and from other nodes; `peers`: all trainer ranks, None if there is one node.
 
-    Every rank goes through the same rounds, also for engines that failed: the other nodes do not know of the failure.
+    A rank goes through all rounds of what it handles, also for engines that failed: the other nodes do not know of the
+    failure. Between two ranks messages leave and arrive in the order of rounds, and within one of engine ranks.
     """
 
     def __init__(self, nodes: EngineNodes, peers: PeerGroup | None) -> None:
@@ -80,7 +95,7 @@ class Forwarding:
         incoming: Incoming = {}
         if self._peers is None:
             return incoming
-        for bucket, source in self._forwarded(self._nodes.engines_here(request), index):
+        for bucket, source in self._forwarded(request, index):
             if self._relay(bucket, source) == self._nodes.rank:
                 start, stop = bucket.segments[source]
                 data = torch.empty(stop - start, dtype=torch.uint8)
@@ -94,13 +109,14 @@ class Forwarding:
         if self._peers is None:
             return
         self.wait(deadline)
-        away = [engine for engine in request.engines if not self._nodes.is_here(engine)]
-        for bucket, source in self._forwarded(away, index):
-            if source == self._nodes.rank:
-                start, stop = bucket.segments[source]
+        plan, rank = self._nodes.plan, self._nodes.rank
+        for engine_rank in self._nodes.away(request):
+            buckets = plan.buckets(engine_rank)
+            if index < len(buckets) and rank in (bucket := buckets[index]).segments:
+                start, stop = bucket.segments[rank]
                 data = torch.zeros(stop - start, dtype=torch.uint8)
-                write_chunks(self._nodes.plan, bucket, source, sources, data, expected, origin=start)
-                self._sending.append(self._peers.send(data, self._relay(bucket, source)))
+                write_chunks(plan, bucket, rank, sources, data, expected, origin=start)
+                self._sending.append(self._peers.send(data, self._relay(bucket, rank)))
 
     def wait(self, deadline: SyncDeadline) -> None:
         """Wait until everything sent has left."""
@@ -108,13 +124,16 @@ class Forwarding:
             message.wait(deadline.at)
         self._sending.clear()
 
-    def _forwarded(self, engines: Sequence[int], index: int) -> list[tuple[Bucket, int]]:
-        """(bucket, source) pairs of round `index` whose source is on another node, in one order on all ranks."""
-        nodes, pairs = self._nodes, []
-        for bucket in nodes.buckets(engines, index):
-            node = nodes.node_of(nodes.engine_of(bucket))
-            pairs += [(bucket, source) for source in bucket.segments if nodes.nodes.node_of(source) != node]
-        return pairs
+    def _forwarded(self, request: SyncRequest, index: int) -> list[tuple[Bucket, int]]:
+        """(bucket of an engine of this node, source on another node) pairs of round `index`, in the senders' order."""
+        nodes = self._nodes
+        node, here = nodes.nodes.node_of(nodes.rank), nodes.engines_here(request)
+        return [
+            (bucket, source)
+            for bucket in nodes.buckets(here, index)
+            for source in bucket.segments
+            if nodes.nodes.node_of(source) != node
+        ]
 
     def _relay(self, bucket: Bucket, source: int) -> int:
         """Rank of the engine's node that receives a source's bytes; sources are spread over the node's ranks."""

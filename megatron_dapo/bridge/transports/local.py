@@ -89,7 +89,7 @@ class LocalTransport:
                 self.plan.reshard, sources, self._parameters, self.group, bucket_bytes=self.plan.bucket_bytes
             )
             # From the sources, not from what arrived: an error on the way must differ from the engine's own checksum.
-            for engine_rank in range(self.plan.num_engines):
+            for engine_rank in self.plan.destinations(self.rank):
                 self._result.expected.add_plan(engine_rank, self.rank, sources)
 
     def finish(self) -> TransferResult:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.reshard.execution import Buffers
 
 _TOO_LONG = "took longer than"  # in the TimeoutError of `Call.result`
+_NUM_REASONS = 4  # of one engine that all ranks learn of
 _CALL_GRACE_S = 5.0  # for the answer to a request once the replies are here
 
 
@@ -191,6 +193,13 @@ class P2PTransport:
         trainers = {self.handles.leaders[engine], *(source for rank in ranks for source in self.plan.sources(rank))}
         return Members(tuple(sorted(trainers)), ranks)
 
+    @cached_property
+    def _own_engines(self) -> frozenset[int]:
+        """Engines that this rank sends to or leads: the only ones whose buckets it computes."""
+        size = self.plan.engines.tensor_parallel
+        sends_to = {engine_rank // size for engine_rank in self.plan.destinations(self.rank)}
+        return frozenset([*sends_to, *self.handles.led_by(self.rank, range(self.plan.num_engines))])
+
     def _peak_bytes(self, engine: int) -> int:
         """Bytes that either end may stage."""
         buckets = (bucket for rank in self.plan.ranks_of(engine) for bucket in self.plan.buckets(rank))
@@ -200,7 +209,7 @@ class P2PTransport:
 
     def _attempt(self, engines: Sequence[int], rendezvous: Mapping[int, _Rendezvous], sources: Buffers) -> None:
         """Send to `engines` in one thread each; record this rank's shares and all ranks' failures."""
-        mine = [engine for engine in engines if self.rank in self.members(engine).trainers]
+        mine = [engine for engine in engines if engine in self._own_engines]
         shares = {engine: self._new_share() for engine in mine}
         for engine in mine:
             if rendezvous[engine].fresh:
@@ -227,25 +236,21 @@ class P2PTransport:
 
     def _arrange(self, engines: Sequence[int]) -> dict[int, _Rendezvous]:
         """Agree on every engine's group, named by its leader: a new one if any member lacks the old one."""
-        own: dict[str, Any] = {"groups": {}, "offers": {}}
+        own: dict[int, Any] = {}  # engine -> name of the kept group, and its leader's offer of a new one
         for engine in engines:
             leads = self.handles.leaders[engine] == self.rank
             if leads and self._joined_by.get(engine) is not self.handles.controls[engine]:
                 self._drop(engine)
-            if self.rank in self.members(engine).trainers:
-                own["groups"][str(engine)] = self._groups[engine].name if engine in self._groups else ""
-            if leads:
-                own["offers"][str(engine)] = self._offer()
+            if engine in self._own_engines:
+                kept = self._groups[engine].name if engine in self._groups else ""
+                own[engine] = [kept, self._offer() if leads else None]
         what = f"weight sync {self._request.sync_id}, the groups"
-        everyone = self.coordination.gather(own, what, self._deadline.left_s)
-        found = {}
+        found = self.coordination.merge(own, _common_groups, what, self._deadline.left_s)
+        rendezvous = {}
         for engine in engines:
-            names = {view["groups"][str(engine)] for view in everyone if str(engine) in view["groups"]}
-            name, host, port = everyone[self.handles.leaders[engine]]["offers"][str(engine)]
-            # A member that left after a failure, or an engine that was restarted, makes all of them join anew.
-            fresh = len(names) > 1 or "" in names
-            found[engine] = _Rendezvous(name if fresh else names.pop(), Address(host, port), fresh)
-        return found
+            kept, (name, host, port) = found[str(engine)]
+            rendezvous[engine] = _Rendezvous(kept or name, Address(host, port), fresh=not kept)
+        return rendezvous
 
     def _offer(self) -> list[Any]:
         if self._store is None:
@@ -254,18 +259,22 @@ class P2PTransport:
 
     def _failed_anywhere(self, shares: Mapping[int, _Share]) -> dict[int, list[str]]:
         """Return engine -> the failure of each rank, its leader first."""
-        known = {str(engine): share.failure for engine, share in shares.items() if share.failure}
+        known = {
+            engine: [[self.handles.leaders[engine] != self.rank, self.rank, share.failure]]
+            for engine, share in shares.items()
+            if share.failure
+        }
         # Ranks whose wait for an engine has just ended at the deadline still have to say so.
         seconds = self._deadline.left_s + _CALL_GRACE_S
-        everyone = self.coordination.gather(known, f"weight sync {self._request.sync_id}, the outcome", seconds)
-        reasons: dict[int, list[str]] = {}
-        for rank, view in enumerate(everyone):
-            for engine, reason in ((int(engine), reason) for engine, reason in view.items()):
-                if rank == self.handles.leaders[engine]:
-                    reasons.setdefault(engine, []).insert(0, reason)
-                else:
-                    reasons.setdefault(engine, []).append(f"trainer rank {rank}: {reason}")
-        return reasons
+        found = self.coordination.merge(
+            known, _few_reasons, f"weight sync {self._request.sync_id}, the outcome", seconds
+        )
+        return {
+            int(engine): [
+                f"trainer rank {rank}: {reason}" if rank_follows else reason for rank_follows, rank, reason in views
+            ]
+            for engine, views in found.items()
+        }
 
     # One engine
 
@@ -419,9 +428,40 @@ class P2PTransport:
         return [Call(lambda n=n, r=r: watch(n, r)) for n, r in enumerate(members.engine_ranks)]
 
 
+def _common_groups(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Combine engine -> (name of the kept group, offer of a new one) of some ranks; no name if any of them lacks it.
+
+    A member that left after a failure, or an engine that was restarted, makes all of them join anew.
+    """
+    found: dict[str, Any] = {}
+    for view in views:
+        for engine, (kept, offer) in view.items():
+            other, first = found.get(engine, (kept, offer))
+            found[engine] = [kept if kept == other else "", first or offer]
+    return found
+
+
+def _few_reasons(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Combine engine -> (not its leader, rank, reason) of some ranks: the leader's first, then causes, then consequences."""
+    found: dict[str, list] = {}
+    for view in views:
+        for engine, reasons in view.items():
+            found.setdefault(engine, []).extend(reasons)
+    ordered = {
+        engine: sorted(reasons, key=lambda entry: (entry[0], _is_consequence(entry[2]), entry[1]))
+        for engine, reasons in found.items()
+    }
+    return {engine: reasons[:_NUM_REASONS] for engine, reasons in ordered.items()}
+
+
+def _is_consequence(reason: str) -> tuple[bool, bool]:
+    """Return order of reasons: a timeout and a closed connection are what other ranks see of a cause."""
+    return (_TOO_LONG in reason, PeerError.__name__ in reason)
+
+
 def _first_cause(reasons: Sequence[str]) -> str:
     """Return the reason that is neither a timeout nor a closed connection: other ranks see these as consequences."""
-    return min(reasons, key=lambda reason: (_TOO_LONG in reason, PeerError.__name__ in reason))
+    return min(reasons, key=_is_consequence)
 
 
 def _collect(calls: Sequence[Call[Reply]], deadline: SyncDeadline) -> tuple[Reply, ...]:

@@ -134,8 +134,7 @@ class SharedMemoryTransport:
     def send(self, sources: Buffers) -> None:
         """Write this rank's chunks, bucket after bucket."""
         state = self._running
-        # The same number on all ranks, so that senders and relays of all nodes go through the same rounds.
-        for index in range(max((self.plan.num_buckets(engine) for engine in state.request.engines), default=0)):
+        for index in range(self._nodes.num_rounds(state.request)):
             self._round(state, index, sources)
 
     def finish(self) -> TransferResult:
