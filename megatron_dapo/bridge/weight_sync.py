@@ -332,13 +332,14 @@ class WeightSync:
     def _share(self, reports: dict[int, EngineSyncReport], reached: EngineState, what: str, seconds: float) -> None:
         """Tell every rank which engines failed, for whichever rank; the others have `reached` a state.
 
-        Only failures travel to all ranks. What a leader measured reaches the ranks of the highest group of the tree, where
-        rank 0 logs. Another rank may still be busy for `seconds` when this one is done.
+        Only failures travel to all ranks. What leaders measured reaches, at the end, the ranks of the highest group of the
+        tree, where rank 0 logs. Another rank may still be busy for `seconds` when this one is done.
         """
         rank = self.coordination.rank
         led = self.handles.led_by(rank, tuple(reports))
+        is_end = reached is EngineState.SERVING
         failures = {e: [e not in led, report.reason] for e, report in reports.items() if report.reason}
-        measured = {e: [report.num_bytes, report.seconds] for e, report in reports.items() if e in led}
+        measured = {e: [report.num_bytes, report.seconds] for e, report in reports.items() if e in led and is_end}
         found = self.coordination.merge(
             [failures, measured],
             _first_failures,

@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.engines.sglang.versions import ApiVersion
@@ -64,11 +65,14 @@ class Servers(ABC):
     def dead(self, suspected: Mapping[int, str]) -> dict[int, str]:
         """Return the servers that have ended and their reasons, with those that rank 0 knows to be lost."""
         own = [[index, server.exit_reason()] for index, server in self._own.items() if not server.is_alive()]
-        everyone = self._coordination.gather({"own": own, "suspected": [list(entry) for entry in suspected.items()]})
-        lost = {index: reason for rank in everyone for index, reason in rank["suspected"]}
+        # Not one entry a rank: most have nothing to say.
+        found_own, found_suspected = self._coordination.merge(
+            [own, [list(entry) for entry in suspected.items()]],
+            lambda views: [list(chain.from_iterable(entries)) for entries in zip(*views)],
+            "the servers that have ended",
+        )
         # A server's own exit reason counts more than a suspicion: it has the end of the log.
-        lost.update({index: reason for rank in everyone for index, reason in rank["own"]})
-        return dict(sorted(lost.items()))
+        return dict(sorted({**dict(found_suspected), **dict(found_own)}.items()))
 
     def api_version(self, index: int) -> ApiVersion | None:
         """Return the API version of this rank's server; None for servers of other ranks."""
