@@ -2,7 +2,7 @@
 
     python benchmarks/scale_start.py [--json] [--tiny] [--real] [--namespaces]
 
-Each figure is the worst of several ranks (rank 0, first ranks of nodes at every height of the tree, others), each in a
+Each figure is the worst of several ranks (rank 0, first ranks of nodes low and high in the tree, others), each in a
 process of its own with the run's own classes and stand-ins for all other ranks (`scale/one_rank.py`). Counted are the
 groups of `Coordination`, those that carry forwarded weights, and an estimate of NCCL's; torch's own store and the HTTP
 connections by which rank 0 generates are not. The check starts 2 and 4 nodes of 2 processes over gloo, as real and as
@@ -54,12 +54,8 @@ SMALL = (
 
 
 def positions(num_ranks: int) -> list[int]:
-    """Return rank 0, first ranks of groups at every height of the tree, first ranks of other nodes, and others."""
-    found, stride = {0, 5, num_ranks // 2, num_ranks // 2 + 3, num_ranks - PER_NODE, num_ranks - 1}, PER_NODE
-    while stride < num_ranks:
-        found.add(stride)
-        stride *= 4
-    return sorted(found)
+    """Return rank 0, the first of the second node, another first one of the highest group of the tree, and two others."""
+    return [0, 5, PER_NODE, num_ranks // 2, num_ranks - 1]
 
 
 def case_of(rank: int, num_ranks: int, **changes: Any) -> dict[str, Any]:
@@ -83,7 +79,7 @@ def start(case: dict[str, Any], prefix: Sequence[str] = ()) -> subprocess.Popen[
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if case.get("interface"):
         environment["GLOO_SOCKET_IFNAME"] = case["interface"]
-    command = [*prefix, sys.executable, "-m", "benchmarks.scale.one_rank", json.dumps(case)]
+    command = [*prefix, sys.executable, __file__, "--case", json.dumps(case)]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -240,7 +236,13 @@ def main() -> None:
     parser.add_argument(
         "--namespaces", action="store_true", help="a network namespace for each node of the check (root)"
     )
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.case:
+        from benchmarks.scale.one_rank import run
+
+        print(json.dumps(run(json.loads(arguments.case))), flush=True)
+        os._exit(0)  # groups whose other ends are gone need no farewell
     sizes: Sequence[int] = () if arguments.real else SIZES[:1] if arguments.tiny else SIZES
     layers = 4 if arguments.tiny else 16
     result: dict[str, Any] = {}

@@ -1,7 +1,5 @@
 """Start and weight syncs of one rank of a run: its groups, servers and plans, made by the classes that a run uses.
 
-    python -m benchmarks.scale.one_rank '{"ranks": 1024, "rank": 8, ...}'
-
 Simulated: the default group is torch's fake one, and the other ranks are stand-ins that answer as healthy ones would. Real:
 the process is one of `ranks` over gloo. Either way the servers are stand-ins in the leaders' processes, which take every
 bucket and answer with the checksums of zeros: the weights are zeros of a model with the layers and the proportions of
@@ -15,7 +13,6 @@ import json
 import os
 import pickle
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -333,9 +330,3 @@ def interface_bytes(name: str) -> tuple[int, int]:
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     values = next(line.split(":")[1].split() for line in lines if line.strip().startswith(name + ":"))
     return int(values[0]), int(values[8])
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(json.loads(sys.argv[1]))))
-    sys.stdout.flush()
-    os._exit(0)  # groups whose other ends are gone need no farewell

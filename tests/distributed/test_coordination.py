@@ -146,7 +146,9 @@ def test_barrier_names_its_purpose_and_the_missing_ranks() -> None:
 
 def tree(_: Any) -> list[int]:
     """Three levels of groups of two: every exchange must give what one group of all ranks would."""
+    before = _num_sockets()
     everyone = coordinate(range(5), timeout_s=30, group_size=2, fan_out=2)
+    opened = _num_sockets() - before
     rank, ranks = dist.get_rank(), range(5)
     assert (everyone.rank, everyone.size) == (rank, 5)
     for length in (1, 1016, 1017, 5000):
@@ -165,8 +167,15 @@ def tree(_: Any) -> list[int]:
     pair = coordinate([1, 3], timeout_s=30)
     assert (pair is None) == (rank not in (1, 3))
     assert pair is None or pair.gather(rank) == [1, 3]
-    # A rank's connections are those of its groups alone.
-    return everyone.gather(sum(len(level.ranks) - 1 for level in everyone._levels))
+    # A rank's connections are those of its groups alone; each group listens on one socket beside.
+    connections = sum(len(level.ranks) - 1 for level in everyone._levels)
+    assert opened == connections + len(everyone._levels), (opened, connections)
+    return everyone.gather(connections)
+
+
+def _num_sockets() -> int:
+    links = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum(str(link).startswith("socket:") for link in links)
 
 
 def test_a_tree_of_groups_agrees_with_one_group_of_all_ranks() -> None:

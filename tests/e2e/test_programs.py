@@ -39,6 +39,7 @@ RUN_BY = {
     "benchmarks/peers/weight_trainer.py": "test_weight_sync",
     "benchmarks/plan_scale.py": "test_plan_scale",
     "benchmarks/rollout_throughput.py": "test_rollout_throughput",
+    "benchmarks/scale_start.py": "test_scale_start",
     "benchmarks/tppo_efficiency.py": "test_tppo_efficiency_simulated",
     "benchmarks/train_step.py": "test_train_step",
     "benchmarks/value_learning.py": "test_value_learning",
@@ -189,6 +190,15 @@ def test_plan_scale(repository: Path) -> None:
     assert result["bytes_difference"] == 0
     [check] = result["checks"].values()
     assert check["unfilled_elements"] == 0 < check["bytes_moved"]
+
+
+def test_scale_start(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/scale_start.py", "--tiny")
+    assert result["max_connections"] <= 64 and result["update_mb_128"] <= 10 and result["gb_128"] <= 0.5
+    check = result["nodes_2"]
+    assert check["bytes_difference"] == check["connections_difference"] == 0 < check["payload_bytes"]
+    # A process has torch's own sockets beside the counted ones, never fewer.
+    assert all(one >= counted for one, counted in zip(check["sockets"], check["sockets_counted"]))
 
 
 def test_rollout_throughput(repository: Path) -> None:
