@@ -8,6 +8,7 @@
 # make test-gpu [RESULTS=...] [TESTS="-k head"]                numerics and speed on a GPU, in the environment of PYTHON
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
 # make test-cluster                                            the shipped scripts on two virtual nodes with real Slurm (root)
+# make test-two-nodes                                          the shortest of these, where the machine can; else it says why not
 # make test-engine [SGLANG=0.5.21]                             the tests against a real SGLang server alone, of that version
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
@@ -33,7 +34,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-engine test-gpu smoke-gpu clean
+.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-two-nodes test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -116,9 +117,19 @@ smoke-gpu:
 test-engine: .venv $(SGLANG_VENV)
 	$(RUN) MEGATRON_DAPO_ENGINE_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python .venv/bin/python -m pytest -q $(BESIDE) tests/engine
 
-# Debian: apt-get install slurm-wlm munge iproute2 (docs/cluster.md).
+# A virtual cluster (docs/cluster.md). Debian's slurm-wlm, munge and iproute2 are installed where they are missing. A run that
+# hangs is interrupted, then killed; its cluster is taken down whatever happened.
+CLUSTER := .venv/bin/python -m tools.virtual_cluster
+CLUSTER_TESTS = work=$$(mktemp -d /tmp/cluster.XXXXXX); trap '$(CLUSTER) down "$$work"; rm -rf "$$work"' EXIT; \
+	$(RUN) MEGATRON_DAPO_CLUSTER=required MEGATRON_DAPO_CLUSTER_WORK="$$work" \
+	timeout --foreground --signal=INT --kill-after=60 $(1) .venv/bin/python -m pytest -q tests/cluster $(2)
+
 test-cluster: .venv .venv-sglang
-	$(RUN) MEGATRON_DAPO_CLUSTER=required .venv/bin/python -m pytest -q tests/cluster
+	@$(CLUSTER) check --install
+	@$(call CLUSTER_TESTS,2400)
+
+test-two-nodes: .venv
+	@if $(CLUSTER) check --install; then $(call CLUSTER_TESTS,300,-m two_nodes); fi
 
 clean:
 	rm -rf .venv .venv-sglang* $(EXTRA_VENVS) build dist runs *.egg-info .pytest_cache .hypothesis

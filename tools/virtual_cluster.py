@@ -5,6 +5,7 @@
     python -m tools.virtual_cluster run WORK ctl -- sbatch --nodes=2 --ntasks-per-node=1 examples/launch/slurm.sh ...
     python -m tools.virtual_cluster fault WORK power-off node1
     python -m tools.virtual_cluster down WORK                  # ends everything that runs in it; logs stay in WORK
+    python -m tools.virtual_cluster check --install            # says why this machine cannot; installs what is missing
 
 A node has its own network, host name, processes, mounts, shared memory and cgroup (CPU time and memory); `ctl` has the
 switch, munged and slurmctld. The file system is shared, as a cluster's is. Needs root and Debian's packages slurm-wlm,
@@ -31,6 +32,9 @@ from pathlib import Path
 CONTROLLER = "ctl"
 SUBNET = "10.77.0"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare")
+PACKAGES = ("slurm-wlm", "munge", "iproute2")
+INSTALL_S = 240.0
+_NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork")
 FAULTS = ("crash", "power-off", "unplug", "plug", "kill-slurmd", "boot")
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 GIB = 1024**3
@@ -138,12 +142,8 @@ class VirtualCluster:
 
     def up(self) -> None:
         """Start all nodes and wait until Slurm reports them idle. Raises RuntimeError with the end of the logs."""
-        missing = [program for program in PROGRAMS if shutil.which(program) is None]
-        if os.geteuid() != 0 or missing:
-            raise RuntimeError(
-                f"virtual cluster: needs root (this is uid {os.geteuid()}) and the programs {', '.join(PROGRAMS)}; missing: "
-                f"{', '.join(missing) or 'none'}; apt-get install slurm-wlm munge iproute2"
-            )
+        if reason := unavailable():
+            raise RuntimeError(f"virtual cluster: {reason}")
         if (self.work / "cluster.json").exists():
             raise RuntimeError(f"{self.work}: a cluster is already there; end it with `down` first")
         self._write_files()
@@ -453,6 +453,43 @@ def _polls(timeout_s: float, what: str) -> Iterator[None]:
     raise TimeoutError(f"virtual cluster: waited {timeout_s:.0f} s for {what}")
 
 
+def missing_programs() -> list[str]:
+    """Return the programs that this machine lacks."""
+    return [program for program in PROGRAMS if shutil.which(program) is None]
+
+
+def unavailable() -> str:
+    """Return why this machine cannot run a virtual cluster, "" if it can."""
+    if os.geteuid() != 0:
+        return f"needs root, this is uid {os.geteuid()}"
+    if missing := missing_programs():
+        return f"misses {', '.join(missing)}: apt-get install {' '.join(PACKAGES)}"
+    if not sys.platform.startswith("linux"):
+        return "needs Linux"
+    # Containers often grant root without the right to make namespaces or mounts.
+    for command in (["ip", "netns", "list"], ["unshare", *_NAMESPACES, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]):
+        tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        if tried.returncode:
+            return f"{' '.join(command)} fails: {(tried.stderr.strip() or str(tried.returncode)).splitlines()[-1]}"
+    return ""
+
+
+def install() -> None:
+    """Install the packages with apt-get where programs are missing. A failure is printed: `unavailable` says the rest."""
+    if os.geteuid() != 0 or not missing_programs() or shutil.which("apt-get") is None:
+        return
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for arguments in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
+        command = ["apt-get", "-q", "-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=30", *arguments]
+        try:
+            done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False, timeout=INSTALL_S)
+        except subprocess.TimeoutExpired:
+            print(f"{' '.join(command)} did not end in {INSTALL_S:.0f} s", file=sys.stderr)
+            return
+        if done.returncode:
+            print(f"{' '.join(command)} failed with {done.returncode}", file=sys.stderr)
+
+
 @contextmanager
 def virtual_cluster(work: Path, settings: ClusterSettings) -> Iterator[VirtualCluster]:
     """A cluster that is up inside the `with` block and is removed after it, also after an error."""
@@ -476,8 +513,10 @@ def main() -> int:
         *((key, f"--{key.replace('_', '-')}") for key in list(asdict(defaults))[1:]),
     ):
         up.add_argument(option, dest=key, type=type(getattr(defaults, key)), default=getattr(defaults, key))
-    down = actions.add_parser("down", help="end a cluster")
+    down = actions.add_parser("down", help="end a cluster, if there is one")
     down.add_argument("work", type=Path)
+    check = actions.add_parser("check", help="print why this machine cannot run a cluster; exit code 1 then")
+    check.add_argument("--install", action="store_true", help="install missing packages with apt-get first")
     run = actions.add_parser("run", help="run a command on a node")
     run.add_argument("work", type=Path)
     run.add_argument("node")
@@ -499,7 +538,14 @@ def main() -> int:
         cluster.up()
         print(cluster.run(CONTROLLER, "sinfo"), end="")
     elif options.action == "down":
-        VirtualCluster(options.work).down()
+        if (options.work / "cluster.json").exists():
+            VirtualCluster(options.work).down()
+    elif options.action == "check":
+        if options.install:
+            install()
+        if reason := unavailable():
+            print(f"no virtual cluster on this machine: {reason}", file=sys.stderr)
+            return 1
     elif options.action == "run":
         arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
         return subprocess.run(VirtualCluster(options.work).command(options.node, arguments), check=False).returncode

@@ -4,12 +4,13 @@
 #   NODE_RANK=0 MASTER_ADDR=node0 examples/launch/dapo_qwen2.5_32b.sh MODEL TRAIN EVAL [--set a.b=value]...
 #
 # MODEL: Hugging Face directory of Qwen2.5-32B. TRAIN: dapo-math-17k.parquet. EVAL: aime-2024.parquet. All on storage every node sees,
-# as is this checkout, whose directory runs/ takes the output. To end it with a checkpoint send SIGTERM to the workers, whose process ids are in
-# runs/dapo_qwen2.5_32b/workers: torchrun itself kills its workers 30 s after a signal.
+# as is this checkout, whose directory runs/ takes the output. To end it with a checkpoint send SIGTERM to a worker, whose process ids are in
+# runs/dapo_qwen2.5_32b/workers (all stop): torchrun itself kills its workers 30 s after a signal. torchrun starts the workers again after a failure;
+# what would repeat, and what a signal stopped, they end within a second.
 set -euo pipefail
 
 if [ $# -lt 3 ]; then
-    sed -n '2,8p' "$0"
+    sed -n '2,9p' "$0"
     exit 2
 fi
 : "${NODE_RANK:?the rank of this node, 0 to 15}"
@@ -23,5 +24,5 @@ if [ "$NODE_RANK" = 0 ]; then
     megatron-dapo train "$recipe" "${settings[@]}" "$@" --dry-run
 fi
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
-exec torchrun --nnodes 16 --nproc-per-node 8 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
+exec torchrun --max-restarts 3 --nnodes 16 --nproc-per-node 8 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
     --module megatron_dapo.launch.worker "$recipe" "${settings[@]}" "$@"

@@ -5,19 +5,21 @@
 #   sbatch --nodes=16 --ntasks-per-node=8 examples/launch/slurm.sh examples/layouts/colocated_16nodes.toml MODEL TRAIN EVAL [--set a.b=value]...
 #   sbatch --nodes=16 --ntasks-per-node=4 examples/launch/slurm.sh examples/layouts/disaggregated_16nodes.toml MODEL TRAIN EVAL [--set a.b=value]...
 #
-# Submit it from the root of the checkout. Ten minutes before the time limit every worker gets SIGTERM: the run saves and ends, and the
-# same command continues it. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO.
+# Submit it from the root of the checkout. Ten minutes before the time limit every worker gets SIGTERM: the run saves, the job is requeued,
+# and continues. It is requeued as well after a failure that another attempt may not meet, until run.max_fruitless_attempts attempts in a row
+# made no train step. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO.
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=48:00:00
 #SBATCH --signal=TERM@600
+#SBATCH --requeue
 #SBATCH --output=slurm-%j.log
 #SBATCH --open-mode=append
 set -euo pipefail
 
 if [ $# -lt 4 ]; then
-    sed -n '2,9p' "$0"
+    sed -n '2,10p' "$0"
     exit 2
 fi
 layout=$1
@@ -32,7 +34,19 @@ fi
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${hosts%%$'\n'*} # the first; a pipe into head would end the script when scontrol writes on
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 10000)) # one for each job: two jobs may share a node
-export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+# When the job ends: the time left after a signal decides whether a checkpoint is begun.
+SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" || true)}
+export MASTER_ADDR MASTER_PORT SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 # All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks.
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))
-exec srun --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=none python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@"
+worker=(python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@")
+if srun --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=none "${worker[@]}"; then
+    exit 0
+fi
+# The record in the run directory decides, because the code of srun may be that of a task which it has killed itself.
+code=0
+"${worker[@]}" --verdict || code=$?
+if [ "$code" = 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

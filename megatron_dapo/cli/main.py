@@ -1,7 +1,8 @@
 """The `megatron-dapo` command: parse, load, check, then call. Heavy libraries are imported inside the commands that
 need them.
 
-Exit codes: 0 done, 1 failed (a check did not hold, a process failed), 2 refused (everything that is wrong is listed).
+Exit codes: 0 done, 1 failed (a check did not hold, a process failed in a way that would repeat), 2 refused (everything
+that is wrong is listed), 75 not at its end and worth starting again: a signal stopped it, or a failure that may pass.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -59,6 +61,9 @@ GpusOption = Annotated[
 GpuMemoryOption = Annotated[
     float | None, typer.Option(metavar="GIB", help="memory of a GPU for --dry-run; default: 79, an 80 GB H100")
 ]
+RestartsOption = Annotated[
+    int, typer.Option("--restarts", min=0, help="times that the processes are started again after a failure")
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="check everything, print what would run, start nothing")]
 
 
@@ -94,6 +99,7 @@ def train(
     overrides: SetOption = None,
     layout: LayoutOption = None,
     output_dir: OutputDirOption = None,
+    restarts: RestartsOption = 0,
     dry_run: DryRunOption = False,
     nodes: NodesOption = None,
     gpus_per_node: GpusOption = None,
@@ -104,7 +110,7 @@ def train(
     for line in describe(plan):
         typer.echo(line)
     if not dry_run:
-        raise typer.Exit(_run(recipe, plan))
+        raise typer.Exit(_run(recipe, plan, restarts))
 
 
 @app.command("pretrain-value")
@@ -115,6 +121,7 @@ def pretrain_value(
     output_dir: Annotated[
         Path | None, typer.Option(help="where pretraining writes; default: value_pretraining in run.output_dir")
     ] = None,
+    restarts: RestartsOption = 0,
     dry_run: DryRunOption = False,
     nodes: NodesOption = None,
     gpus_per_node: GpusOption = None,
@@ -132,7 +139,7 @@ def pretrain_value(
     for line in describe_pretraining(plan):
         typer.echo(line)
     if not dry_run:
-        raise typer.Exit(_run(recipe, plan, ("--pretrain-value", *([str(output_dir)] if output_dir else []))))
+        raise typer.Exit(_run(recipe, plan, restarts, ("--pretrain-value", *([str(output_dir)] if output_dir else []))))
 
 
 def _plan(
@@ -176,37 +183,52 @@ def _machines(
     return Machines(1, torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory / GIB)
 
 
-def _run(recipe: Path, plan: Plan, arguments: tuple[str, ...] = ()) -> int:
+def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:
     """Run the workers with `arguments`, and end with the summary or with the first root cause as the last line."""
     from megatron_dapo.launch.lifetime import require_unused
+    from megatron_dapo.recovery.attempts import is_finished
     from megatron_dapo.telemetry.summary import read_summary, summary_table
 
-    directory = plan.loaded.config.run.output_dir
+    config = plan.loaded.config
+    directory = config.run.output_dir
     try:
         require_unused(directory)
     except RuntimeError as error:
         _refuse(error)
-    summary = directory / "summary.json"
-    summary.unlink(missing_ok=True)  # else a run that ends without one would show its predecessor's
-    code = _start_workers(recipe, plan, directory, arguments)
-    if code == 0 and summary.is_file():
+    summary, code = directory / "summary.json", 0
+    if is_finished(directory, config.model_dump(mode="json"), config.checkpoint_dir):
+        typer.echo(f"the run in {directory} is finished: nothing to do")
+    else:
+        summary.unlink(missing_ok=True)  # else a run that ends without one would show its predecessor's
+        code = _start_workers(recipe, plan, directory, arguments, restarts)
+    if summary.is_file():
         Console().print(summary_table(read_summary(summary)))
     return code
 
 
-def _start_workers(recipe: Path, plan: Plan, directory: Path, arguments: tuple[str, ...]) -> int:
+def _start_workers(recipe: Path, plan: Plan, directory: Path, arguments: tuple[str, ...], restarts: int = 0) -> int:
     """Start the workers, whose records go to `directory`, and wait; the first root cause of a failure is the last line."""
+    from megatron_dapo.launch.environment import batch_job
     from megatron_dapo.launch.local import launch_workers
+    from megatron_dapo.recovery.attempts import verdict
     from megatron_dapo.recovery.failure import clear_failures, first_line, read_failure
 
     clear_failures(directory)
     overrides = [part for override in plan.overrides for part in ("--set", override)]
-    code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.num_processes, directory)
+    start = time.time()
+    code = launch_workers(WORKER, [str(recipe), *overrides, *arguments], plan.num_processes, directory, restarts)
     failure = read_failure(directory)
     if failure is not None:
         typer.echo(first_line(failure), err=True)
-        return code or 1
-    return code
+        return failure.exit_code
+    if code == 0:
+        return 0
+    # torchrun's own code says only that a worker ended otherwise than with 0.
+    last = verdict(directory, batch_job(), start, plan.loaded.config.run.max_fruitless_attempts)
+    if last is None or not last.was_stopped:
+        return code
+    typer.echo(f"{last.reason}; the same command continues the run (exit code {last.exit_code})", err=True)
+    return last.exit_code
 
 
 @app.command()

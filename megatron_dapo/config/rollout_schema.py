@@ -86,7 +86,7 @@ class RolloutConfig(Section):
 
     on_exhausted: OnExhausted = "train_partial"
     """What happens when rounds or prompts run out: train on the full groups there are, stop cleanly with a checkpoint,
-    or fail."""
+    or fail, after a checkpoint as well."""
 
     filter_groups: bool = True
     """Dynamic sampling: keep a group only if accuracy_min < mean accuracy < accuracy_max, and refill the batch."""
@@ -268,7 +268,7 @@ class SglangConfig(Section):
     """Seconds each state of a weight update (pause, flush, transfer, verify) may take."""
 
     max_restarts: NonNegativeInt = 3
-    """Times a dead server is started again in one run; after that the run ends with a checkpoint."""
+    """Times a dead server is started again in one attempt; after that the attempt ends with a checkpoint and exit code 75."""
 
     parity_interval: NonNegativeInt = 10
     """Train steps between comparisons of fixed prompts' log-probs, trainer against engine. The first update is always

@@ -74,6 +74,14 @@ class RunConfig(Section):
     stacks are dumped and the run ends with an error. A phase may take longer as long as it makes progress; raise it when
     one response or one collective takes longer. Dead, stopped and silent ranks are found within seconds without it: docs/failures.md."""
 
+    max_fruitless_attempts: PositiveInt = 3
+    """Attempts in a row without a new train step after which the run is not started again by itself (requeued under Slurm,
+    restarted by torchrun)."""
+
+    stop_notice_seconds: NonNegativeFloat = 0.0
+    """Seconds between a stop signal and the kill. A checkpoint that took longer is not begun then: the last one stands. 0:
+    until the end of the Slurm job, elsewhere without limit."""
+
 
 class CheckpointConfig(Section):
     """Checkpoints, from which a run resumes exactly, and the exported model. A resumed run equals the uninterrupted one bit
@@ -83,7 +91,7 @@ class CheckpointConfig(Section):
     """Directory of checkpoints; relative to the current directory. "": <run.output_dir>/checkpoints."""
 
     interval: NonNegativeInt = 20
-    """Train steps between checkpoints. 0: only at the end and on a signal."""
+    """Train steps between checkpoints. 0: only at the end, on a signal and before an orderly failure."""
 
     keep: PositiveInt = 2  # one to resume from if the newest turns out to be damaged
     """Newest valid checkpoints kept; an older one is deleted only after a newer one is valid."""

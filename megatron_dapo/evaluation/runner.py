@@ -85,11 +85,12 @@ def generate(
     engine: RolloutEngine,
     progress: Callable[[EvaluationProgress], None],
     max_in_flight: int,
+    check_stop: Callable[[], None],
 ) -> dict[str, Completion]:
     """Drive the engine until every request has its completion, at most `max_in_flight` of them submitted at a time.
 
-    Raises RuntimeError if the engine returns a response that was not requested, stops short or aborts. On any error the
-    unfinished requests are aborted, so that the engine can be used again.
+    Raises RuntimeError if the engine returns a response that was not requested, stops short or aborts, and what
+    `check_stop` raises, which is called before every poll. On any error the unfinished requests are aborted, so that the engine can be used again.
     """
     if engine.num_unfinished:
         raise ValueError(
@@ -100,6 +101,7 @@ def generate(
     num_tokens = 0
     try:
         while len(done) < len(requests):
+            check_stop()
             room = min(max_in_flight - engine.num_unfinished, len(waiting))
             if room > 0:
                 engine.submit([waiting.pop() for _ in range(room)])
@@ -140,18 +142,19 @@ def evaluate(
     *,
     progress: Callable[[EvaluationProgress], None] = lambda report: None,
     max_in_flight: int = 1024,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
     """Sample, score and estimate by `protocol`.
 
     `scorer` gets every response in one call; `decode` turns response token ids into the text it reads. A truncated
     response is never correct, whatever the scorer returns. The result's `num_problems` is the number of distinct
-    problems in `prompts`.
+    problems in `prompts`. An error of `check_stop`, called before every poll of the engine, ends the evaluation.
     """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight {max_in_flight} must be at least 1")
     problems = unique_problems(prompts)
     requests = build_requests(problems, protocol)
-    completions = generate(requests, engine, progress, max_in_flight)
+    completions = generate(requests, engine, progress, max_in_flight, check_stop)
     texts = {name: decode(completion.token_ids) for name, completion in completions.items()}
     samples = _score(problems, protocol.num_samples, completions, texts, scorer)
     records = tuple(_record(problem, row) for problem, row in zip(problems, samples))

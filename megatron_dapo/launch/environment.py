@@ -144,6 +144,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def batch_job() -> str:
+    """Return the number of the Slurm job, the same when it is requeued; "" outside one."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def job_end_time() -> float | None:
+    """Return when Slurm ends the job, in seconds since 1970; None where it does not say."""
+    end = os.environ.get("SLURM_JOB_END_TIME")
+    return float(end) if end else None
+
+
+def is_restarted() -> bool:
+    """Return True in a worker that torchrun has started again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def rendezvous_host() -> str:
     """Return the node of rank 0, as the launcher names it."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")

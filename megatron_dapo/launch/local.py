@@ -1,8 +1,8 @@
 """Starts the workers of one machine under torchrun and passes Ctrl-C and SIGTERM to the workers, not to torchrun.
 
 torchrun kills its workers 30 s after a signal, which is less than a training step of a large model. So it runs in a
-process group of its own; the launcher forwards the first signal to the workers, who finish the step, save and exit, and
-ends everything at the second. A launcher that is killed takes torchrun and the workers along: each asks the kernel for
+process group of its own; the launcher forwards the first signal to the workers, who save and exit, and ends everything
+at a later one (those within seconds of the first are the same wish). A launcher that is killed takes torchrun and the workers along: each asks the kernel for
 a SIGTERM when its parent dies.
 """
 
@@ -13,11 +13,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.launch.environment import free_port
 from megatron_dapo.launch.lifetime import end_with_parent, require_unused
+from megatron_dapo.recovery.signals import ONE_REQUEST_S
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +38,10 @@ def write_worker_pid(run_directory: Path, rank: int) -> None:
     os.replace(partial, file)
 
 
-def torchrun_command(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
+def torchrun_command(num_processes: int, module: str, arguments: Sequence[str], restarts: int = 0) -> list[str]:
     """Return the command that runs `module` in `num_processes` local workers, which meet on loopback alone.
+
+    After a failure all are started again, `restarts` times at most.
 
     Static rendezvous: the store of `--standalone` holds its state as a pickle, and any process that reaches its port can run code.
     """
@@ -51,7 +55,7 @@ def torchrun_command(num_processes: int, module: str, arguments: Sequence[str]) 
             "--node-rank=0",
         ),
         *("--master-addr=127.0.0.1", f"--master-port={free_port()}"),
-        *(f"--nproc-per-node={num_processes}", "--module", module, *arguments),
+        *(f"--nproc-per-node={num_processes}", f"--max-restarts={restarts}", "--module", module, *arguments),
     ]
 
 
@@ -66,20 +70,22 @@ def _worker_environment(num_processes: int) -> dict[str, str]:
 
 
 class _Forwarder:
-    """Passes the first signal to the workers and kills the group at the second."""
+    """Passes the first signal to the workers and kills the group at one that comes later."""
 
     def __init__(self, process: subprocess.Popen, run_directory: Path) -> None:
         self._process = process
         self._run_directory = run_directory
-        self._received = 0
+        self._first: float | None = None  # when the first signal came, on the monotonic clock
 
     def __call__(self, signum: int, frame: object) -> None:
-        self._received += 1
-        workers = self._worker_pids()
-        if self._received > 1 or not workers:
+        now, workers = time.monotonic(), self._worker_pids()
+        if self._first is not None and now - self._first <= ONE_REQUEST_S:
+            return
+        if self._first is not None or not workers:
             self.kill_all()
             return
-        logger.warning("stopping after this step with a checkpoint; once more to stop at once")
+        self._first = now
+        logger.warning("stopping with a checkpoint; once more after %.0f s to stop at once", ONE_REQUEST_S)
         for pid in workers:
             _send(pid, signal.SIGTERM)
 
@@ -105,9 +111,12 @@ def _pid_files(run_directory: Path) -> list[Path]:
     return sorted((run_directory / "workers").glob("*.pid"))
 
 
-def launch_workers(module: str, arguments: Sequence[str], num_processes: int, run_directory: Path) -> int:
+def launch_workers(
+    module: str, arguments: Sequence[str], num_processes: int, run_directory: Path, restarts: int = 0
+) -> int:
     """Runs `module` under torchrun to its end and returns its exit code (128 + signal number, as shells count).
 
+    After a failure torchrun starts all workers again, `restarts` times at most.
     Signals are forwarded as the module says. RuntimeError where another run works in `run_directory`.
     """
     require_unused(run_directory)
@@ -115,7 +124,7 @@ def launch_workers(module: str, arguments: Sequence[str], num_processes: int, ru
     for file in _pid_files(run_directory):
         file.unlink()
     process = subprocess.Popen(
-        torchrun_command(num_processes, module, arguments),
+        torchrun_command(num_processes, module, arguments, restarts),
         env=_worker_environment(num_processes),
         start_new_session=True,  # a terminal's Ctrl-C reaches its foreground group only
         preexec_fn=end_with_parent(signal.SIGTERM),

@@ -12,9 +12,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_dapo.launch.environment import (
     ProcessEnvironment,
+    batch_job,
+    is_restarted,
+    job_end_time,
     place_in_run,
     prepare_rendezvous,
     process_environment,
@@ -24,6 +28,10 @@ from megatron_dapo.launch.environment import (
 from megatron_dapo.launch.lifetime import end_with_parent, hold_directory
 from megatron_dapo.launch.local import write_worker_pid
 from megatron_dapo.recovery.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from megatron_dapo.config.loader import LoadedConfig
+    from megatron_dapo.recovery.attempts import Verdict
 
 _STARTED = time.time()  # seconds since 1970; near the start of the process, before heavy imports
 
@@ -41,7 +49,62 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="DIR",
         help="train only the critic, on returns of the unchanged policy; DIR: where it writes, run.output_dir/value_pretraining if not given",
     )
+    parser.add_argument(
+        "--verdict",
+        action="store_true",
+        help="run nothing; the exit code is that of the last attempt that the calling script has started: 0 finished, "
+        "75 worth starting again, another one a failure that would repeat",
+    )
     return parser.parse_args(arguments)
+
+
+def load_run(parsed: argparse.Namespace) -> LoadedConfig:
+    """Return the configuration that the arguments name, that of value pretraining if they ask for it."""
+    from megatron_dapo.config.loader import load_config
+    from megatron_dapo.config.schema import pretraining_config
+
+    loaded = load_config(parsed.recipe, parsed.overrides)
+    if parsed.pretrain_value is None:
+        return loaded
+    target = Path(parsed.pretrain_value) if parsed.pretrain_value else None
+    return replace(loaded, config=pretraining_config(loaded.config, target))
+
+
+def judge(loaded: LoadedConfig) -> Verdict | None:
+    """Return the end of the last attempt that this process's parent has started: a batch script, or torchrun's agent."""
+    import psutil
+
+    from megatron_dapo.recovery.attempts import verdict
+
+    run = loaded.config.run
+    since = psutil.Process(os.getppid()).create_time()
+    return verdict(run.output_dir, batch_job(), since, run.max_fruitless_attempts)
+
+
+def _report_verdict(loaded: LoadedConfig) -> int:
+    found = judge(loaded)
+    if found is None:
+        sys.stderr.write(f"no attempt is on record in {loaded.config.run.output_dir}: the workers did not start\n")
+        return 1
+    sys.stderr.write(f"exit code {found.exit_code}: {found.reason}\n")
+    return found.exit_code
+
+
+def _settled(loaded: LoadedConfig) -> int | None:
+    """Return the exit code of a run that needs no further attempt; None if it needs one."""
+    from megatron_dapo.recovery.attempts import is_finished
+    from megatron_dapo.recovery.failure import EXIT_CODE
+
+    config = loaded.config
+    if is_finished(config.run.output_dir, config.model_dump(mode="json"), config.checkpoint_dir):
+        logging.getLogger(__name__).info("the run in %s is finished: nothing to do", config.run.output_dir)
+        return 0
+    # torchrun starts again whatever failed: what would repeat, and what a signal stopped, ends here.
+    last = judge(loaded) if is_restarted() else None
+    if last is not None and (last.exit_code != EXIT_CODE or last.was_stopped):
+        logging.getLogger(__name__).warning("not started again: %s", last.reason)
+        return last.exit_code
+    return None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,40 +115,47 @@ def main(arguments: Sequence[str]) -> int:
     prepare_rendezvous(process)
     raise_open_files_limit()
     _configure_logging(process)
+    if parsed.verdict:
+        return _report_verdict(load_run(parsed))
+    try:
+        if parsed.replay is None and (settled := _settled(load_run(parsed))) is not None:
+            return settled
+    except ValueError:  # of the configuration: the run below reports it
+        pass
     heartbeat = Heartbeat(process.rank)
     # From here on a hang, a crash and an error of this process are noticed, imports included.
     heartbeat.connect(place_in_run(process))
     try:
-        _run(parsed, process, heartbeat)
+        code = _run(parsed, process, heartbeat)
     except Exception as error:
         code = heartbeat.fail(error)
         # Other ranks may wait in a collective: leaving without the destructors of process groups lets the launcher end
         # them.
         os._exit(code)
     heartbeat.close(is_complete=True)
-    return 0
+    return code
 
 
-def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Heartbeat) -> None:
+def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Heartbeat) -> int:
     # Heavy imports come after the arguments are known to be right.
-    from megatron_dapo.config.loader import load_config
-    from megatron_dapo.config.schema import pretraining_config
     from megatron_dapo.parallel.coordination import collective_timeout
     from megatron_dapo.parallel.store import open_store, restrict_stores
+    from megatron_dapo.recovery.attempts import exit_code_at, record_begin
     from megatron_dapo.recovery.failure import begin_attempt
 
-    loaded = load_config(parsed.recipe, parsed.overrides)
-    if parsed.pretrain_value is not None:
-        target = Path(parsed.pretrain_value) if parsed.pretrain_value else None
-        loaded = replace(loaded, config=pretraining_config(loaded.config, target))
+    loaded = load_run(parsed)
     output_dir = loaded.config.run.output_dir
     restrict_stores(process.num_nodes)
-    store = open_store(collective_timeout(loaded.config.run.wait_timeout_seconds))
+    store, _, _ = open_store(collective_timeout(loaded.config.run.wait_timeout_seconds))
     # Held until the process ends: a second run must not write into the same directory, not even why it failed.
     lock = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable)
-    heartbeat.describe(output_dir, begin_attempt(output_dir, _STARTED) if process.rank == 0 else None)
+    attempt = begin_attempt(output_dir, _STARTED) if process.rank == 0 else None
+    if attempt is not None:
+        record_begin(output_dir, attempt, batch_job())
+    heartbeat.describe(output_dir, attempt)
     write_worker_pid(output_dir, process.rank)
     _use_own_device(process)
+    reason = ""
     if parsed.replay is not None:
         from megatron_dapo.trainer.replay import run_replay
 
@@ -94,13 +164,30 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     elif parsed.pretrain_value is not None:
         from megatron_dapo.trainer.value_pretraining import run_value_pretraining
 
-        run_value_pretraining(loaded, process.rank, process.world_size, rendezvous_host(), process.num_nodes, heartbeat)
+        reason = run_value_pretraining(
+            loaded,
+            process.rank,
+            process.world_size,
+            rendezvous_host(),
+            process.num_nodes,
+            heartbeat,
+            job_end_time(),
+        )
     else:
         from megatron_dapo.trainer.run import run_training
 
-        run_training(loaded, process.rank, process.world_size, rendezvous_host(), process.num_nodes, heartbeat)
+        reason = run_training(
+            loaded,
+            process.rank,
+            process.world_size,
+            rendezvous_host(),
+            process.num_nodes,
+            heartbeat,
+            job_end_time(),
+        )
     if lock is not None:
         lock.release()
+    return exit_code_at(reason)
 
 
 def _use_own_device(process: ProcessEnvironment) -> None:

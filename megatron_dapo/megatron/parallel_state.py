@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_dapo.megatron.platform import Overlay, install_cpu_platform
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.rank_set import RankSet, all_ranks
+from megatron_dapo.parallel.store import open_store
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ def initialize_process_group(timeout_s: float) -> None:
     A collective that waits longer than `timeout_s` seconds for a peer raises instead of hanging.
     """
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout_s))
+        # A store of this attempt: after a restart by torchrun, env:// would find the addresses of the processes before.
+        store, rank, size = open_store(timeout_s)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
 def initialize_parallel_state(

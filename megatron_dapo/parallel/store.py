@@ -47,15 +47,16 @@ def restrict_stores(num_nodes: int = 1) -> None:
         vars(module)["TCPStore"] = store
 
 
-def open_store(timeout_s: float) -> dist.Store:
-    """Return the store of the processes that torchrun's variables describe: torchrun's own, else one of rank 0.
+def open_store(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """Return the store of the processes that torchrun's variables describe (torchrun's own, else one of rank 0), this
+    process's rank and their number.
 
     Waits at most `timeout_s` for it. Its keys are those of one attempt: torchrun's store outlives its workers.
     """
     from torch.distributed.rendezvous import rendezvous
 
-    store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size
 
 
 def _listen(host: str, port: int, num_nodes: int) -> socket.socket | None:

@@ -41,15 +41,21 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or none can be loaded; the message says which, why and what is left.
 
-    `is_consequence`: this rank did nothing wrong, another one's message says why.
+    `is_consequence`: this rank did nothing wrong, another one's message says why. `is_final`: it would repeat.
     """
 
-    is_consequence = False
+    is_consequence = is_final = False
 
 
 def _consequence(message: str) -> CheckpointError:
     error = CheckpointError(message)
     error.is_consequence = True
+    return error
+
+
+def _final(message: str) -> CheckpointError:
+    error = CheckpointError(message)
+    error.is_final = True
     return error
 
 
@@ -315,7 +321,7 @@ def newest_valid(store: CheckpointStore) -> Checkpoint | None:
             f"none of the checkpoints in {store.directory} can be loaded: {'; '.join(reasons)}. "
             "Restore one, or start anew with another run.output_dir"
         )
-        raise CheckpointError(message) if found_here else _consequence(message)
+        raise _final(message) if found_here else _consequence(message)
     return None
 
 
@@ -342,14 +348,14 @@ def find_resume(mode: str, store: CheckpointStore) -> Checkpoint | None:
         raise ValueError(f"checkpoint.resume = {mode!r}; choose one of: auto, must, never")
     if mode == "never":
         if store.steps():
-            raise CheckpointError(
+            raise _final(
                 f'checkpoint.resume = "never", but {store.directory} holds checkpoints of steps {store.steps()}; '
                 "choose another run.output_dir, or resume"
             )
         return None
     found = newest_valid(store)
     if found is None and mode == "must":
-        raise CheckpointError(
+        raise _final(
             f'checkpoint.resume = "must", but there is no checkpoint in {store.directory}; check run.output_dir'
         )
     return found

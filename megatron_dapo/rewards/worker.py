@@ -26,6 +26,9 @@ MAX_MESSAGE_CHARACTERS = 500
 
 def main() -> None:
     """Serve tasks until the parent closes the pipe."""
+    # Slurm signals every process of a job: an answer cut off by that would be an error that the response did not make.
+    # A handler and not SIG_IGN, which programs started by a user's function would inherit.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     requests, replies = _claim_pipes()
     process_id = os.getpid()
     settings = json.loads(requests.readline())

@@ -17,6 +17,7 @@ The state says where the thread is. The main thread requests a pause, and the th
        +---------------------------------+                                                        |
        +---- (or EXHAUSTED, if no collection was under way) --------------------------------------+
     COLLECTING -> EXHAUSTED: the batch said that there is nothing more; `next_batch` looks again
+    COLLECTING, once the run is asked to stop: the engine is emptied, and the thread waits for PAUSING or CLOSING
     any -> CLOSING -> CLOSED: `close`;  COLLECTING or PAUSING -> FAILED -> RAISED: an error of the thread, then reported
 
 At a weight update the engine is emptied: unfinished responses are held with their tokens and continue with the new
@@ -88,6 +89,9 @@ class AsyncCollector:
         recover_engines: called in the main thread about once a second while it waits for a batch, with the thread
             paused: it may change the engine in ways that no other thread may see half done. It returns True if a
             response has finished since the last call.
+        check_stop: called between polls; it raises once the run is asked to stop, and no more is generated then.
+        keep_stopped: the state of a collection that was stopped has what was generated. False: it is the state at its
+            begin, from which an engine that repeats its responses makes the same batch.
 
     An error of the thread is raised, as it was, by the next call of `next_batch`, `before_update` or `paused` and by
     every later one. The collector has lost nothing then, and `state_dict` still returns its state.
@@ -99,6 +103,8 @@ class AsyncCollector:
         max_ahead: int,
         timeout_s: float,
         recover_engines: Callable[[], bool | None] | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+        keep_stopped: bool = True,
     ) -> None:
         if max_ahead < 0:
             raise ValueError(f"asynchronous collector: max_ahead = {max_ahead}, must be at least 0")
@@ -106,6 +112,9 @@ class AsyncCollector:
         self._max_ahead = max_ahead
         self._timeout_s = timeout_s
         self._recover_engines = recover_engines
+        self._check_stop = check_stop
+        self._keep_stopped = keep_stopped
+        self._begin: dict[str, Any] | None = None  # state before a collection that was stopped and is not kept
         self._thread: threading.Thread | None = None
         self._condition = threading.Condition()  # guards all that follows
         self._state = State.WAITING
@@ -130,11 +139,26 @@ class AsyncCollector:
     def next_batch(self, num_groups: int) -> RolloutBatch:
         """Return the batch for the policy version published last, waiting for it if necessary.
 
-        Raises the error of the collection, TimeoutError, or ValueError if batches of another size are collected ahead.
+        Raises the error of the collection or of check_stop, TimeoutError, or ValueError if batches of another size are
+        collected ahead.
         """
-        collected = self._take(num_groups) if self._max_ahead else self._collect(num_groups, None)
+        collected = self._take(num_groups) if self._max_ahead else self._collect_here(num_groups)
         self._handed_out = collected
         return collected.batch
+
+    def _collect_here(self, num_groups: int) -> _Collected:
+        begin = None if self._keep_stopped else self._collector.state_dict()
+
+        def look() -> None:
+            try:
+                self._check_stop()
+            except BaseException:
+                if begin is None:
+                    self._collector.hold()
+                self._begin = begin
+                raise
+
+        return self._collect(num_groups, None, look)
 
     def _take(self, num_groups: int) -> _Collected:
         with self._condition:
@@ -165,6 +189,12 @@ class AsyncCollector:
                     return
                 if time.monotonic() > deadline:
                     raise TimeoutError(self._describe("a rollout batch"))
+            try:
+                self._check_stop()
+            except BaseException:
+                with self._pause():
+                    self._collector.hold()
+                raise
             if self._recover_engines is not None:
                 with self._pause():
                     if self._recover_engines():
@@ -201,8 +231,10 @@ class AsyncCollector:
         """Return the collector's state, one consistent cut, also while a collection runs or after one failed.
 
         Batches not yet handed out are saved as if given back. Responses in flight are saved with the tokens of their
-        last stop; call `close` first to have all of them.
+        last stop; call `close` first to have all of them. The state of a collection that was stopped: see `keep_stopped`.
         """
+        if self._begin is not None:
+            return self._begin
         with self._pause(raise_error=False):
             return self._collector.state_dict(untrained=[collected.batch for collected in self._ready])
 
@@ -307,7 +339,7 @@ class AsyncCollector:
     def _run(self) -> None:
         try:
             while (training_version := self._next_to_collect()) is not None:
-                self._enqueue(self._collect(self._num_groups, training_version))
+                self._enqueue(self._collect(self._num_groups, training_version, self._between_polls))
         except _Closed:
             pass
         except BaseException as error:
@@ -325,7 +357,11 @@ class AsyncCollector:
             self._condition.wait_for(
                 lambda: (
                     self._state is State.CLOSING
-                    or (self._state is State.WAITING and self._next_version - self._version <= self._max_ahead)
+                    or (
+                        self._state is State.WAITING
+                        and self._next_version - self._version <= self._max_ahead
+                        and not self._must_stop()
+                    )
                 )
             )
             if self._state is State.CLOSING:
@@ -346,17 +382,33 @@ class AsyncCollector:
 
     def _between_polls(self) -> None:
         """Stand still here as long as the main thread needs it; every response is accounted for."""
-        with self._condition:
-            # A loop: the main thread may resume and pause again before this thread has run.
-            while self._state is State.PAUSING:
-                self._resumed_state = State.COLLECTING
-                self._set(State.PAUSED)
-                self._condition.wait_for(lambda: self._state not in _STANDING_STILL)
-            if self._state is State.CLOSING:
-                raise _Closed
+        is_stopped = False
+        while True:
+            with self._condition:
+                # A loop: the main thread may resume and pause again before this thread has run.
+                while self._state is State.PAUSING:
+                    self._resumed_state = State.COLLECTING
+                    self._set(State.PAUSED)
+                    self._condition.wait_for(lambda: self._state not in _STANDING_STILL)
+                if self._state is State.CLOSING:
+                    raise _Closed
+                if is_stopped:
+                    self._condition.wait_for(lambda: self._state is not State.COLLECTING)
+                    continue
+            if not self._must_stop():
+                return
+            # For the rest of the run: responses in flight come back with their tokens.
+            self._collector.hold()
+            is_stopped = True
 
-    def _collect(self, num_groups: int, training_version: int | None) -> _Collected:
+    def _must_stop(self) -> bool:
+        try:
+            self._check_stop()
+        except Exception:
+            return True
+        return False
+
+    def _collect(self, num_groups: int, training_version: int | None, between_polls: Callable[[], None]) -> _Collected:
         start = time.perf_counter()
-        between_polls = None if training_version is None else self._between_polls  # None: no thread to pause
         batch = self._collector.collect(num_groups, training_version, between_polls)
         return _Collected(batch, self._collector.generation_step, time.perf_counter() - start)

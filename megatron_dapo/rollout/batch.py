@@ -42,6 +42,8 @@ class CollectionExhausted(RuntimeError):
     Nothing is lost: the next call or a checkpoint has every group there is.
     """
 
+    is_final = True  # another attempt has no more prompts
+
 
 def batch_to_json(batch: RolloutBatch) -> dict[str, Any]:
     """Return `batch` as JSON-serializable dictionaries and lists."""

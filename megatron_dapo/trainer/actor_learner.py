@@ -56,6 +56,8 @@ OVER_ROLLOUT = "rollout_token_mean"
 class MismatchError(RuntimeError):
     """The engine's log-probs are not those of the trainer's weights."""
 
+    is_final = True  # it comes of the configuration
+
 
 @dataclass(frozen=True)
 class LearnResult:

@@ -23,6 +23,7 @@ from megatron_dapo.data.template import PromptTemplate, StopTokens, resolve_stop
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.parallel.layout import ParallelLayout
+from megatron_dapo.recovery.signals import StopRequest
 from megatron_dapo.rewards.disagreement import Disagreement, ShadowedPool
 from megatron_dapo.rewards.pool import VerifierPool
 from megatron_dapo.rewards.self_test import check_contract
@@ -125,12 +126,22 @@ def _evaluation_task(config: Config, inputs: ModelInputs, pool: Any) -> Evaluati
     return EvaluationTask(dataset, protocol, pool, inputs, RunPaths(config.run.output_dir).evaluations)
 
 
-def build_collector(config: Config, context: RolloutContext, engines: Engines, stack: ExitStack) -> AsyncCollector:
+def build_collector(
+    config: Config, context: RolloutContext, engines: Engines, stop: StopRequest, stack: ExitStack
+) -> AsyncCollector:
     """Return rank 0's batches, collected ahead if the servers have devices of their own; `stack` ends the collection."""
     has_own_devices = config.rollout.engine == "sglang" and config.sglang.placement == "disaggregated"
     max_ahead = config.rollout.max_staleness if has_own_devices else 0
     recover = engines.servers.recover if engines.servers else None
-    collector = AsyncCollector(context.collector, max_ahead, config.run.wait_timeout_seconds, recover)
+    collector = AsyncCollector(
+        context.collector,
+        max_ahead,
+        config.run.wait_timeout_seconds,
+        recover,
+        check_stop=stop.check,
+        # The embedded engine repeats a collection bit for bit; servers do not, and what they generated is expensive.
+        keep_stopped=config.rollout.engine != "embedded",
+    )
     stack.callback(collector.close)
     return collector
 
@@ -142,13 +153,14 @@ def build_evaluator(
     layout: ParallelLayout,
     phases: Phases,
     collector: AsyncCollector | None,
+    stop: StopRequest,
 ) -> Evaluator | None:
     """Return the evaluator of data.eval_paths; None without such files. `context` and `collector`: on rank 0."""
     if not config.data.eval_paths:
         return None
     # Engines hold up to slots_per_rank sequences a rank; four times as many requests keep them full.
     max_in_flight = 4 * config.rollout.slots_per_rank * layout.world_size
-    return Evaluator(engine, context.evaluation if context else None, max_in_flight, phases, collector)
+    return Evaluator(engine, context.evaluation if context else None, max_in_flight, phases, collector, stop.check)
 
 
 # ---- tokenizer, prompts, verifiers, protocol of evaluations

@@ -4,12 +4,15 @@ rank_00000.safetensors, rank_00000.json   a rank's parameters, fp32 main params,
 critic_rank_00000.*                       the same of the critic, if there is one, numbered by its own ranks
 run.json                                  counters, and measurements so far
 collector.json, collector.safetensors     prompt stream, replay buffer and unfinished responses; their tokens as tensors
+
+collection/step_000123/ has the last two alone, of a collection that was interrupted behind that checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,9 +28,11 @@ from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.recovery.checkpoint_store import (
     Checkpoint,
+    CheckpointError,
     CheckpointStore,
     CheckpointWriter,
     find_resume,
+    newest_valid,
     save_checkpoint,
 )
 from megatron_dapo.rollout.serialization import join_state, split_state
@@ -123,6 +128,21 @@ class Checkpoints:
         self._store = store
         self._state = state
 
+    @property
+    def _collection(self) -> CheckpointStore:
+        """The store of an interrupted collection, of rank 0 alone."""
+        return CheckpointStore(self._store.directory / "collection", keep=1)
+
+    def keep_collection(self) -> Path | None:
+        """Write the collector's state beside the checkpoint of the current train step, which is there; on rank 0.
+
+        A resume from that checkpoint then continues the collection that was under way. Not collective.
+        """
+        collector, step = self._state.collector, self._state.progress.train_step
+        if collector is None:
+            return None
+        return save_checkpoint(self._collection, step, lambda writer: _write_collector(writer, collector))
+
     @classmethod
     def of(cls, config: Config, state: RunState, coordination: Coordination) -> Checkpoints:
         """Return those of the run's checkpoint directory, agreed on by all ranks."""
@@ -153,12 +173,15 @@ class Checkpoints:
     def save(self) -> Path:
         """Write the checkpoint of the current train step; on any failure all ranks raise CheckpointError and older ones are intact."""
         state = self._state
-        return save_checkpoint(
+        path = save_checkpoint(
             self._store,
             state.progress.train_step,
             self._write,
             metadata={"train_step": state.progress.train_step, **state.layouts()},
         )
+        if state.collector is not None:
+            shutil.rmtree(self._collection.directory, ignore_errors=True)  # it continued an older checkpoint
+        return path
 
     def _write(self, writer: CheckpointWriter) -> None:
         state = self._state
@@ -169,15 +192,25 @@ class Checkpoints:
         # Rank 0 alone has the collector and writes what all ranks share.
         if state.collector is not None:
             writer.save_json("run.json", {name: asdict(counters) for name, counters in state.counters().items()})
-            document, tensors = split_state(state.collector.state_dict())
-            writer.save_json("collector.json", document)
-            writer.save_tensors("collector.safetensors", tensors)
+            _write_collector(writer, state.collector)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint completely. ValueError if it was written under another layout."""
         self.restore_policy(checkpoint)
         if self._state.collector is not None:
-            self._state.collector.load_state_dict(collector_state(checkpoint))
+            self._state.collector.load_state_dict(collector_state(self._newest_collection(checkpoint)))
+
+    def _newest_collection(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return what holds the newest state of the collector at the step of a checkpoint."""
+        try:
+            kept = newest_valid(self._collection)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+            kept = None
+        if kept is None or kept.step != checkpoint.step:
+            return checkpoint
+        logger.info("continuing the collection kept in %s", kept.directory)
+        return kept
 
     def restore_policy(self, checkpoint: Checkpoint) -> None:
         """Restore models, optimizers and counters, not the data."""
@@ -191,6 +224,12 @@ class Checkpoints:
         document = checkpoint.load_json("run.json")
         for name, counters in state.counters().items():
             _restore_dataclass(counters, document[name])
+
+
+def _write_collector(writer: CheckpointWriter, collector: AsyncCollector) -> None:
+    document, tensors = split_state(collector.state_dict())
+    writer.save_json("collector.json", document)
+    writer.save_tensors("collector.safetensors", tensors)
 
 
 def collector_state(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron_dapo.data.dataset import PromptDataset
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.evaluation.runner import evaluate
+from megatron_dapo.recovery.signals import Stopped
 from megatron_dapo.rewards.pool import Scorer
 from megatron_dapo.trainer.metrics import evaluation_metrics
 from megatron_dapo.trainer.recorder import Phases
@@ -42,21 +44,29 @@ class Evaluator:
         max_in_flight: int,
         phases: Phases,
         collector: AsyncCollector | None = None,
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """`collector`: pauses during an evaluation, which needs the engine for itself."""
+        """`collector`: pauses during an evaluation, which needs the engine for itself. `check_stop` raises Stopped."""
         self._engine = engine
         self._task = task
         self._max_in_flight = max_in_flight
         self._phases = phases
         self._collector = collector
+        self._check_stop = check_stop
 
     def evaluate(self, train_step: int) -> dict[str, float] | None:
-        """Return the "eval/" metrics of the policy after `train_step`, on rank 0; None on other ranks. Collective."""
+        """Return the "eval/" metrics of the policy after `train_step`, on rank 0; None on other ranks. Collective.
 
-        def run() -> dict[str, float]:
+        None on rank 0, too, if the run was asked to stop: what was generated so far is thrown away.
+        """
+
+        def run() -> dict[str, float] | None:
             # Responses under way keep their tokens and continue after the evaluation.
-            with self._collector.paused() if self._collector else nullcontext():
-                return self._run(train_step)
+            try:
+                with self._collector.paused() if self._collector else nullcontext():
+                    return self._run(train_step)
+            except Stopped:
+                return None
 
         return self._engine.run_on_rank0(run)
 
@@ -72,6 +82,7 @@ class Evaluator:
             replace(task.protocol, model=f"{task.protocol.model} after {train_step} train steps"),
             progress=lambda seen: self._phases.show("evaluate", seen.num_finished, seen.num_total),
             max_in_flight=self._max_in_flight,
+            check_stop=self._check_stop,
         )
         task.output_dir.mkdir(parents=True, exist_ok=True)
         (task.output_dir / f"step_{train_step:06d}.json").write_text(result.to_json() + "\n", encoding="utf-8")

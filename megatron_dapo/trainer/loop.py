@@ -16,8 +16,8 @@
       _save, _evaluate    at the end
 
 Models move between device and host in `DeviceModels`: offload_all before _generate and _evaluate, on_device(...) around
-each use. Every wait belongs to a phase with a deadline, whose error names it. On SIGTERM the current step finishes, a
-checkpoint is written, and the run ends.
+each use. Every wait belongs to a phase with a deadline, whose error names it. On SIGTERM _generate and _evaluate end
+at once and training finishes its step; then a checkpoint is written, if there is time for one, and the run ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING
 
 from megatron_dapo.algorithms.group_advantages import EstimatedBatch
 from megatron_dapo.config.schema import Config
+from megatron_dapo.engines.sglang.servers import ServersFailed
 from megatron_dapo.parallel.collectives import max_over
+from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
 from megatron_dapo.telemetry.trend import TrendAlarm, TrendSettings
 from megatron_dapo.trainer.actor_learner import LearnResult
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STOPPED_BY_SIGNAL = "stopped by a signal"
+_MARGIN = 1.5  # time that a checkpoint is given, in those that the last one took
 
 
 @dataclass
@@ -80,46 +82,81 @@ class TrainingLoop:
         mismatch = config.mismatch
         self._trend = TrendAlarm(TrendSettings(factor=mismatch.trend_factor, floor=mismatch.trend_floor))
         self.saved_step = -1  # train step of the newest checkpoint on disk
+        self._save_seconds = 0.0  # of the newest one
+        self._unrecorded: tuple[TrainBatch, EstimatedBatch, LearnResult] | None = None  # a step that is not served yet
 
     def run(self) -> str:
-        """Train until a limit, the data or a signal ends the run; return which. The last state is saved."""
-        learner, progress, evaluation = self._parts.learner, self._progress, self._config.evaluation
+        """Train until a limit, the data or a signal ends the run; return which. The last state is saved.
+
+        It is saved as well where no batch can be collected, or the servers are lost for good, before that is raised.
+        """
+        self._begin()
+        try:
+            reason = self._train()
+        except ServersFailed:
+            self._save_after_failure()
+            raise
+        if reason == STOPPED_BY_SIGNAL:
+            self._save_in_time()
+            return reason
+        # Before the last evaluation, which takes long and can be repeated from the checkpoint.
+        self._save()
+        if self._config.evaluation.at_end and reason in ("finished", "converged", "data exhausted"):
+            if not self._evaluate():
+                return STOPPED_BY_SIGNAL
+        return reason
+
+    def _begin(self) -> None:
+        """Serve the policy that the run starts from."""
+        progress, evaluation = self._progress, self._config.evaluation
         # Empty in a new run: the alarm then begins with no history.
         if progress.mismatch_trend:
             self._trend.load_state_dict(progress.mismatch_trend)
         # Engines start without weights, also after a resume: the restored policy is served first.
         self._update_weights()
-        if evaluation.at_start and progress.train_step == 0:
+        # A resumed run makes up for an evaluation that a signal cut short.
+        is_due = evaluation.at_start if progress.train_step == 0 else self._evaluation_is_due()
+        if is_due and str(progress.train_step) not in progress.evaluations:
             self._evaluate()
         # The first row of metrics covers the first train step alone, not the start-up.
         self._phases.timer.finish_step()
+
+    def _train(self) -> str:
+        """Train to the end of the run and return its reason."""
+        progress = self._progress
         while not (reason := self._reason_to_end()):
             step = progress.train_step
             batch = self._generate()
+            if batch.error is not None:
+                self._save_after_failure()
+                raise batch.error
+            if batch.is_interrupted:
+                return STOPPED_BY_SIGNAL
             # An empty batch has no step: AdamW would move the weights without a gradient.
             if batch.should_stop or not batch.samples:
-                reason = "data exhausted"
-                break
-            samples = learner.score(batch.samples)
-            estimated = learner.estimate_advantages(samples)
-            critic_metrics = learner.train_critic(estimated, step)
-            actor_result = learner.train_actor(estimated, step, self._config.mismatch_gate if step == 0 else None)
-            result = learner.finish(estimated, actor_result, critic_metrics, step)
-            self._watch_mismatch(result)
-            # The policy version that the engines serve next is the number of train steps made.
-            progress.train_step += 1
+                return "data exhausted"
+            self._learn(batch, step)
             self._update_weights()
-            self._record(batch, estimated, result)
+            self._record()
             # The evaluation comes before the checkpoint, so that a run resumed from the checkpoint knows of it.
-            if self._is_due(evaluation.interval) and progress.train_step < self._config.run.total_steps:
+            if self._evaluation_is_due():
                 self._evaluate()
             if self._is_due(self._config.checkpoint.interval):
                 self._save()
-        # Before the last evaluation, which takes long and can be repeated from the checkpoint.
-        self._save()
-        if evaluation.at_end and reason in ("finished", "converged", "data exhausted"):
-            self._evaluate()
         return reason
+
+    def _learn(self, batch: TrainBatch, step: int) -> None:
+        """Train one batch."""
+        learner = self._parts.learner
+        samples = learner.score(batch.samples)
+        estimated = learner.estimate_advantages(samples)
+        critic_metrics = learner.train_critic(estimated, step)
+        actor_result = learner.train_actor(estimated, step, self._config.mismatch_gate if step == 0 else None)
+        result = learner.finish(estimated, actor_result, critic_metrics, step)
+        self._watch_mismatch(result)
+        # The policy version that the engines serve next is the number of train steps made.
+        self._progress.train_step += 1
+        self._unrecorded = batch, estimated, result
 
     def _reason_to_end(self) -> str:
         run, progress = self._config.run, self._progress
@@ -180,8 +217,10 @@ class TrainingLoop:
                 growth.num_steps,
             )
 
-    def _record(self, batch: TrainBatch, estimated: EstimatedBatch, result: LearnResult) -> None:
+    def _record(self) -> None:
         """Write the step's responses and metrics, on rank 0, once the new policy is served."""
+        assert self._unrecorded is not None, "a step was trained"
+        (batch, estimated, result), self._unrecorded = self._unrecorded, None
         step, recorder = self._progress.train_step, self._parts.recorder
         self._progress.num_samples += len(batch.samples)
         with self._phases.phase("record"):
@@ -196,6 +235,11 @@ class TrainingLoop:
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self._progress.train_step % interval == 0
+
+    def _evaluation_is_due(self) -> bool:
+        """Return True where the current step, which is not the last, has an evaluation."""
+        is_last = self._progress.train_step >= self._config.run.total_steps
+        return self._is_due(self._config.evaluation.interval) and not is_last
 
     def _metrics(self, batch: TrainBatch, result: LearnResult, times: Mapping[str, float]) -> dict[str, float]:
         context, counters = self._parts.context, self._parts.learner.counters
@@ -214,13 +258,15 @@ class TrainingLoop:
             **step_metrics(self._config, batch, batch.rollout, trained, result.metrics, times, disagreement),
         }
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate the policy being served; return False, on every rank, if a signal cut it short."""
         if self._parts.evaluator is None:
-            return
+            return True
         start, step = time.perf_counter(), self._progress.train_step
         with self._phases.phase("evaluate"):
             self._parts.learner.models.offload_all()  # the engines generate with the whole device
             metrics = self._parts.evaluator.evaluate(step)
+            is_cut = max_over({"is_cut": float(self._parts.recorder is not None and metrics is None)})["is_cut"]
         if metrics is not None and self._parts.recorder is not None:
             self._progress.evaluations[str(step)] = metrics
             self._parts.recorder.evaluation(step, metrics)
@@ -232,14 +278,49 @@ class TrainingLoop:
                 metrics["eval/avg_at_k_high"],
                 time.perf_counter() - start,
             )
+        return not is_cut
+
+    def _save_in_time(self) -> None:
+        """Save in the time that a signal has left; the last checkpoint stands where that is too short."""
+        step, left = self._progress.train_step, self._stop.seconds_left
+        if self.saved_step == step:
+            self._keep_collection()
+        elif max_over({"is_late": float(left < _MARGIN * self._save_seconds)})["is_late"]:
+            logger.warning(
+                "no checkpoint of train step %d: %.0f s are left and the last one took %.0f s; that of step %d stands",
+                step,
+                left,
+                self._save_seconds,
+                self.saved_step,
+            )
+        else:
+            self._save()
+
+    def _save_after_failure(self) -> None:
+        """Save the state behind an error that left it whole; a failure of its own is logged, as the first one counts."""
+        try:
+            if self._unrecorded is not None:
+                self._record()
+            if self.saved_step == self._progress.train_step:
+                self._keep_collection()
+            self._save()
+        except Exception:
+            logger.exception("the state could not be saved after a failure")
+
+    def _keep_collection(self) -> None:
+        """Write what was collected since the checkpoint of the current step."""
+        with self._phases.phase("checkpoint"):
+            if path := self._parts.checkpoints.keep_collection():
+                logger.info("collection of train step %d in %s", self._progress.train_step, path)
 
     def _save(self) -> None:
         """Write a checkpoint of the current step, once."""
         if self.saved_step == self._progress.train_step:
             return
+        start = time.perf_counter()
         with self._phases.phase("checkpoint"):
             if self._parts.recorder is not None:
                 self._parts.recorder.flush()  # the checkpoint counts these samples as written
             path = self._parts.checkpoints.save()
-        self.saved_step = self._progress.train_step
+        self.saved_step, self._save_seconds = self._progress.train_step, time.perf_counter() - start
         logger.info("checkpoint of train step %d in %s", self.saved_step, path)

@@ -32,6 +32,8 @@ NUM_PROMPTS = 8
 class ParityError(RuntimeError):
     """A server's log-probs are not those of the trainer's weights."""
 
+    is_final = True  # it comes of the configuration
+
 
 class ParityProbe:
     """Compares a server with the trainer on fixed token sequences of at least two tokens each. Collective.

@@ -10,9 +10,12 @@ import torch
 
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.engines.base import PrefixReuse
+from megatron_dapo.engines.sglang.client import EngineError
+from megatron_dapo.engines.sglang.engine import RequestGivenUp
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.coordination import Coordination
-from megatron_dapo.rollout.batch import RolloutBatch
+from megatron_dapo.recovery.signals import Stopped
+from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
 from megatron_dapo.types import Completion, CriticContext, Group, ScoredSample, TrainSample
 
 if TYPE_CHECKING:
@@ -22,11 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """One rollout batch on every rank. The fields from `rollout` on are known to rank 0 only."""
+    """One rollout batch on every rank. The fields from `rollout` on are known to rank 0 only.
+
+    A batch that was interrupted or failed has no samples.
+    """
 
     samples: list[TrainSample]
     should_stop: bool
     generation_step: int
+    is_interrupted: bool = False  # a signal stopped the collection
+    error: Exception | None = None  # it failed; nothing it collected is lost
     rollout: RolloutBatch | None = None
     generation_seconds: float = 0.0  # how long collecting took, beside training or not
     prefix_reuse: PrefixReuse = field(default_factory=PrefixReuse)  # since the batch before
@@ -53,16 +61,40 @@ class Rollout:
     def generate(self, num_groups: int) -> TrainBatch:
         """Return the next rollout batch, the same samples on every rank. The verifiers score responses as they finish.
 
+        A signal, and an error of the collection itself, end it on all ranks together, which can then save.
+
         Collective. Engines on the trainer's devices sleep afterwards, until the next weight sync.
         """
-        batch = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups))
+        collected = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups))
+        if (end := self._agree_on_end(collected)) is not None:
+            return end  # engines stay as they are: the same signal may have reached them
         if self._engines.servers is not None:
             self._engines.servers.sleep()
-        return self._receive() if batch is None else self._send(batch)
+        return self._send(collected) if isinstance(collected, RolloutBatch) else self._receive()
 
-    def _collect(self, num_groups: int) -> RolloutBatch:
+    def _collect(self, num_groups: int) -> RolloutBatch | Exception:
         assert self._collector is not None, "rank 0 has the collector"
-        return self._collector.next_batch(num_groups)
+        try:
+            return self._collector.next_batch(num_groups)
+        except (Stopped, CollectionExhausted, RequestGivenUp, EngineError) as end:
+            return end
+
+    def _agree_on_end(self, collected: RolloutBatch | Exception | None) -> TrainBatch | None:
+        """Return the batch of a collection that ended early, on every rank; None where it did not."""
+        facts = None
+        if self._collector is not None:
+            ended = isinstance(collected, Exception) and {
+                "interrupted": isinstance(collected, Stopped),
+                "message": f"rollout rank 0 stopped: {type(collected).__name__}: {collected}",
+                "generation_step": self._collector.generation_step,
+            }
+            facts = {"ended": ended or None}
+        ended = self._coordination.broadcast(facts)["ended"]
+        if ended is None:
+            return None
+        error = collected if isinstance(collected, Exception) else _Rank0Failed(ended["message"])
+        interrupted = ended["interrupted"]
+        return TrainBatch([], False, ended["generation_step"], interrupted, None if interrupted else error)
 
     def _send(self, batch: RolloutBatch) -> TrainBatch:
         assert self._collector is not None, "rank 0 has the collector"
@@ -91,6 +123,12 @@ class Rollout:
         return TrainBatch(
             from_tensors(header["description"], tensors), header["should_stop"], header["generation_step"]
         )
+
+
+class _Rank0Failed(RuntimeError):
+    """The error of a collection as the other ranks raise it."""
+
+    is_consequence = True
 
 
 def build_train_samples(

@@ -25,6 +25,7 @@ from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
 from megatron_dapo.parallel.coordination import collective_timeout
 from megatron_dapo.parallel.rank0_commands import Rank0Commands
+from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL, record_end
 from megatron_dapo.recovery.heartbeat import Heartbeat
 from megatron_dapo.recovery.signals import StopRequest
 from megatron_dapo.telemetry.summary import RunSummary, write_summary
@@ -33,7 +34,7 @@ from megatron_dapo.trainer.build_engines import start_engines
 from megatron_dapo.trainer.build_rollout import build_collector, build_evaluator, build_rollout_context
 from megatron_dapo.trainer.checkpointing import Checkpoints, RunProgress, RunState, save_training_state
 from megatron_dapo.trainer.learner import Learner
-from megatron_dapo.trainer.loop import STOPPED_BY_SIGNAL, Parts, TrainingLoop
+from megatron_dapo.trainer.loop import Parts, TrainingLoop
 from megatron_dapo.trainer.parity import build_parity
 from megatron_dapo.trainer.recorder import Phases, Recorder, RunPaths
 from megatron_dapo.trainer.rollout import Rollout
@@ -49,18 +50,20 @@ def run_training(
     rendezvous_host: str,
     num_nodes: int = 1,
     heartbeat: Heartbeat | None = None,
-) -> None:
-    """Run a configuration up to the exported model. Every process of the run calls it.
+    end_time: float | None = None,
+) -> str:
+    """Run a configuration up to the exported model. Every process of the run calls it. Returns why it ended.
 
     `rendezvous_host`: the node of rank 0, towards which each node finds its own address. `num_nodes`: of the run. `heartbeat`: of
-    this process.
+    this process. `end_time`: when the launcher ends the processes, in seconds since 1970; None where it does not say.
     """
     start = time.perf_counter()
-    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat) as run:
+    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time) as run:
         reason = run.loop.run()
         with run.watch("export"):
             exports = run.export(reason)
         run.summarize(reason, exports, time.perf_counter() - start)
+    return reason
 
 
 @dataclass
@@ -107,7 +110,7 @@ class PreparedRun:
     def summarize(
         self, reason: str, exports: Mapping[str, Path], total_seconds: float, extra: Mapping[str, object] | None = None
     ) -> None:
-        """Write summary.json, on rank 0."""
+        """Write summary.json and the end of this attempt, on rank 0."""
         if self.topology.rank != 0:
             return
         config, progress, paths = self.config, self.progress, RunPaths(self.config.run.output_dir)
@@ -135,6 +138,8 @@ class PreparedRun:
             },
         )
         write_summary(paths.summary, summary)
+        # Before the ranks leave: a launcher may end all others as soon as the first one has gone.
+        record_end(config.run.output_dir, reason)
 
 
 def cluster_here(num_nodes: int, world_size: int) -> Cluster:
@@ -154,6 +159,7 @@ def prepared_run(
     rendezvous_host: str,
     num_nodes: int = 1,
     heartbeat: Heartbeat | None = None,
+    end_time: float | None = None,
     stop_rule: StopRule | None = None,
 ) -> Iterator[PreparedRun]:
     """Build a run, resume it if there is a checkpoint, and close everything at the end.
@@ -169,7 +175,8 @@ def prepared_run(
     if rank == 0:
         write_resolved(loaded, config.run.output_dir / "config.json")
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
+        stop = stack.enter_context(StopRequest(end_time, config.run.stop_notice_seconds))
+        stop.share(dist.distributed_c10d._get_default_store())
         topology = run_topology(config, rendezvous_host)
         watch = _watch(config, topology, heartbeat or Heartbeat(rank))
         with watch("build"):
@@ -198,7 +205,7 @@ def _build(
     context = build_rollout_context(config, engines.engine, phases, stack) if rank == 0 else None
     topology.coordination.barrier("rank 0 to read the data")
     learner = build_learner(config, actor, topology, phases, stop_rule)
-    collector = build_collector(config, context, engines, stack) if context else None
+    collector = build_collector(config, context, engines, stop, stack) if context else None
     progress = RunProgress()
     state = RunState.of(topology, learner, progress, collector)
     checkpoints = Checkpoints.of(config, state, topology.coordination)
@@ -213,7 +220,7 @@ def _build(
         learner=learner,
         publisher=engines.publisher,
         parity=build_parity(config, engines, context.prompts if context else None, learner, topology),
-        evaluator=build_evaluator(config, engines.engine, context, topology.policy_layout, phases, collector),
+        evaluator=build_evaluator(config, engines.engine, context, topology.policy_layout, phases, collector, stop),
         checkpoints=checkpoints,
         recorder=recorder,
         collector=collector,

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 class TooManySkips(RuntimeError):
     """Several optimizer steps in a row had a loss or gradient that was not finite."""
 
+    is_final = True  # the same steps come out of the same checkpoint
+
 
 @dataclass
 class StepCounters:

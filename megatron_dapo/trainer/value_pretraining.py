@@ -18,11 +18,11 @@ from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.collectives import max_over
+from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
 from megatron_dapo.recovery.heartbeat import Heartbeat
 from megatron_dapo.telemetry.summary import EXPLAINED
 from megatron_dapo.trainer.build import critic_start
 from megatron_dapo.trainer.learner import ActorCriticLearner
-from megatron_dapo.trainer.loop import STOPPED_BY_SIGNAL
 from megatron_dapo.trainer.run import PreparedRun, prepared_run
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,17 @@ def run_value_pretraining(
     rendezvous_host: str,
     num_nodes: int = 1,
     heartbeat: Heartbeat | None = None,
-) -> None:
-    """Pretrain the critic of a `pretraining_config` into <run.output_dir>/critic. Every process of the run calls it."""
+    end_time: float | None = None,
+) -> str:
+    """Pretrain the critic of a `pretraining_config` into <run.output_dir>/critic. Every process of the run calls it.
+
+    `end_time`: see `run_training`. Returns why it ended.
+    """
     start = time.perf_counter()
     _require_weights(loaded.config)
     section = loaded.config.value_pretraining
     stop_rule = StopRule(section.min_steps, section.explained_variance_slope, section.loss_slope)
-    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, stop_rule) as run:
+    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time, stop_rule) as run:
         assert isinstance(run.learner, ActorCriticLearner), "a configuration of value pretraining has a critic"
         # A policy that moved would make the critic learn the returns of another one, unnoticed.
         before = _policy_digest(run)
@@ -61,6 +65,7 @@ def run_value_pretraining(
             explained,
             len(newest),
         )
+    return reason
 
 
 def _require_weights(config: Config) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,20 +13,20 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from tools.virtual_cluster import PROGRAMS, ClusterSettings, VirtualCluster, virtual_cluster  # noqa: E402
+from tools.virtual_cluster import ClusterSettings, VirtualCluster, unavailable, virtual_cluster  # noqa: E402
 
 REQUIRED = "MEGATRON_DAPO_CLUSTER"  # set by `make test-cluster`: a machine that cannot run these tests is then an error
+WORK = "MEGATRON_DAPO_CLUSTER_WORK"  # the cluster's directory, which `make` cleans up if this process is killed
 
 
 @pytest.fixture(scope="session")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
     """Two idle nodes."""
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    if (os.geteuid() != 0 or missing) and not os.environ.get(REQUIRED):
-        pytest.skip(
-            f"needs root and Debian's slurm-wlm, munge, iproute2 (missing: {missing or 'root'}); see `make test-cluster`"
-        )
-    with virtual_cluster(tmp_path_factory.mktemp("cluster"), ClusterSettings(kill_wait_s=5)) as cluster:
+    reason = unavailable()
+    if reason and not os.environ.get(REQUIRED):
+        pytest.skip(f"no virtual cluster on this machine: {reason}; see `make test-cluster`")
+    work = Path(os.environ[WORK]) if WORK in os.environ else tmp_path_factory.mktemp("cluster")
+    with virtual_cluster(work, ClusterSettings(kill_wait_s=5)) as cluster:
         yield cluster
 
 

@@ -1,13 +1,22 @@
-"""The shipped Slurm script on two nodes, each with an address, a host name and shared memory of its own."""
+"""The shipped Slurm script on two nodes, each with an address, a host name and shared memory of its own: it starts, is
+stopped, requeued and continues.
+
+`make test-two-nodes` runs the tests marked `two_nodes` alone.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron_dapo.launch.local import worker_pid_file
+from megatron_dapo.recovery.attempts import ATTEMPTS, STOPPED_BY_SIGNAL
+from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
 from tools.virtual_cluster import CONTROLLER, VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,10 +26,10 @@ RUN_S = 420.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# Two steps of the quickstart on 4 prompts; {rest} says what generates.
+# A few steps of the quickstart on 4 prompts; {rest} says what generates.
 LAYOUT = """
 base = "{base}"
-run = {{ output_dir = "{output}", total_steps = 2 }}
+run = {{ output_dir = "{output}", total_steps = {steps} }}
 parallel = {{ tp_size = 1, num_processes = 2 }}
 reward = {{ overlong_punishment = {{ enabled = false }} }}
 training = {{ mini_batch_prompts = 4 }}
@@ -56,24 +65,58 @@ ENGINES = {
 DATA = tuple(str(QUICKSTART / name) for name in ("base_model", "train.jsonl", "heldout.jsonl"))
 
 
-def submit(cluster: VirtualCluster, environment: dict[str, str], layout: Path) -> int:
-    """Submit the shipped script as its header says, in a directory in which nothing has run yet."""
-    options = ["--nodes=2", "--ntasks-per-node=1"]
-    return cluster.submit(*options, str(SCRIPT), str(layout), *DATA, cwd=layout.parent, env=environment)
+def submit(cluster: VirtualCluster, environment: dict[str, str], layout: Path, *options: str, sets: str = "") -> int:
+    """Submit the shipped script as its header says, in a directory in which nothing has run yet.
+
+    options: of sbatch; sets: overrides, separated by blanks.
+    """
+    options = ("--nodes=2", "--ntasks-per-node=1", *options)
+    overrides = [part for override in sets.split() for part in ("--set", override)]
+    return cluster.submit(*options, str(SCRIPT), str(layout), *DATA, *overrides, cwd=layout.parent, env=environment)
 
 
-def write_layout(directory: Path, base: str = "quickstart", engine: str = "embedded", rest: str = "") -> Path:
+def write_layout(
+    directory: Path, base: str = "quickstart", engine: str = "embedded", rest: str = "", steps: int = 2
+) -> Path:
     """Write the layout of a run whose output is `directory`/out."""
     path = directory / "layout.toml"
-    path.write_text(LAYOUT.format(base=QUICKSTART / f"{base}.toml", output=directory / "out", engine=engine, rest=rest))
+    directory.mkdir(exist_ok=True)
+    recipe = QUICKSTART / f"{base}.toml"
+    path.write_text(LAYOUT.format(base=recipe, output=directory / "out", engine=engine, rest=rest, steps=steps))
     return path
 
 
-def require_completed(cluster: VirtualCluster, job_id: int, directory: Path) -> None:
+def log_of(directory: Path) -> str:
+    """Return the batch logs of the jobs that were submitted in a directory."""
+    return "\n".join(path.read_text(errors="replace") for path in sorted(directory.glob("slurm-*")))
+
+
+def require_completed(cluster: VirtualCluster, job_id: int, directory: Path, restarts: int = 0) -> None:
     """Wait for a job and assert that it completed; the end of its log says why not."""
     job = cluster.wait(job_id, RUN_S)
-    log = "\n".join(path.read_text(errors="replace")[-6000:] for path in sorted(directory.glob("**/slurm-*")))
-    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), log
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), log_of(directory)[-6000:]
+    assert job.restarts >= restarts, log_of(directory)[-6000:]
+
+
+def wait_for(condition: Callable[[], bool], directory: Path, seconds: float = 120.0) -> float:
+    """Wait until a condition holds and return after how many seconds; the end of the job's log says why it does not."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, log_of(directory)[-6000:]
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def recorded_steps(directory: Path) -> int:
+    """Return how many train steps are on record."""
+    metrics = directory / "out" / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+
+
+def attempts(directory: Path) -> list[dict]:
+    """Return the begins and ends of the attempts of a run."""
+    path = directory / "out" / ATTEMPTS
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.is_file() else []
 
 
 def trained_steps(directory: Path) -> int:
@@ -124,3 +167,111 @@ def test_torchrun_on_every_node(two_nodes: VirtualCluster, job_environment: dict
     codes = [process.wait(timeout=RUN_S) for process in started]
     assert codes == [0, 0], "\n".join(path.read_text()[-4000:] for path in tmp_path.glob("node*.log"))
     assert trained_steps(tmp_path) == 2
+
+
+@pytest.mark.two_nodes
+def test_a_stopped_job_is_requeued_and_ends_as_if_nothing_had_been(
+    two_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Slurm's signal before the time limit, sent early: every process of the step gets it, the batch script does not."""
+    stopped, undisturbed = tmp_path / "stopped", tmp_path / "undisturbed"
+    job = submit(two_nodes, job_environment, write_layout(stopped, steps=6))
+    wait_for(lambda: recorded_steps(stopped) >= 2, stopped)
+    two_nodes.run(CONTROLLER, "scancel", "--signal=TERM", str(job))
+    seconds = wait_for(lambda: any("ended" in record for record in attempts(stopped)), stopped)
+    assert seconds < 15.0, f"the stop took {seconds:.1f} s"
+    require_completed(two_nodes, job, stopped, restarts=1)
+    begun, ended = ([record for record in attempts(stopped) if key in record] for key in ("began", "ended"))
+    assert [record["attempt"] for record in begun] == [1, 2] and begun[1]["completed_steps"] < 6
+    assert [(record["reason"], record["exit_code"]) for record in ended] == [(STOPPED_BY_SIGNAL, 75), ("finished", 0)]
+    log = log_of(stopped)
+    assert f"exit code 75: {STOPPED_BY_SIGNAL}" in log and "resuming from" in log, "one log for both attempts"
+    # Started once more, it has nothing to do.
+    start, again = time.monotonic(), submit(two_nodes, job_environment, stopped / "layout.toml")
+    require_completed(two_nodes, submit(two_nodes, job_environment, write_layout(undisturbed, steps=6)), undisturbed)
+    require_completed(two_nodes, again, stopped)
+    assert "finished: nothing to do" in log_of(stopped) and time.monotonic() - start < RUN_S
+    assert next(run_differences(undisturbed / "out", stopped / "out"), "") == ""
+
+
+def test_the_time_limit_requeues_until_the_run_is_finished(
+    two_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path
+) -> None:
+    job = submit(two_nodes, job_environment, write_layout(tmp_path, steps=60), "--time=2", "--signal=TERM@60")
+    require_completed(two_nodes, job, tmp_path, restarts=1)
+    assert trained_steps(tmp_path) == 60
+    assert {record["exit_code"] for record in attempts(tmp_path) if "ended" in record} == {0, 75}
+
+
+def test_servers_keep_what_an_interrupted_collection_has_generated(
+    two_nodes: VirtualCluster, job_environment: dict[str, str], engine_python: Path, tmp_path: Path
+) -> None:
+    rest = SERVERS.format(python=engine_python) + ENGINES["colocated"]
+    layout = write_layout(tmp_path, engine="sglang", rest=rest, steps=3)
+    longer = "rollout.partial_rollout=true rollout.max_response_tokens=800 rollout.filter_groups=false"
+    job = submit(two_nodes, job_environment, layout, sets=longer)
+    wait_for(lambda: recorded_steps(tmp_path) >= 1, tmp_path, RUN_S)
+    wait_for(lambda: checkpoint_steps(tmp_path / "out" / "checkpoints") == [1], tmp_path)
+    time.sleep(1.0)  # into the generation of step 2, on servers that get the signal as well
+    two_nodes.run(CONTROLLER, "scancel", "--signal=TERM", str(job))
+    kept = tmp_path / "out" / "checkpoints" / "collection" / "step_000001" / "collector.json"
+    assert wait_for(kept.is_file, tmp_path, 30.0) < 15.0
+    groups = json.loads(kept.read_text())
+    assert groups["open_groups"] or groups["buffer"]["groups"]
+    require_completed(two_nodes, job, tmp_path, restarts=1)
+    assert "continuing the collection kept in" in log_of(tmp_path) and trained_steps(tmp_path) == 3
+
+
+def test_a_cancelled_job_is_not_requeued(
+    two_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path
+) -> None:
+    job = submit(two_nodes, job_environment, write_layout(tmp_path, steps=500))
+    wait_for(lambda: recorded_steps(tmp_path) >= 1, tmp_path)
+    two_nodes.run(CONTROLLER, "scancel", str(job))
+    state = two_nodes.wait(job, 60.0)
+    assert (state.state, state.restarts) == ("CANCELLED", 0)
+    time.sleep(two_nodes.settings.requeue_delay_s + 5.0)
+    assert two_nodes.job(job).state == "CANCELLED" and len(attempts(tmp_path)) <= 2
+
+
+def test_what_would_repeat_is_not_requeued(
+    two_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path
+) -> None:
+    layout = write_layout(tmp_path, steps=500)
+    short = "data.max_epochs=1 rollout.on_exhausted=error rollout.max_num_gen_batches=1 rollout.filter_groups=true"
+    job = submit(two_nodes, job_environment, layout, sets=f"{short} rollout.accuracy_min=0.5")
+    state = two_nodes.wait(job, RUN_S)
+    assert (state.state, state.exit_code, state.restarts) == ("FAILED", "1:0", 0), log_of(tmp_path)[-6000:]
+    assert "exit code 1: first failure: attempt 1, rank 0 (node0), phase generate: CollectionEx" in log_of(tmp_path)
+
+
+def test_attempts_without_progress_end_the_job(
+    two_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """A worker of the second node is killed before the first step, each time."""
+    job = submit(two_nodes, job_environment, write_layout(tmp_path), sets="run.max_fruitless_attempts=2")
+    for number in (1, 2):
+        wait_for(lambda number=number: len(attempts(tmp_path)) == number, tmp_path)
+        wait_for(worker_pid_file(tmp_path / "out", 1).is_file, tmp_path)
+        two_nodes.run("node1", "kill", "-KILL", worker_pid_file(tmp_path / "out", 1).read_text())
+        worker_pid_file(tmp_path / "out", 1).unlink()
+        wait_for(lambda number=number: log_of(tmp_path).count("exit code ") >= number, tmp_path)
+    state = two_nodes.wait(job, RUN_S)
+    assert (state.state, state.exit_code, state.restarts) == ("FAILED", "1:0", 1), log_of(tmp_path)[-6000:]
+    assert "2 attempts in a row completed no train step beyond step 0" in log_of(tmp_path)
+
+
+def test_the_crash_of_a_node_requeues_the_job_which_continues_when_there_are_enough(
+    two_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path
+) -> None:
+    job = submit(two_nodes, job_environment, write_layout(tmp_path, steps=12))
+    wait_for(lambda: recorded_steps(tmp_path) >= 3, tmp_path)
+    two_nodes.fault("crash", "node1")
+    try:
+        wait_for(lambda: two_nodes.job(job).restarts >= 1, tmp_path, 180.0)
+        assert two_nodes.job(job).state == "PENDING", "one node is not enough"
+    finally:
+        two_nodes.fault("boot", "node1")
+    require_completed(two_nodes, job, tmp_path, restarts=1)
+    begun = [record["completed_steps"] for record in attempts(tmp_path) if "began" in record]
+    assert len(begun) >= 2 and begun[1] >= 3 and trained_steps(tmp_path) == 12

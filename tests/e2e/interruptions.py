@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,8 +29,9 @@ class Finished:
     directory: Path
     seconds: float  # after start-up
 
-    def run(self, directory: Path, *extra: str) -> RunProcess:
-        return RunProcess(self.settings, directory, extra)
+    def run(self, directory: Path, *extra: str, command: Sequence[str] = ()) -> RunProcess:
+        """`extra`: overrides; `command`: further options of the command line."""
+        return RunProcess(self.settings, directory, extra, command)
 
 
 def finish(recipe: Path, layout: str, directory: Path, *overrides: str) -> Finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -12,6 +13,8 @@ import pytest
 from interruptions import Finished, finish, kill_and_resume
 from whole_runs import NO_EVALUATION, RUN_TIMEOUT_S, checkpoint_names, lines_of, train
 
+from megatron_dapo.recovery.attempts import ATTEMPTS
+from megatron_dapo.recovery.failure import EXIT_CODE
 from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
 from tools.resume_proof.kill_points import RunProcess
 
@@ -45,7 +48,7 @@ def test_sigterm_and_ctrl_c_save_and_the_resumed_run_ends_the_same(finished: Fin
         # A step of its own: the rows of the run before are on record when this one has hardly begun.
         start, least = time.monotonic(), len(steps) + 1
         run = finished.run(directory, rare)
-        assert signaled(run, signum, least) == 0, run.exit_reason()
+        assert signaled(run, signum, least) == EXIT_CODE, run.exit_reason()
         assert time.monotonic() - start < RUN_TIMEOUT_S
         summary = json.loads((directory / "summary.json").read_text())
         steps = [record["train_step"] for record in lines_of(directory / "metrics.jsonl")]
@@ -54,7 +57,93 @@ def test_sigterm_and_ctrl_c_save_and_the_resumed_run_ends_the_same(finished: Fin
         assert not (directory / "huggingface").exists(), "only a run that came to its end exports"
     run = finished.run(directory, rare)
     assert run.wait() == 0, run.exit_reason()
+    drop_unevaluated(directory)
     assert next(run_differences(finished.directory, directory), "") == ""
+
+
+def drop_unevaluated(directory: Path) -> None:
+    """Remove checkpoints that a signal had written before the evaluation of their step, which came after the resume."""
+    for step in checkpoint_steps(directory / "checkpoints"):
+        checkpoint = directory / "checkpoints" / f"step_{step:06d}"
+        progress = json.loads((checkpoint / "run.json").read_text())["progress"]
+        if step in (0, 2, 4) and str(step) not in progress["evaluations"]:
+            shutil.rmtree(checkpoint)
+
+
+@pytest.mark.parametrize(("phase", "after_steps", "rank"), [("generate", 1, 0), ("evaluate", 2, 0), ("generate", 1, 1)])
+def test_a_signal_ends_generation_and_evaluation_at_once_and_the_resumed_run_ends_the_same(
+    finished: Finished, tmp_path: Path, phase: str, after_steps: int, rank: int
+) -> None:
+    """It reaches one process of the two. Rank 0 learns of another's within a second, in which a step may pass.
+
+    A second signal right behind the first changes nothing.
+    """
+    directory = tmp_path / phase
+    run = finished.run(directory, "checkpoint.interval=0")
+    metrics = directory / "metrics.jsonl"
+    is_time = lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= after_steps  # noqa: E731
+    assert run.wait_until(is_time), run.exit_reason()
+    start = time.monotonic()
+    for _ in range(2):
+        os.kill(run.worker_pids()[rank], signal.SIGTERM)
+        time.sleep(0.1)
+    assert run.wait_until(lambda: bool(checkpoint_steps(directory / "checkpoints"))), run.exit_reason()
+    assert time.monotonic() - start < 15.0
+    assert run.wait() == EXIT_CODE, run.exit_reason()
+    steps = metrics.read_bytes().count(b"\n")
+    assert after_steps <= steps <= after_steps + rank, "the step under way was finished"
+    assert checkpoint_steps(directory / "checkpoints") == [steps]
+    run = finished.run(directory, "checkpoint.interval=0")
+    assert run.wait() == 0, run.exit_reason()
+    drop_unevaluated(directory)
+    assert next(run_differences(finished.directory, directory), "") == ""
+
+
+def test_without_the_time_for_a_checkpoint_the_last_one_stands(finished: Finished, tmp_path: Path) -> None:
+    directory = tmp_path / "short"
+    run = finished.run(directory, "checkpoint.interval=2", "run.stop_notice_seconds=0.001")
+    assert signaled(run, signal.SIGTERM, 3) == EXIT_CODE, run.exit_reason()
+    steps = [record["train_step"] for record in lines_of(directory / "metrics.jsonl")]
+    kept = checkpoint_steps(directory / "checkpoints")
+    if steps[-1] % 2:
+        assert "no checkpoint of train step" in run.log.read_text() and kept[-1] == steps[-1] - 1
+    run = finished.run(directory, "checkpoint.interval=2")
+    assert run.wait() == 0, run.exit_reason()
+    drop_unevaluated(directory)
+    assert next(run_differences(finished.directory, directory), "") == ""
+
+
+def test_a_finished_run_started_again_ends_at_once(finished: Finished, tmp_path: Path) -> None:
+    directory = tmp_path / "again"
+    rare = "checkpoint.interval=2"
+    assert finished.run(directory, rare).wait() == 0
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+    run = finished.run(directory, rare)
+    assert run.wait() == 0 and "finished: nothing to do" in run.log.read_text()
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()} == before
+
+
+def test_torchrun_starts_again_what_was_killed_but_not_what_would_repeat(finished: Finished, tmp_path: Path) -> None:
+    directory = tmp_path / "restarted"
+    run = finished.run(directory, command=("--restarts", "2"))
+    metrics = directory / "metrics.jsonl"
+    assert run.wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2), run.exit_reason()
+    os.kill(run.worker_pids()[1], signal.SIGKILL)
+    assert run.wait() == 0, run.exit_reason()
+    assert next(run_differences(finished.directory, directory), "") == ""
+    assert len([record for record in lines_of_attempts(directory) if "began" in record]) == 2
+    # Both ranks refuse before they load torch: torchrun's two further tries take seconds.
+    directory = tmp_path / "repeating"
+    run = finished.run(directory, "data.max_epochs=1", "rollout.on_exhausted=error", command=("--restarts", "2"))
+    assert run.wait() == 1, run.exit_reason()
+    assert len([record for record in lines_of_attempts(directory) if "began" in record]) == 1
+    log = run.log.read_text()
+    assert log.count("not started again: first failure: attempt 1, rank 0") >= 2 and "CollectionExhausted" in log
+
+
+def lines_of_attempts(directory: Path) -> list[dict]:
+    """Return the records of attempts.jsonl, which has empty lines between them."""
+    return [json.loads(line) for line in (directory / ATTEMPTS).read_text().splitlines() if line]
 
 
 def flip_a_byte(file: Path) -> None:
@@ -86,7 +175,7 @@ def test_without_any_whole_checkpoint_the_run_refuses(finished: Finished, recipe
     (directory / "checkpoints" / "step_000005" / "manifest.json").unlink()
     before = checkpoint_names(directory)
     outcome = train(recipe, directory, "tp1", *NO_EVALUATION)
-    assert outcome.code != 0
+    assert outcome.code == 1, "it would repeat"
     assert (
         outcome.last.startswith("first failure: attempt ") and f"none of the checkpoints in {directory}" in outcome.last
     )

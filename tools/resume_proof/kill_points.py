@@ -98,12 +98,15 @@ class ResumeProofReport:
 class RunProcess:
     """One `megatron-dapo train` process and its children."""
 
-    def __init__(self, settings: ResumeProofSettings, directory: Path, extra: Sequence[str] = ()) -> None:
+    def __init__(
+        self, settings: ResumeProofSettings, directory: Path, extra: Sequence[str] = (), options: Sequence[str] = ()
+    ) -> None:
+        """`extra`: further overrides; `options`: of the command."""
         self.directory = directory
         self.log = directory.with_suffix(".log")
         sets = [part for override in (*settings.overrides, *extra) for part in ("--set", override)]
         command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.cli.main", "train", str(settings.recipe)]
-        command += ["--layout", settings.layout, "--output-dir", str(directory), *sets]
+        command += ["--layout", settings.layout, "--output-dir", str(directory), *sets, *options]
         path = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", ""))))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.start = time.monotonic()

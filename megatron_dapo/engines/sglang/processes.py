@@ -46,6 +46,15 @@ class _Status:
     started: int
 
 
+def leave_signals_to_starter() -> None:
+    """Block SIGINT and SIGTERM in this process and those it starts.
+
+    Slurm and some agents signal every process of a job, while the trainer still wants the tokens generated so far. It
+    ends its engines itself, by SIGKILL.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+
 def end_with_parent() -> None:
     """Let the kernel kill this process when its parent, of the same session, dies. Only Linux has this."""
     if not sys.platform.startswith("linux"):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_dapo.engines.sglang import cpu
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.processes import end_with_parent, end_with_starter
+from megatron_dapo.engines.sglang.processes import end_with_parent, end_with_starter, leave_signals_to_starter
 from megatron_dapo.parallel.store import restrict_stores
 
 
@@ -52,5 +52,6 @@ if __name__ == "__mp_main__":
     cpu.apply_to_sglang()
 
 if __name__ == "__main__":
+    leave_signals_to_starter()
     cpu.prepare_imports()
     serve(sys.argv[1:])

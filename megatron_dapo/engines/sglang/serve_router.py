@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.engines.sglang.keys import read_key
-from megatron_dapo.engines.sglang.processes import end_with_starter
+from megatron_dapo.engines.sglang.processes import end_with_starter, leave_signals_to_starter
 
 # Seconds between two looks at a worker. One failure takes it out, one success brings it back.
 _HEALTH_INTERVAL_S = 1
@@ -30,6 +30,7 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add_argument("--metrics-port", type=int, required=True)
     parser.add_argument("workers", nargs="+")
     ours = parser.parse_args(arguments)
+    leave_signals_to_starter()
     end_with_starter()
 
     # Not sglang_router.launch_router: that imports sglang itself, for its toy balancer.

@@ -26,7 +26,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], int, 
     """Calls of the launcher, which here only writes a summary."""
     calls = []
 
-    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path) -> int:
+    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path, restarts: int) -> int:
+        assert restarts == 0
         calls.append((module, list(arguments), num_processes, run_directory))
         write_summary(run_directory / "summary.json", SUMMARY)
         return 0
@@ -134,7 +135,7 @@ def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, mon
     write_failures(directory, [Failure(rank=9, cause="exception", message="of an earlier attempt")], "node_0")
     write_summary(directory / "summary.json", SUMMARY)
 
-    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path) -> int:
+    def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path, restarts: int) -> int:
         assert not (run_directory / "summary.json").exists(), "an earlier run's summary would be taken for this one's"
         cause = Failure(rank=1, cause="exception", message="ValueError: bad gold", node="node1", phase="score")
         consequence = Failure(rank=0, cause="connection lost", message="closed", is_consequence=True)

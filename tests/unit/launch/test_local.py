@@ -1,9 +1,13 @@
-"""Workers of one node meet on loopback alone, without a store that unpickles what anyone sends it."""
+"""Workers of one node meet on loopback alone, without a store that unpickles what anyone sends it, and one signal stops
+them."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,3 +43,50 @@ def test_workers_meet_on_loopback_by_static_rendezvous(tmp_path: Path, monkeypat
 def test_two_runs_on_a_node_get_ports_of_their_own() -> None:
     ports = {next(part for part in torchrun_command(1, "x", []) if "master-port" in part) for _ in range(8)}
     assert len(ports) > 1 and sys.executable == torchrun_command(1, "x", [])[0]
+
+
+SIGNALED = """
+import os, signal, sys, time
+from pathlib import Path
+directory = Path(sys.argv[1])
+(directory / "run" / "workers").mkdir(parents=True, exist_ok=True)
+signal.signal(signal.SIGTERM, lambda number, frame: open(directory / "signals", "a").write("x"))
+(directory / "run" / "workers" / "0.pid").write_text(str(os.getpid()))
+while True:
+    time.sleep(0.05)
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from megatron_dapo.launch import local
+local.ONE_REQUEST_S = 2.0
+sys.exit(local.launch_workers("signaled_worker", [sys.argv[1]], 1, Path(sys.argv[1]) / "run"))
+"""
+
+
+def test_signals_sent_together_are_one_and_a_later_one_ends_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "signaled_worker.py").write_text(SIGNALED)
+    root = Path(__file__).resolve().parents[3]
+    monkeypatch.setenv("PYTHONPATH", f"{root}:{tmp_path}")
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)])
+    pid, signals, end = tmp_path / "run" / "workers" / "0.pid", tmp_path / "signals", time.monotonic() + 60.0
+    try:
+        while not (pid.is_file() and pid.read_text()):
+            assert time.monotonic() < end and launcher.poll() is None
+            time.sleep(0.05)
+        for _ in range(3):
+            launcher.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        assert signals.read_text() == "x" and launcher.poll() is None
+        time.sleep(2.0)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=20) == 128 + signal.SIGKILL
+        assert signals.read_text() == "x"
+        while Path(f"/proc/{pid.read_text()}").exists():  # killed, and not yet reaped
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        launcher.kill()
+        launcher.wait()

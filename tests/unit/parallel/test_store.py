@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_dapo.parallel.store import open_store, restrict_stores
 if sys.argv[1] == "restricted":
     restrict_stores(int(sys.argv[2]))
-store = open_store(30.0)
+store, _, _ = open_store(30.0)
 store.set("key", "value")
 dist.init_process_group("gloo")
 print(json.dumps([c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]))
