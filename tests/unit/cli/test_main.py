@@ -137,7 +137,9 @@ def test_the_first_root_cause_is_the_last_line(recipe: Path, tmp_path: Path, mon
 
     def launch(module: str, arguments: list[str], num_processes: int, run_directory: Path, restarts: int) -> int:
         assert not (run_directory / "summary.json").exists(), "an earlier run's summary would be taken for this one's"
-        cause = Failure(rank=1, cause="exception", message="ValueError: bad gold", node="node1", phase="score")
+        cause = Failure(
+            rank=1, cause="exception", message="ValueError: bad gold", node="node1", phase="score", exit_code=1
+        )
         consequence = Failure(rank=0, cause="connection lost", message="closed", is_consequence=True)
         write_failures(run_directory, [cause, consequence], "node_0")
         return 1
