@@ -16,7 +16,7 @@ def memory_lines(config: Config, architecture: ArchitectureFacts, processes: int
     has_gpus = cluster.gpus_per_node > 0
     nodes = f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
     gpus = f" of {cluster.gpus_per_node} GPUs of {cluster.gpu_gib:.3g} GiB" if has_gpus else " without GPUs"
-    lines = [f"machines: {nodes}{gpus}, {cluster.processes_per_node(processes)} trainer processes a node"]
+    lines = [f"machines: {nodes}{gpus}; trainer processes a node: {cluster.processes_per_node(processes)}"]
     lines += _engines(config, memory, cluster)
     policy_ranks = processes - config.num_critic_processes
     lines.append(f"memory of the policy on its fullest rank: {_parts(config, memory.policy, policy_ranks)}")

@@ -231,9 +231,9 @@ def _head_bytes(config: Config, architecture: ArchitectureFacts, tokens: int) ->
     the output weight's gradient, and tiles of logits."""
     item = ITEM_SIZES[config.model.dtype]
     rows = padded_vocabulary(architecture.vocab_size, config.parallel.tp_size) // config.parallel.tp_size
-    logits = HEAD_TILES
-    if config.model.logprob_implementation == "reference":
-        logits = 3 * FP32 * tokens * rows  # logits, probabilities and their gradient
+    logits = 3 * FP32 * tokens * rows  # of all tokens: logits, probabilities and their gradient
+    if config.model.logprob_implementation != "reference":
+        logits = min(logits, HEAD_TILES)
     hidden = tokens * architecture.hidden_size * (2 * item + FP32)
     return hidden + (item + FP32) * rows * architecture.hidden_size + logits
 
