@@ -24,5 +24,5 @@ if [ "$NODE_RANK" = 0 ]; then
     megatron-dapo train "$recipe" "${settings[@]}" "$@" --dry-run
 fi
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
-exec torchrun --max-restarts 3 --nnodes 16 --nproc-per-node 8 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
+exec python -m megatron_dapo.launch.torchrun --max-restarts 3 --nnodes 16 --nproc-per-node 8 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
     --module megatron_dapo.launch.worker "$recipe" "${settings[@]}" "$@"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # renameat2(2)
 
 
 def plain_file_name(name: object, origin: Path) -> str:
@@ -60,24 +65,73 @@ def atomic_directory(target: str | Path) -> Iterator[Path]:
 def replace_directory(target: Path, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
     """Yield `target`.new, which every rank of `group` writes together and which then replaces `target`.
 
-    Collective over `group` (None: the default group). The previous `target` stays until the new one is complete; a
-    process killed between the two renames leaves it as `target`.old.
+    Collective over `group` (None: the default group). A kill at any moment leaves `target` whole, the previous or the new one;
+    see `put_in_place` for file systems that cannot exchange two names.
     """
-    fresh, previous = (target.with_name(target.name + suffix) for suffix in (".new", ".old"))
+    fresh = target.with_name(target.name + ".new")
     is_first = dist.get_rank(group) == 0
     if is_first:
-        shutil.rmtree(fresh, ignore_errors=True)
+        _finish_interrupted(target)
+        remove_tree(fresh)
     dist.barrier(group)
     yield fresh
     # Every rank has written its part before rank 0 gives the directory its name.
     dist.barrier(group)
     if is_first:
-        if target.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            target.rename(previous)
-        fresh.rename(target)
+        put_in_place(fresh, target)
+
+
+def put_in_place(fresh: Path, target: Path) -> None:
+    """Give the complete directory `fresh` the name `target`, then remove what had it.
+
+    The two names are exchanged in one step of the file system. Where it has none (NFS and Lustre), the previous directory is
+    called `target`.old for a moment: a process killed in that moment leaves it there, whole, and the next call puts it back.
+    """
+    _finish_interrupted(target)
+    if not os.path.lexists(target):
+        os.rename(fresh, target)
         _sync(target.parent)
-        shutil.rmtree(previous, ignore_errors=True)
+    elif _exchange(fresh, target):
+        _sync(target.parent)
+        remove_tree(fresh)  # the previous one
+    else:
+        previous = _previous(target)
+        os.rename(target, previous)
+        os.rename(fresh, target)
+        _sync(target.parent)
+        remove_tree(previous)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, or a link to one, if it is there. OSError where it cannot be removed."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _previous(target: Path) -> Path:
+    return target.with_name(target.name + ".old")
+
+
+def _finish_interrupted(target: Path) -> None:
+    """Put back the directory that a process killed between two renames left as `target`.old, or remove it if it was replaced."""
+    if not os.path.lexists(target) and _previous(target).exists():
+        os.rename(_previous(target), target)
+    remove_tree(_previous(target))
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step. False where the kernel or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def _sync(path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from megatron_dapo.data.printable import printable
 from megatron_dapo.evaluation.estimators import Estimate, ProblemRecord, bootstrap_mean, problem_values
 from megatron_dapo.types import SamplingParams
 
@@ -73,7 +74,7 @@ class EvaluationResult:
     def to_json(self) -> str:
         """Return the result as a JSON document."""
         # NaN is no JSON: other readers would refuse the file.
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False, allow_nan=False)
+        return printable(json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False, allow_nan=False))
 
     @staticmethod
     def from_json(text: str) -> EvaluationResult:

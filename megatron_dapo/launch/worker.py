@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dapo.data.printable import PrintableFormatter
 from megatron_dapo.launch.environment import (
     ProcessEnvironment,
     batch_job,
@@ -200,7 +201,10 @@ def _use_own_device(process: ProcessEnvironment) -> None:
 
 def _configure_logging(process: ProcessEnvironment) -> None:
     level = logging.INFO if process.rank == 0 else logging.WARNING
-    logging.basicConfig(level=level, format=f"[rank {process.rank}] %(levelname)s %(name)s: %(message)s")
+    # Messages quote data files and answers of servers.
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter(f"[rank {process.rank}] %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     for name in ("megatron", "transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # megatron-core warns once a module that Transformer Engine and apex are absent; the layer specification's log line

@@ -2,7 +2,7 @@
 loaded.
 
     <directory>/step_000123.tmp/     while ranks write: their files, and one part of the manifest a rank
-    <directory>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file) and renamed
+    <directory>/step_000123/         after rank 0 merged the parts into manifest.json (size and SHA-256 of every file, and its own) and renamed
 
 A kill at any point leaves either the old directory or the new one. Old checkpoints are deleted only after the new one is
 in place. What is saved comes from a callable.
@@ -11,6 +11,7 @@ in place. What is saved comes from a callable.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_OWN_HASH = "sha256"  # field of the manifest
 _STEP = re.compile(r"step_(\d{6,})")
 _PART = re.compile(r"manifest_rank_(\d+)\.json")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -165,7 +167,7 @@ class CheckpointStore:
             "files": [entry.to_json() for entry in entries],
             "metadata": dict(metadata or {}),
         }
-        write_json(partial / MANIFEST, document)
+        write_json(partial / MANIFEST, {**document, _OWN_HASH: _own_hash(document)})
         for rank in range(self.num_ranks):
             (partial / f"manifest_rank_{rank}.json").unlink()
         sync_directory(partial)
@@ -373,21 +375,44 @@ def _merged_entries(partial: Path, num_ranks: int) -> Iterator[FileEntry]:
             yield FileEntry(**entry)
 
 
+def _own_hash(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest without the field that holds it, however its JSON is laid out."""
+    fields = {name: value for name, value in manifest.items() if name != _OWN_HASH}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
 def _read_manifest(directory: Path, step: int) -> Checkpoint:
     path = directory / MANIFEST
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        entries = [FileEntry(str(e["name"]), int(e["size"]), str(e["sha256"])) for e in document["files"]]
+        entries = [_file_entry(entry) for entry in document["files"]]
         form, stated, metadata = document["format"], document["step"], document["metadata"]
+        # Manifests of earlier releases have no hash of their own.
+        if _OWN_HASH in document and document[_OWN_HASH] != _own_hash(document):
+            raise ValueError(f"its own {_OWN_HASH} does not fit: it changed since it was written")
+        if not isinstance(metadata, dict):
+            raise ValueError(f"metadata is a {type(metadata).__name__}, not an object")
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {directory}: no {MANIFEST}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} is not readable ({error!r})") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} is not readable ({error!r:.300})") from None
     if form != FORMAT or stated != step:
         raise CheckpointError(
-            f"checkpoint {directory}: manifest of format {form}, step {stated}; expected format {FORMAT}, step {step}"
+            f"checkpoint {directory}: manifest of format {form!r:.50}, step {stated!r:.50}; "
+            f"expected format {FORMAT}, step {step}"
         )
     bad = [entry.name for entry in entries if not _PLAIN_NAME.fullmatch(entry.name)]
     if bad:
-        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} names files outside the directory: {bad}")
-    return Checkpoint(step, directory, {entry.name: entry for entry in entries}, metadata)
+        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} names files outside the directory: {bad!r:.300}")
+    files = {entry.name: entry for entry in entries}
+    if len(files) != len(entries):
+        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} lists {len(entries)} files of {len(files)} names")
+    return Checkpoint(step, directory, files, metadata)
+
+
+def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
+    """Return the entry of a manifest. ValueError, KeyError or TypeError where it is none."""
+    name, size, sha256 = entry["name"], entry["size"], entry["sha256"]
+    if not isinstance(name, str) or type(size) is not int or not isinstance(sha256, str):
+        raise ValueError(f"a file is {entry!r:.200}, not a name with its size and sha256")
+    return FileEntry(name, size, sha256)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from megatron_dapo.checkpoints.atomic_directory import put_in_place, remove_tree
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.types import TrainSample
 
@@ -31,14 +30,13 @@ def dump_batch(directory: Path, samples: Sequence[TrainSample], metadata: Mappin
     """Write `samples` and JSON-serializable `metadata` (train step, learning rate, ...) into the new `directory`."""
     # Renamed when complete: a killed run leaves no half dump under the final name.
     partial = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_tree(partial)
     partial.mkdir(parents=True)
     description, tensors = to_tensors(samples)
     save_file(tensors, partial / _TENSORS)
     facts = {"metadata": dict(metadata), "samples": description}
     (partial / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    shutil.rmtree(directory, ignore_errors=True)
-    os.replace(partial, directory)
+    put_in_place(partial, directory)
     return directory
 
 

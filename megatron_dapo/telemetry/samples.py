@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.data.printable import printable
 from megatron_dapo.telemetry.writers import drop_steps_from
 from megatron_dapo.types import Group
 
@@ -99,7 +100,7 @@ class SampleWriter:
                 continue
             try:
                 with open(self._path, "a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    stream.write(printable(json.dumps(record, ensure_ascii=False)) + "\n")
             except Exception as error:  # no sample is worth a training run
                 self._lose(repr(error))
 

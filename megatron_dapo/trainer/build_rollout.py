@@ -18,6 +18,7 @@ from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.config.rollout_schema import RewardConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import PromptDataset, load_eval_prompts, load_prompts
+from megatron_dapo.data.printable import printable
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.data.template import PromptTemplate, StopTokens, resolve_stop_token_ids
 from megatron_dapo.engines.base import CollectiveEngine
@@ -104,7 +105,7 @@ def _scorer(config: Config) -> Any:
 
     def write(disagreement: Disagreement) -> None:
         with open(path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(disagreement.record(), ensure_ascii=False) + "\n")
+            stream.write(printable(json.dumps(disagreement.record(), ensure_ascii=False)) + "\n")
 
     return ShadowedPool(primary, open_verifier_pool(config.reward, config.reward.shadow_verifier), write)
 

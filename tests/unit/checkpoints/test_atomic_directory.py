@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megatron_dapo.checkpoints.atomic_directory import atomic_directory, replace_directory
+from megatron_dapo.checkpoints.atomic_directory import (
+    _finish_interrupted,
+    atomic_directory,
+    put_in_place,
+    replace_directory,
+)
 
 
 @pytest.fixture
@@ -53,32 +60,66 @@ def test_a_failed_replacement_leaves_the_previous_directory(tmp_path: Path, one_
     assert (target / "weights").read_text() == "first"
 
 
-def test_at_every_rename_one_complete_directory_exists(tmp_path: Path, one_process, monkeypatch):
-    """A kill between any two operations of the file system loses no model."""
-    target = tmp_path / "model"
-    target.mkdir()
-    (target / "weights").write_text("first")
-    seen: list[set[str]] = []
+KILLED = """
+import itertools, os, signal, sys
+from pathlib import Path
+from megatron_dapo.checkpoints import atomic_directory
+target, kill_at, can_exchange = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "exchange"
+fresh = target.with_name("model.new")
+fresh.mkdir()
+for name in "ab":
+    (fresh / name).write_text("second")
+calls = itertools.count()
+def step():
+    if next(calls) == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+CHANGES = ("os.rename", "os.remove", "os.rmdir")
+sys.addaudithook(lambda event, arguments: step() if event in CHANGES else None)
+exchange = atomic_directory._exchange
+def watched(one, other):
+    step()  # before it, and after it at the first removal
+    return can_exchange and exchange(one, other)
+atomic_directory._exchange = watched
+atomic_directory.put_in_place(fresh, target)
+print("ended")
+"""
 
-    def complete() -> set[str]:
-        return {path.read_text() for path in tmp_path.glob("model*/weights")}
 
-    rename = Path.rename
+@pytest.mark.parametrize("way", ["exchange", "renames"])
+def test_a_kill_at_any_step_leaves_one_whole_directory(tmp_path: Path, way: str) -> None:
+    """The process is killed before every change of the file system in turn, until one run comes to its end."""
+    contents = []
+    for kill_at in range(20):
+        target = tmp_path / str(kill_at) / "model"
+        target.mkdir(parents=True)
+        for name in "ab":
+            (target / name).write_text("first")
+        command = [sys.executable, "-c", KILLED, str(target), str(kill_at), way]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == (0 if done.stdout else -signal.SIGKILL), done.stderr
+        if way == "exchange":
+            assert target.is_dir()  # under its own name all the time
+        else:
+            _finish_interrupted(target)
+        contents.append({(target / name).read_text() for name in "ab"})
+        if done.stdout:
+            break
+    assert done.stdout == "ended\n" and kill_at >= 4
+    assert contents[0] == {"first"} and contents[-1] == {"second"} and all(len(each) == 1 for each in contents)
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
 
-    def recorded(path: Path, other: Path) -> Path:
-        seen.append(complete())
-        return rename(path, other)
 
-    remove = os.unlink
+def test_a_link_is_replaced_and_its_directory_stays(tmp_path: Path) -> None:
+    for name in ("elsewhere", "fresh"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "elsewhere")
+    put_in_place(tmp_path / "fresh", tmp_path / "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "model"]
+    assert not (tmp_path / "model").is_symlink()
 
-    def removed(*arguments, **options):
-        remove(*arguments, **options)
-        seen.append(complete())
 
-    monkeypatch.setattr(Path, "rename", recorded)
-    monkeypatch.setattr(os, "unlink", removed)
-    with replace_directory(target) as directory:
-        directory.mkdir()
-        (directory / "weights").write_text("second")
-    assert len(seen) == 3 and seen[0] == seen[1] == {"first", "second"} and seen[2] == {"second"}
-    assert (target / "weights").read_text() == "second"
+def test_an_exchange_that_fails_for_another_reason_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(FileNotFoundError, match="fresh"):
+        put_in_place(tmp_path / "fresh", tmp_path / "model")
+    assert (tmp_path / "model").is_dir()

@@ -108,6 +108,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "manifest of another step": lambda directory: (directory / "manifest.json").write_text(
         (directory / "manifest.json").read_text().replace('"step": 2', '"step": 9')
     ),
+    "another hash in the manifest": lambda directory: (directory / "manifest.json").write_text(
+        (directory / "manifest.json").read_text().replace('"sha256": "', '"sha256": "0', 1)
+    ),
+    "other metadata in the manifest": lambda directory: (directory / "manifest.json").write_text(
+        (directory / "manifest.json").read_text().replace('"metadata": {', '"metadata": {"train_step": 7')
+    ),
     "path in manifest": lambda directory: (directory / "manifest.json").write_text(
         (directory / "manifest.json").read_text().replace("trainer.json", "../../trainer.json")
     ),
@@ -347,6 +353,20 @@ def test_loading_a_file_that_is_not_there_lists_what_is(store: CheckpointStore) 
     save_checkpoint(store, 1, content(1))
     with pytest.raises(CheckpointError, match="model.safetensors, trainer.json"):
         newest_valid(store).load_json("optimizer.json")
+
+
+def test_the_manifest_says_what_changed_and_those_without_a_hash_are_read(store: CheckpointStore) -> None:
+    save_checkpoint(store, 1, content(1))
+    manifest = store.path(1) / "manifest.json"
+    document = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(document))  # laid out otherwise: the same manifest
+    assert is_of(newest_valid(store), 1)
+    manifest.write_text(json.dumps({**document, "metadata": {"layout": "TP8"}}))
+    with pytest.raises(CheckpointError, match="its own sha256 does not fit: it changed since it was written"):
+        store.open(1)
+    del document["sha256"]  # as releases before 0.6 wrote it
+    manifest.write_text(json.dumps(document))
+    assert is_of(newest_valid(store), 1)
 
 
 def test_manifest_is_plain_json(store: CheckpointStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_record_holds_all_a_reader_asks_for(groups: list[Group]) -> None:
         "generation_step": 9,
         "window": {"start": 0, "is_finished": True},
     }
+
+
+def test_nothing_of_a_response_acts_on_the_readers_terminal(tmp_path: Path) -> None:
+    """A clear-screen sequence by C1, a line that is read right to left, a line separator, half of a surrogate pair."""
+    hostile = "\x9b2J\x1b[2J \u202egnirts\u202c \u2028{} \u0085 \u200b \ud83d \U000e0041 \ufeff"
+    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=1)
+    writer.write([{"train_step": 1, "response": hostile}, {"train_step": 1, "response": "≤ 中文 ü 🙂"}])
+    writer.close()
+    text = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
+    assert all(unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") for c in text.replace("\n", ""))
+    assert [json.loads(line)["response"] for line in text.splitlines()] == [hostile, "≤ 中文 ü 🙂"]
+    assert "≤ 中文 ü 🙂" in text and writer.num_lost == 0
 
 
 @pytest.mark.parametrize(
