@@ -7,7 +7,6 @@ config and tokenizer. The layout itself is not stored: it follows from config.js
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron_dapo.reshard.execution import execute_from_reader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.planner import plan
 from megatron_dapo.reshard.slices import Slice, whole
+from megatron_dapo.untrusted import read_json
 
 MANIFEST_FILE = "layout.json"
 UNTOUCHED_FILE = "untouched.safetensors"
@@ -154,11 +154,9 @@ def _layout(
 
 def _read_manifest(path: Path) -> tuple[ParallelLayout, dict[str, TensorSpec], dict[str, int]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"{path.parent}: no {MANIFEST_FILE}; this is not a converted Megatron checkpoint") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
     try:
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_dapo.config.inputs import FAMILIES, Family
+from megatron_dapo.untrusted import blamed_on, read_json
 
 RopeKind = Literal["linear", "llama3"]
 
@@ -131,12 +131,11 @@ class ModelArchitecture:
         """Read config.json of a model directory; see `from_config`."""
         path = Path(directory) / "config.json"
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path)
         except FileNotFoundError:
             raise ValueError(f"{directory}: no config.json; give a Hugging Face model directory") from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: not JSON: {error}") from None
-        return cls.from_config(config, heads=heads)
+        with blamed_on(Path(directory)):
+            return cls.from_config(config, heads=heads)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, heads: Collection[str] = (LANGUAGE_MODEL,)) -> ModelArchitecture:

@@ -14,7 +14,6 @@ Every rank reads its own slices only, by a plan between the directory's layout a
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -35,6 +34,7 @@ from megatron_dapo.checkpoints.megatron_layout import MegatronLayout
 from megatron_dapo.reshard.execution import Buffers, ShardReader
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec, slice_view
 from megatron_dapo.reshard.slices import Slice
+from megatron_dapo.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def _check_same_tokens(directory: str | Path, policy_directory: str | Path) -> N
 def _vocabulary(path: Path) -> dict[str, int] | None:
     """Return token -> id of a tokenizer.json, added tokens included; None without such a file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         vocabulary = content["model"]["vocab"]
         # Unigram models list [token, score] pairs in the order of their ids.
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], i) for i, e in enumerate(vocabulary))

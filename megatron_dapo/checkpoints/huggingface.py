@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_dapo.checkpoints.atomic_directory import plain_file_name
 from megatron_dapo.checkpoints.safetensors_file import SafetensorsReader, StoredModel
 from megatron_dapo.reshard.layout import Shard, SingleHolderLayout, TensorSpec
 from megatron_dapo.reshard.slices import Slice
+from megatron_dapo.untrusted import blamed_on, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,11 +44,12 @@ class HFCheckpoint(StoredModel):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.path = Path(path)
-        self.files = _weight_map(self.path)  # tensor name -> file name
         try:
-            for file in dict.fromkeys(self.files.values()):
-                self._readers[file] = SafetensorsReader(self.path / file)
-            self._check_index()
+            with blamed_on(self.path):
+                self.files = _weight_map(self.path)  # tensor name -> file name
+                for file in dict.fromkeys(self.files.values()):
+                    self._readers[file] = SafetensorsReader(self.path / file)
+                self._check_index()
         except BaseException:
             self.close()
             raise
@@ -183,9 +184,9 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
+    document: Any = read_json(path)
     try:
-        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        pairs = dict(weight_map.items())
+        pairs = dict(document["weight_map"].items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: broken index: {error!r}") from None
     if not pairs:

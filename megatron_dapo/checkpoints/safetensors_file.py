@@ -21,6 +21,7 @@ import torch
 
 from megatron_dapo.reshard.layout import TensorSpec
 from megatron_dapo.reshard.slices import Slice, whole
+from megatron_dapo.untrusted import one_line
 
 DTYPE_OF_CODE: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -132,14 +133,25 @@ class SafetensorsReader:
                 name: _stored(name, entry, data_start) for name, entry in entries.items() if name != "__metadata__"
             }
             expected = _end_of_data(tensors, data_start)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{self.path}: broken safetensors header: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{self.path}: broken safetensors header: {one_line(error)}") from None
         if size != expected:
             raise ValueError(
                 f"{self.path}: {'truncated' if size < expected else 'too long'}: the file has {size} bytes, "
                 f"its header describes {expected}; download or copy it again"
             )
         return tensors
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file, on the CPU. ValueError that names the file where it is broken."""
+    with SafetensorsReader(path) as reader:
+        tensors = {
+            name: torch.empty(stored.spec.shape, dtype=stored.spec.dtype) for name, stored in reader.tensors.items()
+        }
+        for name, tensor in tensors.items():
+            reader.read(name, tensor)
+    return tensors
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config.rules import Violation
 from megatron_dapo.config.schema import Config
+from megatron_dapo.untrusted import read_json
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ _KEYS = {
     "intermediate_size": "intermediate_size",
     "max_position_embeddings": "max_position_embeddings",
 }
+_OPTIONAL_SIZES = (
+    *("num_key_value_heads", "num_experts", "num_local_experts", "decoder_sparse_step", "moe_intermediate_size"),
+    *("head_dim", "vocab_size"),
+)
 
 
 def read_architecture(directory: str | Path) -> ArchitectureFacts:
@@ -70,14 +74,14 @@ def read_architecture(directory: str | Path) -> ArchitectureFacts:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"model.path {directory}: no config.json there; name a Hugging Face model directory")
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); copy the model directory again") from None
+    document = read_json(path)
     document = document if isinstance(document, dict) else {}
-    missing = [key for key in _KEYS.values() if not isinstance(document.get(key), int)]
+    missing = [key for key in _KEYS.values() if not _is_size(document.get(key))]
     if missing:
         raise ValueError(f"{path}: no whole number under {', '.join(missing)}; not a decoder this package knows")
+    wrong = [key for key in _OPTIONAL_SIZES if document.get(key) is not None and not _is_size(document[key], 0)]
+    if wrong:
+        raise ValueError(f"{path}: {wrong[0]} = {document[wrong[0]]!r:.100} is no whole number of 0 to 2**31")
     facts = {name: document[key] for name, key in _KEYS.items()}
     # Without the field, as in old Llama configs, every query head has a key-value head of its own.
     kv_heads = document.get("num_key_value_heads") or facts["num_attention_heads"]
@@ -99,6 +103,10 @@ def read_architecture(directory: str | Path) -> ArchitectureFacts:
         qkv_bias=family is not None and family.qkv_bias,
         qk_norm=family is not None and family.qk_norm,
     )
+
+
+def _is_size(value: object, least: int = 1) -> bool:
+    return type(value) is int and least <= value < 2**31
 
 
 def check_inputs(config: Config) -> tuple[ArchitectureFacts | None, list[Violation]]:

@@ -100,7 +100,7 @@ def _recipe_values(recipe: Path, chain: tuple[Path, ...]) -> dict[str, _Value]:
     own = _flatten(tree, origin=str(recipe), directory=recipe.parent)
     if base is None:
         return own
-    if not isinstance(base, str):
+    if not isinstance(base, str) or _has_null(base):
         problem = Violation("base", "the path of one recipe", 'write base = "other.toml"', {"base": base})
         raise ConfigError([problem], str(recipe))
     return _layered(_recipe_values(recipe.parent / base, (*chain, resolved)), own)
@@ -125,7 +125,7 @@ def _read_toml(recipe: Path) -> dict[str, Any]:
         problem = Violation("recipe", "a recipe file that exists", hint, {"file": str(recipe)})
     except IsADirectoryError:
         problem = Violation("recipe", "a recipe file", "name a .toml file", {"file": str(recipe)})
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         problem = Violation("recipe", "valid TOML", f"correct it: {error}")
     raise ConfigError([problem], str(recipe))
 
@@ -230,6 +230,8 @@ def _written(path: str) -> tuple[str, str]:
 
 def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
     problems = [_unknown(path, value) for path, value in values.items() if path not in leaf_fields()]
+    if unusable := [_with_null(path, value) for path, value in values.items() if _has_null(value.value)]:
+        raise ConfigError([*problems, *unusable], source)  # no path can be made of them
     # Unknown keys stay out of the schema's check: it would report each a second time, without the nearest name.
     known = {path: value for path, value in values.items() if path in leaf_fields()}
     tree = _nest({path: _absolute_inputs(path, value) for path, value in known.items()})
@@ -250,6 +252,14 @@ def _build(values: Mapping[str, _Value], source: str) -> LoadedConfig:
         if path.rpartition(".")[2] in type(value_of(config, path.rpartition(".")[0])).model_fields
     }
     return LoadedConfig(config=config, origins=MappingProxyType(origins))
+
+
+def _has_null(value: Any) -> bool:
+    return "\0" in value if isinstance(value, str) else isinstance(value, list) and any(map(_has_null, value))
+
+
+def _with_null(path: str, value: _Value) -> Violation:
+    return Violation(path, "text without the character NUL", f"change it in {value.origin}", {path: value.value})
 
 
 def _refuse(value: Any) -> str:

@@ -150,6 +150,13 @@ class RewardConfig(Section):
     memory_limit_mb: PositiveInt = 2048
     """Memory limit of one verifier process, in MiB."""
 
+    file_limit_mb: PositiveInt = 256
+    """Largest file that a verifier process may write, in MiB."""
+
+    max_processes: PositiveInt = 64
+    """Processes that a verifier process and everything it has started may be at a time. Beyond it all of them are killed and the
+    outcome is "error"."""
+
     environment: tuple[str, ...] = ()
     """Names of environment variables that verifier processes get beside PATH, LD_LIBRARY_PATH and the language. A reward function
     that asks a service for its verdict may need its key here."""

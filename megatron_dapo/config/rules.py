@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.schema import Config, leaf_fields
+from megatron_dapo.untrusted import one_line
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class ConfigError(ValueError):
         self.violations = tuple(violations)
         self.source = source
         count = f"{len(self.violations)} problem{'s' if len(self.violations) != 1 else ''}"
-        super().__init__(f"{source}: {count}\n" + "\n".join(f"  - {violation}" for violation in self.violations))
+        lines = [f"{source}: {count}", *(f"  - {one_line(violation)}" for violation in self.violations)]
+        super().__init__("\n".join(lines))
 
 
 def value_of(config: Config, path: str) -> Any:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.untrusted import blamed_on
+
 REQUIRED_COLUMNS = ("prompt", "reward_model")
 OPTIONAL_COLUMNS = ("data_source", "ability", "extra_info")
 BATCH_ROWS = 8192
@@ -47,9 +49,10 @@ def read_rows(path: Path) -> Iterator[Row]:
             f"{path}: unknown kind of data file {path.suffix!r}, choose one of {', '.join(sorted(_READERS))}"
         )
     is_empty = True
-    for location, values in reader(path):
-        is_empty = False
-        yield _checked_row(values, location)
+    with blamed_on(path):
+        for location, values in reader(path):
+            is_empty = False
+            yield _checked_row(values, location)
     if is_empty:
         raise ValueError(f"{path} has no rows")
 
@@ -98,7 +101,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _parse_line(line: bytes, location: str) -> Mapping[str, Any]:
     try:
         values = json.loads(line)
-    except ValueError as error:  # bad JSON or bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or brackets without end
         raise ValueError(f"{location} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{location}: expected a JSON object with columns, got {type(values).__name__}")

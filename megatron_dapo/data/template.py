@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+from megatron_dapo.untrusted import blamed_on, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +103,39 @@ class PromptTemplate:
         }
 
 
+# ---- files of a tokenizer
+
+_TOKEN_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_LONGEST_TOKEN = 512  # characters; tokenizers takes seconds to build the automaton of a much longer one
+
+
+def check_special_tokens(directory: Path) -> None:
+    """Raise ValueError where a file of the tokenizer is broken or has a special token of absurd length."""
+    for file in (directory / name for name in _TOKEN_FILES):
+        if file.is_file():
+            document = read_json(file)
+            with blamed_on(file):
+                longest = max(map(len, _special_tokens(document)), default=0)
+            if longest > _LONGEST_TOKEN:
+                raise ValueError(
+                    f"{file}: a special token has {longest:,} characters, at most {_LONGEST_TOKEN} are read"
+                )
+
+
+def _special_tokens(document: Any) -> Iterator[str]:
+    """Yield every text of a tokenizer's file except vocabulary, merges and chat template: its tokens are among them."""
+    parts = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    for name, part in parts:
+        if isinstance(part, str) and name != "chat_template":
+            yield part
+        elif name not in ("model", "chat_template"):
+            yield from _special_tokens(part)
+    if isinstance(document, dict):
+        yield from document  # added_tokens.json has them as keys
+
+
 # ---- stop tokens
 
 
@@ -146,4 +182,7 @@ def resolve_stop_token_ids(
 def _as_ids(eos: int | Sequence[int] | None) -> tuple[int, ...]:
     if eos is None:
         return ()
-    return (eos,) if isinstance(eos, int) else tuple(sorted(set(eos)))
+    ids = [eos] if isinstance(eos, int) else list(eos)
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise ValueError(f"eos_token_id {eos!r:.100} is neither a token id nor a list of token ids")
+    return tuple(sorted(set(ids)))

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from megatron_dapo.data.printable import printable
 from megatron_dapo.evaluation.estimators import Estimate, ProblemRecord, bootstrap_mean, problem_values
 from megatron_dapo.types import SamplingParams
+from megatron_dapo.untrusted import printable
 
 FORMAT = "megatron_dapo evaluation 1"
 

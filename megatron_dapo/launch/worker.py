@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dapo.data.printable import PrintableFormatter
 from megatron_dapo.launch.environment import (
     ProcessEnvironment,
     batch_job,
@@ -29,6 +28,7 @@ from megatron_dapo.launch.environment import (
 from megatron_dapo.launch.lifetime import end_with_parent, hold_directory
 from megatron_dapo.launch.local import write_worker_pid
 from megatron_dapo.recovery.heartbeat import Heartbeat
+from megatron_dapo.untrusted import PrintableFormatter
 
 if TYPE_CHECKING:
     from megatron_dapo.config.loader import LoadedConfig

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.recovery.durable_files import FileEntry, hash_file, sync_directory, write_json, write_tensors
+from megatron_dapo.untrusted import one_line, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -71,13 +72,14 @@ class Checkpoint:
     metadata: Mapping[str, Any]
 
     def load_json(self, name: str) -> Any:
-        return json.loads(self._path(name).read_text(encoding="utf-8"))
+        return read_json(self._path(name))
 
     def load_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors of one safetensors file, on the CPU."""
-        from safetensors.torch import load_file
+        # Here: checkpoints are listed and checked without torch.
+        from megatron_dapo.checkpoints.safetensors_file import read_tensors
 
-        return load_file(self._path(name))
+        return read_tensors(self._path(name))
 
     def _path(self, name: str) -> Path:
         if name not in self.files:
@@ -395,7 +397,9 @@ def _read_manifest(directory: Path, step: int) -> Checkpoint:
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {directory}: no {MANIFEST}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} is not readable ({error!r:.300})") from None
+        raise CheckpointError(
+            f"checkpoint {directory}: {MANIFEST} is not readable ({one_line(repr(error), 300)})"
+        ) from None
     if form != FORMAT or stated != step:
         raise CheckpointError(
             f"checkpoint {directory}: manifest of format {form!r:.50}, step {stated!r:.50}; "

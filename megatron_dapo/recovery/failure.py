@@ -2,7 +2,7 @@
 
 Once one rank fails, the others fail because of it: their connections break, their collectives time out. Such records are
 consequences and come after the cause, whatever was noticed first. `in_order` decides; docs/failures.md describes the file.
-This module imports the standard library alone: the watcher of a node uses it too.
+This module needs the standard library alone: the watcher of a node uses it too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+from megatron_dapo.untrusted import printable
 
 VERSION = 2  # of failure.json
 EXIT_CODE = 75  # EX_TEMPFAIL: worth starting again from the last checkpoint
@@ -82,7 +84,7 @@ class Failure:
 def failure_of(rank: int, error: BaseException, phase: str = "", node: str = "") -> Failure:
     """Return the record of an exception."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    message = " ".join(f"{type(error).__name__}: {error}".split())
+    message = printable(" ".join(f"{type(error).__name__}: {error}".split()))
     chain = list(_chain(error))
     is_consequence = any(getattr(each, "is_consequence", False) for each in chain)
     cause = "exception"

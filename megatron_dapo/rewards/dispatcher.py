@@ -12,7 +12,6 @@ import logging
 import selectors
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections import Counter, deque
@@ -21,14 +20,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from megatron_dapo.rewards.supervisor import TOO_MANY_PROCESSES
 from megatron_dapo.rewards.verifier_process import Job, Task, VerifierProcess, checked_reply, failure
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
-_STOP_S = 30.0  # for the thread to end, of which it may wait _KILLED_S for each process
-_KILLED_S = 5.0  # for a process to end after SIGKILL
+_STOP_S = 30.0  # for the thread to end
+_KILLED_S = 12.0  # for killed processes to end: a few seconds by their supervisors, then by force
 STARTUP_SECONDS = 120.0  # of a process until it has loaded its verifier: a user's function may import torch
+_REAP_SECONDS = 0.05  # between two looks at killed processes
 STALLED_SECONDS = 0.1  # answers waiting behind one that takes longer are given to other processes
 
 
@@ -48,7 +49,7 @@ class Dispatcher:
         self._jobs: deque[Job] = deque()  # calls with answers still to be sent, in turn
         self._unfinished: dict[int, Job] = {}  # every call with a waiting caller, by id()
         self._workers: list[VerifierProcess] = []
-        self._dead: list[subprocess.Popen[bytes]] = []
+        self._dead: list[VerifierProcess] = []
         self._num_failed_starts = 0
         self._broken: BaseException | None = None
         self._stopping = False
@@ -110,16 +111,16 @@ class Dispatcher:
             elif key.data in self._workers:
                 self._serve(key.data)
         self._enforce_deadlines()
-        self._dead = [process for process in self._dead if process.poll() is None]  # poll reaps: no zombies
+        self._dead = [worker for worker in self._dead if not worker.has_ended()]  # which reaps: no zombies
 
     def _shut_down(self, failure: BaseException) -> None:
         for worker in list(self._workers):
             self._remove(worker)
-        for process in self._dead:
-            try:
-                process.wait(_KILLED_S)
-            except subprocess.TimeoutExpired:  # the kernel holds it, e.g. in a read of a file system that hangs
-                logger.error("verifier process %d has not ended %g s after SIGKILL", process.pid, _KILLED_S)
+        end = time.monotonic() + _KILLED_S
+        while (left := [worker for worker in self._dead if not worker.has_ended()]) and time.monotonic() < end:
+            time.sleep(_REAP_SECONDS)
+        for worker in left:  # the kernel holds it, e.g. in a read of a file system that hangs
+            logger.error("verifier process %d has not ended %g s after SIGKILL", worker.process.pid, _KILLED_S)
         with self._lock:  # closed together with the last look: no call waits for a thread that has ended
             self._is_closed = True
             self._unfinished.update((id(job), job) for job in self._inbox)
@@ -160,7 +161,7 @@ class Dispatcher:
         self._stop_writing(worker)
         self._selector.unregister(worker.stdout)
         worker.kill()
-        self._dead.append(worker.process)
+        self._dead.append(worker)
         self._give_back(worker)
 
     def _give_back(self, worker: VerifierProcess) -> None:
@@ -279,7 +280,7 @@ class Dispatcher:
         now = time.monotonic()
         waits = [self._deadline(worker) - now for worker in self._workers if worker.queue or not worker.is_ready]
         waits += [worker.since + STALLED_SECONDS - now for worker in self._stalling()]
-        waits += [0.05] if self._dead else []
+        waits += [_REAP_SECONDS] if self._dead else []
         return max(0.0, min(waits)) if waits else None
 
     def _deadline(self, worker: VerifierProcess) -> float:
@@ -324,6 +325,8 @@ class Dispatcher:
             return
         self.counts["crashed"] += 1
         exit_code = worker.exit_code()  # before `_remove`, which kills it
+        if exit_code == TOO_MANY_PROCESSES:
+            reason = reason or "the user's function had more than reward.max_processes processes"
         if reason is None and exit_code == -signal.SIGKILL and worker.queue and not worker.queue[0].was_retried:
             # Killed from outside, usually by the kernel for want of memory: retry once before the answer is an error.
             worker.queue[0].was_retried = True

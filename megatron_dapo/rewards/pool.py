@@ -61,6 +61,8 @@ class VerifierPool:
         verifier: "dapo", "lenient" or "package.module:function" (see `rewards.verifier`).
         timeout_s: seconds one answer may take before its process is killed.
         memory_limit_mb: address space of one process; raise it for a user's function that imports torch.
+        file_limit_mb: size of a file that a process may write.
+        max_processes: processes that a worker and all it has started may be; beyond it they are killed, which is an `error`.
         reward_correct, reward_incorrect: rewards of verifiers that do not set their own. A response that is
             truncated, times out or fails gets `reward_incorrect`, whatever the verifier.
         more_environment: names of variables that the processes get beside the allow-list.
@@ -74,14 +76,16 @@ class VerifierPool:
         num_workers: int = 2,
         timeout_s: float = 10.0,
         memory_limit_mb: int = DEFAULT_MEMORY_LIMIT_MB,
+        file_limit_mb: int = 256,
+        max_processes: int = 64,
         reward_correct: float = 1.0,
         reward_incorrect: float = -1.0,
         more_environment: Sequence[str] = (),
     ) -> None:
-        if num_workers < 1 or timeout_s <= 0 or memory_limit_mb < 1:
+        if timeout_s <= 0 or min(num_workers, memory_limit_mb, file_limit_mb, max_processes) < 1:
             raise ValueError(
-                "a verifier pool needs num_workers >= 1, timeout_s > 0 and memory_limit_mb >= 1; "
-                f"got {num_workers}, {timeout_s}, {memory_limit_mb}"
+                "a verifier pool needs timeout_s > 0 and num_workers, memory_limit_mb, file_limit_mb and max_processes >= 1; "
+                f"got {timeout_s}, {num_workers}, {memory_limit_mb}, {file_limit_mb}, {max_processes}"
             )
         self.verifier = verifier
         self._reward_correct, self._reward_incorrect = reward_correct, reward_incorrect
@@ -90,7 +94,13 @@ class VerifierPool:
         self._lock = threading.Lock()  # guards _outcomes, which callers share
         self._outcomes: Counter[str] = Counter()
         self._dispatcher = Dispatcher(
-            settings={"verifier": verifier, "memory_limit_mb": memory_limit_mb, "timeout_s": timeout_s},
+            settings={
+                "verifier": verifier,
+                "timeout_s": timeout_s,
+                "memory_limit_mb": memory_limit_mb,
+                "file_limit_mb": file_limit_mb,
+                "max_processes": max_processes,
+            },
             environment=worker_environment(os.environ, more_environment),
             num_workers=num_workers,
         )

@@ -19,6 +19,7 @@ from megatron_dapo.rewards.result import VERIFIER_OUTCOMES
 ENVIRONMENT_ALLOW_LIST = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 MAX_REPLY_BYTES = 2**20  # a longer line was not written by our worker
 MAX_QUEUED = 64  # answers sent ahead to one process
+_SUPERVISOR_S = 8.0  # in which a supervisor ends everything and itself
 QUEUE_SECONDS = 0.005  # how much work is sent ahead, in seconds of its recent speed
 
 
@@ -67,6 +68,7 @@ class VerifierProcess:
     is_leaving: bool = False
     since: float = field(default_factory=time.monotonic)  # when it turned to its first queued answer, or was started
     seconds_per_answer: float = float("inf")
+    killed: float = float("inf")
 
     @property
     def capacity(self) -> int:
@@ -152,12 +154,22 @@ class VerifierProcess:
         return self.queue.popleft()
 
     def kill(self) -> None:
-        """Kill the process and its children."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """Let the supervisor kill everything that the process has started; `kill_supervisor` is for one that does not."""
+        self.killed = time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGCONT):  # a user's function may have stopped it
+            self.process.send_signal(number)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
+
+    def has_ended(self) -> bool:
+        """Return True once a killed process is gone. After a few seconds its supervisor and its group are killed by force."""
+        if self.process.poll() is not None:
+            return True
+        if time.monotonic() > self.killed + _SUPERVISOR_S:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return False
 
     def exit_code(self) -> int | None:
         """Return the exit status, negative for a signal; None if the process does not end within 0.2 s."""

@@ -1,17 +1,18 @@
 """The verifier process: reads tasks as JSON lines, writes one JSON line an answer. Started by `VerifierPool` only.
 
-    parent -> worker   {"verifier": ..., "memory_limit_mb": ..., "timeout_s": ...}            once
+    parent -> worker   {"verifier": ..., "timeout_s": ..., limits}                            once
     worker -> parent   {"ready": version} or {"failed": message}                             once
     parent -> worker   {"id": n, "operation": "score" | "validate", "response": ..., "answer": ...}
     worker -> parent   {"id": n, "outcome": ..., "extracted": ..., "reward": ..., "detail": ..., "leaving": bool}
 
-Messages are JSON, never pickles. The process limits its own memory before it loads the verifier, keeps the pipes away from a user's
-`print` and `input`, and carries an alarm of its own that the kernel enforces even if the parent is gone.
+Messages are JSON, never pickles. The process limits its own memory, files and processes before it loads the verifier, keeps the pipes
+away from a user's `print` and `input`, and carries limits of time that the kernel enforces even if the parent is gone.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
@@ -19,9 +20,11 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from megatron_dapo.rewards.result import VerifierResult
+from megatron_dapo.rewards.supervisor import start_supervised
 from megatron_dapo.rewards.verifier import Verifier, load_verifier
 
 MAX_MESSAGE_CHARACTERS = 500
+_THREADS = 4  # that may work for one answer all the time until the last resort
 
 
 def main() -> None:
@@ -30,9 +33,10 @@ def main() -> None:
     # A handler and not SIG_IGN, which programs started by a user's function would inherit.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     requests, replies = _claim_pipes()
-    process_id = os.getpid()
     settings = json.loads(requests.readline())
-    _limit_memory(settings["memory_limit_mb"])
+    start_supervised(settings["max_processes"])
+    process_id = os.getpid()
+    _limit_resources(settings["memory_limit_mb"], settings["file_limit_mb"])
     # Later than the parent's own deadline: it matters only if the parent has died.
     last_resort_s = 2 * settings["timeout_s"] + 5
     try:
@@ -44,6 +48,7 @@ def main() -> None:
     for line in requests:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a user's function may have set a handler of its own
         signal.setitimer(signal.ITIMER_REAL, last_resort_s)
+        _limit_cpu_time(last_resort_s)
         reply = answer(verifier, json.loads(line))
         if os.getpid() != process_id:
             os._exit(0)  # a fork of the user's function came back here: only the process itself may reply
@@ -83,10 +88,18 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _limit_memory(memory_limit_mb: int) -> None:
-    limit = memory_limit_mb * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def _limit_resources(memory_limit_mb: int, file_limit_mb: int) -> None:
+    """Set limits for this process and each of its children."""
+    for limited, megabytes in ((resource.RLIMIT_AS, memory_limit_mb), (resource.RLIMIT_FSIZE, file_limit_mb)):
+        resource.setrlimit(limited, (megabytes * 2**20, megabytes * 2**20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file for every answer that crashes
+
+
+def _limit_cpu_time(seconds: float) -> None:
+    """Let the kernel end this process, or a child of it that the supervisor lost, after so much more work of its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(used.ru_utime + used.ru_stime + _THREADS * seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _send(replies: BinaryIO, message: Mapping[str, Any]) -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from megatron_dapo.checkpoints.atomic_directory import put_in_place, remove_tree
+from megatron_dapo.checkpoints.safetensors_file import read_tensors
 from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
 from megatron_dapo.types import TrainSample
+from megatron_dapo.untrusted import blamed_on, read_json
 
 _TENSORS = "batch.safetensors"
 _FACTS = "batch.json"
@@ -47,9 +49,11 @@ def load_batch(directory: Path) -> DumpedBatch:
         raise ValueError(
             f"batch dump {directory}: no {', '.join(missing)}; name a directory written by telemetry.dump_batches"
         )
-    facts = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
-    try:
-        samples = from_tensors(facts["samples"], load_file(directory / _TENSORS))
-    except ValueError as error:
-        raise ValueError(f"batch dump {directory}: {error}; dump it again") from None
-    return DumpedBatch(samples=tuple(samples), metadata=facts["metadata"])
+    with blamed_on(directory, RuntimeError):  # torch's own
+        facts = read_json(directory / _FACTS)
+        metadata, samples = facts["metadata"], from_tensors(facts["samples"], read_tensors(directory / _TENSORS))
+        if not isinstance(metadata, dict):
+            raise ValueError(
+                f"metadata of {_FACTS} is a {type(metadata).__name__}, not an object; dump the batch again"
+            )
+    return DumpedBatch(samples=tuple(samples), metadata=metadata)

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.data.printable import printable
 from megatron_dapo.telemetry.writers import drop_steps_from
 from megatron_dapo.types import Group
+from megatron_dapo.untrusted import printable
 
 logger = logging.getLogger(__name__)
 

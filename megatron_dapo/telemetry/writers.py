@@ -38,7 +38,7 @@ def drop_steps_from(path: Path, first_step: int) -> None:
 def _is_before(line: str, first_step: int) -> bool:
     try:
         return line.endswith("\n") and json.loads(line)["train_step"] < first_step
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

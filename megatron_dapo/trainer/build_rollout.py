@@ -18,9 +18,8 @@ from megatron_dapo.algorithms.length_reward import soft_overlong_penalty
 from megatron_dapo.config.rollout_schema import RewardConfig
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.dataset import PromptDataset, load_eval_prompts, load_prompts
-from megatron_dapo.data.printable import printable
 from megatron_dapo.data.prompt_stream import PromptStream
-from megatron_dapo.data.template import PromptTemplate, StopTokens, resolve_stop_token_ids
+from megatron_dapo.data.template import PromptTemplate, StopTokens, check_special_tokens, resolve_stop_token_ids
 from megatron_dapo.engines.base import CollectiveEngine
 from megatron_dapo.evaluation.protocol import EvaluationProtocol
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -38,6 +37,7 @@ from megatron_dapo.trainer.build_engines import Engines
 from megatron_dapo.trainer.evaluator import EvaluationTask, Evaluator
 from megatron_dapo.trainer.recorder import Phases, RunPaths
 from megatron_dapo.types import Prompt, SamplingParams
+from megatron_dapo.untrusted import blamed_on, printable
 
 logger = logging.getLogger(__name__)
 
@@ -182,11 +182,13 @@ class ModelInputs:
 
 def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:
     """Read tokenizer and stop tokens of a Hugging Face directory."""
-    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    has_file = (path / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(str(path)).eos_token_id if has_file else None
-    stop_tokens = resolve_stop_token_ids(config.eos_token_id, generation, tokenizer.eos_token_id)
+    check_special_tokens(path)
+    with blamed_on(path, Exception):  # transformers and tokenizers raise what their parsers happen to
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        has_file = (path / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(str(path)).eos_token_id if has_file else None
+        stop_tokens = resolve_stop_token_ids(config.eos_token_id, generation, tokenizer.eos_token_id)
     logger.info("responses end at %s (%s)", list(stop_tokens.token_ids), stop_tokens.report())
     return ModelInputs(path, tokenizer, stop_tokens)
 
@@ -198,6 +200,8 @@ def open_verifier_pool(reward: RewardConfig, verifier: str | None = None) -> Ver
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_seconds,
         memory_limit_mb=reward.memory_limit_mb,
+        file_limit_mb=reward.file_limit_mb,
+        max_processes=reward.max_processes,
         more_environment=reward.environment,
         reward_correct=reward.correct,
         reward_incorrect=reward.incorrect,

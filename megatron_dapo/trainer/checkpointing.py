@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from megatron_dapo.checkpoints.safetensors_file import read_tensors
 from megatron_dapo.config.schema import Config
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.parallel.coordination import Coordination
@@ -36,6 +37,7 @@ from megatron_dapo.recovery.checkpoint_store import (
     save_checkpoint,
 )
 from megatron_dapo.rollout.serialization import join_state, split_state
+from megatron_dapo.untrusted import blamed_on, read_json
 
 if TYPE_CHECKING:
     from megatron_dapo.rollout.async_collector import AsyncCollector
@@ -294,11 +296,11 @@ def load_training_state(
     source = directory / TRAINING_STATE
     if not (source / "layout.json").is_file():
         return False
-    saved = json.loads((source / "layout.json").read_text(encoding="utf-8"))
+    saved = read_json(source / "layout.json")
     if saved != asdict(layout):
         _log_new_start(source, f"layout {saved}, now {asdict(layout)}")
         return False
-    description = json.loads(_description(source, rank).read_text(encoding="utf-8"))
+    description = read_json(_description(source, rank))
     own = model.state_shards()[1]
     # All ranks load or none: moments of a part of the model would be worse than none.
     different = [name for name in own if description.get(name) != own[name]]
@@ -308,7 +310,8 @@ def load_training_state(
     if refuses:
         _log_new_start(source, ", ".join(different) or "the state of other ranks")
         return False
-    model.load_state_shards(load_file(_tensors(source, rank)), description)
+    with blamed_on(source):
+        model.load_state_shards(read_tensors(_tensors(source, rank)), description)
     return True
 
 

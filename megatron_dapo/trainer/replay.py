@@ -45,7 +45,12 @@ def replay(config: Config, dump: Path) -> dict[str, float]:
     """Return the metrics of the dumped step, "train_step" among them. Collective; the default process group exists."""
     topology = run_topology(config)
     batch = load_batch(dump)
-    step = int(batch.metadata["train_step"]) - 1
+    train_step = batch.metadata.get("train_step")
+    if type(train_step) is not int or train_step < 1:
+        raise ValueError(
+            f"batch dump {dump}: its train_step is {train_step!r:.100}, not a number from 1 on; dump it again"
+        )
+    step = train_step - 1
     actor = build_actor(config, topology)
     learner = build_learner(config, actor, topology, Phases())
     if step > 0:  # the first step began from model.path itself

@@ -15,7 +15,7 @@ import megatron_dapo
 PACKAGE = Path(megatron_dapo.__file__).parent
 
 LAYERS = {
-    **dict.fromkeys(("types", "precision", "config"), 0),
+    **dict.fromkeys(("types", "precision", "untrusted", "config"), 0),
     **dict.fromkeys(("algorithms", "rewards", "data"), 1),
     **dict.fromkeys(("reshard", "parallel", "ops"), 2),
     **dict.fromkeys(("checkpoints", "megatron", "engines", "bridge"), 3),

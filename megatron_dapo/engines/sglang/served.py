@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import httpx
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.server_settings import DTYPES, WEIGHT_LOADER, ServerSettings
 from megatron_dapo.engines.sglang.versions import ApiVersion, api_version_of
+from megatron_dapo.untrusted import one_line, read_json
 
 _CALL_S = 60.0
 _IMPOSSIBLE_TOKEN = 1 << 40
@@ -37,11 +37,11 @@ class Expectation:
         """Read the expectation from the model's config.json. Raise ValueError if it lacks a field."""
         file = settings.model_path / "config.json"
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = read_json(file)
             architecture, vocab_size = str(config["architectures"][0]), int(config["vocab_size"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (OSError, ValueError, ArithmeticError, LookupError, TypeError) as error:
             raise ValueError(
-                f"{file}: cannot tell architectures and vocab_size from it ({error!r}); model_path must be a "
+                f"{file}: cannot tell architectures and vocab_size from it ({one_line(repr(error))}); model_path must be a "
                 "Hugging Face checkpoint directory"
             ) from error
         return cls(architecture, vocab_size, DTYPES[settings.dtype], settings.tensor_parallel, settings.seeded)

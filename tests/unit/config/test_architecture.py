@@ -31,7 +31,7 @@ def test_heads_without_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "no config.json"), ("{", "not valid JSON"), (json.dumps({"hidden_size": 3}), "num_hidden_layers")],
+    [(None, "no config.json"), ("{", "not JSON"), (json.dumps({"hidden_size": 3}), "num_hidden_layers")],
 )
 def test_errors_name_the_problem(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:

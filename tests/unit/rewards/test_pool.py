@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import json
 import os
 import random
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -235,9 +239,10 @@ def test_pathological_answers_of_math_verify(lenient_pool, caller):
 
 
 def test_an_answer_whose_process_was_killed_from_outside_is_scored_again(user_path):
-    others = {child.pid for child in _workers()}
     with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=20.0) as pool:
-        (worker,) = [child for child in _workers() if child.pid not in others]
+        # The process that scores; its parent, the supervisor, ends as it does.
+        (supervisor,) = pool._dispatcher._workers
+        (worker,) = psutil.Process(supervisor.process.pid).children()
         waiting = pool.submit([("slow", "sleep 0.5", "", False), ("next", "say 42", "42", False)])
         time.sleep(0.2)
         worker.kill()
@@ -310,16 +315,90 @@ def test_killed_workers_are_replaced_and_reaped(user_path):
         statistics = pool.statistics()
         assert (statistics.num_killed, statistics.num_crashed) == (2, 1)
         assert statistics.outcomes == {"timeout": 2, "error": 1}
-        # Two new workers, and nothing left of the three old ones, not even an entry in the process table.
-        deadline = time.monotonic() + 20
-        while len(left := {child.pid for child in _workers()} - others) != 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(left) == 2
+        # Two new workers with their supervisors, and nothing left of the three old ones, not even in the process table.
+        assert len(wait_for_workers(others, 4)) == 4
         assert score_one(pool, "say 42")[0].outcome == "correct"
 
 
 def _workers():
     return psutil.Process().children(recursive=True)
+
+
+def wait_for_workers(others: set[int], number: int) -> set[int]:
+    """Wait until there are `number` processes beside `others`; return them, or those there are after 20 s."""
+    deadline = time.monotonic() + 20
+    while len(left := {child.pid for child in _workers()} - others) != number and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+# ---- hostile functions
+
+
+@pytest.fixture
+def adopted(user_path):
+    """Ids of this process's children; orphans that escape a worker and its supervisor become its children, too."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    yield {child.pid for child in _workers()}
+    prctl(36, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("ending", ["answer", "spin"])
+def test_a_process_in_a_session_of_its_own_ends_with_its_worker(adopted, ending):
+    """Forked twice, with a session of its own: no signal to the worker's group reaches it."""
+    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=2.0) as pool:
+        score, _ = score_one(pool, f"daemon {ending}")
+        assert score.outcome == ("correct" if ending == "answer" else "timeout")
+        if ending == "answer":  # supervisor, worker, the fork between (which nobody collected), and the daemon live on
+            assert len(wait_for_workers(adopted, 4)) == 4
+    assert not wait_for_workers(adopted, 0)
+
+
+def test_a_fork_bomb_is_bounded_and_leaves_nothing(adopted):
+    most = 0
+    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=30.0, max_processes=16) as pool:
+        scoring = pool.submit([("bomb", "bomb", "", False)])
+        while not scoring.done():
+            most = max(most, len(_workers()))
+            time.sleep(0.02)
+        score = scoring.result()["bomb"]
+        assert score.outcome == "error" and "more than reward.max_processes processes" in score.detail["error"]
+        assert score_one(pool, "say 42")[0].outcome == "correct"
+    assert not wait_for_workers(adopted, 0)
+    assert most < 200
+
+
+def test_a_file_of_ten_gigabytes_ends_at_the_limit(user_path, tmp_path):
+    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=60.0, file_limit_mb=8) as pool:
+        score, _ = score_one(pool, f"big_file {tmp_path / 'file'}")
+    assert score.outcome == "error" and "File too large" in score.detail["error"]
+    assert (tmp_path / "file").stat().st_size <= 8 * 2**20
+
+
+def test_a_stopped_supervisor_is_continued_to_end_everything(adopted):
+    with VerifierPool("user_rewards:by_command", num_workers=1, timeout_s=2.0) as pool:
+        assert score_one(pool, "stop_parent")[0].outcome == "timeout"
+    assert not wait_for_workers(adopted, 0)
+
+
+def test_the_kernel_limits_the_time_of_work(user_path):
+    """A worker without a pool and without its own alarm."""
+    code = (
+        "from megatron_dapo.rewards import worker\n"
+        "worker._THREADS, worker.signal.setitimer = 0.1, lambda *_: None\n"
+        "worker.main()"
+    )
+    limits = {"timeout_s": 1.0, "memory_limit_mb": 1024, "file_limit_mb": 1, "max_processes": 8}
+    task = {"id": 0, "operation": "score", "response": "spin", "answer": ""}
+    lines = [json.dumps(line).encode() for line in ({"verifier": "user_rewards:by_command", **limits}, task)]
+    environment = worker_environment(os.environ)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
+        process.stdin.write(b"\n".join(lines) + b"\n")
+        process.stdin.flush()
+        assert process.wait(60) == -signal.SIGXCPU
 
 
 # ---- life
@@ -340,9 +419,9 @@ def test_too_little_memory_is_said_at_the_start():
         VerifierPool("lenient", num_workers=1, memory_limit_mb=48)
 
 
-@pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"timeout_s": 0.0}, {"memory_limit_mb": 0}])
+@pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"timeout_s": 0.0}, {"max_processes": 0}])
 def test_bad_settings_are_refused(arguments):
-    with pytest.raises(ValueError, match="num_workers >= 1"):
+    with pytest.raises(ValueError, match="timeout_s > 0 and num_workers"):
         VerifierPool("dapo", **arguments)
 
 
@@ -350,8 +429,8 @@ def test_closing_fails_pending_answers_and_kills_the_workers(user_path):
     before = {child.pid for child in _workers()}
     pool = VerifierPool("user_rewards:by_command", num_workers=2, timeout_s=60.0)
     waiting = pool.submit([("a", "spin", "", False)])
-    workers = {child.pid for child in _workers()} - before
-    assert len(workers) == 2
+    workers = wait_for_workers(before, 4)  # with their supervisors
+    assert len(workers) == 4
     pool.close()
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):

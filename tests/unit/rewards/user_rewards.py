@@ -60,6 +60,42 @@ def _leave_child(argument, answer):
     time.sleep(600)
 
 
+def _daemon(argument, answer):
+    """Leave a process that belongs to no group or session of this one and sleeps; spin, or answer at once."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for descriptor in range(20):
+                try:
+                    os.close(descriptor)
+                except OSError:
+                    pass
+            time.sleep(600)
+        os._exit(0)
+    while argument == "spin":
+        pass
+    return True
+
+
+def _bomb(argument, answer):
+    """Every process there is doubles, twenty times a second."""
+    while True:
+        if os.fork() == 0:
+            os.setsid()
+        time.sleep(0.05)
+
+
+def _big_file(argument, answer):
+    with open(argument, "wb") as stream:
+        for _ in range(10 * 2**10):
+            stream.write(bytes(2**20))  # 10 GB in all
+
+
+def _stop_parent(argument, answer):
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(600)
+
+
 def _fork(argument, answer):
     """Both processes return from here."""
     os.fork()
@@ -94,6 +130,10 @@ COMMANDS = {
     "catastrophe": _catastrophe,
     "ignore_signals": _ignore_signals,
     "leave_child": _leave_child,
+    "daemon": _daemon,
+    "bomb": _bomb,
+    "big_file": _big_file,
+    "stop_parent": _stop_parent,
     "fork": _fork,
     "environment": _environment,
     "forge": _forge,

@@ -8,7 +8,7 @@ import logging
 import sys
 import unicodedata
 
-from megatron_dapo.data.printable import PrintableFormatter, printable
+from megatron_dapo.untrusted import PrintableFormatter, printable
 
 
 def test_every_character_that_unicode_calls_a_control_or_a_format_is_escaped_and_read_back() -> None:

@@ -1,0 +1,116 @@
+"""The process between the pool and a verifier process: it ends all that a user's function started. Linux, standard library only.
+
+    pool -- SIGTERM --> supervisor (adopts orphans) -> verifier process -> whatever the user's function starts
+
+A function may fork twice and call setsid: such a process belongs to no group or session that the pool knows, and the
+kernel gives it to the next ancestor that adopts orphans. That is the supervisor, so it can always find and kill it. It ends
+when the verifier process ends, in the same way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+TOO_MANY_PROCESSES = 77  # exit code of a supervisor that ended everything for their number
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+_TICK_S = 0.1  # between two counts of the processes
+_END_S = 5.0
+
+
+def start_supervised(max_processes: int) -> None:
+    """Fork: return in the child. The calling process watches it, ends what it leaves and ends as the child did.
+
+    More than `max_processes` descendants end them all, with exit code TOO_MANY_PROCESSES.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Blocked, so that none is lost between two waits; the child gets its own mask back.
+    awaited = {signal.SIGCHLD, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    pool, supervisor = os.getppid(), os.getpid()
+    child = os.fork()
+    if child == 0:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor:
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while True:
+        received = signal.sigtimedwait(awaited, _TICK_S)
+        status = _reap(child)
+        if status is None and received is not None and received.si_signo == signal.SIGTERM:
+            status = signal.SIGKILL
+        if status is None and os.getppid() != pool:
+            status = signal.SIGKILL
+        if status is None and len(_descendants(supervisor)) > max_processes:
+            status = TOO_MANY_PROCESSES << 8
+        if status is not None:
+            _end_descendants(supervisor)
+            _end_like(status)
+
+
+def _reap(child: int) -> int | None:
+    """Collect every child that ended, adopted ones too. Return the wait status of `child` if it was among them."""
+    found = None
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                found = ended[1]
+    except ChildProcessError:
+        pass
+    return found
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below `pid`, ended ones that nobody collected too."""
+    found, left = [], [pid]
+    while left:
+        parent = left.pop()
+        children = [child for thread in _threads(parent) for child in _children(parent, thread)]
+        found += children
+        left += children
+    return found
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def _children(pid: int, thread: str) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as stream:
+            return [int(child) for child in stream.read().split()]
+    except OSError:
+        return []
+
+
+def _end_descendants(pid: int) -> None:
+    """Kill until none is left: a killed process's children become children of this one."""
+    end = time.monotonic() + _END_S
+    while (alive := _descendants(pid)) and time.monotonic() < end:
+        for process in alive:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        _reap(0)
+
+
+def _end_like(status: int) -> None:
+    """End this process with the wait status of another one."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
