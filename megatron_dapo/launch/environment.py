@@ -90,7 +90,7 @@ def slurm_allocation(environment: Mapping[str, str] | None = None) -> Allocation
 def prepare_rendezvous(process: ProcessEnvironment) -> None:
     """Write what torch.distributed reads at start-up where the launcher did not (srun, or a plain single process).
 
-    On one node the connections of gloo and NCCL stay on loopback, unless the variables name another interface. ValueError
+    On one node gloo's connections stay on loopback, unless the variable names another interface. ValueError
     where several nodes would each look for rank 0 on themselves.
     """
     if process.num_nodes > 1 and is_loopback(os.environ.get("MASTER_ADDR", "127.0.0.1")):
@@ -98,14 +98,25 @@ def prepare_rendezvous(process: ProcessEnvironment) -> None:
             f"MASTER_ADDR is {os.environ.get('MASTER_ADDR', 'not set')}, but the run has {process.num_nodes} nodes: export "
             "it as the host name of the first node (examples/launch/slurm.sh does)"
         )
-    if process.num_nodes == 1 and sys.platform.startswith("linux"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    _prefer_loopback("GLOO_SOCKET_IFNAME", process)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_rendezvous_port(process, os.environ.get("SLURM_JOB_ID"))))
     os.environ.setdefault("RANK", str(process.rank))
     os.environ.setdefault("WORLD_SIZE", str(process.world_size))
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
+
+
+def keep_nccl_on_loopback(process: ProcessEnvironment) -> None:
+    """Keep NCCL's connections on loopback if all processes are on one node, unless its variable names another interface.
+
+    Not for a run whose servers may be on other nodes: NCCL takes the same interfaces for all its groups.
+    """
+    _prefer_loopback("NCCL_SOCKET_IFNAME", process)
+
+
+def _prefer_loopback(name: str, process: ProcessEnvironment) -> None:
+    if process.num_nodes == 1 and sys.platform.startswith("linux"):
+        os.environ.setdefault(name, "lo")
 
 
 def _rendezvous_port(process: ProcessEnvironment, slurm_job: str | None) -> int:

@@ -19,6 +19,7 @@ from megatron_dapo.launch.environment import (
     batch_job,
     is_restarted,
     job_end_time,
+    keep_nccl_on_loopback,
     place_in_run,
     prepare_rendezvous,
     process_environment,
@@ -147,6 +148,8 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
     loaded = load_run(parsed)
     output_dir = loaded.config.run.output_dir
     restrict_stores(process.num_nodes)
+    if not loaded.config.sglang.urls:
+        keep_nccl_on_loopback(process)
     store, _, _ = open_store(collective_timeout(loaded.config.run.wait_timeout_seconds))
     # Held until the process ends: a second run must not write into the same directory, not even why it failed.
     lock = hold_directory(output_dir, process.rank, store, loaded.config.run.group_readable)

@@ -11,6 +11,7 @@ import pytest
 from megatron_dapo.launch.environment import (
     Allocation,
     ProcessEnvironment,
+    keep_nccl_on_loopback,
     prepare_rendezvous,
     process_environment,
     slurm_allocation,
@@ -40,6 +41,7 @@ def port_of(monkeypatch: pytest.MonkeyPatch):
             os.environ.pop(name, None)
         os.environ.update(variables)
         prepare_rendezvous(process)
+        keep_nccl_on_loopback(process)
         return os.environ["MASTER_PORT"]
 
     return port
