@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 
+from megatron_dapo.engines.sglang.deadline import DeadlineTransport
 from megatron_dapo.engines.sglang.wire import (
     AnswerError,
     Generation,
@@ -137,7 +138,8 @@ class SglangClient:
         # httpx hides this header wherever it prints headers.
         self._headers = httpx.Headers({"Authorization": f"Bearer {key}"} if key else {})
         # Loopback traffic must not take the proxy an environment names.
-        self._http = httpx.Client(headers=self._headers, trust_env=False, limits=self._limits(8))
+        self._transport = DeadlineTransport(trust_env=False, limits=self._limits(8))
+        self._http = httpx.Client(headers=self._headers, trust_env=False, transport=self._transport)
 
     def __repr__(self) -> str:
         return f"SglangClient({self.name})"
@@ -317,7 +319,7 @@ class SglangClient:
         (method, path), end = endpoint.split(), time.monotonic() + deadline
         while True:
             try:
-                with self._errors(endpoint, deadline):
+                with self._errors(endpoint, deadline), self._transport.until(end):
                     left = max(0.1, end - time.monotonic())
                     response = self._http.request(method, self.url + path, json=body, timeout=self._timeout(left))
                     return self._answer(endpoint, response)
