@@ -136,9 +136,11 @@ class Heartbeat:
             self._write_page()
 
     def describe(self, run_directory: Path, attempt: int | None) -> None:
-        """Tell the watcher where records go, and, on rank 0, the number of this start."""
+        """Tell the watcher where records go, who may read them (by this process's umask), and, on rank 0, the number of this start."""
         self.run_directory, self.attempt = run_directory, attempt or self.attempt
-        self._send({"kind": "run", "directory": str(run_directory.absolute()), "attempt": attempt})
+        umask = os.umask(0o077)  # there is no way to read it
+        os.umask(umask)
+        self._send({"kind": "run", "directory": str(run_directory.absolute()), "attempt": attempt, "umask": umask})
 
     # The watcher
 

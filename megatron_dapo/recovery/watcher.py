@@ -244,7 +244,7 @@ class Network:
                 if message["run"] == self._run_id and message["from"] in range(self.num_nodes) and _is_whole(message):
                     self.addresses[message["from"]] = address
                     found.append(message)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # not from a watcher
         return found
 
@@ -401,6 +401,7 @@ class Watcher:
         if message["kind"] == "run":
             self._directory = Path(message["directory"])
             self._attempt = message["attempt"] or self._attempt
+            os.umask(message["umask"])
         elif message["kind"] == "failure":
             rank.is_reported = True
             self._note(Failure(**{**message["failure"], "node_rank": self._node_rank}), now)
