@@ -32,6 +32,16 @@ def end_with_parent(signum: int) -> partial[object]:
     return partial(prctl, _PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
 
 
+class DirectoryInUse(RuntimeError):
+    """Another run works in the directory. A new attempt would meet it again (`is_final`).
+
+    `is_consequence`: on ranks that learned of it from rank 0.
+    """
+
+    is_final = True
+    is_consequence = False
+
+
 class DirectoryLock:
     """Held by rank 0 while it lives, so that no second run writes into the directory. Any death releases it."""
 
@@ -56,13 +66,15 @@ def hold_directory(run_directory: Path, rank: int, store: Store, group_readable:
     os.umask(0o027 if group_readable else 0o077)
     if rank > 0:
         if problem := store.get(_LOCK).decode():
-            raise RuntimeError(problem)
+            refusal = DirectoryInUse(problem)
+            refusal.is_consequence = True
+            raise refusal
         return None
     try:
         lock = DirectoryLock(run_directory)
     except (RuntimeError, OSError) as error:
         store.set(_LOCK, str(error))
-        raise RuntimeError(str(error)) from None
+        raise DirectoryInUse(str(error)) from None
     _set_mode(run_directory, 0o750 if group_readable else 0o700)
     store.set(_LOCK, "")
     return lock

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_dapo.launch.lifetime import DirectoryLock, hold_directory, require_unused
+from megatron_dapo.launch.lifetime import DirectoryInUse, DirectoryLock, hold_directory, require_unused
 
 DEADLINE_S = 20.0
 
@@ -76,8 +76,9 @@ def test_every_rank_learns_of_another_run_before_it_writes(own_umask: None, tmp_
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         for rank in (0, 1, 2):
-            with pytest.raises(RuntimeError, match=f"is in use by process {holder.pid}:"):
+            with pytest.raises(DirectoryInUse, match=f"is in use by process {holder.pid}:") as refused:
                 hold_directory(tmp_path / "taken", rank, other)
+            assert refused.value.is_final and refused.value.is_consequence == (rank > 0)
     finally:
         holder.kill()
         holder.wait()
