@@ -49,6 +49,5 @@ def test_a_run_listens_on_loopback_alone_and_shares_its_directory_with_no_other(
     for other, output in zip(others, outputs):
         assert other.returncode == 1, output
         assert f"output directory {run.directory} is in use by process" in output
-    assert any("first failure: attempt 1, rank 0 " in output for output in outputs)
     written = {path.name for path in run.directory.rglob("failure*")}
     assert not written, "the refused run left records"
