@@ -87,6 +87,27 @@ def test_the_memory_module_covers_what_a_device_measured(step, repository: Path,
     assert 0.85 < found["cases"]["bf16"]["peak_gb"] * 1e9 / computed <= 1.0
 
 
+def test_the_memory_module_gives_the_cache_that_a_server_had(step, repository: Path, tmp_path: Path) -> None:
+    """Tokens of an SGLang server's KV cache on an H100, in benchmarks/results, within a hundredth."""
+    from megatron_dapo.config import memory
+    from megatron_dapo.config.cluster import Cluster
+    from megatron_dapo.config.inputs import read_architecture
+    from megatron_dapo.config.loader import load_config
+
+    file = repository / "benchmarks" / "results" / "gpu_rollout_nvidia_h100_80gb_hbm3.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**step.QWEN, **step.MODELS[found["settings"]["model"]]}))
+    config = load_config(repository / "examples" / "quickstart" / "quickstart.toml").config
+    changes = {
+        "model": {"dtype": "bfloat16"},
+        "rollout": {"engine": "sglang"},
+        "sglang": {"placement": "disaggregated", "mem_fraction_static": 0.4},
+    }
+    config = config.model_copy(update={k: getattr(config, k).model_copy(update=v) for k, v in changes.items()})
+    engine = memory.engine_memory(config, read_architecture(tmp_path), Cluster())
+    assert engine.kv_tokens == pytest.approx(found["cases"]["alone"]["kv_tokens"], rel=0.01)
+
+
 def test_flops_are_those_of_every_product(step) -> None:
     """Counted one product at a time for two sequences of 3 and 5 tokens."""
     a = step.architecture_of("tiny")
