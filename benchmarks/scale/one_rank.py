@@ -128,7 +128,7 @@ class OtherRanks:
 
     def _measured(self, own: dict[str, Any], leaders: Sequence[int]) -> dict[int, Any]:
         """Return what leaders say of their engines where this rank says `own`; nothing if it leads some and says nothing."""
-        steps = dict.fromkeys(("pause", "flush", "begin", "transfer", "end", "label", "resume"), 0.1234567890123456)
+        steps = dict.fromkeys(("pause", "flush", "begin", "transfer", "end", "label", "resume"), 0.1234)
         example = next(iter(own.values()), [1 << 30, steps])
         says_nothing = not own and self._rank % self._per_node == 0
         return {} if says_nothing else {engine: example for leader in leaders for engine in self._engines(leader)}

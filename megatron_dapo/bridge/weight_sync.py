@@ -339,7 +339,11 @@ class WeightSync:
         led = self.handles.led_by(rank, tuple(reports))
         is_end = reached is EngineState.SERVING
         failures = {e: [e not in led, report.reason] for e, report in reports.items() if report.reason}
-        measured = {e: [report.num_bytes, report.seconds] for e, report in reports.items() if e in led and is_end}
+        measured = {
+            e: [report.num_bytes, {step: round(seconds, 4) for step, seconds in report.seconds.items()}]
+            for e, report in reports.items()
+            if e in led and is_end
+        }
         found = self.coordination.merge(
             [failures, measured],
             _first_failures,
