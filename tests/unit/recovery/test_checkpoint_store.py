@@ -364,7 +364,7 @@ def test_the_manifest_says_what_changed_and_those_without_a_hash_are_read(store:
     manifest.write_text(json.dumps({**document, "metadata": {"layout": "TP8"}}))
     with pytest.raises(CheckpointError, match="its own sha256 does not fit: it changed since it was written"):
         store.open(1)
-    del document["sha256"]  # as releases before 0.6 wrote it
+    del document["sha256"]  # as it was written before manifests had a hash of their own
     manifest.write_text(json.dumps(document))
     assert is_of(newest_valid(store), 1)
 
