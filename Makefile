@@ -86,7 +86,7 @@ BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge
 	@status=0; \
-	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 || status=1; \
+	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 -m "not long" || status=1; \
 	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q -n 2 $(TRITON_TESTS) || status=1; \
 	$(RUN) PYTHONPATH=.venv-modelopt .venv/bin/python -m pytest -q $(MODELOPT_TESTS) || status=1; \
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m "not long" tests/engine tests/e2e tests/distributed tests/gpu || status=1; \

@@ -387,9 +387,9 @@ def _write_recipe(directory: Path) -> None:
 
 
 def _read_recipe(directory: Path) -> None:
-    from megatron_dapo.cli.plan import make_plan
+    from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, make_plan
 
-    make_plan(directory / "recipe.toml", [], None, None, None)
+    make_plan(directory / "recipe.toml", [], None, None, ONE_NODE_OF_CPUS)
 
 
 def _read_rows(directory: Path) -> None:

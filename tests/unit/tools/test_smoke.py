@@ -72,7 +72,7 @@ def shown(repository, tmp_path):
 def test_an_unpacked_sglang_is_found_behind_the_package_and_gets_backends_that_are_in_it(shown) -> None:
     path, flashinfer, arguments = shown("-m", "megatron_dapo.engines.sglang.serve", "--port", "1").stdout.splitlines()
     assert path == "/package:/opt/sglang" and flashinfer == "false"
-    assert arguments.endswith("--port 1 --attention-backend triton --sampling-backend pytorch")
+    assert "--port 1 --attention-backend triton --sampling-backend pytorch" in arguments
 
 
 def test_other_programs_of_the_interpreter_get_no_arguments(shown) -> None:
