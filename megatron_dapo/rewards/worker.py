@@ -91,7 +91,10 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _limit_resources(memory_limit_mb: int, file_limit_mb: int) -> None:
     """Set limits for this process and each of its children."""
     for limited, megabytes in ((resource.RLIMIT_AS, memory_limit_mb), (resource.RLIMIT_FSIZE, file_limit_mb)):
-        resource.setrlimit(limited, (megabytes * 2**20, megabytes * 2**20))
+        wanted, hard = megabytes * 2**20, resource.getrlimit(limited)[1]
+        # A limit that the site has set lower stands: only root may raise it.
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(limited, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file for every answer that crashes
 
 
