@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -49,6 +50,8 @@ RUN_BY = {
     "checkpoint_converters/megatron_to_hf.py": "test_converters_round_trip",
     "checkpoint_converters/verify.py": "test_converters_round_trip",
     "tools/check_smoke.py": "test_check_smoke",
+    "tools/fuzz_files.py": "test_fuzz_files",
+    "tools/listening.py": "test_listening",
     "tools/make_quickstart.py": "test_make_quickstart",
     "tools/make_smoke_model.py": "test_make_smoke_model",
     "tools/plot_run.py": "test_plot_run",
@@ -382,6 +385,18 @@ def test_quantize(repository: Path, tmp_path: Path) -> None:
     size = ["--num-calibration", "4", "--num-check", "4", "--response-tokens", "8", "--device", "cpu"]
     result = run_json(repository, *arguments, *size, packages=".venv-modelopt")
     assert result["format"] == "fp8" and result["bytes_after"] < result["bytes_before"]
+
+
+def test_fuzz_files(repository: Path) -> None:
+    found = run_json(repository, "tools/fuzz_files.py", "--inputs", "40", "--seed", "1")
+    assert found["inputs"] == 40 == found["accepted"] + found["refused"] and not found["findings"]
+
+
+def test_listening(repository: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-m", "tools.listening", str(os.getpid()), "--seconds", "1"]
+        found = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60, check=True)
+        assert f"127.0.0.1:{server.getsockname()[1]}" in found.stdout
 
 
 def test_virtual_cluster(repository: Path) -> None:

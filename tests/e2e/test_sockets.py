@@ -39,6 +39,8 @@ def test_a_run_listens_on_loopback_alone_and_shares_its_directory_with_no_other(
         others = start_ranks(recipe, run.directory)
         outputs = [other.communicate(timeout=120)[0] for other in others]
         assert run.worker_pids() == pids  # untouched
+        # Before the run is killed, which its watcher puts on record.
+        written = {path.name for path in run.directory.rglob("failure*")}
     finally:
         run.kill()
     files = [run.directory, *run.directory.rglob("*")]
@@ -49,5 +51,4 @@ def test_a_run_listens_on_loopback_alone_and_shares_its_directory_with_no_other(
     for other, output in zip(others, outputs):
         assert other.returncode == 1, output
         assert f"output directory {run.directory} is in use by process" in output
-    written = {path.name for path in run.directory.rglob("failure*")}
     assert not written, "the refused run left records"
