@@ -165,30 +165,13 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
 
         with heartbeat.phase("replay"):
             run_replay(loaded, parsed.replay, process.rank, process.world_size)
-    elif parsed.pretrain_value is not None:
-        from megatron_dapo.trainer.value_pretraining import run_value_pretraining
-
-        reason = run_value_pretraining(
-            loaded,
-            process.rank,
-            process.world_size,
-            rendezvous_host(),
-            process.num_nodes,
-            heartbeat,
-            job_end_time(),
-        )
     else:
-        from megatron_dapo.trainer.run import run_training
-
-        reason = run_training(
-            loaded,
-            process.rank,
-            process.world_size,
-            rendezvous_host(),
-            process.num_nodes,
-            heartbeat,
-            job_end_time(),
-        )
+        if parsed.pretrain_value is not None:
+            from megatron_dapo.trainer.value_pretraining import run_value_pretraining as run
+        else:
+            from megatron_dapo.trainer.run import run_training as run
+        place = process.rank, process.world_size, rendezvous_host(), process.num_nodes
+        reason = run(loaded, *place, heartbeat, job_end_time())
     if lock is not None:
         lock.release()
     return exit_code_at(reason)
