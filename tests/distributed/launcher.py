@@ -5,7 +5,7 @@ their own, and each calls `function(arguments)`. `arguments` and the value that 
 directory holds each rank's output; the processes are killed at the deadline, and as soon as one of them fails.
 
 The processes are fresh interpreters. Those that came well through a function stand by for the next one, as importing
-torch and megatron-core takes longer than most checks; a function that leaves its process changed kills it or fails.
+torch and megatron-core takes longer than most checks; one that leaves a function of the package replaced fails.
 
 The target may also be a file: "/path/to/file.py:function" (`target_in(__file__, "function")`), so that workers can live
 beside their test.
@@ -211,7 +211,10 @@ def _work(job: Job) -> None:
     random.seed(job.rank)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
     try:
-        result = _load(job.target)(json.loads((directory / "arguments.json").read_text()))
+        function, sound = _load(job.target), _package_callables()
+        result = function(json.loads((directory / "arguments.json").read_text()))
+        replaced = [name for name, value in _package_callables().items() if sound.get(name, value) is not value]
+        assert not replaced, f"{job.target} left {', '.join(replaced)} replaced, which the next test would meet"
     except BaseException:
         _leave(directory / f"failed{job.rank}", str(time.time_ns()))
         raise
@@ -221,6 +224,12 @@ def _work(job: Job) -> None:
     _leave_groups()
     faulthandler.cancel_dump_traceback_later()
     _leave(directory / f"done{job.rank}", "")
+
+
+def _package_callables() -> dict[str, Any]:
+    """Return the functions and classes that the package's modules hold, by module and name."""
+    modules = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] == "megatron_dapo"]
+    return {f"{name}.{key}": value for name, module in modules for key, value in vars(module).items() if callable(value)}
 
 
 def _leave_groups() -> None:
