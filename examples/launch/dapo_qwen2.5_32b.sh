@@ -21,7 +21,7 @@ shift 3
 recipe=examples/recipes/dapo_qwen2.5_32b.toml
 
 if [ "$NODE_RANK" = 0 ]; then
-    megatron-dapo train "$recipe" "${settings[@]}" "$@" --dry-run
+    megatron-dapo train "$recipe" "${settings[@]}" "$@" --dry-run --nodes 16 --gpus-per-node 8
 fi
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 exec python -m megatron_dapo.launch.torchrun --max-restarts 3 --nnodes 16 --nproc-per-node 8 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \

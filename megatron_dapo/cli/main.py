@@ -25,6 +25,7 @@ from megatron_dapo.cli.plan import ONE_NODE_OF_CPUS, Machines, Plan, describe, d
 from megatron_dapo.config import Config, pretraining_config
 from megatron_dapo.config.algorithm_schema import CriticConfig
 from megatron_dapo.config.cluster import GIB
+from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.launch.environment import slurm_allocation
 
 app = typer.Typer(
@@ -60,6 +61,10 @@ GpusOption = Annotated[
 ]
 GpuMemoryOption = Annotated[
     float | None, typer.Option(metavar="GIB", help="memory of a GPU for --dry-run; default: 79, an 80 GB H100")
+]
+HostMemoryOption = Annotated[
+    float | None,
+    typer.Option(metavar="GIB", help="memory of a node for --dry-run; default: this one's in a Slurm job, else 1000"),
 ]
 RestartsOption = Annotated[
     int, typer.Option("--restarts", min=0, help="times that the processes are started again after a failure")
@@ -104,9 +109,12 @@ def train(
     nodes: NodesOption = None,
     gpus_per_node: GpusOption = None,
     gpu_memory: GpuMemoryOption = None,
+    host_memory: HostMemoryOption = None,
 ) -> None:
     """Train: load a Hugging Face model, run the recipe's algorithm, write a Hugging Face directory and summary.json."""
-    plan = _plan(recipe, overrides, layout, output_dir, _machines(dry_run, nodes, gpus_per_node, gpu_memory))
+    plan = _plan(
+        recipe, overrides, layout, output_dir, _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
+    )
     for line in describe(plan):
         typer.echo(line)
     if not dry_run:
@@ -126,6 +134,7 @@ def pretrain_value(
     nodes: NodesOption = None,
     gpus_per_node: GpusOption = None,
     gpu_memory: GpuMemoryOption = None,
+    host_memory: HostMemoryOption = None,
 ) -> None:
     """Train the critic alone, on responses of the policy as it is; critic.path = OUTPUT_DIR/critic then starts a run from it."""
 
@@ -134,7 +143,7 @@ def pretrain_value(
             raise ValueError('algorithm.name = "dapo" has no critic; set ppo, vapo or tppo')
         return pretraining_config(config, output_dir)
 
-    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory)
+    machines = _machines(dry_run, nodes, gpus_per_node, gpu_memory, host_memory)
     plan = _plan(recipe, overrides, layout, None, machines, adapt=adapt)
     for line in describe_pretraining(plan):
         typer.echo(line)
@@ -157,7 +166,11 @@ def _plan(
 
 
 def _machines(
-    dry_run: bool, nodes: int | None = None, gpus_per_node: int | None = None, gpu_memory: float | None = None
+    dry_run: bool,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    gpu_memory: float | None = None,
+    host_memory: float | None = None,
 ) -> Machines:
     """Return the machines that a dry run is for, or this one."""
     if dry_run:
@@ -167,6 +180,8 @@ def _machines(
             "num_tasks": None if nodes else job.num_tasks,
             "gpus_per_node": gpus_per_node or job.gpus_per_node,
             "gpu_gib": gpu_memory,
+            # The batch script runs on a node of the job, and its nodes are alike.
+            "host_gib": host_memory or (process_limits().usable_memory / GIB if job.num_nodes else None),
         }
         return Machines(**{name: value for name, value in known.items() if value})
     if given := [name for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)) if value]:
@@ -180,7 +195,8 @@ def _machines(
 
     if not torch.cuda.device_count():
         return ONE_NODE_OF_CPUS
-    return Machines(1, torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory / GIB)
+    gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    return Machines(1, torch.cuda.device_count(), gpu_gib, process_limits().usable_memory / GIB)
 
 
 def _run(recipe: Path, plan: Plan, restarts: int, arguments: tuple[str, ...] = ()) -> int:

@@ -26,7 +26,8 @@ def memory_lines(config: Config, architecture: ArchitectureFacts, processes: int
     generating = f", while engines generate {_gib(memory.engine)}" if memory.engine else ""
     lines.append(f"memory of a {device}: while training {_gib(memory.trainer)}{generating}")
     per_node = cluster.processes_per_node(processes)
-    return [*lines, f"host memory of a node: {_gib(memory.host)}", *_warnings(config, memory, per_node)]
+    host = f" of {cluster.host_gib:.0f} GiB" if has_gpus else ""
+    return [*lines, f"host memory of a node: {_gib(memory.host)}{host}", *_warnings(config, memory, per_node)]
 
 
 def _warnings(config: Config, memory: RunMemory, processes_per_node: int) -> Iterator[str]:

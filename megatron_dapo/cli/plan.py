@@ -17,7 +17,7 @@ from megatron_dapo.config import (
     load_config,
     validate,
 )
-from megatron_dapo.config.cluster import GPU_GIB, GPUS_PER_NODE, Cluster, cluster_for, server_gpus
+from megatron_dapo.config.cluster import GPU_GIB, GPUS_PER_NODE, HOST_GIB, Cluster, cluster_for, server_gpus
 from megatron_dapo.config.inputs import check_inputs
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.parallel.layout import ParallelLayout
@@ -31,6 +31,7 @@ class Machines:
     num_nodes: int | None = None
     gpus_per_node: int = GPUS_PER_NODE  # 0: the run is on CPUs
     gpu_gib: float = GPU_GIB
+    host_gib: float = HOST_GIB
     num_tasks: int | None = None  # processes that a launcher will start
 
 
@@ -68,7 +69,7 @@ def make_plan(
     loaded = replace(loaded, config=adapt(loaded.config))
     config = loaded.config
     architecture, problems = check_inputs(config)
-    cluster = cluster_for(config, machines.num_nodes, machines.gpus_per_node, machines.gpu_gib)
+    cluster = cluster_for(config, machines.num_nodes, machines.gpus_per_node, machines.gpu_gib, machines.host_gib)
     processes = _processes(config, machines, cluster)
     problems += validate(config, processes, architecture, cluster)
     if problems:

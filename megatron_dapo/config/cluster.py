@@ -9,6 +9,7 @@ from megatron_dapo.config.schema import Config
 GIB = 1 << 30
 GPUS_PER_NODE = 8
 GPU_GIB = 79.0  # of an 80 GB H100, as CUDA counts it
+HOST_GIB = 1000.0  # a node of eight such GPUs has 1 to 2 TB
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,13 @@ class Cluster:
     num_nodes: int = 1
     gpus_per_node: int = GPUS_PER_NODE  # 0: the run is on CPUs
     gpu_gib: float = GPU_GIB  # memory of a GPU
+    host_gib: float = HOST_GIB  # memory of a node
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.gpus_per_node < 0 or self.gpu_gib <= 0:
+        if self.num_nodes < 1 or self.gpus_per_node < 0 or min(self.gpu_gib, self.host_gib) <= 0:
             raise ValueError(
-                f"cluster: {self.num_nodes} nodes of {self.gpus_per_node} GPUs of {self.gpu_gib:g} GiB; there must be at "
-                "least one node and memory above 0"
+                f"cluster: {self.num_nodes} nodes of {self.host_gib:g} GiB and {self.gpus_per_node} GPUs of "
+                f"{self.gpu_gib:g} GiB; there must be at least one node and memory above 0"
             )
 
     @property
@@ -52,8 +54,12 @@ def server_gpus(config: Config) -> int:
 
 
 def cluster_for(
-    config: Config, num_nodes: int | None = None, gpus_per_node: int = GPUS_PER_NODE, gpu_gib: float = GPU_GIB
+    config: Config,
+    num_nodes: int | None = None,
+    gpus_per_node: int = GPUS_PER_NODE,
+    gpu_gib: float = GPU_GIB,
+    host_gib: float = HOST_GIB,
 ) -> Cluster:
     """Return a cluster of such nodes; without their number as many as the layout's processes and servers fill."""
     trainer_gpus = max(gpus_per_node - server_gpus(config), 1)
-    return Cluster(num_nodes or -(-config.num_processes // trainer_gpus), gpus_per_node, gpu_gib)
+    return Cluster(num_nodes or -(-config.num_processes // trainer_gpus), gpus_per_node, gpu_gib, host_gib)

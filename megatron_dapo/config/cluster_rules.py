@@ -94,6 +94,12 @@ MEMORY_RULES = (
         reason="weights, cache, CUDA graphs and activations of a server, and what the trainer keeps beside it",
         path="sglang.mem_fraction_static",
     ),
+    Rule(
+        "node_gib <= host_gib",
+        "{host_fix}",
+        path="model.offload",
+        reason="what is offloaded, weight sync buckets, processes, and verifiers at their limit on rank 0's node",
+    ),
 )
 
 DEADLINE_RULES = (
@@ -121,6 +127,7 @@ def cluster_facts(processes: int, cluster: Cluster) -> dict[str, Any]:
         "num_nodes": cluster.num_nodes,
         "gpus_per_node": cluster.gpus_per_node,
         "gpu_gib": round(cluster.gpu_gib, 1),
+        "host_gib": round(cluster.host_gib, 1),
         "processes": processes,
         "processes_per_node": cluster.processes_per_node(processes),
     }
@@ -132,8 +139,10 @@ def memory_facts(config: Config, memory: RunMemory, cluster: Cluster) -> dict[st
     facts: dict[str, Any] = {
         "trainer_gib": _gib(memory.trainer),
         "generating_gib": _gib(memory.engine),
+        "node_gib": _gib(memory.host),
         "trainer_fix": _trainer_fix(config),
         "engine_fix": _engine_fix(config),
+        "host_fix": _host_fix(config, memory, cluster),
         "sequence_tokens": config.longest_sequence,
         "spare_positions": SPARE_POSITIONS,
         "fewest_sequences": min(FEWEST_SEQUENCES, sglang.max_running_requests),
@@ -179,6 +188,21 @@ def _engine_fix(config: Config) -> str:
         ways += [f'set {path} = "all"' for path in paths]
     ways.append(f"set sglang.mem_fraction_static below {config.sglang.mem_fraction_static:g}")
     return ", or ".join(ways)
+
+
+def _host_fix(config: Config, memory: RunMemory, cluster: Cluster) -> str:
+    """Say what takes less of a node's memory, the cheapest first."""
+    ways = []
+    workers, of_worker = config.reward.num_workers, config.reward.memory_limit_mb / 1024
+    rest = memory.host / GIB - workers * of_worker
+    if (fitting := int((cluster.host_gib - rest) / of_worker)) > 0:
+        ways.append(f"set reward.num_workers = {fitting}")
+    ways += [
+        f"offload less ({path})"
+        for path, value in (("model.offload", config.model.offload), ("critic.offload", config.critic.offload))
+        if value != "none" and (config.has_critic or path == "model.offload")
+    ]
+    return ", or ".join([*ways, "start fewer trainer processes a node"])
 
 
 def response_seconds(config: Config, memory: RunMemory) -> float:

@@ -6,14 +6,13 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from megatron_dapo.doctor.machine import (
     ApexFacts,
     Device,
     Lock,
-    ProcessLimits,
     Support,
     TorchFacts,
     TransformerEngineFacts,
@@ -193,51 +191,6 @@ def apex_facts(installed: dict[str, str]) -> ApexFacts:
     is_nvidia = any((path / "optimizers").is_dir() for path in paths)
     fused = is_nvidia and importlib.util.find_spec("amp_C") is not None
     return ApexFacts(True, is_nvidia, fused, installed.get("apex"))
-
-
-def process_limits(root: Path = Path("/")) -> ProcessLimits:
-    """Return cores and memory left to this process by its affinity and its control groups, version 1 or 2."""
-    found = [value for file in _cgroup_files(root) if (value := _limit(file)) is not None]
-    memory = min((value for kind, value in found if kind == "memory"), default=None)
-    quota = min((value for kind, value in found if kind == "cpu"), default=math.inf)
-    job = os.environ.get("SLURM_JOB_ID", "")
-    return ProcessLimits(
-        cores=min(len(os.sched_getaffinity(0)), max(1, math.ceil(quota)) if quota < math.inf else sys.maxsize),
-        machine_cores=os.cpu_count() or 1,
-        memory=None if memory is None else int(memory),
-        machine_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        job=f"Slurm job {job}" if job else "",
-    )
-
-
-def _cgroup_files(root: Path) -> Iterator[Path]:
-    """Yield the limits of this process's control groups and of those above them: the lowest one holds."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        top = root / "sys/fs/cgroup" / controllers
-        # Inside a container the path may be the host's, which is not mounted: the mount itself is then the group.
-        for group in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
-            yield from (group / name for name in ("memory.max", "memory.limit_in_bytes", "cpu.max", "cpu.cfs_quota_us"))
-            if group == top:
-                break
-
-
-def _limit(file: Path) -> tuple[str, float] | None:
-    """("memory", bytes) or ("cpu", cores) of a control group's file; None where it sets no limit or is not there."""
-    try:
-        words = file.read_text(encoding="utf-8").split()
-        if file.name == "cpu.cfs_quota_us":
-            words.append((file.parent / "cpu.cfs_period_us").read_text(encoding="utf-8").strip())
-    except OSError:
-        return None
-    # "max" and -1 stand for none; version 1 writes no memory limit as a number near 2^63.
-    if words[0] in ("max", "-1") or float(words[0]) > 2**60:
-        return None
-    return ("memory", float(words[0])) if len(words) == 1 else ("cpu", float(words[0]) / float(words[1]))
 
 
 # ---- implementations

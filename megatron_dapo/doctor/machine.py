@@ -11,6 +11,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from megatron_dapo.config.process_limits import ProcessLimits
+
 Verdict = Literal["ok", "warning", "conflict"]
 
 
@@ -110,17 +112,6 @@ class ApexFacts:
     is_nvidia: bool = False
     fused: bool = False  # has the CUDA extensions (amp_C)
     version: str | None = None
-
-
-@dataclass(frozen=True)
-class ProcessLimits:
-    """Cores and host memory that this process may use, and that the machine has. `job`: the scheduler's, "" for none."""
-
-    cores: int
-    machine_cores: int
-    memory: int | None  # bytes; None: no limit
-    machine_memory: int
-    job: str = ""
 
 
 def cores_finding(limits: ProcessLimits) -> Finding:

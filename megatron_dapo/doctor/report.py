@@ -11,6 +11,7 @@ from typing import Any
 from megatron_dapo.config import Config, ConfigError, layout_overrides, load_config, validate
 from megatron_dapo.config.cluster import GIB, Cluster, cluster_for
 from megatron_dapo.config.inputs import check_inputs
+from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.doctor import gather, machine, recipe
 from megatron_dapo.doctor.gather import ProbeFailure
 from megatron_dapo.doctor.machine import Finding, conflict, conflict_or_ok, first_conflict
@@ -62,7 +63,7 @@ def _machine(torch: machine.TorchFacts, report: DoctorReport) -> Iterator[Findin
     report.facts.update(
         lock=lock.name if lock else None, transformer_engine=asdict(engine), apex=asdict(apex), python=list(version)
     )
-    has_gpu, limits = bool(torch.devices), gather.process_limits()
+    has_gpu, limits = bool(torch.devices), process_limits()
     report.facts["limits"] = asdict(limits)
     yield machine.python_finding(version, lock)
     yield machine.torch_finding(torch)
@@ -88,7 +89,9 @@ def _read_recipe(
     architecture, problems = check_inputs(config)
     devices = torch.devices
     cluster = (
-        cluster_for(config, None, len(devices), devices[0].memory / GIB) if devices else Cluster(1, gpus_per_node=0)
+        cluster_for(config, None, len(devices), devices[0].memory / GIB, process_limits().usable_memory / GIB)
+        if devices
+        else Cluster(1, gpus_per_node=0)
     )
     problems += validate(config, config.num_processes, architecture, cluster)
     return config, recipe.violation_findings(problems)

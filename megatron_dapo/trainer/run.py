@@ -18,6 +18,7 @@ from megatron_dapo.checkpoints.export import export_to_huggingface
 from megatron_dapo.config.cluster import GIB, Cluster
 from megatron_dapo.config.inputs import read_architecture
 from megatron_dapo.config.loader import LoadedConfig, write_resolved
+from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
 from megatron_dapo.megatron.actor import MegatronActor
@@ -148,7 +149,8 @@ def cluster_here(num_nodes: int, world_size: int) -> Cluster:
         return Cluster(num_nodes, gpus_per_node=0)
     # A launcher may show a process its own GPU alone.
     num_gpus = max(torch.cuda.device_count(), -(-world_size // num_nodes))
-    return Cluster(num_nodes, num_gpus, torch.cuda.get_device_properties(0).total_memory / GIB)
+    gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    return Cluster(num_nodes, num_gpus, gpu_gib, process_limits().usable_memory / GIB)
 
 
 @contextmanager

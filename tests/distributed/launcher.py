@@ -229,7 +229,9 @@ def _work(job: Job) -> None:
 def _package_callables() -> dict[str, Any]:
     """Return the functions and classes that the package's modules hold, by module and name."""
     modules = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] == "megatron_dapo"]
-    return {f"{name}.{key}": value for name, module in modules for key, value in vars(module).items() if callable(value)}
+    return {
+        f"{name}.{key}": value for name, module in modules for key, value in vars(module).items() if callable(value)
+    }
 
 
 def _leave_groups() -> None:

@@ -207,6 +207,18 @@ FAULTS: dict[str, tuple[str, str, Machines, tuple[str, ...]]] = {
         Machines(gpu_gib=39.5),
         ("trainer_gib = 45.3", "gpu_gib = 39.5"),
     ),
+    "a node of 256 GiB": (
+        "colocated_2nodes",
+        "",
+        Machines(host_gib=256.0),
+        ("node_gib = 350.7", "host_gib = 256.0", "start fewer trainer processes a node"),
+    ),
+    "verifiers beyond a node's memory": (
+        "colocated_16nodes",
+        "[reward]\nnum_workers = 64\nmemory_limit_mb = 16384",
+        Machines(),
+        ("node_gib = 1", "host_gib = 1000.0", "set reward.num_workers = 5"),
+    ),
     "critic that stays": (
         "vapo_16nodes",
         '[critic]\noffload = "none"',
@@ -258,6 +270,8 @@ def test_the_command_learns_the_nodes_from_flags_and_from_slurm(inputs: Path, mo
     assert "machines: 2 nodes of 8 GPUs of 79 GiB" in dry_run("colocated_2nodes", inputs, "--dry-run").stdout
     larger = dry_run("colocated_2nodes", inputs, "--dry-run", "--nodes", "2", "--gpu-memory", "140")
     assert "machines: 2 nodes of 8 GPUs of 140 GiB" in larger.stdout
+    small = dry_run("colocated_2nodes", inputs, "--dry-run", "--host-memory", "256")
+    assert small.exit_code == 2 and "node_gib = 350.7" in small.output
     refused = dry_run("colocated_2nodes", inputs, "--dry-run", "--nodes", "4", "--gpus-per-node", "2")
     assert refused.exit_code == 2 and "processes = 16, num_nodes = 4, gpus_per_node = 2" in refused.output
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_dapo.config.process_limits import ProcessLimits
 from megatron_dapo.doctor import machine
 from megatron_dapo.doctor.machine import (
     ApexFacts,
     Device,
     Finding,
-    ProcessLimits,
     Support,
     TorchFacts,
     TransformerEngineFacts,

@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.doctor import gather
+from megatron_dapo.config.process_limits import ProcessLimits
+from megatron_dapo.doctor import gather, report
 from megatron_dapo.doctor.gather import ProbeFailure
-from megatron_dapo.doctor.machine import Device, ProcessLimits, TorchFacts, TransformerEngineFacts
+from megatron_dapo.doctor.machine import Device, TorchFacts, TransformerEngineFacts
 from megatron_dapo.doctor.recipe import AttentionResult
 
 RECIPE = gather.ROOT / "examples" / "quickstart" / "quickstart.toml"
@@ -49,7 +50,7 @@ def test_a_sound_machine(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_job_of_one_core_is_warned_about(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine.setattr(gather, "process_limits", lambda: ProcessLimits(1, 64, None, 512 << 30))
+    machine.setattr(report, "process_limits", lambda: ProcessLimits(1, 64, None, 512 << 30))
     result = doctor(*in_directory(tmp_path))
     assert result.exit_code == 0 and "warning   cores: 1 of the machine's 64 cores" in result.output
     assert "--cpus-per-task" in result.output and result.output.splitlines()[-1] == "no conflict, 1 warning"
