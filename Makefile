@@ -89,7 +89,7 @@ test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge
 	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 -m "not long" || status=1; \
 	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q -n 2 $(TRITON_TESTS) || status=1; \
 	$(RUN) PYTHONPATH=.venv-modelopt .venv/bin/python -m pytest -q $(MODELOPT_TESTS) || status=1; \
-	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m "not long" tests/engine tests/e2e tests/distributed tests/gpu || status=1; \
+	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m "not long" --durations=30 --durations-min=10 tests/engine tests/e2e tests/distributed tests/gpu || status=1; \
 	exit $$status
 
 # TRL is installed first: tests/e2e/test_programs.py runs the comparison with it only where it is there.
