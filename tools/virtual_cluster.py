@@ -35,7 +35,8 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare")
 PACKAGES = ("slurm-wlm", "munge", "iproute2")
 INSTALL_S = 240.0
 _NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork")
-FAULTS = ("crash", "power-off", "unplug", "plug", "kill-slurmd", "boot")
+FAULTS = ("crash", "power-off", "unplug", "mute", "throttle", "plug", "kill-slurmd", "start-slurmd", "boot")
+THROTTLE = ("tbf", "rate", "1mbit", "burst", "32kbit", "latency", "400ms")
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 GIB = 1024**3
 
@@ -160,7 +161,7 @@ class VirtualCluster:
         """End every process of the cluster and remove its namespaces and cgroups. Logs stay."""
         for name in (*self.nodes, CONTROLLER):
             self._kill_all(name)
-            for path in self._cgroups(name):
+            for path in self.cgroups(name):
                 _remove_cgroup(path)
             subprocess.run(["ip", "netns", "del", f"{self.id}-{name}"], capture_output=True, check=False)
         for leftover in ("munge", f"{CONTROLLER}/state", *(f"{name}/spool" for name in self.nodes)):
@@ -169,7 +170,7 @@ class VirtualCluster:
 
     def boot(self, name: str) -> None:
         """Start a node that is off, with its cable plugged in."""
-        if self._init_pid(name) is not None:
+        if self.init_pid(name) is not None:
             raise RuntimeError(f"{name} is already on")
         if name != CONTROLLER:
             self._cable(name, "up")
@@ -199,11 +200,11 @@ class VirtualCluster:
 
     def command(self, name: str, arguments: Sequence[str], cwd: Path | None = None) -> list[str]:
         """The command line that runs `arguments` on a node. Raises RuntimeError if the node is off."""
-        pid = self._init_pid(name)
+        pid = self.init_pid(name)
         if pid is None:
             raise RuntimeError(f"{name} is off")
         # A process that enters from outside is in the caller's cgroup, so it joins the node's first.
-        groups = " ".join(str(path / "cgroup.procs") for path in self._cgroups(name))
+        groups = " ".join(str(path / "cgroup.procs") for path in self.cgroups(name))
         join = ["sh", "-c", f'for g in {groups}; do echo $$ > "$g"; done; exec "$@"', "sh"]
         enter = [
             "nsenter",
@@ -255,14 +256,24 @@ class VirtualCluster:
         """Inject a fault into a node.
 
         crash: every process dies at once and the kernel closes its connections. power-off: the cable is unplugged first,
-        so peers hear nothing. unplug, plug: the cable alone. kill-slurmd: jobs continue. boot: a node that is off starts.
+        so peers hear nothing. unplug: the cable alone. mute: the node hears and is not heard. throttle: it sends at
+        1 Mbit/s. plug: the link is whole again. kill-slurmd: jobs continue. boot: a node that is off starts.
         """
         if kind == "boot":
             self.boot(name)
         elif kind in ("unplug", "plug"):
             self._cable(name, "down" if kind == "unplug" else "up")
+            if kind == "plug":
+                # A cable without a queue of its own has none that could be deleted: then this fails, as it may.
+                subprocess.run(self._queue(name, "del"), capture_output=True, check=False)
+        elif kind in ("mute", "throttle"):
+            # A queue of length 0 drops all that the node sends.
+            queue = ("pfifo", "limit", "0") if kind == "mute" else THROTTLE
+            subprocess.run([*self._queue(name, "replace"), *queue], check=True)
         elif kind == "kill-slurmd":
             self.run(name, "kill", "-KILL", (self.work / name / "slurmd.pid").read_text().strip())
+        elif kind == "start-slurmd":
+            self.run(name, "slurmd")
         elif kind in ("crash", "power-off"):
             if kind == "power-off":
                 self._cable(name, "down")
@@ -328,7 +339,11 @@ class VirtualCluster:
             _ip("-n", space, "link", "set", "eth0", "up")
 
     def _cable(self, name: str, state: str) -> None:
-        _ip("-n", f"{self.id}-{CONTROLLER}", "link", "set", f"to-{name}", state)
+        _ip("-n", self.namespace(CONTROLLER), "link", "set", f"to-{name}", state)
+
+    def _queue(self, name: str, action: str) -> list[str]:
+        """Return the command line that changes the queue of what a node sends."""
+        return ["ip", "netns", "exec", self.namespace(name), "tc", "qdisc", action, "dev", "eth0", "root"]
 
     def _wait_idle(self, timeout_s: float) -> None:
         for _ in _polls(timeout_s, f"{self.settings.num_nodes} idle nodes, see {self.work}/*/*.log"):
@@ -338,7 +353,11 @@ class VirtualCluster:
                 ):
                     return
 
-    def _init_pid(self, name: str) -> int | None:
+    def namespace(self, name: str) -> str:
+        """Name of a node's network namespace on the machine."""
+        return f"{self.id}-{name}"
+
+    def init_pid(self, name: str) -> int | None:
         """Process 1 of a node as the machine counts processes; None if the node is off."""
         path = self.work / name / "pid"
         if not path.exists() or not Path(f"/proc/{path.read_text()}").exists():
@@ -347,7 +366,7 @@ class VirtualCluster:
 
     def _kill_all(self, name: str) -> None:
         """Kill a node's process 1; the kernel then kills all others of its namespace."""
-        pid = self._init_pid(name)
+        pid = self.init_pid(name)
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
             for _ in _polls(30.0, f"the end of {name}'s processes"):
@@ -356,7 +375,7 @@ class VirtualCluster:
         for file in ("pid", "ready"):
             (self.work / name / file).unlink(missing_ok=True)
 
-    def _cgroups(self, name: str) -> tuple[Path, ...]:
+    def cgroups(self, name: str) -> tuple[Path, ...]:
         """Directories of a node's cgroup: one for each controller under cgroup v1, a single one under v2."""
         leaf = f"{self.id}-{name}"
         if CGROUP_V1.is_dir():
@@ -397,7 +416,7 @@ def run_init(work: Path, name: str) -> None:
 def _enter_cgroup(cluster: VirtualCluster, name: str) -> None:
     """Move process 1 into the node's own cgroup, which everything it starts inherits."""
     settings = cluster.settings
-    for path in cluster._cgroups(name):
+    for path in cluster.cgroups(name):
         path.mkdir(exist_ok=True)
         if name != CONTROLLER:
             memory, cpu = int(settings.memory_gib * GIB), int(settings.cpu_cores * 100_000)
@@ -418,7 +437,7 @@ def _mount_cgroups(cluster: VirtualCluster, name: str) -> None:
     # slurmd does not start without a cgroup hierarchy, although no plugin here uses one: this has no controllers.
     _mount("-t", "cgroup", "-o", "none,name=virtual", "cgroup", str(own / "systemd"))
     (own / "memory").mkdir()
-    _mount("--bind", str(cluster._cgroups(name)[0]), str(own / "memory"))
+    _mount("--bind", str(cluster.cgroups(name)[0]), str(own / "memory"))
     _mount("-t", "sysfs", "sysfs", "/sys")
     _mount("--rbind", str(own), "/sys/fs/cgroup")
 

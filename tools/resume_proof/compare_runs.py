@@ -30,6 +30,13 @@ def run_differences(first: Path, second: Path) -> Iterator[str]:
     yield from _file_differences(first / "huggingface", second / "huggingface")
 
 
+def differences_until(step: int, first: Path, second: Path) -> Iterator[str]:
+    """Yield one line for each difference between two runs up to a train step whose checkpoint both have."""
+    yield from _one_checkpoint(*(run / "checkpoints" / f"step_{step:06d}" for run in (first, second)))
+    for name in RECORDS:
+        yield from _record_differences(first / name, second / name, step)
+
+
 def checkpoint_steps(directory: Path) -> list[int]:
     """Return the train steps of the checkpoints in a directory, in order."""
     return sorted(
@@ -80,11 +87,11 @@ def _raw_tensors(path: Path) -> dict[str, tuple[str, bytes]]:
     }
 
 
-def _record_differences(first: Path, second: Path) -> Iterator[str]:
+def _record_differences(first: Path, second: Path, until: float = float("inf")) -> Iterator[str]:
     if first.is_file() != second.is_file():
         yield f"{first.name}: in one run only"
         return
-    ours, theirs = _lines(first), _lines(second)
+    ours, theirs = ([each for each in _lines(path) if each["train_step"] <= until] for path in (first, second))
     steps = [[record["train_step"] for record in records] for records in (ours, theirs)]
     if steps[0] != steps[1]:
         yield f"{first.name}: records of steps {steps[0]} and {steps[1]}"
