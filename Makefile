@@ -9,6 +9,8 @@
 # make smoke-gpu [ENGINE_PYTHON=...] [ARGS=...]                the whole loop on one GPU, FP8 actor and SGLang; resume
 # make test-cluster                                            the shipped scripts on two virtual nodes with real Slurm (root)
 # make test-two-nodes                                          the shortest of these, where the machine can; else it says why not
+# make chaos-tiny                                              eight faults into a run on them, where the machine can
+# make chaos [ARGS="--cells oom sigkill:train"]                every kind of fault in every phase (docs/chaos.md)
 # make test-engine [SGLANG=0.5.21]                             the tests against a real SGLang server alone, of that version
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
@@ -34,7 +36,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-two-nodes test-engine test-gpu smoke-gpu clean
+.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -130,6 +132,18 @@ test-cluster: .venv .venv-sglang
 
 test-two-nodes: .venv
 	@if $(CLUSTER) check --install; then $(call CLUSTER_TESTS,300,-m two_nodes); fi
+
+# Faults into runs on a virtual cluster (docs/chaos.md). A work directory that is left over is taken down, as above.
+CHAOS = work=$$(mktemp -d /tmp/chaos.XXXXXX); trap '$(CLUSTER) down "$$work/cluster"; umount -l "$$work/disk" 2>/dev/null; rm -rf "$$work"' EXIT; \
+	$(RUN) timeout --foreground --signal=INT --kill-after=120 $(1) .venv/bin/python tools/chaos.py --work "$$work" $(2)
+
+chaos: .venv .venv-sglang
+	@$(CLUSTER) check --install
+	@$(call CHAOS,21600,--json $(ARGS))
+
+# Results of a check are not kept.
+chaos-tiny: .venv
+	@if $(CLUSTER) check --install; then $(call CHAOS,900,--tiny --results "$$work/results.jsonl" $(ARGS)); fi
 
 clean:
 	rm -rf .venv .venv-sglang* $(EXTRA_VENVS) build dist runs *.egg-info .pytest_cache .hypothesis

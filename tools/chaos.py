@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -69,6 +70,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Exit code 0: all that was injected now went as it must; 1: something fell short, or nothing could run."""
     parsed = parse(arguments)
+    # As Ctrl-C: the cluster is taken down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if parsed.list:
         print(table())
         return 0

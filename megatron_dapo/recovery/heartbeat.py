@@ -368,11 +368,12 @@ def waiting_for(frame: FrameType | None) -> tuple[str, str]:
 def _sequence_numbers() -> dict[str, Any]:
     """Return how many collectives this rank has entered, by process group and in all; nothing before torch is there."""
     # Read from torch's own counters, never imported here: the rank may not have started torch.distributed.
-    module = sys.modules.get("torch.distributed.distributed_c10d")
-    if module is None:
+    # The main thread may be importing it at this moment: then it has no groups yet.
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    if world is None:
         return {}
     groups = {}
-    for group in list(getattr(module, "_world").pg_map):  # noqa: B009
+    for group in list(world.pg_map):
         try:
             groups[group.group_name] = group._get_sequence_number_for_group()
         except RuntimeError:  # a backend without such counters

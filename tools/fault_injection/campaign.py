@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.fault_injection import outcome
-from tools.fault_injection.cells import CRASH, FAULTS, SILENCE, SLURM, STOP, SURVIVED, Cell, Fault
+from tools.fault_injection.cells import CRASH, FAULTS, SILENCE, STOP, SURVIVED, Cell, Fault
 from tools.fault_injection.cluster_run import ClusterRun, wait_until
 from tools.fault_injection.faults import Injector
 from tools.virtual_cluster import CONTROLLER, VirtualCluster
@@ -27,8 +27,9 @@ READY_S = 240.0  # from a submission or the end of an attempt until the next one
 PHASE_S = 120.0  # for a phase to come
 VERDICT_S = 60.0
 SLURM_S = 120.0
-HOLD_S = 20.0  # of a fault that the run must survive
+HOLD_S = 20.0  # of a fault that the run must survive, where it can be taken out
 _TYPICAL_S = {"generate": 1.0, "score": 0.7, "train": 0.4, "weight_sync": 0.05, "checkpoint": 0.05, "evaluate": 2.0}
+NUM_REPLAYS = 2  # of the last steps, whose checkpoints are kept
 _WRITING = frozenset({"record", "checkpoint"})
 _VISITS = 8  # of a phase, before a fault comes at its begin
 
@@ -54,7 +55,7 @@ class Campaign:
     seed: int = 0
     deadline: float = float("inf")  # by time.monotonic; no fault is injected later
     _num_runs: int = 0
-    _ended: list[tuple[str, Path, int]] = field(default_factory=list)  # configuration, output kept, newest checkpoint
+    _ended: list[tuple[Path, int]] = field(default_factory=list)  # output of embedded runs, newest checkpoint
 
     def run(self, configuration: str, plan: Sequence[Cell]) -> None:
         """Inject the faults of a plan into one run, and judge it."""
@@ -62,7 +63,7 @@ class Campaign:
         name = f"run{self._num_runs}"
         shutil.rmtree(self.disk / "out", ignore_errors=True)
         run = ClusterRun(
-            self.cluster, self.environment, self.directory / name, self.disk, configuration, self.engine_python
+            self.cluster, self.environment, self.directory / name, self.disk, configuration, self.engine_python, keep=3
         )
         injector = Injector(self.cluster, self.disk)
         # The number of results so far is part of the seed: a repeated cell draws other moments.
@@ -111,11 +112,24 @@ class Campaign:
         }
         self.append(record)
         self.say(f"{name}: {record}")
-        self._ended.append((configuration, kept, step))
+        if configuration == "embedded":
+            self._ended.append((kept, step))
+        else:
+            self._compare_replays(run.directory / "layout.toml", kept, step)
+
+    def _compare_replays(self, layout: Path, kept: Path, step: int) -> None:
+        """Compare the metrics of the last steps with those of the trainer alone on the recorded batches."""
+        for each in range(max(1, step - NUM_REPLAYS + 1), step + 1):
+            difference = outcome.replay_difference(layout, kept, each, self.environment)
+            self.append(
+                {"kind": "equality", "configuration": "servers", "run": kept.name, "train_steps": each}
+                | {"equal": not difference, "difference": difference, "unaccounted_responses": 0}
+            )
+            self.say(f"{kept.name}, train step {each}: {difference or 'equals its replay'}")
 
     def compare(self) -> None:
-        """Run each configuration that repeats its bits once without faults, and compare all runs with it."""
-        ended = [(output, step) for configuration, output, step in self._ended if configuration == "embedded" and step]
+        """Run the configuration that repeats its bits once without faults, and compare all its runs with that one."""
+        ended = [each for each in self._ended if each[1]]
         if ended:
             reference = self._undisturbed(max(step for _, step in ended))
             for output, step in ended:
@@ -220,16 +234,18 @@ class Shot:
             if self.fault.kind in (CRASH, SILENCE):
                 record |= self._verdict(began, lines_before, node, rank)
             elif self.fault.kind == SURVIVED:
-                record |= self._survival(lines_before)
+                self._hold(lines_before)
             elif self.fault.kind == STOP:
                 record |= self._stop(began, lines_before)
             else:
                 record |= self._slurm(began, node)
         finally:
             self.injector.heal()
-        if self.fault.kind == SLURM:
-            record["line"] = (self.run.first_lines()[lines_before:] or [""])[0]
         record |= self._recovery(began, steps)
+        lines = self.run.first_lines()[lines_before:]
+        if self.fault.kind == SURVIVED:
+            record["ok"] = record["continued"] and not lines and not record["new_attempts"]
+        record.setdefault("line", lines[0] if lines else "")
         self.say(
             f"{self.fault.name} x {self.phase} on {node}: "
             + ", ".join(f"{key} {record[key]}" for key in ("named", "ok", "detect_seconds", "recovery_seconds", "line") if key in record)
@@ -304,14 +320,11 @@ class Shot:
             self.injector.heal()
         else:
             left = []
-        entry = outcome.read_verdict(self.run, began, 15.0)
-        line = lines[0]
-        printed_node, printed_rank = outcome.place_of(line)
-        told = {
-            "node": entry.get("node", printed_node),
-            "rank": entry.get("rank", printed_rank),
-            "cause": entry.get("cause", ""),
-        }
+        line, entry = lines[0], outcome.read_verdict(self.run, began, 5.0)
+        told = {key: entry[key] for key in ("node", "rank", "cause") if key in entry}
+        if not told:  # the record could not be written where the file system hangs: the line alone tells
+            causes = [cause for cause in self.fault.causes if outcome.is_cause_printed(cause, line)]
+            told = dict(zip(("node", "rank", "cause"), (*outcome.place_of(line), *(causes or [""])), strict=False))
         return {
             "named": self._is_named(told, entry, node, rank),
             "told": told,
@@ -328,10 +341,10 @@ class Shot:
             return told["rank"] in self.run.ranks and self.run.ranks[told["rank"]].node == told["node"]
         return told["node"] == node and told["rank"] == (rank if self.fault.scope == "rank" else -1)
 
-    def _survival(self, lines_before: int) -> dict[str, Any]:
-        wait_until(lambda: len(self.run.first_lines()) > lines_before, HOLD_S, poll_s=0.1)
-        lines = self.run.first_lines()[lines_before:]
-        return {"ok": not lines, "line": lines[0] if lines else ""}
+    def _hold(self, lines_before: int) -> None:
+        """Leave a fault in that can be taken out, for as long as the run declares no failure."""
+        if self.injector.can_heal:
+            wait_until(lambda: len(self.run.first_lines()) > lines_before, HOLD_S, poll_s=0.1)
 
     def _stop(self, began: float, lines_before: int) -> dict[str, Any]:
         def ended() -> list[dict[str, Any]]:
@@ -365,7 +378,7 @@ class Shot:
         while self.run.completed_steps() <= steps:
             if time.monotonic() > end:
                 self.say(self.run.log()[-4000:])
-                return {"continued": False, "recovery_seconds": None}
+                return {"continued": False, "recovery_seconds": None, "new_attempts": None}
             self._submit_if_over()
             time.sleep(0.3)
         attempts = self.run.num_begun() - self.num_begun

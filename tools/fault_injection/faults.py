@@ -95,6 +95,11 @@ class Injector:
         self._repairs.append(lambda: cluster.fault(repair, node))
         return lambda: cluster.fault(kind, node)
 
+    @property
+    def can_heal(self) -> bool:
+        """True if a fault is in, or prepared, that can be taken out."""
+        return bool(self._repairs)
+
     def heal(self) -> None:
         """Take out the fault that is in."""
         while self._repairs:

@@ -35,14 +35,14 @@ def main(cable: str) -> None:
     _ip("link", "set", cable, "nomaster")
     _ip("link", "set", outer, "master", "switch")
     try:
-        forward(ends)
+        forward(ends, sys.stdin.fileno())
     finally:
         _ip("link", "del", inner)
         _ip("link", "set", cable, "master", "switch")
 
 
-def forward(ends: list[socket.socket]) -> None:
-    """Forward frames between two sockets."""
+def forward(ends: list[socket.socket], control: int) -> None:
+    """Forward frames between two sockets until the pipe `control` is closed; its lines set delay and loss."""
     draw = random.Random(SEED)
     delay_s, loss = 0.0, 0.0
     queue: list[tuple[float, int, int, bytes]] = []  # when, order, to which end, frame
@@ -50,10 +50,10 @@ def forward(ends: list[socket.socket]) -> None:
     print("ready", flush=True)
     while True:
         wait = max(0.0, queue[0][0] - time.monotonic()) if queue else None
-        ready = select.select([sys.stdin, *ends], [], [], wait)[0]
+        ready = select.select([control, *ends], [], [], wait)[0]
         now = time.monotonic()
-        if sys.stdin in ready:
-            line = os.read(0, 4096)
+        if control in ready:
+            line = os.read(control, 4096)
             if not line:
                 return
             setting = json.loads(line)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -12,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tools.fault_injection.cluster_run import ClusterRun, command_line, node_processes, wait_until
-from tools.resume_proof.compare_runs import differences_until
+from tools.resume_proof.compare_runs import differences_until, value_differences
 from tools.virtual_cluster import VirtualCluster
 
 _OF_SLURM = ("slurmd", "slurmctld", "munged")
 _LISTENING = "0A"  # proc(5), net/tcp
 _SLURMD_PORT = 6818
+REPLAY_S = 240.0
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -58,6 +61,23 @@ def lost_responses(reference: Path, output: Path, until: int) -> int:
 def first_difference(reference: Path, output: Path, until: int) -> str:
     """Return the first difference of a run's state and records at a step from the undisturbed run's, "" if none."""
     return next(differences_until(until, reference, output), "")
+
+
+def replay_difference(layout: Path, output: Path, step: int, environment: Mapping[str, str]) -> str:
+    """Train a recorded batch again from the checkpoint before it; return the first metric that differs, "" if none."""
+    batch = output / "batches" / f"step_{step:06d}"
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", "replay", str(layout), str(batch)]
+    done = subprocess.run(
+        [*command, "--output-dir", str(output)],
+        env=dict(environment), capture_output=True, text=True, check=False, timeout=REPLAY_S,
+    )  # fmt: skip
+    if done.returncode:
+        return f"replay of step {step} ended with exit code {done.returncode}: {done.stderr[-500:]}"
+    replayed = json.loads((batch / "replay.json").read_text(encoding="utf-8"))
+    [recorded] = [each for each in lines_of(output / "metrics.jsonl") if each["train_step"] == step]
+    common = {name: recorded[name] for name in replayed if name in recorded}
+    assert len(common) > 5, f"replay and metrics of step {step} share only {sorted(common)}"
+    return next(value_differences({name: replayed[name] for name in common}, common, f"step {step}"), "")
 
 
 def useful_seconds(output: Path, until: int) -> float:
@@ -116,6 +136,16 @@ def read_verdict(run: ClusterRun, since: float, timeout_s: float) -> Mapping[str
     if not wait_until(is_there, timeout_s, poll_s=0.1):
         return {}
     return json.loads(path.read_text(encoding="utf-8"))["entries"][0]
+
+
+# Words of the printed line by cause, where they are not the cause's own name.
+_WORDS = {"signal": ("killed by signal", "ended without a word")}
+
+
+def is_cause_printed(cause: str, line: str) -> bool:
+    """Return True if a printed first line gives the cause, in its message: the advice behind it names others."""
+    message = line.partition("; to do:")[0]
+    return any(word in message for word in _WORDS.get(cause, (cause,)))
 
 
 def place_of(line: str) -> tuple[str, int]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,16 @@ def frames_of(*modules: str):
 def test_the_innermost_known_frame_tells_the_wait(modules: tuple[str, ...], kind: str, place: str) -> None:
     found, doing = waiting_for(frames_of(*modules))
     assert found == kind and place in doing
+
+
+def test_beats_continue_while_torch_is_being_imported(heartbeat: Unwatched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread looks at a module of which the main thread has so far made the first lines."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", types.ModuleType("distributed_c10d"))
+    before = heartbeat._beats
+    end = time.monotonic() + 5.0
+    while heartbeat._beats < before + 3:
+        assert time.monotonic() < end, "no beat"
+        time.sleep(0.02)
 
 
 EXPIRE = """

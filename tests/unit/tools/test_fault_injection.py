@@ -1,0 +1,168 @@
+"""The chaos harness's own judgement: what it counts, compares and matches."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.recovery.failure import Failure, first_line
+from tools.fault_injection import forwarder, report
+from tools.fault_injection.cells import CELLS, FAULTS, MEANINGLESS, PHASES, TINY, chosen_cells, next_cells
+from tools.fault_injection.cluster_run import FIRST_FAILURE, _rank_process
+from tools.fault_injection.outcome import is_cause_printed, lost_responses, place_of, unaccounted_responses
+
+
+def write_run(directory: Path, batches: dict[int, list[str]], dumped: dict[int, list[str]] | None = None) -> Path:
+    """Write samples and dumps of train steps."""
+    for step, ids in (batches if dumped is None else dumped).items():
+        dump = directory / "batches" / f"step_{step:06d}"
+        dump.mkdir(parents=True)
+        (dump / "batch.json").write_text(json.dumps({"samples": {"sample_ids": ids}}))
+    lines = [json.dumps({"train_step": step, "sample_id": name}) for step, ids in batches.items() for name in ids]
+    (directory / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def test_every_cell_is_meaningful_or_has_a_reason() -> None:
+    assert set(CELLS) | set(MEANINGLESS) == {(fault, phase) for fault in FAULTS for phase in PHASES}
+    assert not set(CELLS) & set(MEANINGLESS) and set(TINY) <= set(CELLS) and len(TINY) == 8
+    assert all(MEANINGLESS.values())
+
+
+def test_cells_are_chosen_by_name_and_the_rarest_come_first() -> None:
+    assert chosen_cells(["sigkill:train", "sigkill"])[0] == ("sigkill", "train") and len(chosen_cells(["sigkill"])) == 6
+    assert {phase for _, phase in chosen_cells(["*:train"])} == {"train"}
+    with pytest.raises(ValueError, match="no rank writes in this phase"):
+        chosen_cells(["disk-full:score"])
+    cells = chosen_cells(["sigkill", "oom"])
+    known = dict.fromkeys(cells[:10], 1)
+    assert set(next_cells(cells, known, 2, random.Random(0))) == set(cells[10:])
+    assert sorted(next_cells(cells, {}, 24, random.Random(0))) == sorted(cells * 2)
+
+
+def test_lost_and_repeated_responses_are_counted(tmp_path: Path) -> None:
+    whole = {1: ["a", "b"], 2: ["c", "d"]}
+    assert unaccounted_responses(write_run(tmp_path / "whole", whole), 2) == 0
+    assert unaccounted_responses(write_run(tmp_path / "twice", {1: ["a", "b"], 2: ["b", "c"]}), 2) == 1
+    assert unaccounted_responses(write_run(tmp_path / "lost", whole, {1: ["a", "b"], 2: ["c"]}), 2) == 1
+    assert unaccounted_responses(write_run(tmp_path / "gap", {1: ["a", "b"]}), 2) == 1, "step 2 has no batch"
+    assert lost_responses(tmp_path / "whole", tmp_path / "twice", 2) == 1, "d"
+    assert lost_responses(tmp_path / "whole", tmp_path / "whole", 2) == 0
+
+
+@pytest.mark.parametrize("failure", [
+    Failure(3, "signal", "killed by signal 9 (SIGKILL)", "node1", "train", attempt=2),
+    Failure(-1, "node lost", "node lost with rank 1: no sign of life for 9 s", "node1", "generate"),
+    Failure(0, "hang", "silent for 13 s", "node0"),
+], ids=lambda failure: failure.cause)  # fmt: skip
+def test_the_printed_line_names_node_and_rank(failure: Failure) -> None:
+    line = first_line(failure)
+    assert FIRST_FAILURE.findall(f"[rank 0] INFO x\n{line}\nrank 1: as a consequence: ...") == [line]
+    assert place_of(line) == (failure.node, failure.rank)
+    causes = [cause for fault in FAULTS.values() for cause in fault.causes if is_cause_printed(cause, line)]
+    assert set(causes) == {failure.cause} - {"hang"}
+
+
+def record(**values: object) -> dict:
+    """Return a fault's record."""
+    return {"commit": "c", "dirty": False, "kind": "fault", "phase": "train", "continued": True, **values}
+
+
+def test_the_sum_counts_each_kind_of_fault_by_its_own_rule() -> None:
+    records = [
+        *(
+            record(fault="sigkill", kind_of_fault="crash", named=True, detect_seconds=float(second))
+            for second in range(1, 21)
+        ),
+        record(fault="sigstop", kind_of_fault="silence", named=False, detect_seconds=None, continued=False),
+        record(fault="verifiers", kind_of_fault="survived", ok=False),
+        record(fault="slurmd", kind_of_fault="slurm", ok=True, slurm_seconds=31.0),
+        {
+            "kind": "run",
+            "unaccounted_responses": 2,
+            "orphans": ["a port"],
+            "wall_seconds": 100.0,
+            "useful_seconds": 25.0,
+        }
+        | {"num_faults": 23},
+        {"kind": "equality", "equal": False, "unaccounted_responses": 1, "difference": "x", "run": "r"},
+        {"kind": "soak", "seconds": 60, "false_alarms": 1},
+        {"kind": "false alarm", "line": "first failure"},
+    ]
+    found = report.summary(records)
+    assert (found["num_faults"], found["num_cells"], found["culprit_named_share"]) == (23, 4, round(20 / 21, 4))
+    assert (found["crash_detect_seconds_p95"], found["slurm_only_seconds_max"]) == (19.0, 31.0)
+    assert found["hang_detect_seconds_max"] == 1e9, "what is never noticed is no short time"
+    assert (found["unaccounted_responses"], found["orphans"], found["runs_equal_share"]) == (3, 1, 0.0)
+    assert (found["false_alarms"], found["soak_seconds"], found["ettr_job"]) == (2, 60, 0.25)
+    assert report.summary([])["runs_equal_share"] is None, "nothing measured is no success"
+
+
+def test_results_of_other_commits_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps({"commit": name}) + "\n" for name in ("abc1", "abd2")))
+    assert [each["commit"] for each in report.read(path, ["abc"])] == ["abc1"]
+    assert len(report.read(path, [])) == 2 and report.read(tmp_path / "none", []) == []
+
+
+_WORKER = """
+import json, mmap, os, sys, time
+page = os.memfd_create("page")
+os.ftruncate(page, 1 << 14)
+memory = mmap.mmap(page, 1 << 14)
+os.close(page)
+text = json.dumps({"phase": "generate", "doing": sys.argv[1]}).encode()
+memory[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
+print("written", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the memory of other processes is root's to read")
+@pytest.mark.parametrize(("doing", "phase"), [("verifiers: result", "score"), ("forward", "generate")])
+def test_the_phase_is_read_from_the_page_of_a_process(doing: str, phase: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", _WORKER, doing], env={"SLURM_PROCID": "3"}, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"written\n"
+        found = _rank_process("node0", process.pid)
+        assert found is not None and (found.rank, found.phase()) == (3, phase)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_frames_are_delayed_and_lost() -> None:
+    ours, ends = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)), strict=True)
+    read, write = os.pipe()
+    thread = threading.Thread(target=forwarder.forward, args=(list(ends), read), daemon=True)
+    thread.start()
+    ours[0].send(b"first")
+    assert ours[1].recv(100) == b"first"
+    os.write(write, json.dumps({"delay_s": 0.2, "loss": 0.5}).encode() + b"\n")
+    time.sleep(0.1)
+    start = time.monotonic()
+    for number in range(100):
+        ours[1].send(bytes([number]))
+    arrived: list[int] = []
+    while select.select([ours[0]], [], [], 1.0)[0]:
+        assert arrived or time.monotonic() - start >= 0.19
+        arrived.append(ours[0].recv(100)[0])
+    assert arrived == sorted(arrived) and 30 < len(arrived) < 70
+    os.close(write)
+    thread.join(5.0)
+    assert not thread.is_alive()
+    os.close(read)
+    for each in (*ours, *ends):
+        each.close()
