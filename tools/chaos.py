@@ -7,6 +7,7 @@ left alone. docs/chaos.md says what the keys and records mean.
     python tools/chaos.py --list                                what there is, and which cells mean nothing
     python tools/chaos.py --faults 20                           20 faults, cells with the fewest results of this commit first
     python tools/chaos.py --cells sigkill oom:checkpoint        these cells, each once
+    python tools/chaos.py --ettr --cells sigkill                the same faults with role restart and with whole-job restart
     python tools/chaos.py --soak 1800                           no faults, a busy core beside: nothing may be declared
     python tools/chaos.py --faults 0 --json                     sum up what is on record for this commit
 """
@@ -54,6 +55,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="inject no fault after this time")
     parser.add_argument("--per-run", type=int, default=10, help="faults that one run takes")
     parser.add_argument("--tiny", action="store_true", help=f"{len(TINY)} faults in one run")
+    parser.add_argument(
+        "--ettr", action="store_true", help="the plan into runs with servers, with role restart and without"
+    )
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="a healthy run under load instead")
     parser.add_argument("--seed", type=int, default=0, help="of cells and moments")
     parser.add_argument("--engine-python", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python")
@@ -127,8 +131,8 @@ def inject(parsed: argparse.Namespace, plan: list[tuple[str, str]], work: Path, 
             if parsed.soak:
                 campaign.soak(parsed.soak)
                 return
-            for configuration in ("embedded", "servers"):
-                chosen = [cell for cell in plan if FAULTS[cell[0]].configuration == configuration]
+            for configuration in ("servers", "servers_job") if parsed.ettr else ("embedded", "servers"):
+                chosen = [cell for cell in plan if parsed.ettr or FAULTS[cell[0]].configuration == configuration]
                 size = max(len(chosen), 1) if parsed.tiny else parsed.per_run
                 for start in range(0, len(chosen), size):
                     if time.monotonic() < end:

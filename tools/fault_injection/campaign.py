@@ -91,9 +91,18 @@ class Campaign:
         finally:
             injector.heal()
             run.cancel()
-        self._judge(run, configuration, name, num_faults, wall_s, step)
+        self._judge(run, configuration, name, plan, num_faults, wall_s, step)
 
-    def _judge(self, run: ClusterRun, configuration: str, name: str, num_faults: int, wall_s: float, step: int) -> None:
+    def _judge(
+        self,
+        run: ClusterRun,
+        configuration: str,
+        name: str,
+        plan: Sequence[Cell],
+        num_faults: int,
+        wall_s: float,
+        step: int,
+    ) -> None:
         leftovers = outcome.orphans(self.cluster)
         step = run.saved_step() or step
         kept = self.directory / f"{name}_out"
@@ -104,6 +113,7 @@ class Campaign:
             "configuration": configuration,
             "run": name,
             "num_faults": num_faults,
+            "plan": [list(cell) for cell in plan],
             "train_steps": step,
             "unaccounted_responses": outcome.unaccounted_responses(kept, step),
             "orphans": leftovers,
@@ -232,7 +242,9 @@ class Shot:
         }
         try:
             if self.fault.kind in (CRASH, SILENCE):
-                record |= self._verdict(began, lines_before, node, rank)
+                # Out of memory comes with the end of the injection; the others within milliseconds of its begin.
+                effect = injected if self.fault.name == "oom" else began
+                record |= self._verdict(effect, lines_before, node, rank)
             elif self.fault.kind == SURVIVED:
                 self._hold(lines_before)
             elif self.fault.kind == STOP:
@@ -298,7 +310,7 @@ class Shot:
     def _require_alive(self, end: float) -> None:
         if time.monotonic() > end:
             raise RunIsStuck(f"phase {self.phase} did not come within {PHASE_S:.0f} s, it is {self.run.phase()!r}")
-        if not Path(f"/proc/{self.run.ranks[0].pid}").exists():
+        if self.run.ranks[0].has_ended():
             raise RunIsStuck(f"the run ended before phase {self.phase} came: {self.run.first_lines()[-1:]}")
 
     # After
@@ -307,20 +319,22 @@ class Shot:
         # A file system is missed only once it is written to.
         effect = 0.0 if self.fault.scope == "shared" else began
         end = time.monotonic() + VERDICT_S
+        # A line of the second node is lost with srun's connections, where the first node is; its record is not.
         while not (lines := self.run.first_lines()[lines_before:]) and time.monotonic() < end:
+            if outcome.read_verdict(self.run, began, 0.0):
+                break
             if not effect and self.run.phase() in _WRITING:
                 effect = time.time()
             time.sleep(0.02)
-        seen = time.time()
-        if not lines:
-            return {"named": False, "line": "", "detect_seconds": None, "state": self.run.job().state}
+        seen, left = time.time(), []
         if self.fault.name == "fs-hung":
             time.sleep(11.0)  # ranks must end, and the line be out, while it hangs
-            left = [rank.rank for rank in self.run.ranks.values() if Path(f"/proc/{rank.pid}").exists()]
+            left = [rank.rank for rank in self.run.ranks.values() if not rank.has_ended()]
             self.injector.heal()
-        else:
-            left = []
-        line, entry = lines[0], outcome.read_verdict(self.run, began, 5.0)
+        entry, line = outcome.read_verdict(self.run, began, 5.0), lines[0] if lines else ""
+        if not line and not entry:
+            return {"named": False, "line": "", "detect_seconds": None, "state": self.run.job().state}
+        line = line or f"failure.json: {entry['message']}"
         told = {key: entry[key] for key in ("node", "rank", "cause") if key in entry}
         if not told:  # the record could not be written where the file system hangs: the line alone tells
             causes = [cause for cause in self.fault.causes if outcome.is_cause_printed(cause, line)]

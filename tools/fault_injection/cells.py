@@ -81,7 +81,7 @@ TINY: tuple[Cell, ...] = (
     ("oom", "evaluate"),
     ("unplug", "generate"),
     ("disk-full", "checkpoint"),
-    ("time-limit", "generate"),
+    ("verifiers", "evaluate"),
     ("sigkill", "checkpoint"),
 )
 

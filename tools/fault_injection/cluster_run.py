@@ -51,9 +51,7 @@ group_size = 4
 max_response_tokens = 96
 {rollout}
 """
-CONFIGURATIONS = {
-    "embedded": 'engine = "embedded"',
-    "servers": """engine = "sglang"
+_SERVERS = """engine = "sglang"
 placement = "colocated"
 weight_sync_transport = "shared_memory"
 [mismatch]
@@ -66,7 +64,12 @@ tp_size = 1
 servers_per_node = 1
 weight_sync_bucket_mb = 8
 max_running_requests = 64
-""",
+"""
+# What generates. In `servers_job` servers end with the trainer, so that every restart is one of the whole job.
+CONFIGURATIONS = {
+    "embedded": 'engine = "embedded"',
+    "servers": _SERVERS,
+    "servers_job": _SERVERS + "keep_seconds = 0\n",
 }
 
 
@@ -85,6 +88,12 @@ class RankProcess:
             return json.loads(self.memory[4 : 4 + int.from_bytes(self.memory[:4], "little")])
         except ValueError:
             return {}
+
+    def has_ended(self) -> bool:
+        """Return True if the process is gone or a zombie."""
+        with suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return True
 
     def phase(self) -> str:
         """Return the phase, `score` where a rank that generates waits for verifiers."""

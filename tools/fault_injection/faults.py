@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tools.fault_injection.cluster_run import ClusterRun
+from tools.fault_injection.cluster_run import ClusterRun, RankProcess
 from tools.virtual_cluster import CGROUP_V1, CONTROLLER, VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ class Injector:
             servers = [pid for pid in run.processes("sglang", node) if run.is_session_leader(pid)]
             return lambda: [_signal(pid, signal.SIGKILL) for pid in servers]
         if fault == "oom":
-            return lambda: self._meet_memory_limit(node)
+            return lambda: self._meet_memory_limit(run.ranks[rank])
         if fault == "lossy":
             return self._forwarder(node)
         if fault == "disk-full":
@@ -106,9 +106,9 @@ class Injector:
             with suppress(ProcessLookupError, FileNotFoundError):
                 self._repairs.pop()()
 
-    def _meet_memory_limit(self, node: str) -> None:
-        """Set the limit of the node's cgroup to what it uses, and let a small process of it use more."""
-        group = self._cluster.cgroups(node)[0]
+    def _meet_memory_limit(self, target: RankProcess) -> None:
+        """Set the limit of the node's cgroup to what it uses, let a small process of it use more, and see the rank end."""
+        group = self._cluster.cgroups(target.node)[0]
         is_first = group.is_relative_to(CGROUP_V1)
         limit, usage = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_first else ("memory.max", "memory.current")
@@ -116,7 +116,14 @@ class Injector:
         self._repairs.append(lambda: (group / limit).write_text("-1" if is_first else "max"))
         (group / limit).write_text(str(int((group / usage).read_text()) + (8 << 20)))
         # Page caches give way first: the hog may use as much as those and the rest, and less than a rank.
-        self._cluster.run(node, sys.executable, "-S", "-c", _HOG, "400", timeout=30.0)
+        hog = subprocess.Popen(self._cluster.command(target.node, [sys.executable, "-S", "-c", _HOG, "400"]))
+        try:
+            # The fault is the kernel's kill, which comes a second or two later.
+            while hog.poll() is None and not target.has_ended():
+                time.sleep(0.002)
+        finally:
+            hog.kill()
+            hog.wait()
 
     def _forwarder(self, node: str) -> Callable[[], None]:
         """Start the forwarder of a node's frames, which lets all pass until it is told otherwise."""

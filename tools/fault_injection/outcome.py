@@ -133,7 +133,7 @@ def read_verdict(run: ClusterRun, since: float, timeout_s: float) -> Mapping[str
         except OSError:
             return False
 
-    if not wait_until(is_there, timeout_s, poll_s=0.1):
+    if not is_there() and not wait_until(is_there, timeout_s, poll_s=0.1):
         return {}
     return json.loads(path.read_text(encoding="utf-8"))["entries"][0]
 

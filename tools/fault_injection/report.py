@@ -49,7 +49,6 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     of_kind = {kind: [each for each in faults if each["kind_of_fault"] == kind] for kind in (CRASH, SILENCE, SURVIVED, STOP, SLURM)}  # fmt: skip
     named = [each["named"] for each in of_kind[CRASH] + of_kind[SILENCE]]
     wall_s = sum(each["wall_seconds"] for each in runs)
-    useful_s = sum(each["useful_seconds"] for each in runs)
     # A failure declared without a fault, and one of a run that must survive its fault.
     alarms = sum(each["false_alarms"] for each in soaks) + len(kinds.get("false alarm", []))
     return {
@@ -70,9 +69,8 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unaccounted_responses": sum(each["unaccounted_responses"] for each in runs + equalities) if runs else None,
         "runs_equal_share": _share([each["equal"] for each in equalities]),
         "orphans": sum(len(each["orphans"]) for each in runs) if runs else None,
-        "ettr_job": round(useful_s / wall_s, 4) if wall_s else None,
-        "ettr_role": None,
-        "ettr_role_reason": "servers end with the trainer: every restart is one of the whole job",
+        "ettr": _ettr(runs),
+        **_ettr_by_restart(runs),
         "faults_per_hour": round(3600 * sum(each["num_faults"] for each in runs) / wall_s, 1) if wall_s else None,
         "recovery_seconds_p50": _percentile([each.get("recovery_seconds") for each in faults], 0.5),
     }
@@ -98,6 +96,28 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
         if each["kind"] in ("stuck", "false alarm") or (each["kind"] == "soak" and each["false_alarms"]):
             lines.append(f"{each['kind']}: {each.get('message') or each.get('line') or each.get('lines')}")
     return lines
+
+
+def _ettr(runs: Sequence[dict[str, Any]]) -> float | None:
+    """Return the effective training time ratio of runs: seconds of the steps that count, by wall time."""
+    wall_s = sum(each["wall_seconds"] for each in runs)
+    return round(sum(each["useful_seconds"] for each in runs) / wall_s, 4) if wall_s else None
+
+
+def _ettr_by_restart(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the ratios with role restart and with whole-job restart, of runs with servers that had the same faults."""
+    plans = [
+        [each["plan"] for each in runs if each["configuration"] == name and len(each["plan"]) == each["num_faults"]]
+        for name in ("servers", "servers_job")
+    ]
+    shared = [plan for plan in plans[0] if plan in plans[1]]
+    if not shared:
+        return {"ettr_role": None, "ettr_job": None, "ettr_reason": "no pair of runs with the same faults: --ettr"}
+    of_shared = [each for each in runs if each["plan"] in shared]
+    role, job = (
+        _ettr([each for each in of_shared if each["configuration"] == name]) for name in ("servers", "servers_job")
+    )
+    return {"ettr_role": role, "ettr_job": job}
 
 
 def _share(values: Sequence[bool]) -> float | None:

@@ -94,7 +94,7 @@ def test_the_sum_counts_each_kind_of_fault_by_its_own_rule() -> None:
             "wall_seconds": 100.0,
             "useful_seconds": 25.0,
         }
-        | {"num_faults": 23},
+        | {"num_faults": 23, "configuration": "embedded", "plan": []},
         {"kind": "equality", "equal": False, "unaccounted_responses": 1, "difference": "x", "run": "r"},
         {"kind": "soak", "seconds": 60, "false_alarms": 1},
         {"kind": "false alarm", "line": "first failure"},
@@ -104,8 +104,22 @@ def test_the_sum_counts_each_kind_of_fault_by_its_own_rule() -> None:
     assert (found["crash_detect_seconds_p95"], found["slurm_only_seconds_max"]) == (19.0, 31.0)
     assert found["hang_detect_seconds_max"] == 1e9, "what is never noticed is no short time"
     assert (found["unaccounted_responses"], found["orphans"], found["runs_equal_share"]) == (3, 1, 0.0)
-    assert (found["false_alarms"], found["soak_seconds"], found["ettr_job"]) == (2, 60, 0.25)
+    assert (found["false_alarms"], found["soak_seconds"], found["ettr_job"]) == (2, 60, None)
+    assert found["ettr"] == 0.25
     assert report.summary([])["runs_equal_share"] is None, "nothing measured is no success"
+
+
+def test_restarts_are_compared_over_the_same_faults() -> None:
+    kills, other = [["sigkill", "train"]] * 2, [["server", "train"]]
+    rows = [("servers", kills, 2, 40.0), ("servers_job", kills, 2, 20.0), ("servers", other, 1, 99.0)]
+    runs = [
+        {"kind": "run", "unaccounted_responses": 0, "orphans": [], "wall_seconds": 100.0, "useful_seconds": useful}
+        | {"configuration": name, "plan": plan, "num_faults": num}
+        for name, plan, num, useful in rows
+    ]
+    found = report.summary(runs)
+    assert (found["ettr_role"], found["ettr_job"], found["ettr"]) == (0.4, 0.2, 0.53)
+    assert report.summary(runs[:1])["ettr_role"] is None
 
 
 def test_results_of_other_commits_are_left_out(tmp_path: Path) -> None:
