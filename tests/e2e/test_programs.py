@@ -49,6 +49,7 @@ RUN_BY = {
     "checkpoint_converters/hf_to_megatron.py": "test_converters_round_trip",
     "checkpoint_converters/megatron_to_hf.py": "test_converters_round_trip",
     "checkpoint_converters/verify.py": "test_converters_round_trip",
+    "tools/chaos.py": "test_chaos",
     "tools/check_smoke.py": "test_check_smoke",
     "tools/fuzz_files.py": "test_fuzz_files",
     "tools/listening.py": "test_listening",
@@ -397,6 +398,14 @@ def test_listening(repository: Path) -> None:
         command = [sys.executable, "-m", "tools.listening", str(os.getpid()), "--seconds", "1"]
         found = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60, check=True)
         assert f"127.0.0.1:{server.getsockname()[1]}" in found.stdout
+
+
+def test_chaos(repository: Path, tmp_path: Path) -> None:
+    """Faults take root and Slurm (`make chaos-tiny`); here they are listed, and results summed up."""
+    listed = run_program(repository, ["tools/chaos.py", "--list"])
+    assert "81 cells" in listed and "disk-full x score: no rank writes" in listed
+    result = run_json(repository, "tools/chaos.py", "--faults", "0", "--results", tmp_path / "none.jsonl")
+    assert (result["num_faults"], result["num_cells_of_table"], result["culprit_named_share"]) == (0, 81, None)
 
 
 def test_virtual_cluster(repository: Path) -> None:

@@ -17,6 +17,7 @@ from tools.virtual_cluster import CGROUP_V1, CONTROLLER, VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 DISK_MIB = 256
+_FORWARDER = "import sys; from tools.fault_injection.forwarder import stand_between; stand_between(sys.argv[1])"
 _HOG = """
 import os, sys
 open("/proc/self/oom_score_adj", "w").write("-1000")  # the kernel chooses among the others
@@ -129,7 +130,7 @@ class Injector:
         """Start the forwarder of a node's frames, which lets all pass until it is told otherwise."""
         command = ["ip", "netns", "exec", self._cluster.namespace(CONTROLLER), sys.executable]
         process = subprocess.Popen(
-            [*command, "-m", "tools.fault_injection.forwarder", f"to-{node}"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [*command, "-c", _FORWARDER, f"to-{node}"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
 

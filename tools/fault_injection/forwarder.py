@@ -1,7 +1,5 @@
 """Forwards the frames of one cable of the virtual cluster, with delay and loss where its standard input says so.
 
-    ip netns exec SWITCH python -m tools.fault_injection.forwarder to-node1
-
 The cable leaves the switch and the forwarder stands between both until its standard input is closed. Kernels without netem
 have no other delay.
 """
@@ -24,8 +22,8 @@ _FRAME = 1 << 17
 SEED = 0
 
 
-def main(cable: str) -> None:
-    """Forward until standard input ends."""
+def stand_between(cable: str) -> None:
+    """Forward the frames of a cable, in the switch's network namespace, until standard input ends."""
     inner, outer = "fw-in", "fw-out"
     # Frames of a cable that is in the bridge never reach a socket before the bridge has them: it leaves the bridge.
     _ip("link", "add", inner, "type", "veth", "peer", "name", outer)
@@ -83,7 +81,3 @@ def _socket(name: str) -> socket.socket:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
