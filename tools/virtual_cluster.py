@@ -35,7 +35,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare")
 PACKAGES = ("slurm-wlm", "munge", "iproute2")
 INSTALL_S = 240.0
 _NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork")
-FAULTS = ("crash", "power-off", "unplug", "mute", "throttle", "plug", "kill-slurmd", "start-slurmd", "boot")
+FAULTS = ("crash", "power-off", "unplug", "mute", "deafen", "throttle", "plug", "kill-slurmd", "start-slurmd", "boot")
 THROTTLE = ("tbf", "rate", "1mbit", "burst", "32kbit", "latency", "400ms")
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 GIB = 1024**3
@@ -256,20 +256,20 @@ class VirtualCluster:
         """Inject a fault into a node.
 
         crash: every process dies at once and the kernel closes its connections. power-off: the cable is unplugged first,
-        so peers hear nothing. unplug: the cable alone. mute: the node hears and is not heard. throttle: it sends at
-        1 Mbit/s. plug: the link is whole again. kill-slurmd: jobs continue. boot: a node that is off starts.
+        so peers hear nothing. unplug: the cable alone. mute: the node hears and is not heard. deafen: it is heard and
+        does not hear. throttle: it sends at 1 Mbit/s. plug: the link is whole again. kill-slurmd: jobs continue. boot: a node that is off starts.
         """
         if kind == "boot":
             self.boot(name)
         elif kind in ("unplug", "plug"):
             self._cable(name, "down" if kind == "unplug" else "up")
-            if kind == "plug":
+            for is_own in (True, False) if kind == "plug" else ():
                 # A cable without a queue of its own has none that could be deleted: then this fails, as it may.
-                subprocess.run(self._queue(name, "del"), capture_output=True, check=False)
-        elif kind in ("mute", "throttle"):
-            # A queue of length 0 drops all that the node sends.
-            queue = ("pfifo", "limit", "0") if kind == "mute" else THROTTLE
-            subprocess.run([*self._queue(name, "replace"), *queue], check=True)
+                subprocess.run(self._queue(name, "del", is_own), capture_output=True, check=False)
+        elif kind in ("mute", "deafen", "throttle"):
+            # A queue of length 0 drops all that goes through it.
+            queue = THROTTLE if kind == "throttle" else ("pfifo", "limit", "0")
+            subprocess.run([*self._queue(name, "replace", is_own=kind != "deafen"), *queue], check=True)
         elif kind == "kill-slurmd":
             self.run(name, "kill", "-KILL", (self.work / name / "slurmd.pid").read_text().strip())
         elif kind == "start-slurmd":
@@ -341,9 +341,10 @@ class VirtualCluster:
     def _cable(self, name: str, state: str) -> None:
         _ip("-n", self.namespace(CONTROLLER), "link", "set", f"to-{name}", state)
 
-    def _queue(self, name: str, action: str) -> list[str]:
-        """Return the command line that changes the queue of what a node sends."""
-        return ["ip", "netns", "exec", self.namespace(name), "tc", "qdisc", action, "dev", "eth0", "root"]
+    def _queue(self, name: str, action: str, is_own: bool) -> list[str]:
+        """Return the command line that changes the queue of what a node sends, or of what the switch sends to it."""
+        end = (self.namespace(name), "eth0") if is_own else (self.namespace(CONTROLLER), f"to-{name}")
+        return ["ip", "netns", "exec", end[0], "tc", "qdisc", action, "dev", end[1], "root"]
 
     def _wait_idle(self, timeout_s: float) -> None:
         for _ in _polls(timeout_s, f"{self.settings.num_nodes} idle nodes, see {self.work}/*/*.log"):

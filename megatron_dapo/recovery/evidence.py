@@ -10,7 +10,9 @@ import fcntl
 import os
 import re
 import signal
+import socket
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +97,29 @@ def _work(pid: int, fields: list[str]) -> tuple[float, int, int]:
     return cpu_s, moved, faults
 
 
+def bytes_in_flight(pid: int) -> dict[str, str]:
+    """Return what a process's TCP connections hold that is not yet acknowledged or not yet read, by connection."""
+    sockets = set()
+    for number in _listed(f"/proc/{pid}/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+        except OSError:
+            continue
+    found = {}
+    for name in ("tcp", "tcp6"):
+        for line in read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
+            fields = line.split()
+            if fields[4] != "00000000:00000000" and f"socket:[{fields[9]}]" in sockets:
+                found[f"{fields[1]} {fields[2]}"] = fields[4]
+    return found
+
+
+def parent(pid: int) -> int | None:
+    """Return the process id of a process's parent, None if the process is gone."""
+    fields = _stat_fields(f"/proc/{pid}/stat")
+    return int(fields[1]) if fields else None
+
+
 def _children(pid: int) -> list[int]:
     found = []
     for task in _listed(f"/proc/{pid}/task"):
@@ -115,7 +140,7 @@ def _listed(directory: str) -> list[str]:
 
 
 def held_in_kernel(pid: int) -> list[str]:
-    """Return a line for each thread in uninterruptible sleep (state D): what the kernel is doing there."""
+    """Return a line for each thread in uninterruptible sleep (state D): what the kernel is doing there, and with which file."""
     lines = []
     for task in _listed(f"/proc/{pid}/task"):
         base = f"/proc/{pid}/task/{task}"
@@ -123,10 +148,22 @@ def held_in_kernel(pid: int) -> list[str]:
         if fields and fields[0] == "D":
             # The kernel's stack needs root; the name of the function where it sleeps does not.
             stack = re.findall(r"\] (\w+)", read_text(f"{base}/stack"))
-            lines.append(
-                f"thread {task}: {' < '.join(stack[:6]) or read_text(f'{base}/wchan') or 'uninterruptible sleep'}"
-            )
+            doing = " < ".join(stack[:6]) or read_text(f"{base}/wchan") or "uninterruptible sleep"
+            file = _file_of_call(pid, read_text(f"{base}/syscall").split())
+            lines.append(f"thread {task}: {doing}{f', with {file}' if file else ''}")
     return lines
+
+
+def _file_of_call(pid: int, call: list[str]) -> str:
+    """Return the path of the file that a system call is about, "" unless its first argument is a file's descriptor.
+
+    call: number and arguments. A path as argument lies in the process's memory, where looking for it might hang as well.
+    """
+    try:
+        path = os.readlink(f"/proc/{pid}/fd/{int(call[1], 16)}")
+    except (OSError, ValueError, IndexError):
+        return ""
+    return path if path.startswith("/") else ""
 
 
 class OutOfMemory:
@@ -214,6 +251,22 @@ def interfaces_up() -> set[str]:
     """Return this machine's network interfaces that are up and have a carrier, loopback apart."""
     names = _listed("/sys/class/net")
     return {name for name in names if name != "lo" and read_text(f"/sys/class/net/{name}/carrier").strip() == "1"}
+
+
+def neighbors(node: str) -> list[str]:
+    """Return IPv4 addresses of machines on the local network that leads to the address `node`, as the kernel knows them."""
+    try:
+        target = int.from_bytes(socket.inet_aton(node), sys.byteorder)
+    except OSError:  # IPv6
+        return []
+    routes = []
+    for line in read_text("/proc/net/route").splitlines()[1:]:
+        device, destination, _, _, _, _, metric, mask, *_ = line.split()
+        if target & int(mask, 16) == int(destination, 16):
+            routes.append((-int(mask, 16).bit_count(), int(metric), device))
+    found = [line.split() for line in read_text("/proc/net/arp").splitlines()[1:]] if routes else []
+    # Flag 2: the machine has answered for its address.
+    return [fields[0] for fields in found if fields[5] == min(routes)[2] and int(fields[2], 16) & 2]
 
 
 def blocks_written(device: int) -> int | None:

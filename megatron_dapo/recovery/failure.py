@@ -28,6 +28,9 @@ _REPEATING = (ValueError, TypeError, LookupError, AttributeError, AssertionError
 _REPEATING_FILES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 _MAX_ENTRIES = 64  # of failure.json: a thousand ranks that lost a connection say nothing more
 _ATTEMPT = "attempt"  # file with the number of the last start
+_RESERVE = ".failure_reserve"  # file that is given up for the record where the disk is full
+_RESERVE_BYTES = 1 << 18
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Causes, and what to do about each.
 _ADVICE = {
@@ -88,7 +91,7 @@ def failure_of(rank: int, error: BaseException, phase: str = "", node: str = "")
     chain = list(_chain(error))
     is_consequence = any(getattr(each, "is_consequence", False) for each in chain)
     cause = "exception"
-    if any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in chain):
+    if any(isinstance(each, OSError) and each.errno in _FULL for each in chain):
         cause = "disk full"
     elif any(_BROKEN_CONNECTION.search(f"{type(each).__name__}: {each}") for each in chain):
         cause, is_consequence = "connection lost", True
@@ -154,12 +157,20 @@ def to_document(failures: Sequence[Failure], writer: str) -> dict[str, Any]:
 def write_failures(run_directory: Path, failures: Sequence[Failure], writer: str) -> bool:
     """Write failure.json unless it is there; then failure_<writer>.json. Return True if it is failure.json.
 
-    Two halves of a cut network may both write. Readers never see half a record.
+    Two halves of a cut network may both write. Readers never see half a record. Where the disk is full the space that
+    `reserve_space` has taken is used.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
     own = run_directory / f"failure_{writer}.json"
     partial = own.with_suffix(".tmp")
-    partial.write_text(json.dumps(to_document(failures, writer), indent=1), encoding="utf-8")
+    text = json.dumps(to_document(failures, writer), indent=1)
+    try:
+        partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        (run_directory / _RESERVE).unlink(missing_ok=True)
+        partial.write_text(text, encoding="utf-8")
     try:
         os.link(partial, run_directory / "failure.json")  # fails if another writer was first
     except FileExistsError:
@@ -167,6 +178,13 @@ def write_failures(run_directory: Path, failures: Sequence[Failure], writer: str
         return False
     partial.unlink()
     return True
+
+
+def reserve_space(run_directory: Path) -> None:
+    """Take the space of a record, so that the record of a full disk can be written. Raises OSError."""
+    run_directory.mkdir(parents=True, exist_ok=True)
+    # No zeros: a file system that compresses would reserve nothing.
+    (run_directory / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))
 
 
 def read_failure(run_directory: Path) -> Failure | None:

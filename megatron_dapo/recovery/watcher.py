@@ -37,12 +37,14 @@ from megatron_dapo.recovery.evidence import (
     OutOfMemory,
     activity,
     blocks_written,
+    bytes_in_flight,
     exit_status,
     held_in_kernel,
-    interfaces_up,
+    parent,
     signal_name,
 )
-from megatron_dapo.recovery.failure import Failure, first_line, in_order, write_failures
+from megatron_dapo.recovery.failure import Failure, first_line, in_order, reserve_space, write_failures
+from megatron_dapo.recovery.network import Datagrams, OwnLink
 
 TICK_S = 0.5
 BEAT_S = 1.0
@@ -64,9 +66,9 @@ END_S = 9.0  # from the verdict to the end of the watcher, whatever hangs
 WORKING_SHARE = 0.1  # of a core: less is polling
 _WORKING_BYTES = 1 << 15  # between two looks: less is the traffic of event loops
 _WORKING_FAULTS = 8
+_LOOK_CLOSER_S = 4.0  # of silence
 _STALE_S = 4.0  # without a sample of its main thread
 _PATIENCE_S = 120.0  # for the first rank to connect
-_DATAGRAM = 60_000
 _DETAIL = 6_000
 PAGE_BYTES = 1 << 14  # of shared memory, in which a rank says what it does
 MESSAGE_BYTES = 1 << 16  # the longest message between a rank and its watcher
@@ -87,6 +89,7 @@ class WatchedRank:
         self._seen = activity(self.pid)
         self._seen_at = self.moved_at = now
         self._mark: object = None
+        self._in_flight: dict[str, str] | None = None
         self._beats, self._beat_at = 0, now
         self.out_of_memory = OutOfMemory(self.pid)
         self.stopped_since = self.held_since = 0.0
@@ -121,8 +124,12 @@ class WatchedRank:
             or seen.bytes_moved - self._seen.bytes_moved >= _WORKING_BYTES
             or seen.faults - self._seen.faults >= _WORKING_FAULTS
         )
-        if moved or mark != self._mark:
+        # A slow link moves few bytes, but the kernel's queues of its connections change; in a deadlock they are empty.
+        in_flight = bytes_in_flight(self.pid) if now - self.moved_at > _LOOK_CLOSER_S else None
+        has_changed = None not in (in_flight, self._in_flight) and in_flight != self._in_flight
+        if moved or mark != self._mark or has_changed:
             self.moved_at = now
+        self._in_flight = in_flight
         if page.get("beats", 0) != self._beats:
             self._beats, self._beat_at = page.get("beats", 0), now
         self._seen, self._seen_at, self._mark = seen, now, mark
@@ -190,94 +197,6 @@ def culprit_of_silence(ranks: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str,
     return first, f"all {len(ranks)} ranks wait for each other in collectives, this one longest: {where}"
 
 
-class Network:
-    """Datagrams between the watchers of a run. With one node it has no socket."""
-
-    def __init__(self, node_rank: int, num_nodes: int, leader: tuple[str, int], run_id: str) -> None:
-        self.node_rank, self.num_nodes, self._run_id = node_rank, num_nodes, run_id
-        self.addresses: dict[int, tuple] = {}  # node: address of its watcher
-        self.socket: socket.socket | None = None
-        if num_nodes > 1:
-            family, kind, protocol, _, address = _resolved(leader)
-            self.socket = socket.socket(family, kind, protocol)
-            self.socket.setblocking(False)
-            if node_rank == 0:
-                self._bind(address)
-            self.addresses[0] = address
-
-    def _bind(self, address: tuple) -> None:
-        assert self.socket is not None
-        end = time.monotonic() + 20.0
-        while True:
-            try:
-                return self.socket.bind(address)
-            except OSError as error:
-                # The watcher of the attempt before this one may hold the port for some seconds.
-                if time.monotonic() > end:
-                    raise RuntimeError(
-                        f"watcher: cannot listen on {address[0]} UDP port {address[1]}: {error}"
-                    ) from None
-                time.sleep(0.2)
-
-    def send(self, node: int, message: Mapping[str, Any]) -> None:
-        if self.socket is not None and node in self.addresses:
-            try:
-                text = json.dumps({"run": self._run_id, "from": self.node_rank, **message})
-                if len(text) > _DATAGRAM:
-                    text = json.dumps({"run": self._run_id, "from": self.node_rank, **message, "details": []})
-                self.socket.sendto(text.encode(), self.addresses[node])
-            except OSError:
-                pass  # no route, no carrier: silence says it
-
-    def receive(self) -> list[dict[str, Any]]:
-        """Return what has arrived from watchers of this run; their addresses are learned."""
-        found: list[dict[str, Any]] = []
-        while self.socket is not None:
-            try:
-                text, address = self.socket.recvfrom(_DATAGRAM + 1024)
-            except BlockingIOError:
-                break
-            except OSError:
-                continue  # an answer of ICMP to something sent before
-            try:
-                message = json.loads(text)
-                if message["run"] == self._run_id and message["from"] in range(self.num_nodes) and _is_whole(message):
-                    self.addresses[message["from"]] = address
-                    found.append(message)
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # not from a watcher
-        return found
-
-
-_FIELDS = {
-    "ranks": list,
-    "name": str,
-    "is_done": bool,
-    "idle_s": float,
-    "is_bounded": bool,
-    "failures": list,
-    "details": list,
-}
-
-
-def _is_whole(message: Mapping[str, Any]) -> bool:
-    """Return True if a datagram of this run has all that a watcher sends."""
-    if message["kind"] == "answer":
-        return isinstance(message.get("verdict", []), list)
-    return message["kind"] == "beat" and all(isinstance(message[name], kind) for name, kind in _FIELDS.items())
-
-
-def _resolved(leader: tuple[str, int]) -> tuple:
-    end = time.monotonic() + 60.0
-    while True:
-        try:
-            return socket.getaddrinfo(leader[0], leader[1], type=socket.SOCK_DGRAM)[0]
-        except socket.gaierror as error:
-            if time.monotonic() > end:
-                raise RuntimeError(f"watcher: the node of rank 0, {leader[0]!r}, has no address: {error}") from None
-            time.sleep(0.5)
-
-
 class Watcher:
     """The watcher of one node."""
 
@@ -287,10 +206,10 @@ class Watcher:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + place["address"])
         self._listener.listen(256)
-        self._network = Network(self._node_rank, int(place["num_nodes"]), tuple(place["leader"]), place["run_id"])
+        self._network = Datagrams(self._node_rank, int(place["num_nodes"]), tuple(place["leader"]), place["run_id"])
         self._ranks: dict[int, WatchedRank] = {}
         self._pending: list[socket.socket] = []
-        self._up_at_start = interfaces_up()
+        self._link = OwnLink()
         self._directory: Path | None = None
         self._device = 0
         self._attempt = 1
@@ -399,9 +318,11 @@ class Watcher:
             return
         message = json.loads(text)
         if message["kind"] == "run":
-            self._directory = Path(message["directory"])
+            self._directory = directory = Path(message["directory"])
             self._attempt = message["attempt"] or self._attempt
             os.umask(message["umask"])
+            if message["attempt"]:
+                _in_child(lambda: reserve_space(directory))
         elif message["kind"] == "failure":
             rank.is_reported = True
             self._note(Failure(**{**message["failure"], "node_rank": self._node_rank}), now)
@@ -454,6 +375,7 @@ class Watcher:
                 _say(f"rank {rank.rank} ({self._name}), process {rank.pid}, its stacks:\n{requested}")
         if self._verdict is None:
             self._look_for_hangs(now)
+        self._look_at_link(now)
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
             self._beat(now)
@@ -537,7 +459,6 @@ class Watcher:
         return {"idle_s": idle, "is_bounded": is_bounded, "details": details}
 
     def _beat(self, now: float) -> None:
-        down = sorted(self._up_at_start - interfaces_up())
         is_done = bool(self._ranks) and all(rank.is_complete for rank in self._ranks.values())
         beat = {
             "kind": "beat",
@@ -545,7 +466,6 @@ class Watcher:
             "name": self._name,
             "is_done": is_done,
             "is_over": self._verdict is not None,
-            "down": down,
             "failures": [
                 {
                     **asdict(failure),
@@ -564,23 +484,33 @@ class Watcher:
             return
         self._network.send(self._leader, beat)
         if now - self._answered_at > NODE_S and not self._leader_is_done and not is_done and self._verdict is None:
-            self._lose_leader(now, down)
+            self._lose_leader(now)
 
-    def _lose_leader(self, now: float, down: list[str]) -> None:
+    def _look_at_link(self, now: float) -> None:
+        heard = [at for node, at in self._heard.items() if node != self._node_rank and node not in self._gone]
+        others = [node for node in self._network.addresses if node != self._node_rank]
+        if others:
+            heard_at = min(heard, default=now) if self._is_leader else self._answered_at
+            self._link.look(now, self._network.host(others[0]), now - heard_at)
+
+    def _lose_leader(self, now: float) -> None:
         """Turn to the next node that may answer, in the end to oneself."""
         lost = self._leader
-        self._note(
-            self._lost_node(lost, f"node {lost}" if lost else "the node of rank 0", now - self._answered_at, down), now
-        )
+        failure = self._lost_node(lost, f"node {lost}" if lost else "the node of rank 0", now, self._answered_at)
+        self._note(failure, now)
         following = sorted(node for node in self._next_leaders if node > lost)
-        self._leader = following[0] if following and following[0] < self._node_rank and not down else self._node_rank
+        is_alone = failure.node_rank == self._node_rank
+        is_next = not following or following[0] >= self._node_rank
+        self._leader = self._node_rank if is_alone or is_next else following[0]
         self._network.addresses.update(self._next_leaders)
         if not self._is_leader:
             self._answered_at = now - NODE_S / 2  # it answers at once or not at all
 
-    def _lost_node(self, node: int, name: str, silent_s: float, down: list[str]) -> Failure:
-        if down:
-            message = f"link lost: interface {', '.join(down)} has no carrier; {name} is silent for {silent_s:.0f} s"
+    def _lost_node(self, node: int, name: str, now: float, heard_at: float) -> Failure:
+        """Return the record of a node that is silent, or of this node if its own link is lost."""
+        silent_s = now - heard_at
+        if fault := self._link.fault(heard_at, self._network.host(node)):
+            message = f"link lost: {name} is silent for {silent_s:.0f} s, {fault}"
             return Failure(-1, "link lost", message, self._name, self._phase(), node_rank=self._node_rank)
         beat = self._reports.get(node, {})
         numbers = beat.get("ranks") or ()
@@ -665,10 +595,9 @@ class Watcher:
     def _find_lost_nodes(self, now: float) -> None:
         if self._leader_is_done or self._node_rank in self._gone:
             return
-        down = sorted(self._up_at_start - interfaces_up())
         for node, at in self._heard.items():
             if node != self._node_rank and node not in self._gone and now - at > NODE_S:
-                failure = self._lost_node(node, f"node {node}", now - at, down)
+                failure = self._lost_node(node, f"node {node}", now, at)
                 if (failure.cause, failure.node_rank) not in {
                     (each.cause, each.node_rank) for _, each in self._failures
                 }:
@@ -745,6 +674,10 @@ class Watcher:
                 _say(
                     f"rank {rank.rank} ({self._name}), process {rank.pid}, does not end: the kernel holds it: {held}\n"
                 )
+                # torchrun waits for its workers without end; Slurm gives such a process up by itself (UnkillableStepTimeout).
+                agent = parent(rank.pid)
+                if "TORCHELASTIC_RUN_ID" in os.environ and agent is not None and agent > 1:
+                    os.kill(agent, signal.SIGKILL)
             if self._writer is not None:
                 _say(
                     f"{self._directory}: the record could not be written: the file system holds process {self._writer[0]}\n"

@@ -129,7 +129,8 @@ class TrainingLoop:
             batch = self._generate()
             if batch.error is not None:
                 self._save_after_failure()
-                raise batch.error
+                with self._phases.phase("generate"):  # where it happened: the record names the phase
+                    raise batch.error
             if batch.is_interrupted:
                 return STOPPED_BY_SIGNAL
             # An empty batch has no step: AdamW would move the weights without a gradient.

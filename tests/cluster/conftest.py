@@ -5,28 +5,56 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+for path in (ROOT, Path(__file__).parent):
+    if str(path) not in sys.path:
+        sys.path.insert(0, str(path))
 
+from jobs import REQUIRED  # noqa: E402
+
+from tools.fault_injection.faults import small_disk  # noqa: E402
 from tools.virtual_cluster import ClusterSettings, VirtualCluster, unavailable, virtual_cluster  # noqa: E402
 
-REQUIRED = "MEGATRON_DAPO_CLUSTER"  # set by `make test-cluster`: a machine that cannot run these tests is then an error
 WORK = "MEGATRON_DAPO_CLUSTER_WORK"  # the cluster's directory, which `make` cleans up if this process is killed
 
 
-@pytest.fixture(scope="session")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
-    """Two idle nodes."""
+@contextmanager
+def _cluster(factory: pytest.TempPathFactory, settings: ClusterSettings) -> Iterator[VirtualCluster]:
     reason = unavailable()
     if reason and not os.environ.get(REQUIRED):
         pytest.skip(f"no virtual cluster on this machine: {reason}; see `make test-cluster`")
-    work = Path(os.environ[WORK]) if WORK in os.environ else tmp_path_factory.mktemp("cluster")
-    with virtual_cluster(work, ClusterSettings(kill_wait_s=5)) as cluster:
+    work = Path(os.environ[WORK]) if WORK in os.environ else factory.mktemp("cluster")
+    with virtual_cluster(work, settings) as cluster:
+        yield cluster
+
+
+# One cluster at a time: each belongs to the tests of one file.
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
+    """Two idle nodes."""
+    with _cluster(tmp_path_factory, ClusterSettings(kill_wait_s=5)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def small_shared_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system that can be filled and frozen; nodes that boot later see it."""
+    directory = tmp_path_factory.mktemp("disk")
+    with small_disk(directory / "image", directory / "mount") as disk:
+        yield disk
+
+
+@pytest.fixture(scope="module")
+def four_nodes(tmp_path_factory: pytest.TempPathFactory, small_shared_disk: Path) -> Iterator[VirtualCluster]:
+    """Four idle nodes that see the small disk."""
+    with _cluster(tmp_path_factory, ClusterSettings(num_nodes=4, kill_wait_s=5)) as cluster:
         yield cluster
 
 

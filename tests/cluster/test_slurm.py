@@ -9,119 +9,29 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import (
+    ENGINES,
+    RUN_S,
+    SERVERS,
+    attempts,
+    log_of,
+    recorded_steps,
+    require_completed,
+    submit,
+    trained_steps,
+    wait_for,
+    write_layout,
+)
 
 from megatron_dapo.launch.local import worker_pid_file
-from megatron_dapo.recovery.attempts import ATTEMPTS, STOPPED_BY_SIGNAL
+from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
 from tools.resume_proof.compare_runs import checkpoint_steps, run_differences
 from tools.virtual_cluster import CONTROLLER, VirtualCluster
 
-ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ROOT / "examples" / "quickstart"
-SCRIPT = ROOT / "examples" / "launch" / "slurm.sh"
-RUN_S = 420.0
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-# A few steps of the quickstart on 4 prompts; {rest} says what generates.
-LAYOUT = """
-base = "{base}"
-run = {{ output_dir = "{output}", total_steps = {steps} }}
-parallel = {{ tp_size = 1, num_processes = 2 }}
-reward = {{ overlong_punishment = {{ enabled = false }} }}
-training = {{ mini_batch_prompts = 4 }}
-checkpoint = {{ interval = 1 }}
-evaluation = {{ interval = 0, at_start = false, at_end = false }}
-
-[rollout]
-prompts_per_step = 4
-group_size = 4
-max_response_tokens = 64
-engine = "{engine}"
-{rest}
-"""
-
-# One server on every node.
-SERVERS = """
-[mismatch]
-step0_max_mean_abs = 1e-4 # float32 on both sides
-alarm = 1e-3
-
-[sglang]
-python = "{python}"
-tp_size = 1
-servers_per_node = 1
-weight_sync_bucket_mb = 8
-max_running_requests = 64
-"""
-ENGINES = {
-    "colocated": 'placement = "colocated"\nweight_sync_transport = "shared_memory"',
-    "disaggregated": 'placement = "disaggregated"\nweight_sync_transport = "p2p"',
-    "router": 'placement = "disaggregated"\nweight_sync_transport = "p2p"\nrouter = true',
-}
-DATA = tuple(str(QUICKSTART / name) for name in ("base_model", "train.jsonl", "heldout.jsonl"))
-
-
-def submit(cluster: VirtualCluster, environment: dict[str, str], layout: Path, *options: str, sets: str = "") -> int:
-    """Submit the shipped script as its header says, in a directory in which nothing has run yet.
-
-    options: of sbatch; sets: overrides, separated by blanks.
-    """
-    options = ("--nodes=2", "--ntasks-per-node=1", *options)
-    overrides = [part for override in sets.split() for part in ("--set", override)]
-    return cluster.submit(*options, str(SCRIPT), str(layout), *DATA, *overrides, cwd=layout.parent, env=environment)
-
-
-def write_layout(
-    directory: Path, base: str = "quickstart", engine: str = "embedded", rest: str = "", steps: int = 2
-) -> Path:
-    """Write the layout of a run whose output is `directory`/out."""
-    path = directory / "layout.toml"
-    directory.mkdir(exist_ok=True)
-    recipe = QUICKSTART / f"{base}.toml"
-    path.write_text(LAYOUT.format(base=recipe, output=directory / "out", engine=engine, rest=rest, steps=steps))
-    return path
-
-
-def log_of(directory: Path) -> str:
-    """Return the batch logs of the jobs that were submitted in a directory."""
-    return "\n".join(path.read_text(errors="replace") for path in sorted(directory.glob("slurm-*")))
-
-
-def require_completed(cluster: VirtualCluster, job_id: int, directory: Path, restarts: int = 0) -> None:
-    """Wait for a job and assert that it completed; the end of its log says why not."""
-    job = cluster.wait(job_id, RUN_S)
-    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), log_of(directory)[-6000:]
-    assert job.restarts >= restarts, log_of(directory)[-6000:]
-
-
-def wait_for(condition: Callable[[], bool], directory: Path, seconds: float = 120.0) -> float:
-    """Wait until a condition holds and return after how many seconds; the end of the job's log says why it does not."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, log_of(directory)[-6000:]
-        time.sleep(0.05)
-    return time.monotonic() - start
-
-
-def recorded_steps(directory: Path) -> int:
-    """Return how many train steps are on record."""
-    metrics = directory / "out" / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
-
-
-def attempts(directory: Path) -> list[dict]:
-    """Return the begins and ends of the attempts of a run."""
-    path = directory / "out" / ATTEMPTS
-    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.is_file() else []
-
-
-def trained_steps(directory: Path) -> int:
-    """Return how many train steps the summary of a run counts."""
-    return json.loads((directory / "out" / "summary.json").read_text())["train_steps"]
 
 
 def test_nodes_have_their_own_address_name_and_shared_memory(two_nodes: VirtualCluster) -> None:
@@ -159,8 +69,9 @@ def test_torchrun_on_every_node(two_nodes: VirtualCluster, job_environment: dict
     layout = write_layout(tmp_path)
     started = []
     for rank, name in enumerate(two_nodes.nodes):
-        arguments = ["torchrun", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=node0"]
-        arguments += ["--master-port=29400", "--module", "megatron_dapo.launch.worker", str(layout)]
+        arguments = ["python", "-m", "megatron_dapo.launch.torchrun", "--nnodes=2", "--nproc-per-node=1"]
+        arguments += [f"--node-rank={rank}", "--master-addr=node0", "--master-port=29400"]
+        arguments += ["--module", "megatron_dapo.launch.worker", str(layout)]
         with (tmp_path / f"{name}.log").open("w") as log:
             command = two_nodes.command(name, arguments, cwd=tmp_path)
             started.append(subprocess.Popen(command, env=job_environment, stdout=log, stderr=subprocess.STDOUT))
@@ -194,13 +105,20 @@ def test_a_stopped_job_is_requeued_and_ends_as_if_nothing_had_been(
     assert next(run_differences(undisturbed / "out", stopped / "out"), "") == ""
 
 
-def test_the_time_limit_requeues_until_the_run_is_finished(
+def test_the_time_limit_requeues_the_job_which_continues(
     two_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    job = submit(two_nodes, job_environment, write_layout(tmp_path, steps=60), "--time=2", "--signal=TERM@60")
-    require_completed(two_nodes, job, tmp_path, restarts=1)
-    assert trained_steps(tmp_path) == 60
-    assert {record["exit_code"] for record in attempts(tmp_path) if "ended" in record} == {0, 75}
+    job = submit(two_nodes, job_environment, write_layout(tmp_path, steps=500), "--time=2", "--signal=TERM@60")
+    try:
+        wait_for(lambda: sum("began" in record for record in attempts(tmp_path)) == 2, tmp_path, 180.0)
+        first, end, second = attempts(tmp_path)
+        assert (end["reason"], end["exit_code"]) == (STOPPED_BY_SIGNAL, 75)
+        assert second["job"] == first["job"] and 0 < second["completed_steps"] < 500
+        wait_for(lambda: recorded_steps(tmp_path) > second["completed_steps"], tmp_path)
+        assert two_nodes.job(job).restarts == 1
+    finally:
+        two_nodes.run(CONTROLLER, "scancel", str(job))
+        two_nodes.wait(job, 60.0)
 
 
 def test_servers_keep_what_an_interrupted_collection_has_generated(
@@ -269,6 +187,8 @@ def test_the_crash_of_a_node_requeues_the_job_which_continues_when_there_are_eno
     two_nodes.fault("crash", "node1")
     try:
         wait_for(lambda: two_nodes.job(job).restarts >= 1, tmp_path, 180.0)
+        # The step of the lost node is completing until Slurm has given the node up.
+        wait_for(lambda: two_nodes.job(job).state != "COMPLETING", tmp_path)
         assert two_nodes.job(job).state == "PENDING", "one node is not enough"
     finally:
         two_nodes.fault("boot", "node1")

@@ -332,6 +332,33 @@ def test_a_cut_link_is_named_by_both_sides(tmp_path: Path, down: int) -> None:
 
 @needs_root
 @pytest.mark.long
+@pytest.mark.skipif(shutil.which("tc") is None, reason="needs iproute2")
+@pytest.mark.parametrize(("node", "is_deaf"), [(0, False), (0, True), (1, False), (1, True)])
+def test_a_link_that_loses_one_direction_is_named_by_its_node(tmp_path: Path, node: int, is_deaf: bool) -> None:
+    """Interfaces stay up: a third machine, which no longer answers one of the two, tells whose link it is."""
+    name = f"way{os.getpid()}{node}{is_deaf:d}"
+    with two_nodes_and_a_switch(name) as prefixes:
+        subprocess.run(["ip", "-n", f"{name}-sw", "addr", "add", "10.99.0.9/24", "dev", "bridge"], check=True)
+        for index in range(2):
+            # The kernel learns who is on its network when it is talked to.
+            command = ["ip", "netns", "exec", f"{name}-{index}", "bash", "-c", "echo > /dev/udp/10.99.0.9/9"]
+            subprocess.run(command, check=False, capture_output=True)
+        with running(tmp_path / "run", ["wait"] * 2, 2, prefixes, "10.99.0.1") as run:
+            time.sleep(6.0)  # the watchers have asked once who answers
+            end = (f"{name}-sw", f"port{node}") if is_deaf else (f"{name}-{node}", "eth0")
+            command = ["tc", "-n", end[0], "qdisc", "add", "dev", end[1], "root", "pfifo", "limit", "0"]
+            run.began = time.time()
+            subprocess.run(command, check=True, timeout=20)
+            assert run.codes() == [75, 75]
+            first = run.record()["entries"][0]
+            assert (first["node"], first["rank"]) == (f"node{node}", -1) and run.seconds() < HANG_S, run.text()
+            # A leader that is mute hears the others and misses nothing; node 1 speaks for it.
+            cause, reason = ("node lost", "") if (node, is_deaf) == (0, False) else ("link lost", "10.99.0.9 answer")
+            assert first["cause"] == cause and reason in first["message"], first
+
+
+@needs_root
+@pytest.mark.long
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_silent_node_is_named_also_that_of_the_leader(tmp_path: Path, stopped: int) -> None:
     """Every process of a node is stopped, its watcher too, as when it loses its power."""
@@ -350,6 +377,28 @@ def test_a_silent_node_is_named_also_that_of_the_leader(tmp_path: Path, stopped:
             assert run.seconds() < HANG_S and first["node"] == socket.gethostname()
         finally:
             for pid in watchers + victims:
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_of_four_nodes_the_next_one_decides_when_that_of_the_leader_is_silent(tmp_path: Path) -> None:
+    with running(tmp_path / "run", ["wait"] * 4, 4) as run:
+        end = time.monotonic() + 20
+        while len(watchers := run.watchers()) < 4:
+            assert time.monotonic() < end
+        time.sleep(2.0)  # each has had an answer of the leader, which says who is next
+        [leader] = [pid for pid in watchers if '"node_rank": 0' in Path(f"/proc/{pid}/cmdline").read_text()]
+        run.began = time.time()
+        try:
+            for pid in (leader, run.pid(0)):
+                os.kill(pid, signal.SIGSTOP)
+            assert [process.wait(60) for process in run.processes[1:]] == [75] * 3
+            document = run.record()
+            assert document["writer"] == "node_1" and document["line"] in run.logs[1].read_text(), run.text()
+            assert [(each["cause"], each["node_rank"]) for each in document["entries"]] == [("node lost", 0)]
+            assert run.seconds() < HANG_S and not list(run.directory.glob("failure_node_*"))
+        finally:
+            for pid in (leader, run.pid(0)):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -392,15 +441,20 @@ def small_file_system(directory: Path, megabytes: int) -> Iterator[Path]:
 @needs_root
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("fsfreeze") is None, reason="needs util-linux's fsfreeze and e2fsprogs")
-def test_a_hung_file_system_is_named_and_what_it_holds(tmp_path: Path) -> None:
-    """A frozen file system holds whoever writes to it: not even SIGKILL ends that rank before it thaws."""
+def test_a_hung_file_system_is_named_and_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen file system holds whoever writes to it: not even SIGKILL ends that rank before it thaws.
+
+    Its launcher, which waits for it as torchrun does, ends nevertheless.
+    """
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    launcher = ["sh", "-c", '"$@"; exit 9', "sh"]
     with small_file_system(tmp_path, 32) as mount:
-        with running(mount / "run", ["wait", f"wait_for:{tmp_path / 'go'},write:{mount}"]) as run:
+        with running(mount / "run", ["wait", f"append:{mount / 'file'}"], 1, [launcher]) as run:
             subprocess.run(["fsfreeze", "--freeze", str(mount)], check=True, timeout=20)
             (tmp_path / "go").touch()
             began = time.monotonic()
             try:
-                assert run.processes[0].wait(60) == 75
+                assert [process.wait(60) for process in run.processes] == [9, -signal.SIGKILL]
                 assert time.monotonic() - began < HANG_S + 10
                 end = time.monotonic() + 30
                 while run.watchers():
@@ -408,20 +462,21 @@ def test_a_hung_file_system_is_named_and_what_it_holds(tmp_path: Path) -> None:
                     time.sleep(0.2)
             finally:
                 subprocess.run(["fsfreeze", "--unfreeze", str(mount)], check=True, timeout=20)
-            run.processes[1].wait(30)
             text = "".join(path.read_text() for path in run.logs)
         lines = [line for line in text.splitlines() if line.strip()]
         assert "rank 1 (" in lines[0] and f"file system hung: {mount / 'run'}" in lines[0], text
-        assert "does not end: the kernel holds it" in text and "the file system holds process" in text
+        assert "does not end: the kernel holds it" in text and f", with {mount / 'file'}" in text
+        assert "the file system holds process" in text
 
 
 @needs_root
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_on_itself(tmp_path: Path) -> None:
+    """Not a byte is left for the record but what was reserved for it."""
     mount = tmp_path / "small"
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(mount)], check=True, timeout=20)
     try:
-        with running(tmp_path / "run", ["wait", f"write:{mount}"]) as run:
+        with running(mount / "run", ["wait", f"write:{mount}"]) as run:
             assert run.codes() == [1, 1]
             assert "No space left on device" in require_culprit(run, 1, "disk full", CRASH_S)["message"]
     finally:

@@ -75,9 +75,11 @@ def act(plan: str, directory: Path, place: Place) -> None:
             hoard.append(bytearray(os.urandom(1 << 20) * 8))
     elif kind == "write":
         (Path(argument) / f"file_{os.getpid()}").write_bytes(bytes(1 << 20))
-    elif kind == "wait_for":
-        while not Path(argument).exists():
-            time.sleep(0.05)
+    elif kind == "append":
+        with open(argument, "ab", buffering=0) as stream:
+            while not Path(argument).parents[1].joinpath("go").exists():
+                time.sleep(0.05)
+            stream.write(bytes(1 << 20))
     elif kind == "exit":
         os._exit(int(argument))
 

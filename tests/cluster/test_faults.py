@@ -1,0 +1,153 @@
+"""Faults of a node, its link and the file system, on a cluster of four nodes: the record names the culprit in time, all ranks
+end, and the job starts again where that helps."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import log_of, require_completed, submit, trained_steps, wait_for, write_layout
+
+from tools.fault_injection.faults import fill
+from tools.virtual_cluster import CONTROLLER, VirtualCluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+CRASH_S, HANG_S = 5.0, 20.0  # from a fault to the record of its culprit
+END_S = 10.0  # from there to the end of all ranks
+
+
+class Job:
+    """A run of 500 steps on the first nodes of a cluster, with its directory on a disk of its own."""
+
+    def __init__(
+        self, cluster: VirtualCluster, environment: dict[str, str], logs: Path, disk: Path, num_nodes: int
+    ) -> None:
+        self.cluster, self.logs, self.num_nodes = cluster, logs, num_nodes
+        self.disk, self.output = disk, disk / logs.name
+        layout = write_layout(logs, steps=500, num_processes=num_nodes, output=self.output)
+        self.number = submit(cluster, environment, layout, sets="checkpoint.keep=2", num_nodes=num_nodes)
+        wait_for(lambda: self.steps() >= 2, logs)
+
+    def steps(self) -> int:
+        metrics = self.output / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+
+    def inject(self, kind: str, node: str = "") -> None:
+        self.began = time.time()
+        if kind == "fill":
+            fill(self.disk / "filler")
+        elif kind == "freeze":
+            subprocess.run(["fsfreeze", "--freeze", str(self.disk)], check=True)
+        else:
+            self.cluster.fault(kind, node)
+
+    def heal(self) -> None:
+        subprocess.run(["fsfreeze", "--unfreeze", str(self.disk)], capture_output=True, check=False)
+        (self.disk / "filler").unlink(missing_ok=True)
+        for node in self.cluster.nodes:
+            self.cluster.fault("plug", node)
+
+    def record(self, within_s: float) -> dict:
+        """Wait for failure.json, which must come within `within_s` of the fault; return its first entry."""
+        path = self.output / "failure.json"
+        wait_for(path.is_file, self.logs, 60.0)
+        seconds = path.stat().st_mtime - self.began
+        document = json.loads(path.read_text())
+        assert seconds < within_s, f"named after {seconds:.1f} s: {document['line']}"
+        first = document["entries"][0]
+        where = document["line"].split(", phase")[0]
+        # What a node that is cut off prints does not arrive, but the others say the same of it.
+        wait_for(lambda: where in log_of(self.logs), self.logs, 15.0)
+        return first
+
+    def wait_for_the_end_of_ranks(self) -> None:
+        """Assert that no process of a rank is left on any node soon after the record."""
+
+        def is_over() -> bool:
+            return not any("launch.worker" in self.processes(node) for node in self.cluster.nodes[: self.num_nodes])
+
+        wait_for(is_over, self.logs, END_S + 5.0)
+
+    def processes(self, node: str) -> str:
+        return self.cluster.run(node, "ps", "-eo", "stat,args")
+
+    def cancel(self) -> None:
+        self.cluster.run(CONTROLLER, "scancel", str(self.number))
+        self.cluster.wait(self.number, 90.0)
+
+
+@pytest.fixture
+def job(
+    four_nodes: VirtualCluster,
+    small_shared_disk: Path,
+    job_environment: dict[str, str],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> Iterator[Job]:
+    """A run under way, on as many nodes as the test's parameter says; afterwards its cluster is whole again."""
+    found = Job(four_nodes, job_environment, tmp_path, small_shared_disk, getattr(request, "param", 2))
+    try:
+        yield found
+    finally:
+        found.heal()
+        found.cancel()
+
+
+def test_four_nodes(four_nodes: VirtualCluster, job_environment: dict[str, str], tmp_path: Path) -> None:
+    job = submit(four_nodes, job_environment, write_layout(tmp_path, num_processes=4), num_nodes=4)
+    require_completed(four_nodes, job, tmp_path)
+    assert trained_steps(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "node"),
+    [(4, "mute", "node2"), (4, "deafen", "node0"), (2, "deafen", "node1"), (2, "mute", "node0")],
+    indirect=["job"],
+)
+def test_a_link_that_loses_one_direction_is_named_with_its_node(job: Job, kind: str, node: str) -> None:
+    """No interface goes down: a node that hears nobody can tell only that nobody answers any more."""
+    job.inject(kind, node)
+    first = job.record(HANG_S)
+    # The node of rank 0 hears the others also when it is mute, and does not miss an answer.
+    causes = ("link lost", "node lost") if (kind, node) == ("mute", "node0") else ("link lost",)
+    assert first["cause"] in causes and (first["node"], first["rank"]) == (node, -1), first
+    job.wait_for_the_end_of_ranks()
+
+
+def test_a_slow_link_is_no_failure(job: Job) -> None:
+    """At 1 Mbit/s the gradients of one step take longer than the silence that is a hang elsewhere."""
+    job.inject("throttle", "node1")
+    time.sleep(45.0)
+    assert not (job.output / "failure.json").exists(), log_of(job.logs)[-3000:]
+    job.heal()
+    steps = job.steps()
+    wait_for(lambda: job.steps() >= steps + 2, job.logs)
+    assert job.cluster.job(job.number).restarts == 0
+
+
+def test_a_full_disk_is_named_on_it(job: Job) -> None:
+    """The record is written although not a byte is left, and what would repeat is not started again."""
+    job.inject("fill")
+    first = job.record(CRASH_S)
+    assert first["cause"] == "disk full" and first["node"] == f"node{first['rank']}", first
+    state = job.cluster.wait(job.number, 60.0)
+    assert (state.state, state.exit_code, state.restarts) == ("FAILED", "1:0", 0), log_of(job.logs)[-3000:]
+
+
+def test_a_hung_file_system_is_named_with_what_the_kernel_holds(job: Job) -> None:
+    """No signal ends a rank that waits in a write; the others end, and the log says which file holds it."""
+    job.inject("freeze")
+    seconds = wait_for(lambda: "first failure: " in log_of(job.logs), job.logs, 60.0)
+    line = next(line for line in log_of(job.logs).splitlines() if line.startswith("first failure: "))
+    assert "file system hung" in line and seconds < HANG_S, (seconds, line)
+    wait_for(lambda: "does not end: the kernel holds it" in log_of(job.logs), job.logs, END_S + 2.0)
+    held = re.findall(r"rank (\d) .*the kernel holds it: (.*)", log_of(job.logs))
+    assert held and all(f", with {job.output}" in files for _, files in held), held
+    for rank in {0, 1} - {int(number) for number, _ in held}:
+        assert "launch.worker" not in job.processes(f"node{rank}")

@@ -1,0 +1,41 @@
+"""Evidence of the kernel about processes that this test makes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from megatron_dapo.recovery.evidence import bytes_in_flight, neighbors, parent
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
+
+
+def test_bytes_in_flight_change_while_the_other_end_reads_and_vanish() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+        with sender, receiver:
+            assert bytes_in_flight(os.getpid()) == {}
+            sender.setblocking(False)
+            sent = 0
+            with pytest.raises(BlockingIOError):
+                while True:
+                    sent += sender.send(bytes(1 << 16))
+            full = bytes_in_flight(os.getpid())
+            assert full and bytes_in_flight(os.getpid()) == full
+            sent -= len(receiver.recv(sent // 2, socket.MSG_WAITALL))
+            assert bytes_in_flight(os.getpid()) not in ({}, full)
+            while sent:
+                sent -= len(receiver.recv(sent))
+            assert bytes_in_flight(os.getpid()) == {}
+
+
+def test_a_machine_has_no_neighbors_on_loopback_and_where_no_route_leads() -> None:
+    assert neighbors("127.0.0.1") == neighbors("::1") == neighbors("") == []
+
+
+def test_parent() -> None:
+    assert parent(os.getpid()) == os.getppid() and parent(2**22 + 1) is None
