@@ -98,6 +98,7 @@ _FIELDS = {
     "name": str,
     "is_done": bool,
     "idle_s": float,
+    "unanswered_s": float,
     "is_bounded": bool,
     "failures": list,
     "details": list,

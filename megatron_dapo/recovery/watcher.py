@@ -28,7 +28,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ START_SILENT_S = 60.0  # the same while a run starts: imports and weights from a
 _STARTING = ("start", "build")
 START_S = 600.0  # until every rank of the run has reported for the first time
 NODE_S = 9.0  # without a datagram
+UNHEARD_S = 7.0  # of a leader that hears a node whose datagrams say that it is not heard there
 SETTLE_S = 1.5  # between the first record and the verdict: the cause may be noticed after its consequence
 CAUSE_S = 12.0  # the same while all records are consequences
 DOUBT_S = 2.5  # for a node that is silent to say in the run directory that it has lost its link
@@ -466,6 +467,7 @@ class Watcher:
             "name": self._name,
             "is_done": is_done,
             "is_over": self._verdict is not None,
+            "unanswered_s": 0.0 if self._is_leader else max(0.0, now - self._answered_at),
             "failures": [
                 {
                     **asdict(failure),
@@ -487,11 +489,20 @@ class Watcher:
             self._lose_leader(now)
 
     def _look_at_link(self, now: float) -> None:
-        heard = [at for node, at in self._heard.items() if node != self._node_rank and node not in self._gone]
         others = [node for node in self._network.addresses if node != self._node_rank]
         if others:
-            heard_at = min(heard, default=now) if self._is_leader else self._answered_at
-            self._link.look(now, self._network.host(others[0]), now - heard_at)
+            at = min((at for _, at, _ in self._without_contact(now)), default=now)
+            self._link.look(now, self._network.host(others[0]), now - at)
+
+    def _without_contact(self, now: float) -> Iterator[tuple[int, float, str]]:
+        """Yield the nodes that this one should hear, since when it does not or is not heard, and which of the two."""
+        if not self._is_leader:
+            yield self._leader, self._answered_at, "is silent"
+            return
+        for node, at in self._heard.items():
+            if node != self._node_rank and node not in self._gone:
+                yield node, at, "is silent"
+                yield node, at - self._reports[node]["unanswered_s"], "has had no answer"
 
     def _lose_leader(self, now: float) -> None:
         """Turn to the next node that may answer, in the end to oneself."""
@@ -506,11 +517,11 @@ class Watcher:
         if not self._is_leader:
             self._answered_at = now - NODE_S / 2  # it answers at once or not at all
 
-    def _lost_node(self, node: int, name: str, now: float, heard_at: float) -> Failure:
-        """Return the record of a node that is silent, or of this node if its own link is lost."""
-        silent_s = now - heard_at
-        if fault := self._link.fault(heard_at, self._network.host(node)):
-            message = f"link lost: {name} is silent for {silent_s:.0f} s, {fault}"
+    def _lost_node(self, node: int, name: str, now: float, at: float, how: str = "is silent") -> Failure:
+        """Return the record of a node without contact since `at`, or of this node if its own link is lost."""
+        silent_s = now - at
+        if fault := self._link.fault(at, self._network.host(node)):
+            message = f"link lost: {name} {how} for {silent_s:.0f} s, {fault}"
             return Failure(-1, "link lost", message, self._name, self._phase(), node_rank=self._node_rank)
         beat = self._reports.get(node, {})
         numbers = beat.get("ranks") or ()
@@ -595,12 +606,14 @@ class Watcher:
     def _find_lost_nodes(self, now: float) -> None:
         if self._leader_is_done or self._node_rank in self._gone:
             return
-        for node, at in self._heard.items():
-            if node != self._node_rank and node not in self._gone and now - at > NODE_S:
-                failure = self._lost_node(node, f"node {node}", now, at)
-                if (failure.cause, failure.node_rank) not in {
+        for node, at, how in self._without_contact(now):
+            # A node that has no answer turns to the next leader at NODE_S, and is heard until then.
+            if now - at > (NODE_S if how == "is silent" else UNHEARD_S):
+                failure = self._lost_node(node, f"node {node}", now, at, how)
+                is_known = (failure.cause, failure.node_rank) in {
                     (each.cause, each.node_rank) for _, each in self._failures
-                }:
+                }
+                if not is_known and (how == "is silent" or failure.node_rank == self._node_rank):
                     self._failures.append((now, failure))
         if now - self._started > START_S and not self._failures:
             ranks = {rank for beat in self._reports.values() for rank in beat.get("ranks", ())}
