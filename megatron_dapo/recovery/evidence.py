@@ -269,7 +269,7 @@ def neighbors(node: str) -> list[str]:
     return [fields[0] for fields in found if fields[5] == min(routes)[2] and int(fields[2], 16) & 2]
 
 
-def blocks_written(device: int) -> int | None:
-    """Return the sectors a block device has read and written, None for a file system without one (NFS, overlay)."""
+def sectors_written(device: int) -> int | None:
+    """Return the sectors that a block device has written, None for a file system without one (NFS, overlay)."""
     fields = read_text(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").split()
-    return int(fields[2]) + int(fields[6]) if len(fields) >= 7 else None
+    return int(fields[6]) if len(fields) >= 7 else None

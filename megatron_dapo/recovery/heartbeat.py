@@ -140,7 +140,10 @@ class Heartbeat:
         self.run_directory, self.attempt = run_directory, attempt or self.attempt
         umask = os.umask(0o077)  # there is no way to read it
         os.umask(umask)
-        self._send({"kind": "run", "directory": str(run_directory.absolute()), "attempt": attempt, "umask": umask})
+        # Its device while it still answers: the watcher looks whether that disk writes, and never at the directory itself.
+        device = run_directory.stat().st_dev if run_directory.exists() else 0
+        place = {"directory": str(run_directory.absolute()), "device": device}
+        self._send({"kind": "run", **place, "attempt": attempt, "umask": umask})
 
     # The watcher
 

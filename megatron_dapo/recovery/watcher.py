@@ -36,11 +36,11 @@ from typing import Any
 from megatron_dapo.recovery.evidence import (
     OutOfMemory,
     activity,
-    blocks_written,
     bytes_in_flight,
     exit_status,
     held_in_kernel,
     parent,
+    sectors_written,
     signal_name,
 )
 from megatron_dapo.recovery.failure import Failure, first_line, in_order, reserve_space, write_failures
@@ -212,12 +212,14 @@ class Watcher:
         self._pending: list[socket.socket] = []
         self._link = OwnLink()
         self._directory: Path | None = None
-        self._device = 0
+        self._device = 0  # of the run directory
         self._attempt = 1
         self._started = self._last_tick = time.monotonic()
         self._beat_at = 0.0
         self._failures: list[tuple[float, Failure]] = []  # when it was noticed here, and what
-        self._probe: tuple[int, float, int | None] | None = None  # process, start, sectors then
+        self._probe: tuple[int, float, int | None] | None = (
+            None  # process, since when the disk writes nothing, sectors then
+        )
         # Of the leader
         self._heard: dict[int, float] = {}
         self._reports: dict[int, Mapping[str, Any]] = {}
@@ -320,6 +322,7 @@ class Watcher:
         message = json.loads(text)
         if message["kind"] == "run":
             self._directory = directory = Path(message["directory"])
+            self._device = message["device"]
             self._attempt = message["attempt"] or self._attempt
             os.umask(message["umask"])
             if message["attempt"]:
@@ -422,16 +425,18 @@ class Watcher:
         """Return for how many seconds the file system has not answered; 0 while it may yet."""
         if self._probe is None:
             return 0.0
-        process, start, sectors = self._probe
+        process, since, written = self._probe
         if _exit_code_of(process) is not None:
             self._probe = None
             return 0.0
-        # A disk that moves data is slow, not dead.
-        is_moving = sectors is not None and self._sectors() != sectors
-        return now - start if now - start > PROBE_S and not is_moving else 0.0
+        # A disk that writes is slow, not dead.
+        if (written_now := self._sectors()) != written:
+            self._probe = process, now, written_now
+            return 0.0
+        return now - since if now - since > PROBE_S else 0.0
 
     def _sectors(self) -> int | None:
-        return blocks_written(self._device) if self._device else None
+        return sectors_written(self._device) if self._device else None
 
     # Other nodes
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
-from megatron_dapo.recovery.evidence import bytes_in_flight, neighbors, parent
+from megatron_dapo.recovery.evidence import bytes_in_flight, neighbors, parent, sectors_written
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
 
@@ -39,3 +40,16 @@ def test_a_machine_has_no_neighbors_on_loopback_and_where_no_route_leads() -> No
 
 def test_parent() -> None:
     assert parent(os.getpid()) == os.getppid() and parent(2**22 + 1) is None
+
+
+def test_a_disk_that_writes_is_seen(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    before = sectors_written(device)
+    if before is None:
+        pytest.skip(f"{tmp_path} is on no block device")
+    with open(tmp_path / "file", "wb") as stream:
+        stream.write(os.urandom(1 << 20))
+        stream.flush()
+        os.fsync(stream.fileno())
+    assert sectors_written(device) - before >= (1 << 20) // 512
+    assert sectors_written(os.makedev(0, 1)) is None
