@@ -259,6 +259,8 @@ def neighbors(node: str) -> list[str]:
         target = int.from_bytes(socket.inet_aton(node), sys.byteorder)
     except OSError:  # IPv6
         return []
+    if node.startswith("127."):  # it leads nowhere, and this table has no route for it but the default
+        return []
     routes = []
     for line in read_text("/proc/net/route").splitlines()[1:]:
         device, destination, _, _, _, _, metric, mask, *_ = line.split()

@@ -78,8 +78,12 @@ class Job:
         return self.cluster.run(node, "ps", "-eo", "stat,args")
 
     def cancel(self) -> None:
-        self.cluster.run(CONTROLLER, "scancel", str(self.number))
-        self.cluster.wait(self.number, 90.0)
+        # More than once: a batch script that is just about to requeue its job does so also after scancel.
+        end = time.monotonic() + 90.0
+        while not self.cluster.job(self.number).is_over:
+            assert time.monotonic() < end
+            self.cluster.run(CONTROLLER, "scancel", str(self.number))
+            time.sleep(2.0)
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ def test_four_nodes(four_nodes: VirtualCluster, job_environment: dict[str, str],
 
 @pytest.mark.parametrize(
     ("job", "kind", "node"),
-    [(4, "mute", "node2"), (4, "deafen", "node0"), (2, "deafen", "node1"), (2, "mute", "node0")],
+    [(4, "mute", "node2"), (4, "deafen", "node0")],
     indirect=["job"],
 )
 def test_a_link_that_loses_one_direction_is_named_with_its_node(job: Job, kind: str, node: str) -> None:

@@ -343,8 +343,9 @@ def test_a_link_that_loses_one_direction_is_named_by_its_node(tmp_path: Path, no
             # The kernel learns who is on its network when it is talked to.
             command = ["ip", "netns", "exec", f"{name}-{index}", "bash", "-c", "echo > /dev/udp/10.99.0.9/9"]
             subprocess.run(command, check=False, capture_output=True)
-        with running(tmp_path / "run", ["wait"] * 2, 2, prefixes, "10.99.0.1") as run:
-            time.sleep(6.0)  # the watchers have asked once who answers
+        # In good times until the fault: the watchers ask once who answers.
+        with running(tmp_path / "run", ["compute:6,wait"] * 2, 2, prefixes, "10.99.0.1") as run:
+            time.sleep(4.0)
             end = (f"{name}-sw", f"port{node}") if is_deaf else (f"{name}-{node}", "eth0")
             command = ["tc", "-n", end[0], "qdisc", "add", "dev", end[1], "root", "pfifo", "limit", "0"]
             run.began = time.time()
