@@ -27,6 +27,8 @@ BASE = [
     "math-verify[antlr4_13_2]>=0.9",
     "pyarrow>=15",
     "httpx>=0.27",
+    "aiohttp>=3.10",
+    "pysimdjson>=7.0",
     "psutil>=5.9",  # without it megatron-core's checkpoint save waits for ever
     'tomli>=2.0; python_version < "3.11"',
 ]
@@ -35,7 +37,7 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "sglang": ["sglang>=0.5.17,<0.5.22"],
     "quantize": ["nvidia-modelopt>=0.47", "accelerate>=1.0"],  # tools.quantize
-    "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"],
+    "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "orjson>=3.10"],
 }
 
 setup(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_dapo.config.algorithm_schema import WindowConfig
@@ -62,7 +63,7 @@ class EndlessEngine:
         tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=generator)
         logprobs = torch.randn(count, generator=generator).abs().neg()  # float32, as engines give them
         versions = (VersionRange(0, count, self.policy_version),)
-        return Completion(request.request_id, tuple(tokens.tolist()), tuple(logprobs.tolist()), "length", versions)
+        return Completion(request.request_id, tokens.int().numpy(), logprobs.numpy(), "length", versions)
 
 
 class NoVerifier:
@@ -117,7 +118,7 @@ def as_json(collector: WindowCollector, directory: Path) -> tuple[dict[str, floa
     path = directory / "state.json"
 
     def write() -> None:
-        CheckpointWriter(directory, rank=0).save_json(path.name, collector.state_dict())
+        path.write_text(json.dumps(collector.state_dict(), default=np.ndarray.tolist), "utf-8")
 
     return _figures(write, lambda: json.loads(path.read_text("utf-8")), [path])
 
@@ -136,7 +137,8 @@ def measure(num_groups: int, group_size: int, num_tokens: int) -> dict[str, Any]
         tensors, from_tensors = as_tensors(collector, Path(directory))
         plain, from_json = as_json(collector, Path(directory))
     # JSON is the reference: what tensors lose shows here.
-    assert from_tensors == from_json, "tensors and JSON give different states"
+    plain_form = json.loads(json.dumps(from_tensors, default=np.ndarray.tolist))
+    assert plain_form == from_json, "tensors and JSON give different states"
     ratios = {
         f"{name}_ratio": tensors[figure] / plain[figure]
         for name, figure in (("size", "gigabytes"), ("write", "write_seconds"), ("read", "read_seconds"))

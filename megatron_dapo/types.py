@@ -9,10 +9,11 @@ P for the padded tokens of one packed micro-batch and N for its number of sequen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -51,19 +52,46 @@ class VersionRange:
     version: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
-    """An engine's response: ids and log-probs at the sampled temperature, one per response token."""
+    """An engine's response: ids and log-probs at the sampled temperature, one per response token.
+
+    Both are arrays from the engine to the loss, 8 bytes a token; nobody writes into them. Other sequences of numbers are
+    converted. Equal completions have equal fields, bit for bit.
+    """
 
     request_id: str
-    token_ids: tuple[int, ...]  # R, the stop token included
-    logprobs: tuple[float, ...]  # R
+    token_ids: np.ndarray  # [R] int32, the stop token included
+    logprobs: np.ndarray  # [R] float32
     finish_reason: FinishReason
     versions: tuple[VersionRange, ...]  # cover [0, R) without gaps
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int32))
+        object.__setattr__(self, "logprobs", np.asarray(self.logprobs, np.float32))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Completion):
+            return NotImplemented
+        facts, others = (
+            (each.request_id, each.finish_reason, each.versions, each.token_ids.tobytes(), each.logprobs.tobytes())
+            for each in (self, other)
+        )
+        return facts == others
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens so far."""
+        return len(self.token_ids)
 
     @property
     def is_truncated(self) -> bool:
         return self.finish_reason != "stop"
+
+
+def num_distinct(completions: Iterable[Completion]) -> int:
+    """Return the number of different responses, by their tokens."""
+    return len({completion.token_ids.tobytes() for completion in completions})
 
 
 @dataclass(frozen=True)
@@ -115,6 +143,7 @@ class ScoredSample:
     score: Score
     reward_parts: Mapping[str, float]  # e.g. {"verifier": 1.0, "overlong": -0.25}
     window: Window = Window()
+    repetition: float = 0.0  # share of its n-grams that are copies, see `algorithms.repetition`
 
     @property
     def reward(self) -> float:
@@ -147,7 +176,7 @@ class TrainSample:
 
     sample_id: str
     group_index: int  # index of its group within the rollout batch
-    tokens: torch.Tensor  # [T] int64
+    tokens: torch.Tensor  # [T] int32; this and the log-probs without memory on ranks that do not pack the sample
     prompt_length: int
     loss_mask: torch.Tensor  # [R] float32, 1 where the token is trained
     advantages: torch.Tensor  # [R] float32

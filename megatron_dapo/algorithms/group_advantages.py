@@ -49,7 +49,7 @@ def estimate_group_advantages(samples: Sequence[TrainSample], advantage: Advanta
             ),
         )
         estimated = [
-            replace(sample, advantages=torch.full((sample.num_response_tokens,), float(value)))
+            replace(sample, advantages=value.expand(sample.num_response_tokens))
             for sample, value in zip(samples, advantages.values, strict=True)
         ]
         metrics = {

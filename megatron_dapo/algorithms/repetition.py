@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ def ngram_repetition(token_ids: Sequence[int], n: int = 20) -> float:
     total = len(token_ids) - n + 1
     if total <= 0:
         return 0.0
-    tokens = np.frombuffer(array("q", token_ids), dtype=np.int64)
+    tokens = np.asarray(token_ids, dtype=np.int64)
     hashes = np.zeros(total, dtype=np.uint64)
     for offset in range(n):
         hashes = hashes * _HASH_FACTOR + tokens[offset : offset + total].view(np.uint64)
@@ -75,7 +74,7 @@ def tail_loop(token_ids: Sequence[int], min_repeats: int = 3, max_period: int = 
 
 def zlib_ratio(token_ids: Sequence[int]) -> float:
     """Compressed / raw size of the ids as 32-bit words; 1 for an empty response."""
-    raw = array("i", token_ids).tobytes()
+    raw = np.asarray(token_ids, dtype=np.int32).tobytes()
     return len(zlib.compress(raw, 6)) / len(raw) if raw else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Conversion of train samples to a few flat tensors and back, for the broadcast to the ranks and for batch dumps."""
+"""Conversion of train samples to a few flat tensors and back, for batch dumps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def to_tensors(samples: Sequence[TrainSample]) -> tuple[Description, dict[str, t
         "prompt_length": [sample.prompt_length for sample in samples],
         "critic_context": [sample.critic_context and asdict(sample.critic_context) for sample in samples],
     }
-    # Token ids fit 32 bits: half of what a broadcast of int64 would move.
     tensors = {"tokens": _joined([sample.tokens.to(torch.int32) for sample in samples], torch.int32)}
     for name in ("loss_mask", "advantages", "rollout_logprobs"):
         tensors[name] = _joined([getattr(sample, name) for sample in samples], torch.float32)
@@ -39,7 +38,7 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
     num_tokens, prompt_length = description["num_tokens"], description["prompt_length"]
     num_response = [total - prompt for total, prompt in zip(num_tokens, prompt_length, strict=True)]
     _check_total("tokens", tensors["tokens"], sum(num_tokens))
-    tokens = tensors["tokens"].to(torch.int64).split(num_tokens)
+    tokens = tensors["tokens"].split(num_tokens)
     responses = {}
     tensors = {"staleness": torch.zeros(sum(num_response)), **tensors}
     for name in ("loss_mask", "advantages", "rollout_logprobs", "staleness"):
@@ -52,14 +51,15 @@ def from_tensors(description: Description, tensors: dict[str, torch.Tensor]) -> 
             group_index=description["group_index"][index],
             tokens=tokens[index],
             prompt_length=prompt_length[index],
-            critic_context=_critic_context(critic_contexts[index]),
+            critic_context=critic_context_from_json(critic_contexts[index]),
             **{name: parts[index] for name, parts in responses.items()},
         )
         for index in range(len(num_tokens))
     ]
 
 
-def _critic_context(value: Mapping[str, Any] | None) -> CriticContext | None:
+def critic_context_from_json(value: Mapping[str, Any] | None) -> CriticContext | None:
+    """Invert `dataclasses.asdict` of a context; None for None."""
     return None if value is None else CriticContext(**{**value, "window": Window(**value["window"])})
 
 

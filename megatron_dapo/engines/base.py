@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from megatron_dapo.types import Completion, FinishReason, GenerationRequest, SamplingParams, VersionRange
 
 Result = TypeVar("Result")
@@ -129,30 +131,40 @@ def _check_prefix(request: GenerationRequest, prefix: Completion, vocab_size: in
         raise ValueError(
             f"request {name!r}: the prefix's versions {prefix.versions} do not cover its {num_tokens} tokens"
         )
-    if num_tokens and not (0 <= min(token_ids) and max(token_ids) < vocab_size):
+    if num_tokens and not (0 <= token_ids.min() and token_ids.max() < vocab_size):
         raise ValueError(
-            f"request {name!r}: prefix ids span {min(token_ids)}..{max(token_ids)}, "
+            f"request {name!r}: prefix ids span {token_ids.min()}..{token_ids.max()}, "
             f"but the model's vocabulary is 0..{vocab_size - 1}"
         )
-    if behind := set(request.sampling.stop_token_ids).intersection(token_ids[:-1]):
-        raise ValueError(f"request {name!r}: the prefix continues behind the stop ids {sorted(behind)}")
+    if behind := stops_before_the_end(request.sampling, token_ids):
+        raise ValueError(f"request {name!r}: the prefix continues behind the stop ids {behind}")
 
 
-def finish_reason_of(sampling: SamplingParams, token_ids: Sequence[int]) -> FinishReason:
+def stops_before_the_end(sampling: SamplingParams, token_ids: np.ndarray) -> list[int]:
+    """Return the stop ids among a response's tokens other than the last, in ascending order."""
+    return [stop for stop in sorted(set(sampling.stop_token_ids)) if (token_ids[:-1] == stop).any()]
+
+
+def finish_reason_of(sampling: SamplingParams, token_ids: np.ndarray) -> FinishReason:
     """Return how a response with these tokens ends by the request's own rules; "abort" if it does not end."""
-    if token_ids and token_ids[-1] in sampling.stop_token_ids:
+    if len(token_ids) and token_ids[-1] in sampling.stop_token_ids:
         return "stop"
     return "length" if len(token_ids) >= sampling.max_new_tokens else "abort"
 
 
 def context_of(request: GenerationRequest) -> tuple[int, ...]:
     """Return the tokens that the first new one depends on: the prompt and, for a continued response, the tokens so far."""
-    return request.prompt_ids + (request.prefix.token_ids if request.prefix else ())
+    return request.prompt_ids + (tuple(request.prefix.token_ids.tolist()) if request.prefix else ())
+
+
+def context_length(request: GenerationRequest) -> int:
+    """Return the number of tokens of `context_of`."""
+    return len(request.prompt_ids) + (request.prefix.num_tokens if request.prefix else 0)
 
 
 def max_new_tokens_of(request: GenerationRequest) -> int:
     """Return the number of tokens that the response may still grow by."""
-    return request.sampling.max_new_tokens - (len(request.prefix.token_ids) if request.prefix else 0)
+    return request.sampling.max_new_tokens - (request.prefix.num_tokens if request.prefix else 0)
 
 
 def aborted(request: GenerationRequest) -> Completion:
@@ -176,8 +188,8 @@ def behind_prefix(request: GenerationRequest, rest: Completion) -> Completion:
     shifted = [replace(entry, start=entry.start + shift, end=entry.end + shift) for entry in rest.versions]
     return replace(
         rest,
-        token_ids=prefix.token_ids + rest.token_ids,
-        logprobs=prefix.logprobs + rest.logprobs,
+        token_ids=np.concatenate((prefix.token_ids, rest.token_ids)),
+        logprobs=np.concatenate((prefix.logprobs, rest.logprobs)),
         versions=_merge_versions([*prefix.versions, *shifted]),
     )
 
@@ -194,16 +206,16 @@ def _merge_versions(versions: Sequence[VersionRange]) -> tuple[VersionRange, ...
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:
-    """Return `completion` as JSON-serializable dictionaries and lists. Tokens are not copied: there may be millions."""
+    """Return `completion` as JSON values, except that tokens and log-probs stay arrays: there may be millions."""
     return {**vars(completion), "versions": tuple(asdict(version) for version in completion.versions)}
 
 
 def completion_from_json(value: Mapping[str, Any]) -> Completion:
-    """Invert `completion_to_json`."""
+    """Invert `completion_to_json`, with arrays or with lists of numbers."""
     return Completion(
         request_id=value["request_id"],
-        token_ids=tuple(value["token_ids"]),
-        logprobs=tuple(value["logprobs"]),
+        token_ids=value["token_ids"],
+        logprobs=value["logprobs"],
         finish_reason=value["finish_reason"],
         versions=tuple(VersionRange(**version) for version in value["versions"]),
     )

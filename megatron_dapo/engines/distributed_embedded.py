@@ -106,7 +106,7 @@ class DistributedEmbeddedEngine:
             self.local_engine.submit(_decode_requests(command, rank))
             advance = self.local_engine.poll if command["op"] == "advance" else self.local_engine.abort
             report: dict[str, Any] = {
-                "completions": [completion_to_json(done) for done in advance()],
+                "completions": [_to_lists(done) for done in advance()],
                 "prefix_reuse": asdict(self.local_engine.prefix_reuse),
             }
         except Exception as error:  # reported to every rank instead of leaving them to wait
@@ -157,13 +157,19 @@ def _encode_requests(shares: Sequence[Sequence[GenerationRequest]]) -> dict[str,
                 prompts.setdefault(r.prompt_ids, len(prompts)),
                 samplings.setdefault(r.sampling, len(samplings)),
                 r.seed,
-                r.prefix and completion_to_json(r.prefix),
+                r.prefix and _to_lists(r.prefix),
             ]
             for r in share
         ]
         for share in shares
     ]
     return {"prompts": list(prompts), "samplings": [asdict(sampling) for sampling in samplings], "requests": encoded}
+
+
+def _to_lists(completion: Completion) -> dict[str, Any]:
+    """Return `completion` as JSON values."""
+    numbers = {"token_ids": completion.token_ids.tolist(), "logprobs": completion.logprobs.tolist()}
+    return {**completion_to_json(completion), **numbers}
 
 
 def _decode_requests(command: dict[str, Any], rank: int) -> list[GenerationRequest]:

@@ -308,8 +308,8 @@ class EmbeddedEngine:
         num_tokens = int(self._integers[_COLUMN, row.index])
         new = Completion(
             request_id=row.request.request_id,
-            token_ids=tuple(self._tokens[row.index, :num_tokens].tolist()),
-            logprobs=tuple(self._logprobs[row.index, :num_tokens].tolist()),
+            token_ids=self._tokens[row.index, :num_tokens].to("cpu", torch.int32, copy=True).numpy(),
+            logprobs=self._logprobs[row.index, :num_tokens].to("cpu", copy=True).numpy(),
             finish_reason=reason,
             versions=_version_ranges(row.starts, num_tokens),
         )

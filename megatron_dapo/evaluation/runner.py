@@ -15,7 +15,7 @@ from megatron_dapo.engines.base import RolloutEngine
 from megatron_dapo.evaluation.estimators import ProblemRecord, estimate_metrics, response_rates
 from megatron_dapo.evaluation.protocol import EvaluationProtocol, EvaluationResult
 from megatron_dapo.rewards.pool import Scorer
-from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, ScoredSample
+from megatron_dapo.types import Completion, GenerationRequest, Prompt, Score, ScoredSample, num_distinct
 
 
 @dataclass(frozen=True)
@@ -211,5 +211,5 @@ def _record(problem: Problem, row: Sequence[ScoredSample]) -> ProblemRecord:
 def _duplicate_rate(samples: Sequence[Sequence[ScoredSample]]) -> float:
     """Return the share of responses equal to another one to the same problem. Near 1, the engine ignores the seeds."""
     total = sum(len(row) for row in samples)
-    distinct = sum(len({sample.completion.token_ids for sample in row}) for row in samples)
+    distinct = sum(num_distinct(sample.completion for sample in row) for row in samples)
     return (total - distinct) / total

@@ -46,7 +46,7 @@ class CollectionExhausted(RuntimeError):
 
 
 def batch_to_json(batch: RolloutBatch) -> dict[str, Any]:
-    """Return `batch` as JSON-serializable dictionaries and lists."""
+    """Return `batch` as values for `serialization.split_state`."""
     return {
         "groups": [group_to_json(group) for group in batch.groups],
         "statistics": asdict(batch.statistics),

@@ -61,7 +61,7 @@ class ReplayBuffer:
         return stale
 
     def state_dict(self, put_back: Sequence[Group] = ()) -> dict[str, Any]:
-        """Return the groups (every token, log-prob, score and version) and the counters, JSON-serializable.
+        """Return the groups (every token, log-prob, score and version) and the counters, for `serialization.split_state`.
 
         The state is the one after `put_back(put_back)`.
         """

@@ -158,7 +158,7 @@ class Collector(ABC):
 
     @abstractmethod
     def state_dict(self, untrained: Sequence[RolloutBatch] = ()) -> dict[str, Any]:
-        """Return the state, the stream's included, JSON-serializable: one consistent cut.
+        """Return the state, the stream's included, for `serialization.split_state`: one consistent cut.
 
         Batches handed out count as trained, except those in `untrained`: they are saved as if given back.
         """

@@ -258,7 +258,7 @@ class GroupCollector(Collector):
                 self._queue_again(group)
                 continue
             dropped = [held for index, held in group.completions.items() if index not in kept]
-            self._builder.num_discarded_tokens += sum(len(completion.token_ids) for completion in dropped)
+            self._builder.num_discarded_tokens += sum(completion.num_tokens for completion in dropped)
             group.completions = kept
             self._unfinished[group_id] = group
 
@@ -384,7 +384,7 @@ class GroupCollector(Collector):
     def _restore(self, group: OpenGroup) -> None:
         """Hold a saved group, or queue its prompt again if this run has other sizes or no partial rollout."""
         fits = all(
-            index < self._rollout.group_size and len(held.token_ids) <= self._sampling.max_new_tokens
+            index < self._rollout.group_size and held.num_tokens <= self._sampling.max_new_tokens
             for index, held in group.completions.items()
         )
         if self._rollout.partial_rollout and fits:

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_dapo.engines.base import completion_from_json, completion_to_json, finish_reason_of
 from megatron_dapo.types import Completion, GenerationRequest, Prompt, SamplingParams
 
@@ -56,13 +58,13 @@ class OpenGroup:
         continue the tokens held.
         """
         held = self.completions.get(index)
-        start = len(held.token_ids) if held is not None and is_partial(held) else 0
-        if held is not None and completion.token_ids[:start] != held.token_ids[:start]:
+        start = held.num_tokens if held is not None and is_partial(held) else 0
+        if start and not np.array_equal(completion.token_ids[:start], held.token_ids):
             raise ValueError(
                 f"response {completion.request_id}: the engine was to continue behind {start} tokens and returned others; "
                 "an engine returns the prefix it was given and the new tokens behind it"
             )
-        num_new = len(completion.token_ids) - start
+        num_new = completion.num_tokens - start
         fruitless = self.num_fruitless[index] + 1 if is_partial(completion) and not num_new else 0
         if fruitless > MAX_FRUITLESS:
             raise RuntimeError(
@@ -81,7 +83,7 @@ def is_partial(completion: Completion) -> bool:
 
 def settled(completion: Completion, sampling: SamplingParams) -> Completion:
     """Return `completion`, as finished if it was stopped exactly at its end."""
-    if not is_partial(completion) or not completion.token_ids:
+    if not is_partial(completion) or not completion.num_tokens:
         return completion
     return replace(completion, finish_reason=finish_reason_of(sampling, completion.token_ids))
 
@@ -108,12 +110,12 @@ def next_request(group: OpenGroup, index: int, sampling: SamplingParams, seed: i
         prompt_ids=group.prompt.token_ids,
         sampling=sampling,
         seed=seed,
-        prefix=held if held is not None and held.token_ids else None,
+        prefix=held if held is not None and held.num_tokens else None,
     )
 
 
 def open_group_to_json(group: OpenGroup) -> dict[str, Any]:
-    """Return JSON values with every token, log-prob and version; the prompt by its id."""
+    """Return values for `serialization.split_state`, with every token, log-prob and version; the prompt by its id."""
     return {
         "group_id": group.group_id,
         "prompt_id": group.prompt.prompt_id,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_dapo.algorithms.repetition import ngram_repetition
 from megatron_dapo.rewards.pool import Scorer
 from megatron_dapo.rollout.open_group import OpenGroup
 from megatron_dapo.types import Completion, Group, Prompt, Score, ScoredSample, Window
 
 VERIFIER_PART = "verifier"
 OVERLONG_PART = "overlong"
+REPETITION_NGRAM = 20
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class SampleScorer:
     def unfinished(self, sample: UnscoredSample, window_start: int) -> ScoredSample:
         """Return a response that continues after its window, which began at token `window_start`, without scoring it."""
         text = self.decode(sample.completion.token_ids)
-        return ScoredSample(
-            sample.sample_id, sample.completion, text, Score(0.0, 0.0, "unfinished"), {}, Window(window_start, False)
-        )
+        score, window = Score(0.0, 0.0, "unfinished"), Window(window_start, False)
+        repetition = ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM)
+        return ScoredSample(sample.sample_id, sample.completion, text, score, {}, window, repetition)
 
     def _scored(self, sample: UnscoredSample, text: str, score: Score) -> ScoredSample:
         if sample.completion.is_truncated and score.accuracy > 0:
@@ -69,8 +71,10 @@ class SampleScorer:
             )
         parts = {VERIFIER_PART: score.reward}
         if self.overlong_penalty is not None:
-            parts[OVERLONG_PART] = self.overlong_penalty(len(sample.completion.token_ids))
-        return ScoredSample(sample.sample_id, sample.completion, text, score, parts)
+            parts[OVERLONG_PART] = self.overlong_penalty(sample.completion.num_tokens)
+        # Here, beside generation, where it delays no train step.
+        repetition = ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM)
+        return ScoredSample(sample.sample_id, sample.completion, text, score, parts, repetition=repetition)
 
 
 def score_groups(scorer: SampleScorer, complete: Sequence[OpenGroup], group_size: int, serving: int) -> Iterator[Group]:

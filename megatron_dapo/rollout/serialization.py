@@ -1,18 +1,18 @@
-"""Groups and responses as JSON values, and a collector's state as a JSON document plus tensors; both exact.
+"""Groups and responses as values, and a collector's state as a JSON document plus tensors; both exact.
 
-Floats keep every bit in JSON: Python writes the shortest digits that read back the same. In a state, a response is a
-mapping with `token_ids` and `logprobs`, of N numbers each. `split_state` moves them into two tensors and leaves
-`token_span` = [start, start + N) in the document, the response's place in the tensors. At 8,192 responses of 12K tokens
-the tensors are 0.8 GB, where JSON text is 4.3 GB (measured at an eighth of it).
+In a state, a response is a mapping with `token_ids` and `logprobs`, arrays (or lists, in states of earlier releases) of N
+numbers each; everything else is JSON. `split_state` moves the arrays into two tensors and leaves `token_span` = [start,
+start + N) in the document, the response's place in the tensors. At 8,192 responses of 12K tokens the tensors are 0.8 GB,
+where JSON text is 4.3 GB (measured at an eighth of it).
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_dapo.engines.base import completion_from_json, completion_to_json
@@ -22,7 +22,7 @@ _SPAN = "token_span"
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """Return `group` as JSON-serializable dictionaries and lists. Tokens are not copied: there may be millions."""
+    """Return `group` as JSON values, except that tokens and log-probs stay arrays: there may be millions."""
     return {
         "group_id": group.group_id,
         "prompt": asdict(group.prompt),
@@ -40,6 +40,7 @@ def _sample_to_json(sample: ScoredSample) -> dict[str, Any]:
         "score": asdict(sample.score),
         "reward_parts": dict(sample.reward_parts),
         "window": asdict(sample.window),
+        "repetition": sample.repetition,
     }
 
 
@@ -63,12 +64,13 @@ def _sample(value: Mapping[str, Any]) -> ScoredSample:
         score=Score(**value["score"]),
         reward_parts=dict(value["reward_parts"]),
         window=Window(**value.get("window", {})),  # states written before there were windows
+        repetition=value.get("repetition", 0.0),  # likewise
     )
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return (document, tensors): token_ids int32 or int64, logprobs float32 where that keeps every bit, else float64."""
-    tokens, logprobs = array("q"), array("d")
+    """Return (document, tensors): `token_ids` int32, `logprobs` float32."""
+    tokens, logprobs = _Joined(np.int32), _Joined(np.float32)
 
     def moved(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -78,12 +80,15 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tor
         return [moved(part) for part in value] if _has_mappings(value) else value
 
     document = moved(state)
-    return document, {"token_ids": _narrow_tokens(_tensor(tokens)), "logprobs": _narrow_floats(_tensor(logprobs))}
+    return document, {"token_ids": tokens.tensor(), "logprobs": logprobs.tensor()}
 
 
 def join_state(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Invert `split_state`. Raises KeyError for a missing tensor, ValueError for one that is too short."""
-    tokens, logprobs = tensors["token_ids"], tensors["logprobs"].double()
+    """Invert `split_state`. Raises KeyError for a missing tensor, ValueError for one that is too short.
+
+    Also reads the wider tensors of earlier releases.
+    """
+    tokens, logprobs = tensors["token_ids"].to(torch.int32).numpy(), tensors["logprobs"].to(torch.float32).numpy()
 
     def restored(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -94,42 +99,43 @@ def join_state(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
     return restored(document)
 
 
-def _moved_response(value: Mapping[str, Any], tokens: array[int], logprobs: array[float]) -> dict[str, Any]:
-    start = len(tokens)
-    tokens.extend(value["token_ids"])
-    logprobs.extend(value["logprobs"])
-    assert len(tokens) == len(logprobs), f"{len(tokens)} tokens, {len(logprobs)} log-probs"
+class _Joined:
+    """Arrays of one type, one behind the other."""
+
+    def __init__(self, dtype: type[np.generic]) -> None:
+        self._parts = [np.zeros(0, dtype)]
+        self.size = 0
+
+    def add(self, values: Sequence[float] | np.ndarray) -> None:
+        self._parts.append(np.asarray(values, self._parts[0].dtype))
+        self.size += len(values)
+
+    def tensor(self) -> torch.Tensor:
+        joined = torch.from_numpy(np.concatenate(self._parts))
+        # numpy's empty arrays have a stride of 0, which a file of tensors refuses.
+        return joined if self.size else torch.zeros(0, dtype=joined.dtype)
+
+
+def _moved_response(value: Mapping[str, Any], tokens: _Joined, logprobs: _Joined) -> dict[str, Any]:
+    start = tokens.size
+    tokens.add(value["token_ids"])
+    logprobs.add(value["logprobs"])
+    assert tokens.size == logprobs.size, f"{tokens.size} tokens, {logprobs.size} log-probs"
     rest = {name: part for name, part in value.items() if name not in ("token_ids", "logprobs")}
-    return {**rest, _SPAN: [start, len(tokens)]}
+    return {**rest, _SPAN: [start, tokens.size]}
 
 
-def _response(span: list[int], tokens: torch.Tensor, logprobs: torch.Tensor) -> dict[str, list[Any]]:
+def _response(span: list[int], tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, np.ndarray]:
     start, end = span
-    if not 0 <= start <= end <= min(tokens.numel(), logprobs.numel()):
+    if not 0 <= start <= end <= min(len(tokens), len(logprobs)):
         raise ValueError(
-            f"collector state: a response has tokens [{start}, {end}), the tensors hold {tokens.numel()} tokens and "
-            f"{logprobs.numel()} log-probs: document and tensors are not of one checkpoint"
+            f"collector state: a response has tokens [{start}, {end}), the tensors hold {len(tokens)} tokens and "
+            f"{len(logprobs)} log-probs: document and tensors are not of one checkpoint"
         )
-    return {"token_ids": tokens[start:end].tolist(), "logprobs": logprobs[start:end].tolist()}
+    # Copies: a view would keep all responses in memory as long as the last of them.
+    return {"token_ids": tokens[start:end].copy(), "logprobs": logprobs[start:end].copy()}
 
 
 def _has_mappings(value: Any) -> bool:
     # A list of numbers is one value: looking into each would cost as much as copying it.
     return isinstance(value, (list, tuple)) and any(isinstance(part, (Mapping, list, tuple)) for part in value)
-
-
-def _tensor(values: array[int] | array[float]) -> torch.Tensor:
-    dtype = {"q": torch.int64, "d": torch.float64}[values.typecode]
-    # torch.frombuffer refuses an empty buffer.
-    return torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
-
-
-def _narrow_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    fits = not tokens.numel() or int(tokens.max()) < 2**31
-    return tokens.int() if fits else tokens.clone()  # torch.frombuffer shares the array's memory
-
-
-def _narrow_floats(values: torch.Tensor) -> torch.Tensor:
-    # Engines report float32, so narrowing usually keeps every bit.
-    narrow = values.float()
-    return narrow if torch.equal(narrow.double(), values) else values.clone()

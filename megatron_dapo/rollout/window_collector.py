@@ -253,8 +253,8 @@ class WindowCollector(Collector):
     def _builder(self, samples: Sequence[ScoredSample]) -> StatisticsBuilder:
         """Count the windows `samples`. The counts depend on the collection alone, so a restart in its middle keeps them."""
         step = self._counters.generation_step
-        num_tokens = sum(len(sample.completion.token_ids) - sample.window.start for sample in samples)
-        finished = [len(sample.completion.token_ids) for sample in samples if sample.window.is_finished]
+        num_tokens = sum(sample.completion.num_tokens - sample.window.start for sample in samples)
+        finished = [sample.completion.num_tokens for sample in samples if sample.window.is_finished]
         num_windows = [math.ceil(length / self._window.tokens) for length in finished]
         num_continued = sum(sample.window.start > 0 for sample in samples)
         return StatisticsBuilder(
@@ -333,7 +333,7 @@ class WindowCollector(Collector):
     def _check_lengths(self) -> None:
         limit = self._sampling.max_new_tokens
         held = [completion for group in self._pool.groups for completion in group.responses.completions.values()]
-        longest = max((len(completion.token_ids) for completion in held if is_partial(completion)), default=0)
+        longest = max((completion.num_tokens for completion in held if is_partial(completion)), default=0)
         if longest >= limit:
             raise ValueError(
                 f"the checkpoint has an unfinished response of {longest} tokens, this run ends responses at {limit}; "

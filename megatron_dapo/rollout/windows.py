@@ -116,7 +116,7 @@ class WindowPool:
         self._groups = {group_id: group for group_id, group in self._groups.items() if group.num_waiting}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return JSON values with every token, log-prob and version; prompts by their ids."""
+        """Return values for `serialization.split_state`, with every token, log-prob and version; prompts by their ids."""
         return [_group_to_json(group) for group in self._groups.values()]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]], prompts: Mapping[str, Prompt]) -> None:
@@ -130,7 +130,7 @@ def behind_window(completion: Completion, limit: int, sampling: SamplingParams) 
 
     A response that only filled its window becomes partial ("abort") and continues from there.
     """
-    if completion.finish_reason == "length" and len(completion.token_ids) >= limit:
+    if completion.finish_reason == "length" and completion.num_tokens >= limit:
         completion = replace(completion, finish_reason="abort")
     return settled(completion, sampling)
 
@@ -245,7 +245,7 @@ class WindowCollection:
         requests = {
             key: self._request(key)
             for key, so_far in held.items()
-            if so_far is None or (is_partial(so_far) and len(so_far.token_ids) < self._limit(key))
+            if so_far is None or (is_partial(so_far) and so_far.num_tokens < self._limit(key))
         }
         if requests:
             self._in_flight.update(requests)

@@ -29,7 +29,7 @@ def sample_record(train_step: int, group: Group, index: int, advantage: float) -
         "prompt": [dict(message) for message in group.prompt.messages],
         "answer": group.prompt.answer,
         "response": sample.text,
-        "response_ids": list(sample.completion.token_ids),
+        "response_ids": sample.completion.token_ids.tolist(),
         "finish_reason": sample.completion.finish_reason,
         "extracted": sample.score.extracted,
         "outcome": sample.score.outcome,

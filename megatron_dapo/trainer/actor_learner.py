@@ -139,6 +139,15 @@ class PolicyLearner:
                     add_sums(totals, steps[-1].metrics)
         return LearnResult(self._metrics(totals, steps, mini_batches, mismatch, train_step), len(steps))
 
+    def share(self, samples: Sequence[TrainSample], train_step: int, whole: bool = False) -> set[int]:
+        """Return the indices of the samples that this rank packs in `learn`, and those of a pass over the whole batch.
+
+        Lengths and groups decide that alone.
+        """
+        parts = [*self._parts(samples, train_step), *([samples] if whole else [])]
+        packed = {name for part in parts if part for name in self._updater.packed_ids(part)}
+        return {index for index, sample in enumerate(samples) if sample.sample_id in packed}
+
     def observe(
         self, samples: Sequence[TrainSample], train_step: int, mismatch_gate: float | None = None
     ) -> LearnResult:
@@ -179,15 +188,18 @@ class PolicyLearner:
         off_policy = self._config.algorithm.off_policy
         return off_policy.correction != "none" and off_policy.batch_normalize
 
-    def _cut(self, samples: Sequence[TrainSample], train_step: int) -> list[_PolicyMiniBatch]:
+    def _parts(self, samples: Sequence[TrainSample], train_step: int) -> list[list[TrainSample]]:
+        """Cut a rollout batch into the samples of its optimizer steps."""
         config, training = self._config, self._config.training
         # Another order in every train step, and the same one after a resume. 1,000,003 is prime: runs do not overlap.
         seed = config.run.seed * 1_000_003 + train_step if training.shuffle else None
         if config.algorithm.name == "tppo":
             # A step's windows come from many groups, a few from each: groups cannot stay whole.
-            parts = cut(samples, training.mini_batch_prompts * config.rollout.group_size, "samples", seed)
-        else:
-            parts = cut(samples, training.mini_batch_prompts, "groups", seed)
+            return cut(samples, training.mini_batch_prompts * config.rollout.group_size, "samples", seed)
+        return cut(samples, training.mini_batch_prompts, "groups", seed)
+
+    def _cut(self, samples: Sequence[TrainSample], train_step: int) -> list[_PolicyMiniBatch]:
+        parts = self._parts(samples, train_step)
         mini_batches = [self._pack(part, self._loss_weights(part, samples, len(parts))) for part in parts]
         trained = [mini_batch for mini_batch in mini_batches if mini_batch.num_tokens]
         if len(trained) < len(mini_batches):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -177,7 +178,7 @@ class ModelInputs:
 
     def decode(self, token_ids: Any) -> str:
         """Return the text of a response without special tokens."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
 
 
 def read_model_inputs(path: Path, trust_remote_code: bool) -> ModelInputs:

@@ -60,6 +60,10 @@ class CriticLearner:
             progress,
         )
 
+    def share(self, samples: Sequence[TrainSample]) -> set[int]:
+        """Return the indices of the samples that this rank may pack: all."""
+        return set(range(len(samples)))
+
     def values(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
         """Return [R] float32 per sample: the value of the state in which each response token was drawn."""
         micro_batches = self._updater.pack(samples).micro_batches

@@ -80,6 +80,10 @@ class Learner:
         result = self.train_actor(batch, train_step, mismatch_gate)
         return self.finish(batch, result, critic_metrics, train_step)
 
+    def share(self, samples: Sequence[TrainSample], train_step: int) -> set[int]:
+        """Return the indices of the samples that this rank packs in `train_step`; their numbers are not needed."""
+        return self.policy.share(samples, train_step)
+
     def score(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Return the samples with what a critic and a reference say of them: nothing here."""
         return list(samples)
@@ -142,6 +146,14 @@ class ActorCriticLearner(Learner):
         self._concurrent = concurrent
         self._stop_rule = stop_rule
 
+    def share(self, samples: Sequence[TrainSample], train_step: int) -> set[int]:
+        """Return the policy's share, and all samples on the critic's ranks.
+
+        The critic cuts finished responses with finite values anew for each epoch, which is not known before the values.
+        """
+        whole = train_step < self._policy_starts_at or bool(self._config.algorithm.kl_reward_coefficient)
+        return self.policy.share(samples, train_step, whole=whole) | self.critic.share(samples)
+
     def score(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Return the samples with the critic's values and, with a KL coefficient, their tokens' penalties."""
         with self._phases.phase("values"), self.models.on_device(CRITIC):
@@ -176,9 +188,12 @@ class ActorCriticLearner(Learner):
     def train_actor(self, batch: EstimatedBatch, train_step: int, mismatch_gate: float | None = None) -> LearnResult:
         """Train the policy, or only observe it while it stands still."""
         # `observe` keeps metrics and gate alive while the policy stands still.
-        first_step = math.inf if self._stop_rule else self._config.policy_starts_at
-        learn = self.policy.learn if train_step >= first_step else self.policy.observe
+        learn = self.policy.learn if train_step >= self._policy_starts_at else self.policy.observe
         return learn(batch.policy_samples, train_step, mismatch_gate)
+
+    @property
+    def _policy_starts_at(self) -> float:
+        return math.inf if self._stop_rule else self._config.policy_starts_at
 
     def finish(
         self, batch: EstimatedBatch, result: LearnResult, critic_metrics: Mapping[str, float], train_step: int
@@ -229,6 +244,10 @@ class RemotePolicy:
 
     observe = learn
 
+    def share(self, samples: Sequence[TrainSample], train_step: int, whole: bool = False) -> set[int]:
+        """Return nothing: the policy's ranks pack the samples."""
+        return set()
+
     def response_logprobs(self, samples: Sequence[TrainSample]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Receive what `PolicyLearner.response_logprobs` computes."""
         policy = receive_response_tokens(samples)
@@ -243,6 +262,10 @@ class RemoteCritic:
 
     def __init__(self) -> None:
         self.counters = CriticCounters()
+
+    def share(self, samples: Sequence[TrainSample]) -> set[int]:
+        """Return nothing: the critic's ranks pack the samples."""
+        return set()
 
     def values(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
         """Receive what `CriticLearner.values` computes."""

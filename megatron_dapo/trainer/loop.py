@@ -178,7 +178,10 @@ class TrainingLoop:
             # Engines on the same GPUs have taken back their memory with the weight sync.
             models.offload_all()
             models.log_moved()
-            batch = self._parts.rollout.generate(self._config.rollout.prompts_per_step)
+            step, learner = self._progress.train_step, self._parts.learner
+            batch = self._parts.rollout.generate(
+                self._config.rollout.prompts_per_step, lambda samples: learner.share(samples, step)
+            )
         self._progress.generation_step = batch.generation_step
         return batch
 

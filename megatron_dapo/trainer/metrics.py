@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from megatron_dapo.algorithms.repetition import ngram_repetition
 from megatron_dapo.config.schema import Config
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.evaluation.protocol import EvaluationResult
@@ -15,9 +14,8 @@ from megatron_dapo.rollout.batch import RolloutBatch
 from megatron_dapo.rollout.statistics import WindowSummary
 from megatron_dapo.telemetry.metrics import STEP_METRICS
 from megatron_dapo.trainer.rollout import TrainBatch
-from megatron_dapo.types import Group, ScoredSample
+from megatron_dapo.types import Group, ScoredSample, num_distinct
 
-REPETITION_NGRAM = 20
 OUTCOMES = ("correct", "wrong", "unparsable", "timeout", "truncated", "error", "unfinished")
 
 
@@ -72,7 +70,7 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         (policy_version - run.version, run.end - run.start) for sample in samples for run in sample.completion.versions
     ]
     finished = [_finished(group.samples) for group in groups]
-    duplicates = sum(len(group) - len({sample.completion.token_ids for sample in group}) for group in finished)
+    duplicates = sum(len(group) - num_distinct(sample.completion for sample in group) for group in finished)
     return {
         "rollout/groups_trained": len(groups),
         "rollout/groups_generated": sum(statistics.filter_decisions.values()),
@@ -98,9 +96,7 @@ def rollout_metrics(batch: RolloutBatch, policy_version: int, round_size: int) -
         "rollout/prompt_tokens_mean": mean([len(group.prompt.token_ids) for group in groups]),
         "rollout/truncated_share": mean([sample.completion.is_truncated for sample in _finished(samples)]),
         "rollout/duplicate_share": duplicates / max(1, len(samples)),
-        "rollout/repetition": mean(
-            [ngram_repetition(sample.completion.token_ids, REPETITION_NGRAM) for sample in samples]
-        ),
+        "rollout/repetition": mean([sample.repetition for sample in samples]),
     }
 
 

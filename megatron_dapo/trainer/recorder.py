@@ -14,6 +14,7 @@ from megatron_dapo.telemetry.phases import PhaseTimer
 from megatron_dapo.telemetry.progress import ProgressView, StepReport, progress_view
 from megatron_dapo.telemetry.samples import SampleWriter, choose, sample_record
 from megatron_dapo.telemetry.writers import JsonlWriter, MetricRecorder, MetricWriter, TensorBoardWriter
+from megatron_dapo.trainer.rollout import with_numbers
 from megatron_dapo.types import Group
 
 
@@ -117,7 +118,8 @@ class Recorder:
                 ]
             )
         if self._telemetry.dump_batches and train_step % self._telemetry.dump_batches == 0:
-            dump_batch(self.paths.dumps / f"step_{train_step:06d}", batch.samples, {"train_step": train_step})
+            whole = with_numbers(batch.samples, groups)  # this rank trains a share of them
+            dump_batch(self.paths.dumps / f"step_{train_step:06d}", whole, {"train_step": train_step})
 
     @property
     def num_lost(self) -> int:

@@ -1,14 +1,20 @@
-"""Generation as the loop sees it: rank 0 collects scored groups, and every rank ends up with the same train samples."""
+"""Generation as the loop sees it: rank 0 collects scored groups, and every rank ends up with the same train samples.
+
+Every rank knows each sample's length, group, reward, mask and ages: counts, advantages and plans are made of those. Tokens
+and log-probs, 8 bytes a token, stay on the ranks that pack them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import ctypes
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from megatron_dapo.data.sample_tensors import from_tensors, to_tensors
+from megatron_dapo.data.sample_tensors import critic_context_from_json
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.sglang.client import EngineError
 from megatron_dapo.engines.sglang.engine import RequestGivenUp
@@ -16,16 +22,20 @@ from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.recovery.signals import Stopped
 from megatron_dapo.rollout.batch import CollectionExhausted, RolloutBatch
-from megatron_dapo.types import Completion, CriticContext, Group, ScoredSample, TrainSample
+from megatron_dapo.types import CriticContext, Group, ScoredSample, TrainSample
 
 if TYPE_CHECKING:
     from megatron_dapo.rollout.async_collector import AsyncCollector
     from megatron_dapo.trainer.build_engines import Engines
 
 
+# Samples of a batch, without their numbers -> indices of those that this rank will pack.
+Share = Callable[[Sequence[TrainSample]], Collection[int]]
+
+
 @dataclass(frozen=True)
 class TrainBatch:
-    """One rollout batch on every rank. The fields from `rollout` on are known to rank 0 only.
+    """One rollout batch on every rank, with the numbers of its share. The fields from `rollout` on are known to rank 0 only.
 
     A batch that was interrupted or failed has no samples.
     """
@@ -58,19 +68,23 @@ class Rollout:
         self._filter_overlong = filter_overlong
         self._prefix_reuse = PrefixReuse()  # rank 0: up to the last batch
 
-    def generate(self, num_groups: int) -> TrainBatch:
+    def generate(self, num_groups: int, share: Share) -> TrainBatch:
         """Return the next rollout batch, the same samples on every rank. The verifiers score responses as they finish.
 
         A signal, and an error of the collection itself, end it on all ranks together, which can then save.
 
-        Collective. Engines on the trainer's devices sleep afterwards, until the next weight sync.
+        Collective. Engines on the trainer's devices sleep afterwards, until the next weight sync. Tokens and log-probs
+        pass every rank in chunks, and it keeps those of the samples that `share` names, see `header_of`.
         """
         collected = self._engines.engine.run_on_rank0(lambda: self._collect(num_groups))
         if (end := self._agree_on_end(collected)) is not None:
             return end  # engines stay as they are: the same signal may have reached them
         if self._engines.servers is not None:
             self._engines.servers.sleep()
-        return self._send(collected) if isinstance(collected, RolloutBatch) else self._receive()
+        if not isinstance(collected, RolloutBatch):
+            return self._receive(share)
+        release_freed_memory()
+        return self._send(collected, share)
 
     def _collect(self, num_groups: int) -> RolloutBatch | Exception:
         assert self._collector is not None, "rank 0 has the collector"
@@ -96,33 +110,69 @@ class Rollout:
         interrupted = ended["interrupted"]
         return TrainBatch([], False, ended["generation_step"], interrupted, None if interrupted else error)
 
-    def _send(self, batch: RolloutBatch) -> TrainBatch:
+    def _send(self, batch: RolloutBatch, share: Share) -> TrainBatch:
         assert self._collector is not None, "rank 0 has the collector"
-        samples = build_train_samples(batch.groups, batch.training_version, filter_overlong=self._filter_overlong)
-        # A few flat tensors and one JSON header: broadcasting samples one by one would take thousands of collectives.
-        description, tensors = to_tensors(samples)
-        facts = {"should_stop": batch.should_stop, "generation_step": self._collector.generation_step}
-        self._coordination.broadcast({"description": description, **facts})
-        broadcast_tensors(tensors)
+        facts = describe_samples(batch.groups, batch.training_version, filter_overlong=self._filter_overlong)
+        header = {"should_stop": batch.should_stop, "generation_step": self._collector.generation_step}
+        self._coordination.broadcast({"samples": facts, **header})
+        samples = [header_of(fact) for fact in facts]
+        kept = share(samples)
+        pairs = [(group, sample) for group in batch.groups for sample in group.samples]
+        for chunk in _chunks(samples) if self._coordination.size > 1 else ():
+            parts = [numbers_of(*pairs[index]) for index in chunk]
+            broadcast_tensors({name: torch.cat([part[name] for part in parts]) for name in _NUMBERS})
         reuse, self._prefix_reuse = (
             self._engines.engine.prefix_reuse - self._prefix_reuse,
             self._engines.engine.prefix_reuse,
         )
         return TrainBatch(
-            samples,
+            [replace(one, **numbers_of(*pairs[i])) if i in kept else one for i, one in enumerate(samples)],
             rollout=batch,
             generation_seconds=self._collector.generation_seconds,
             prefix_reuse=reuse,
-            **facts,
+            **header,
         )
 
-    def _receive(self) -> TrainBatch:
+    def _receive(self, share: Share) -> TrainBatch:
         header = self._coordination.broadcast(None)
-        # NCCL broadcasts on the device; packing and advantages happen on the host.
-        tensors = {name: tensor.cpu() for name, tensor in broadcast_tensors(None).items()}
-        return TrainBatch(
-            from_tensors(header["description"], tensors), header["should_stop"], header["generation_step"]
-        )
+        samples = [header_of(fact) for fact in header["samples"]]
+        kept = share(samples)
+        for chunk in _chunks(samples):
+            # NCCL broadcasts on the device; packing and advantages happen on the host.
+            received = broadcast_tensors(None)
+            lengths = {
+                "tokens": [samples[index].num_tokens for index in chunk],
+                "rollout_logprobs": [samples[index].num_response_tokens for index in chunk],
+            }
+            parts = {name: received[name].cpu().split(lengths[name]) for name in _NUMBERS}
+            for place, index in enumerate(chunk):
+                if index in kept:  # a copy: a view would keep the chunk
+                    samples[index] = replace(
+                        samples[index], **{name: numbers[place].clone() for name, numbers in parts.items()}
+                    )
+        return TrainBatch(samples, header["should_stop"], header["generation_step"])
+
+
+def release_freed_memory() -> None:
+    """Return what the allocator holds without need to the system: the buffers of thousands of answers lie between tokens."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
+
+
+_NUMBERS = ("tokens", "rollout_logprobs")
+_CHUNK_TOKENS = 1 << 23  # 64 MB: what a rank holds for a moment of the other ranks' samples
+
+
+def _chunks(samples: Sequence[TrainSample]) -> Iterator[range]:
+    """Yield the indices of samples that travel together, at least one and at most _CHUNK_TOKENS tokens."""
+    start = num_tokens = 0
+    for index, sample in enumerate(samples):
+        if num_tokens and num_tokens + sample.num_tokens > _CHUNK_TOKENS:
+            yield range(start, index)
+            start, num_tokens = index, 0
+        num_tokens += sample.num_tokens
+    if num_tokens:
+        yield range(start, len(samples))
 
 
 class _Rank0Failed(RuntimeError):
@@ -140,40 +190,87 @@ def build_train_samples(
     their group's statistics, and lose their loss mask, so their tokens leave every denominator. `training_version`: the
     policy version that is trained, for the age of each token.
     """
+    facts = describe_samples(groups, training_version, filter_overlong=filter_overlong)
+    return with_numbers([header_of(fact) for fact in facts], groups)
+
+
+def with_numbers(samples: Sequence[TrainSample], groups: Sequence[Group]) -> list[TrainSample]:
+    """Return the samples of `groups`, in their order, with tokens and log-probs, whichever of them had theirs."""
+    pairs = [(group, sample) for group in groups for sample in group.samples]
+    return [replace(one, **numbers_of(*pair)) for one, pair in zip(samples, pairs, strict=True)]
+
+
+def numbers_of(group: Group, sample: ScoredSample) -> dict[str, torch.Tensor]:
+    """Return tokens, prompt and response, and the response's log-probs, which share the completion's memory."""
+    prompt, completion = np.asarray(group.prompt.token_ids, np.int32), sample.completion
+    assert completion.num_tokens == len(completion.logprobs), (
+        f"sample {sample.sample_id}: {completion.num_tokens} response tokens but {len(completion.logprobs)} log-probs"
+    )
+    return {
+        "tokens": torch.from_numpy(np.concatenate((prompt, completion.token_ids))),
+        "rollout_logprobs": torch.from_numpy(completion.logprobs),
+    }
+
+
+def describe_samples(
+    groups: Sequence[Group], training_version: int, *, filter_overlong: bool = False
+) -> list[dict[str, Any]]:
+    """Return all facts of the samples of `groups` but their numbers, JSON-serializable; see `build_train_samples`."""
     return [
-        _train_sample(group, index, sample, training_version, filter_overlong)
+        {
+            "sample_id": sample.sample_id,
+            "group_index": index,
+            "num_tokens": len(group.prompt.token_ids) + sample.completion.num_tokens,
+            "prompt_length": len(group.prompt.token_ids),
+            "first_trained": _first_trained(sample, filter_overlong),
+            "ages": [
+                [run.end - run.start, training_version - run.version]
+                for run in sample.completion.versions
+                if run.end > run.start
+            ],
+            "critic_context": asdict(CriticContext(sample.reward, sample.score.accuracy > 0, sample.window)),
+        }
         for index, group in enumerate(groups)
         for sample in group.samples
     ]
 
 
-def _train_sample(
-    group: Group, group_index: int, sample: ScoredSample, training_version: int, filter_overlong: bool
-) -> TrainSample:
-    completion, window = sample.completion, sample.window
-    num_response = len(completion.token_ids)
-    assert num_response == len(completion.logprobs), (
-        f"sample {sample.sample_id}: {num_response} response tokens but {len(completion.logprobs)} log-probs"
-    )
-    loss_mask = torch.ones(num_response)
-    loss_mask[: window.start] = 0.0  # trained in the steps of earlier windows
-    if filter_overlong and window.is_finished and completion.is_truncated:
-        loss_mask.zero_()
+def _first_trained(sample: ScoredSample, filter_overlong: bool) -> int:
+    """Return the first response token of the loss: the window's, or none where the filter takes all."""
+    if filter_overlong and sample.window.is_finished and sample.completion.is_truncated:
+        return sample.completion.num_tokens
+    return sample.window.start  # the tokens before it were trained in the steps of earlier windows
+
+
+def header_of(fact: Mapping[str, Any]) -> TrainSample:
+    """Return a sample that is known but for its numbers: tokens and log-probs have their lengths, but no memory.
+
+    They lie on the meta device, so that using them is an error.
+    """
+    num_tokens = fact["num_tokens"]
+    num_response = num_tokens - fact["prompt_length"]
     return TrainSample(
-        sample_id=sample.sample_id,
-        group_index=group_index,
-        tokens=torch.tensor([*group.prompt.token_ids, *completion.token_ids], dtype=torch.int64),
-        prompt_length=len(group.prompt.token_ids),
-        loss_mask=loss_mask,
-        advantages=torch.zeros(num_response),  # estimated by every rank after the broadcast
-        rollout_logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
-        staleness=_staleness(completion, training_version),
-        critic_context=CriticContext(sample.reward, sample.score.accuracy > 0, window),
+        sample_id=fact["sample_id"],
+        group_index=fact["group_index"],
+        tokens=torch.empty(num_tokens, dtype=torch.int32, device="meta"),
+        prompt_length=fact["prompt_length"],
+        loss_mask=_loss_mask(num_response, fact["first_trained"]),
+        advantages=torch.zeros(1).expand(num_response),  # estimated by every rank
+        rollout_logprobs=torch.empty(num_response, device="meta"),
+        staleness=_staleness(fact["ages"]),
+        critic_context=critic_context_from_json(fact["critic_context"]),
     )
 
 
-def _staleness(completion: Completion, training_version: int) -> torch.Tensor:
-    staleness = torch.zeros(len(completion.token_ids))
-    for run in completion.versions:
-        staleness[run.start : run.end] = training_version - run.version
-    return staleness
+def _loss_mask(num_response: int, first_trained: int) -> torch.Tensor:
+    if not first_trained:
+        return torch.ones(1).expand(num_response)  # one number in memory
+    return (torch.arange(num_response) >= first_trained).float()
+
+
+def _staleness(ages: Sequence[Sequence[int]]) -> torch.Tensor | None:
+    """Return the age of each token from runs of (length, age); None where all are 0."""
+    if not any(age for _, age in ages):
+        return None
+    lengths, values = torch.tensor(ages).T
+    return values.float().repeat_interleave(lengths) if len(ages) > 1 else values.float().expand(int(lengths))

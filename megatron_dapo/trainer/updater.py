@@ -2,7 +2,7 @@
 
     samples --cut--> mini-batches --loss weights from global counts--> packed micro-batches --step--> AdamW
 
-Every rank holds all samples and computes the same plan, so ranks need not agree on anything about a batch. The counts
+Every rank knows all samples and computes the same plan, so ranks need not agree on anything about a batch. The counts
 in the loss weights are taken over the whole mini-batch before its forward pass, so no later split changes the loss.
 """
 
@@ -20,7 +20,7 @@ from megatron_dapo.algorithms.aggregation import global_denominators, sample_tok
 from megatron_dapo.config.model_schema import OptimizerConfig
 from megatron_dapo.parallel.coordination import Progress
 from megatron_dapo.parallel.mini_batch import build_micro_batches, split_mini_batches
-from megatron_dapo.parallel.packing import MicroBatchLimits
+from megatron_dapo.parallel.packing import MicroBatchLimits, plan_micro_batches
 from megatron_dapo.types import MicroBatch, TrainSample
 
 if TYPE_CHECKING:
@@ -135,12 +135,19 @@ class Updater:
         self._max_consecutive_skips = max_consecutive_skips
         self._progress = progress or Progress()
 
+    def packed_ids(self, samples: Sequence[TrainSample]) -> list[str]:
+        """Return the ids of those samples of one optimizer step that this rank packs."""
+        model = self._model
+        plan = plan_micro_batches([sample.num_tokens for sample in samples], model.layout, self._limits)
+        own = plan[model.layout.coordinates(model.rank).data]
+        return [samples[index].sample_id for part in own for index in part]
+
     def pack(self, samples: Sequence[TrainSample], loss_weights: Sequence[float] | None = None) -> MiniBatch:
         """Pack all samples of one optimizer step; `loss_weights` weigh each sample's tokens (None: no loss is computed)."""
         weights = [0.0] * len(samples) if loss_weights is None else loss_weights
         model = self._model
         data_rank = model.layout.coordinates(model.rank).data
-        # Every rank packs all samples by the same plan and keeps its own: no rank has to be told its share.
+        # Every rank plans for all samples and packs its own: no rank has to be told its share.
         micro_batches = build_micro_batches(samples, weights, model.layout, data_rank, self._limits)
         return MiniBatch(micro_batches, int(trained_tokens(samples).sum()))
 

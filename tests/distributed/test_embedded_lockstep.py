@@ -9,6 +9,7 @@ import random
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,7 +80,9 @@ def two_rounds(rank: int, directory: Path) -> None:
     rounds = [engine.run_on_rank0(lambda: collect(engine, make_requests())) for _ in range(2)]
     assert engine.policy_version == 3
     if rank == 0:
-        (directory / "rounds.json").write_text(json.dumps([[asdict(done) for done in stream] for stream in rounds]))
+        (directory / "rounds.json").write_text(
+            json.dumps([[asdict(done) for done in stream] for stream in rounds], default=np.ndarray.tolist)
+        )
 
 
 def failing_rank(rank: int, directory: Path) -> None:
@@ -129,13 +132,13 @@ def test_lockstep_gives_the_samples_of_one_engine(directory: Path) -> None:
     finished, aborted = first[: len(expected)], first[len(expected) :]
     assert sorted(done["request_id"] for done in finished) == sorted(expected)
     for done in finished:
-        assert tuple(done["token_ids"]) == expected[done["request_id"]].token_ids
+        assert done["token_ids"] == expected[done["request_id"]].token_ids.tolist()
         assert done["logprobs"] == pytest.approx(expected[done["request_id"]].logprobs, abs=1e-4)
         assert done["finish_reason"] == expected[done["request_id"]].finish_reason
         assert [v["version"] for v in done["versions"]] == [3]
     assert len(aborted) == 4
     for done in aborted:
-        assert tuple(done["token_ids"]) == expected[done["request_id"]].token_ids[: len(done["token_ids"])]
+        assert done["token_ids"] == expected[done["request_id"]].token_ids[: len(done["token_ids"])].tolist()
 
 
 @pytest.mark.timeout(180)

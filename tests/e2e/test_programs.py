@@ -27,6 +27,7 @@ TIMEOUT_S = 280.0
 RUN_BY = {
     "benchmarks/collector_waste.py": "test_collector_waste",
     "benchmarks/dapo_vs_trl.py": "test_dapo_vs_trl",
+    "benchmarks/driver_throughput.py": "test_driver_throughput",
     "benchmarks/fp8_costs.py": "test_fp8_costs",
     "benchmarks/fp8_learning.py": "test_fp8_learning",
     "benchmarks/gae.py": "test_gae",
@@ -172,6 +173,14 @@ def test_fp8_learning(repository: Path) -> None:
         assert len(figures["accuracy"]) == result["steps"] == 1, recipe
     mismatch = {recipe: figures["mismatch"][0] for recipe, figures in result["runs"].items()}
     assert mismatch["fp32"] < 1e-4 < mismatch["fp8_blockwise"] < 0.1
+
+
+def test_driver_throughput(repository: Path) -> None:
+    result = run_json(repository, "benchmarks/driver_throughput.py", "--tiny")
+    assert (result["responses"], result["tokens"], result["servers"]) == (16, 8000, 3)
+    assert min(result["cpu_us_per_token"], result["orjson_us_per_token"], result["interpreter_share"]) > 0
+    assert result["cpu_vs_orjson"] == pytest.approx(result["cpu_us_per_token"] / result["orjson_us_per_token"])
+    assert 30 < result["json_bytes_per_token"] < 60 and 3 <= result["max_files"] < 1000
 
 
 def test_gae(repository: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -19,7 +20,8 @@ from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettin
 from megatron_dapo.engines.sglang.keys import read_key
 from megatron_dapo.engines.sglang.router import RoutedClient, RouterSettings, SglangRouter, is_installed
 from megatron_dapo.engines.sglang.server import SglangServer
-from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+from megatron_dapo.engines.sglang.wire import Generation
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange, num_distinct
 
 VOCAB_SIZE = 300
 CONTEXT_LENGTH = 512
@@ -91,10 +93,21 @@ def drain(engine: SglangEngine) -> dict[str, Completion]:
     return completions
 
 
+def generate(client: SglangClient, request: GenerationRequest, rid: str) -> Generation:
+    async def answer() -> Generation:
+        async with client.open_async(1) as http:
+            return await client.generate(http, request, rid, vocab_size=VOCAB_SIZE)
+
+    return asyncio.run(answer())
+
+
 def check_equal(actual: dict[str, Completion], expected: dict[str, Completion]) -> None:
     assert set(actual) == set(expected)
     for name, done in actual.items():
-        assert (done.token_ids, done.finish_reason) == (expected[name].token_ids, expected[name].finish_reason)
+        assert (done.token_ids.tolist(), done.finish_reason) == (
+            expected[name].token_ids.tolist(),
+            expected[name].finish_reason,
+        )
         assert done.logprobs == pytest.approx(expected[name].logprobs, abs=1e-5)
 
 
@@ -110,7 +123,7 @@ def test_logprobs_are_the_models_at_the_sampled_temperature(
         expected = reference_logprobs(model, request.prompt_ids, done.token_ids, temperature or 1.0)
         assert done.logprobs == pytest.approx(expected, abs=1e-5)
     if temperature:
-        assert len({done.token_ids for done in completions.values()}) == len(requests)
+        assert num_distinct(completions.values()) == len(requests)
 
 
 def test_prompt_logprobs_are_the_models(clients: list[SglangClient], model: torch.nn.Module) -> None:
@@ -122,14 +135,15 @@ def test_prompt_logprobs_are_the_models(clients: list[SglangClient], model: torc
 
 def test_stops_and_limits(clients: list[SglangClient]) -> None:
     request = replace(make_requests(1)[0], sampling=SamplingParams(max_new_tokens=30))
-    free = clients[0].generate_now(request, "free.", vocab_size=VOCAB_SIZE)
+    free = generate(clients[0], request, "free.")
     assert len(free.token_ids) == 30 and free.finish_reason == "length" and free.weight_version == "0"
-    stop = free.token_ids[5]
-    cut = free.token_ids.index(stop) + 1
+    tokens = free.token_ids.tolist()
+    stop = tokens[5]
+    cut = tokens.index(stop) + 1
     for limit in (30, cut):
         sampling = SamplingParams(max_new_tokens=limit, stop_token_ids=(stop, 299))
-        done = clients[0].generate_now(replace(request, sampling=sampling), f"{limit}.", vocab_size=VOCAB_SIZE)
-        assert done.token_ids == free.token_ids[:cut] and done.finish_reason == "stop"
+        done = generate(clients[0], replace(request, sampling=sampling), f"{limit}.")
+        assert done.token_ids.tolist() == free.token_ids[:cut].tolist() and done.finish_reason == "stop"
 
 
 def test_the_longest_sequence_is_served_and_a_longer_one_is_not_cut_silently(clients: list[SglangClient]) -> None:
@@ -137,10 +151,10 @@ def test_the_longest_sequence_is_served_and_a_longer_one_is_not_cut_silently(cli
     request = make_requests(1)[0]
     room = CONTEXT_LENGTH - 2 - len(request.prompt_ids)
     longest = replace(request, sampling=SamplingParams(max_new_tokens=room))
-    assert len(clients[0].generate_now(longest, "longest.", vocab_size=VOCAB_SIZE).token_ids) == room
+    assert len(generate(clients[0], longest, "longest.").token_ids) == room
     longer = replace(request, sampling=SamplingParams(max_new_tokens=room + 1))
     with pytest.raises(EngineAnswerError, match=f"at {room} tokens, {room + 1} were requested"):
-        clients[0].generate_now(longer, "longer.", vocab_size=VOCAB_SIZE)
+        generate(clients[0], longer, "longer.")
 
 
 def abort_in_flight(engine: SglangEngine, requests: list[GenerationRequest]) -> list[Completion]:
@@ -164,7 +178,7 @@ def test_an_aborted_response_continues_with_the_same_tokens(engine: SglangEngine
     partial = {done.request_id: done for done in abort_in_flight(engine, requests)}
     assert "abort" in {done.finish_reason for done in partial.values()}, "nothing was left to continue"
     for name, done in partial.items():
-        assert done.token_ids == whole[name].token_ids[: len(done.token_ids)]
+        assert done.token_ids.tolist() == whole[name].token_ids[: len(done.token_ids)].tolist()
         assert done.logprobs == pytest.approx(whole[name].logprobs[: len(done.token_ids)], abs=1e-5)
     for client in clients:
         client.pause("abort")

@@ -31,6 +31,8 @@ SIDEWAYS = {
 HEAVY = {
     "megatron": {"megatron"},
     "sglang": {"engines"},
+    "aiohttp": {"engines"},
+    "simdjson": {"engines"},
     "transformer_engine": {"megatron", "ops", "doctor"},  # doctor asks it, in a process of its own
     "triton": {"ops"},
     "modelopt": set(),  # only tools/quantization imports it

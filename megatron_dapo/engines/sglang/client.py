@@ -7,11 +7,15 @@ their deadline. Weight updates never are: the weight sync decides about a repeti
 not either: the server may still be working on the first try and refuses its rid until it notices the closed connection;
 send it again under another rid.
 
+Generations go through aiohttp, whose parser is compiled: an answer of 20,000 tokens is 0.9 MB, which takes httpx five
+times the CPU. Control calls are small and block; they go through httpx.
+
 The API key goes into one header and nowhere else: no message, log line or repr shows it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import time
@@ -20,7 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import aiohttp
 import httpx
+import numpy as np
 
 from megatron_dapo.engines.sglang.deadline import DeadlineTransport
 from megatron_dapo.engines.sglang.wire import (
@@ -44,6 +50,7 @@ PAUSE_MODES = ("abort", "in_place", "retract")
 
 # Idle connections are closed well before SGLang closes them (5 s): a request never meets a closing connection.
 _KEEPALIVE_S = 2.0
+_READ_BYTES = 1 << 18  # an answer arrives in a few pieces
 _RETRY_PAUSE_S = 0.2
 _NUM_RETRIES = 3
 _MAX_QUOTED = 600  # characters of a server's message in an error
@@ -111,7 +118,7 @@ _HINTS = {
 
 
 class SglangClient:
-    """One server. Control calls block; `generate` is a coroutine for the engine's thread (`generate_now` blocks).
+    """One server. Control calls block; `generate` is a coroutine for the engine's thread.
 
     Args:
         url: http://host:port of the server (or of a router in front of several, then for `generate` alone).
@@ -137,8 +144,10 @@ class SglangClient:
         self.api_version = api_version
         # httpx hides this header wherever it prints headers.
         self._headers = httpx.Headers({"Authorization": f"Bearer {key}"} if key else {})
-        # Loopback traffic must not take the proxy an environment names.
-        self._transport = DeadlineTransport(trust_env=False, limits=self._limits(8))
+        # Loopback traffic must not take the proxy an environment names; reading certificates takes 0.1 s for each of many
+        # servers, and plain HTTP needs none.
+        is_encrypted = self.url.startswith("https://")
+        self._transport = DeadlineTransport(trust_env=False, verify=is_encrypted, limits=self._limits(8))
         self._http = httpx.Client(headers=self._headers, trust_env=False, transport=self._transport)
 
     def __repr__(self) -> str:
@@ -155,33 +164,33 @@ class SglangClient:
 
     # Generation
 
-    def open_async(self, max_connections: int) -> httpx.AsyncClient:
+    def open_async(self, max_connections: int) -> aiohttp.ClientSession:
         """Connections for `generate`, to be opened and closed in the event loop that uses them."""
-        return httpx.AsyncClient(headers=self._headers, trust_env=False, limits=self._limits(max_connections))
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=_KEEPALIVE_S),
+            headers=dict(self._headers),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=_READ_BYTES,
+        )
 
     async def generate(
-        self, http: httpx.AsyncClient, request: GenerationRequest, rid: str, *, vocab_size: int
+        self, http: aiohttp.ClientSession, request: GenerationRequest, rid: str, *, vocab_size: int
     ) -> Generation:
         """Generate one response (or its rest, behind a prefix).
 
         `rid` names it on the server, among those running and for `abort`; aborting a rid aborts every rid that begins
         with it, so no rid may begin another. The caller bounds the wait. Raises EngineError.
         """
-        # httpx's read timeout would cut off a request that waits in the server's queue.
-        timeout = httpx.Timeout(None, connect=self.timeouts.connect_s)
+        # Any other timeout would cut off a request that waits in the server's queue.
+        timeout = aiohttp.ClientTimeout(sock_connect=self.timeouts.connect_s)
+        status, body = await self._exchange(
+            http, "POST /generate", self.timeouts.generate_s, timeout, json=generate_body(request, rid)
+        )
+        if status == 499:  # aborted before it reached the scheduler: nothing was generated
+            return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", "")
         with self._errors("POST /generate", self.timeouts.generate_s):
-            response = await http.post(self.url + "/generate", json=generate_body(request, rid), timeout=timeout)
-            if response.status_code == 499:  # aborted before it reached the scheduler: nothing was generated
-                return Generation((), (), "abort", "")
-            answer = self._answer("POST /generate", response)
-            return parse_generation(answer, request, vocab_size=vocab_size)
-
-    def generate_now(self, request: GenerationRequest, rid: str, *, vocab_size: int) -> Generation:
-        """`generate`, waiting for the answer."""
-        body = generate_body(request, rid)
-        answer = self._call("POST /generate", body, self.timeouts.generate_s)
-        with self._errors("POST /generate", self.timeouts.generate_s):
-            return parse_generation(answer, request, vocab_size=vocab_size)
+            self._check_status("POST /generate", status, body.decode(errors="replace") if status != 200 else "")
+            return parse_generation(body, request, vocab_size=vocab_size)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token_ids[t] | token_ids[:t]) for t = 1 .. N-1 at temperature 1: what the parity probe compares."""
@@ -205,11 +214,16 @@ class SglangClient:
         """
         self._call("GET /health", None, self.timeouts.health_s)
 
-    async def probe(self, http: httpx.AsyncClient) -> None:
+    async def probe(self, http: aiohttp.ClientSession) -> None:
         """`health` in an event loop."""
-        with self._errors("GET /health", self.timeouts.health_s):
-            response = await http.get(self.url + "/health", timeout=self._timeout(self.timeouts.health_s))
-            self._answer("GET /health", response)
+        await self.get(http, "/health", self.timeouts.health_s)
+
+    async def get(self, http: aiohttp.ClientSession, path: str, seconds: float) -> bytes:
+        """Return the answer to GET `path` in an event loop; EngineError where it is not 200 within `seconds`."""
+        timeout = aiohttp.ClientTimeout(seconds, sock_connect=min(self.timeouts.connect_s, seconds))
+        status, body = await self._exchange(http, f"GET {path}", seconds, timeout)
+        self._check_status(f"GET {path}", status, body.decode(errors="replace"))
+        return body
 
     def server_info(self) -> dict[str, Any]:
         """The server's arguments and sizes; `version` is SGLang's."""
@@ -329,12 +343,31 @@ class SglangClient:
                     raise
             time.sleep(_RETRY_PAUSE_S)
 
+    async def _exchange(
+        self,
+        http: aiohttp.ClientSession,
+        endpoint: str,
+        deadline: float,
+        timeout: aiohttp.ClientTimeout,
+        **options: Any,
+    ) -> tuple[int, bytes]:
+        """Return the status and the whole body of one answer, in an event loop."""
+        method, path = endpoint.split()
+        with self._errors(endpoint, deadline):
+            async with http.request(
+                method, self.url + path, timeout=timeout, allow_redirects=False, **options
+            ) as response:
+                return response.status, await response.read()
+
+    def _check_status(self, endpoint: str, status: int, text: str) -> None:
+        if status != 200:
+            hint = _HINTS.get(status, "see the server's log")
+            problem = f"HTTP {status}: {self._quoted(text)}; {hint}"
+            raise EngineHttpError(self.name, endpoint, status, problem)
+
     def _answer(self, endpoint: str, response: httpx.Response) -> Any:
         """The JSON of a good answer (None where there is none); EngineHttpError otherwise."""
-        if response.status_code != 200:
-            hint = _HINTS.get(response.status_code, "see the server's log")
-            problem = f"HTTP {response.status_code}: {self._quoted(response.text)}; {hint}"
-            raise EngineHttpError(self.name, endpoint, response.status_code, problem)
+        self._check_status(endpoint, response.status_code, response.text if response.status_code != 200 else "")
         if not response.headers.get("content-type", "").startswith("application/json"):
             return None
         answer = response.json()
@@ -351,23 +384,23 @@ class SglangClient:
 
     @contextmanager
     def _errors(self, endpoint: str, deadline: float) -> Iterator[None]:
-        """Turn what httpx and the parsers raise into EngineError. The chain is cut: it adds nothing but noise."""
+        """Turn what httpx, aiohttp and the parsers raise into EngineError. The chain is cut: it adds nothing but noise."""
         try:
             yield
-        except httpx.ConnectTimeout:
+        except (httpx.ConnectTimeout, aiohttp.ConnectionTimeoutError):
             problem = f"no connection within {min(self.timeouts.connect_s, deadline):g} s; is the host reachable?"
             raise EngineTimeout(self.name, endpoint, problem) from None
-        except httpx.TimeoutException:
+        except (httpx.TimeoutException, asyncio.TimeoutError):
             problem = f"no answer within {deadline:g} s: it hangs or is overloaded; see its log, or raise the deadline"
             raise EngineTimeout(self.name, endpoint, problem) from None
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, aiohttp.ClientConnectorError) as error:
             problem = f"connection refused ({error}): the server has ended or never came up; see its log"
             raise EngineGone(self.name, endpoint, problem) from None
-        except httpx.TransportError as error:
+        except (httpx.TransportError, aiohttp.ClientError) as error:
             lost = f"connection lost before the answer ({type(error).__name__}: {error})"
             raise EngineGone(self.name, endpoint, f"{lost}: the server has ended; see its log") from None
         except (AnswerError, UnicodeDecodeError) as error:
-            raise EngineAnswerError(self.name, endpoint, f"unexpected answer: {error}") from None
+            raise EngineAnswerError(self.name, endpoint, f"unexpected answer: {self._quoted(str(error))}") from None
         except ValueError as error:  # what a broken JSON document raises
             raise EngineAnswerError(self.name, endpoint, f"the answer is no JSON: {error}") from None
 

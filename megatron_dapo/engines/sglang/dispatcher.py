@@ -12,7 +12,7 @@ import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
-import httpx
+import aiohttp
 
 from megatron_dapo.engines.sglang.client import EngineError, EngineTimeout, SglangClient
 from megatron_dapo.engines.sglang.wire import Generation
@@ -64,7 +64,7 @@ class HttpDispatcher:
         self._arrived: queue.SimpleQueue[Outcome | Probed] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by attempt, in the loop's thread
         self._background: set[asyncio.Task[None]] = set()  # keeps probes from being collected
-        self._connections: dict[SglangClient, httpx.AsyncClient] = {}
+        self._connections: dict[SglangClient, aiohttp.ClientSession] = {}
         self._answered_at: dict[SglangClient, float] = {}  # last answer of each server, on the loop's clock
         self._loop = asyncio.new_event_loop()
         # A daemon: a process that ends by an error does not wait for answers.
@@ -122,7 +122,7 @@ class HttpDispatcher:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _http(self, client: SglangClient) -> httpx.AsyncClient:
+    def _http(self, client: SglangClient) -> aiohttp.ClientSession:
         if client not in self._connections:
             self._connections[client] = client.open_async(self._max_connections)
         return self._connections[client]
@@ -169,7 +169,7 @@ class HttpDispatcher:
     async def _close(self, client: SglangClient) -> None:
         self._answered_at.pop(client, None)
         if connections := self._connections.pop(client, None):
-            await connections.aclose()
+            await connections.close()
 
     async def _shut_down(self) -> None:
         tasks = [*self._tasks.values(), *self._background]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import logging
 import resource
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from megatron_dapo.engines.base import (
     behind_prefix,
     check_request,
     check_request_ids,
-    context_of,
+    context_length,
     is_complete,
 )
 from megatron_dapo.engines.sglang.client import (
@@ -324,7 +325,7 @@ class SglangEngine:
     def _cost(self, request: GenerationRequest) -> int:
         """Tokens a request is expected to keep in a server's cache when it ends."""
         longest = request.sampling.max_new_tokens
-        so_far = len(request.prefix.token_ids) if request.prefix else 0
+        so_far = request.prefix.num_tokens if request.prefix else 0
         expected = min(longest, max(so_far + 1, self._mean_length)) if self._mean_length else longest
         return len(request.prompt_ids) + int(expected)
 
@@ -365,7 +366,7 @@ class SglangEngine:
 
     def _handle_generation(self, attempt: _InFlight, generation: Generation) -> None:
         job, expected = attempt.job, str(attempt.version)
-        if generation.token_ids and generation.weight_version != expected:  # the label of `update_weight_version`
+        if len(generation.token_ids) and generation.weight_version != expected:  # the label of `update_weight_version`
             problem = EngineAnswerError(
                 attempt.server.client.name,
                 "POST /generate",
@@ -390,7 +391,7 @@ class SglangEngine:
         self._ready.append((job.order, completion))
 
     def _count(self, request: GenerationRequest, generation: Generation) -> None:
-        counts, num_read = self.statistics, len(context_of(request))
+        counts, num_read = self.statistics, context_length(request)
         counts.num_tokens += len(generation.token_ids)
         if request.prefix is not None:
             counts.prefix_reuse += PrefixReuse(num_read, generation.num_cached)
@@ -491,8 +492,13 @@ class SglangEngine:
 
 
 def _affordable_connections(num_servers: int) -> int:
-    """Return how many requests may be in flight at each server within this process's limit of open files."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    """Return how many requests may be in flight at each server within this process's limit of open files, which is raised to
+    the hard limit: each request waits on a connection of its own.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     return max(1, (limit - _RESERVED_FILES) // num_servers - _SPARE_CONNECTIONS)
 
 

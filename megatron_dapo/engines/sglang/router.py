@@ -11,6 +11,7 @@ also keeps the responses of one prompt together; that is the default.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 
 from megatron_dapo.engines.sglang.client import EngineError, EngineGone, EngineHttpError, SglangClient, Timeouts
@@ -173,11 +175,11 @@ class RoutedClient(SglangClient):
             except EngineGone:
                 continue
 
-    async def probe(self, http: httpx.AsyncClient) -> None:
+    async def probe(self, http: aiohttp.ClientSession) -> None:
         """EngineError where the router is gone or has no healthy server left."""
+        body = await self.get(http, "/workers", self.timeouts.health_s)
         with self._errors("GET /workers", self.timeouts.health_s):
-            response = await http.get(self.url + "/workers", timeout=self._timeout(self.timeouts.health_s))
-            workers = (self._answer("GET /workers", response) or {}).get("workers", [])
+            workers = json.loads(body).get("workers", [])
         if not any(worker.get("is_healthy") for worker in workers):
             problem = f"none of its {len(workers)} servers is healthy; see their logs"
             raise EngineGone(self.name, "GET /workers", problem)

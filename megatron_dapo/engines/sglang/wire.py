@@ -15,9 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from megatron_dapo.engines.base import context_of, max_new_tokens_of
+import numpy as np
+import simdjson
+
+from megatron_dapo.engines.base import context_length, context_of, max_new_tokens_of, stops_before_the_end
 from megatron_dapo.types import FinishReason, GenerationRequest, SamplingParams
 
 # log(softmax) in float32 may end a rounding error above 0.
@@ -30,12 +33,12 @@ class AnswerError(ValueError):
     """A server's answer does not fit the request."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generation:
     """One answer of /generate, validated."""
 
-    token_ids: tuple[int, ...]  # N new tokens, the stop token included
-    logprobs: tuple[float, ...]  # N, at the sampled temperature
+    token_ids: np.ndarray  # [N] int32, the new tokens, the stop token included
+    logprobs: np.ndarray  # [N] float32, at the sampled temperature
     finish_reason: FinishReason
     weight_version: str  # the server's own label of its weights when it answered, "" where it gave none
     num_cached: int = 0  # tokens it read whose keys and values were in its prefix cache
@@ -78,70 +81,146 @@ def sampling_body(sampling: SamplingParams, max_new_tokens: int, seed: int) -> d
     }
 
 
-def parse_generation(answer: Any, request: GenerationRequest, *, vocab_size: int) -> Generation:
-    """The answer to `request`, or AnswerError saying what is wrong with it."""
-    meta = _mapping(_mapping(answer, "the answer").get("meta_info"), "meta_info")
-    token_ids = _token_ids(answer.get("output_ids"), vocab_size)
-    logprobs = _logprobs(meta.get("output_token_logprobs"), token_ids)
-    num_read = len(context_of(request))
-    _check_count(meta.get("prompt_tokens"), num_read, "prompt tokens read")
-    _check_count(meta.get("completion_tokens"), len(token_ids), "completion tokens counted")
-    reason = _finish_reason(meta.get("finish_reason"), token_ids, request)
-    num_cached = _num_cached(meta.get("cached_tokens"), num_read)
-    return Generation(token_ids, logprobs, reason, str(meta.get("weight_version") or ""), num_cached)
+def parse_generation(body: bytes, request: GenerationRequest, *, vocab_size: int) -> Generation:
+    """Return the answer to `request` in the bytes of its JSON, or raise AnswerError saying what is wrong with it.
+
+    The numbers go from the parser's buffers into arrays: no Python object is made of any token.
+    """
+    text = bytearray(body)
+    try:
+        num_entries = _fill_nulls(text)
+        # A parser of its own for each answer: values of one refer to it for as long as they live.
+        answer = _object(simdjson.Parser().parse(text), "the answer")
+        if answer.get("success") is False:
+            raise AnswerError(f"success: false: {str(answer.get('message'))[:600]}; see the server's log")
+        meta = _object(answer.get("meta_info"), "meta_info")
+        token_ids = _token_ids(answer.get("output_ids"), text, vocab_size)
+        logprobs = _logprobs(meta.get("output_token_logprobs"), num_entries, token_ids)
+        num_read = context_length(request)
+        _check_count(meta.get("prompt_tokens"), num_read, "prompt tokens read")
+        _check_count(meta.get("completion_tokens"), len(token_ids), "completion tokens counted")
+        reason = _finish_reason(meta.get("finish_reason"), token_ids, request)
+        num_cached = _num_cached(meta.get("cached_tokens"), num_read)
+        version = meta.get("weight_version", "")
+        if not isinstance(version, str):
+            raise AnswerError(f"weight_version is no text but {type(version).__name__}")
+        return Generation(token_ids, logprobs, reason, version, num_cached)
+    except AnswerError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:  # the parser's own
+        raise AnswerError(f"it is no JSON of this form ({error}): {_quoted(body, 0)}") from None
+
+
+_OUTPUT_IDS = b'"output_ids":['
+_LOGPROBS = b'"output_token_logprobs":['
+_ENTRY_END, _LAST_END = b",null],[", b",null]]"
+# As long as "null", and neither a log-prob (they are at most MAX_LOGPROB) nor a token id (they are whole).
+_FILL = b"0.5 "
+
+
+def _fill_nulls(text: bytearray) -> int:
+    """Put a number in the place of null in the [log-prob, token id, null] of SGLang's compact JSON; return their count.
+
+    The parser flattens lists of numbers alone into a buffer. This function has seen that as many lists end in null and
+    that there is no other list among them; where every third number of the buffer is the one put in, no list can then
+    have another length than three.
+    """
+    start = text.find(_LOGPROBS) + len(_LOGPROBS) - 1
+    if start < len(_LOGPROBS) or text[start + 1 : start + 2] == b"]":
+        return 0  # none, or an empty list
+    characters = np.frombuffer(text, np.uint8)
+    # Words of 8 and of 4 bytes, one at every byte.
+    ends = np.ndarray((max(0, len(text) - 7),), "<u8", text, strides=(1,))
+    fills = np.ndarray((max(0, len(text) - 3),), "<u4", text, strides=(1,))
+    nulls = start + np.flatnonzero(characters[start:] == ord("n"))
+    is_end = ends.take(nulls - 1, mode="clip") == int.from_bytes(_ENTRY_END, "little")
+    num_entries = int(is_end.argmin()) + 1 if is_end.size else 0
+    last = int(nulls[num_entries - 1]) if num_entries else 0
+    if text[last - 1 : last - 1 + len(_LAST_END)] != _LAST_END:
+        problem = _quoted(text, int(nulls[num_entries - 2]) + 6 if num_entries > 1 else start)
+        raise AnswerError(
+            f"log-prob {max(0, num_entries - 1)} is no [log-prob, token id, null] in compact JSON: {problem}; "
+            "where the log-prob is null, the served policy has diverged"
+        )
+    if np.count_nonzero(characters[start:last] == ord("[")) != num_entries + 1:
+        raise AnswerError(f"log-probs are no list of {num_entries} [log-prob, token id, null]: {_quoted(text, start)}")
+    fills[nulls[:num_entries]] = int.from_bytes(_FILL, "little")
+    return num_entries
+
+
+def _quoted(text: bytes, start: int) -> str:
+    return repr(bytes(text[start : start + 60]))[1:]
 
 
 def parse_prompt_logprobs(answer: Any, token_ids: Sequence[int]) -> list[float]:
     """log p(token_ids[t] | token_ids[:t]) for t = 1 .. N-1 from the answer to a request for prompt log-probs."""
-    meta = _mapping(_mapping(answer, "the answer").get("meta_info"), "meta_info")
-    entries = meta.get("input_token_logprobs")
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    entries = meta.get("input_token_logprobs") if isinstance(meta, Mapping) else None
     if not isinstance(entries, list) or len(entries) != len(token_ids):
-        raise AnswerError(f"{_length(entries)} prompt log-probs for {len(token_ids)} prompt tokens")
-    return list(_logprobs(_shown_as_they_are(entries[1:], token_ids[1:]), token_ids[1:]))
-
-
-def _shown_as_they_are(entries: list[Any], token_ids: Sequence[int]) -> list[Any]:
-    """Prompt entries with their token ids. SGLang (0.5.17) shows the highest id of the vocabulary, which stands for
-    images in other models, as 0; the log-prob is that of the token itself."""
+        found = len(entries) if isinstance(entries, list) else "no"
+        raise AnswerError(f"{found} prompt log-probs for {len(token_ids)} prompt tokens")
+    # SGLang (0.5.17) shows the highest id of the vocabulary, which stands for images in other models, as 0; the log-prob is
+    # that of the token itself.
     highest = max(token_ids)
-    return [
-        [entry[0], token, *entry[2:]] if isinstance(entry, list) and entry[1:2] == [0] and token == highest else entry
-        for entry, token in zip(entries, token_ids, strict=True)
-    ]
-
-
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise AnswerError(f"{what} is no JSON object but {type(value).__name__}")
-    return value
-
-
-def _length(value: Any) -> str:
-    return str(len(value)) if isinstance(value, list) else "no"
-
-
-def _token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
-    if not isinstance(value, list) or any(type(token) is not int for token in value):
-        raise AnswerError("output_ids is no list of integers")
-    if value and not (0 <= min(value) and max(value) < vocab_size):
-        raise AnswerError(
-            f"output ids span {min(value)}..{max(value)}, but the model's vocabulary is 0..{vocab_size - 1}: "
-            "the server serves another model"
-        )
-    return tuple(value)
-
-
-def _logprobs(entries: Any, token_ids: Sequence[int]) -> tuple[float, ...]:
-    """Log-probs from SGLang's [log-prob, token id, text] triples, which must belong to `token_ids`."""
-    if not isinstance(entries, list) or len(entries) != len(token_ids):
-        raise AnswerError(f"{_length(entries)} log-probs for {len(token_ids)} tokens")
-    for index, (entry, token) in enumerate(zip(entries, token_ids, strict=True)):
-        if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
+    for index, (entry, token) in enumerate(zip(entries[1:], token_ids[1:], strict=True)):
+        if not isinstance(entry, list) or len(entry) < 2 or (entry[1] != token and (entry[1], token) != (0, highest)):
             raise AnswerError(f"log-prob {index} is {str(entry)[:60]}, not one of token {token}")
         value = entry[0]
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value > MAX_LOGPROB:
             raise AnswerError(f"log-prob {index} (token {token}) is {value}: the served policy has diverged")
-    return tuple(float(entry[0]) for entry in entries)
+    return [float(entry[0]) for entry in entries[1:]]
+
+
+def _object(value: Any, what: str) -> simdjson.Object:
+    if not isinstance(value, simdjson.Object):
+        raise AnswerError(f"{what} is no JSON object but {type(value).__name__}")
+    return value
+
+
+def _numbers(value: Any, of_type: Literal["i", "d"], what: str) -> np.ndarray:
+    """Return the numbers of a parsed list, those of its lists one after the other, as int64 or float64."""
+    if not isinstance(value, simdjson.Array):
+        raise AnswerError(f"{what} is no list but {type(value).__name__}")
+    if not len(value):
+        return np.zeros(0, of_type)
+    try:
+        return np.frombuffer(value.as_buffer(of_type=of_type), {"i": np.int64, "d": np.float64}[of_type])
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise AnswerError(f"{what} is no list of {'integers' if of_type == 'i' else 'numbers'} ({error})") from None
+
+
+def _token_ids(value: Any, text: bytearray, vocab_size: int) -> np.ndarray:
+    token_ids = _numbers(value, "i", "output_ids")
+    # The parser flattens lists of lists.
+    start = text.find(_OUTPUT_IDS) + len(_OUTPUT_IDS)
+    if text.count(_OUTPUT_IDS) != 1 or text.find(b"[", start, text.find(b"]", start)) >= 0:
+        raise AnswerError(f"output_ids is no list of integers in compact JSON: {_quoted(text, max(0, start))}")
+    if len(token_ids) and not (0 <= token_ids.min() and token_ids.max() < vocab_size):
+        raise AnswerError(
+            f"output ids span {token_ids.min()}..{token_ids.max()}, but the model's vocabulary is 0..{vocab_size - 1}: "
+            "the server serves another model"
+        )
+    return token_ids.astype(np.int32)
+
+
+def _logprobs(value: Any, num_entries: int, token_ids: np.ndarray) -> np.ndarray:
+    """Return the log-probs of SGLang's triples after `_fill_nulls`, which must belong to `token_ids`."""
+    numbers = _numbers(value, "d", "output_token_logprobs")
+    if not num_entries == len(value) == len(token_ids):
+        raise AnswerError(f"{len(value)} log-probs for {len(token_ids)} tokens")
+    if len(numbers) != 3 * num_entries or (numbers[2::3] != float(_FILL)).any():
+        raise AnswerError(f"log-probs are no list of {num_entries} [log-prob, token id, null]")
+    if (strange := numbers[1::3] != token_ids).any():
+        index = int(strange.argmax())
+        raise AnswerError(f"log-prob {index} is of token {numbers[3 * index + 1]:g}, not of token {token_ids[index]}")
+    with np.errstate(over="ignore"):
+        logprobs = numbers[0::3].astype(np.float32)
+    if (bad := ~(np.isfinite(logprobs) & (numbers[0::3] <= MAX_LOGPROB))).any():
+        index = int(bad.argmax())
+        raise AnswerError(
+            f"log-prob {index} (token {token_ids[index]}) is {numbers[3 * index]}: the served policy has diverged"
+        )
+    return logprobs
 
 
 def _check_count(value: Any, expected: int, what: str) -> None:
@@ -159,26 +238,26 @@ def _num_cached(value: Any, num_read: int) -> int:
     return value
 
 
-def _finish_reason(value: Any, token_ids: tuple[int, ...], request: GenerationRequest) -> FinishReason:
-    reason = _mapping(value, "finish_reason")
+def _finish_reason(value: Any, token_ids: np.ndarray, request: GenerationRequest) -> FinishReason:
+    reason = _object(value, "finish_reason")
     kind = reason.get("type")
     if kind not in ("stop", "length", "abort"):
         raise AnswerError(f"unknown finish reason {kind!r}; there are stop, length, abort")
-    stops = set(request.sampling.stop_token_ids)
     num_left = max_new_tokens_of(request)
     if len(token_ids) > num_left:
         raise AnswerError(f"{len(token_ids)} tokens, at most {num_left} were requested")
-    if behind := stops.intersection(token_ids[:-1]):
-        raise AnswerError(f"the response continues behind the stop ids {sorted(behind)}")
+    if behind := stops_before_the_end(request.sampling, token_ids):
+        raise AnswerError(f"the response continues behind the stop ids {behind}")
     # SGLang reports not-a-number logits as a stop by text, which no request wants.
-    if kind == "stop" and (not token_ids or reason.get("matched") != token_ids[-1]):
-        raise AnswerError(f"stopped at {reason.get('matched')!r}, which is not the last token")
+    matched = reason.get("matched")
+    if kind == "stop" and (not len(token_ids) or type(matched) is not int or matched != token_ids[-1]):
+        raise AnswerError(f"stopped at {matched!r}, which is not the last token")
     if kind == "length" and len(token_ids) != num_left:
         raise AnswerError(
             f"stopped for its length at {len(token_ids)} tokens, {num_left} were requested: "
             "raise the server's context_length or max_total_tokens"
         )
     # SGLang tests the length before the stop ids, and an abort before either.
-    if token_ids and token_ids[-1] in stops:
+    if len(token_ids) and token_ids[-1] in request.sampling.stop_token_ids:
         return "stop"
     return "length" if kind == "abort" and len(token_ids) == num_left else kind

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from megatron_dapo.engines.base import PrefixReuse
 from megatron_dapo.engines.embedded import EmbeddedEngine, EmbeddedEngineSettings
 from megatron_dapo.proof.oracle import stored_tensors
-from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange
+from megatron_dapo.types import Completion, GenerationRequest, SamplingParams, VersionRange, num_distinct
 
 SIZES = {
     "vocab_size": 61,
@@ -147,7 +147,7 @@ def test_greedy_equals_generate() -> None:
             tokens = model.generate(
                 torch.tensor([request.prompt_ids]), do_sample=False, max_new_tokens=24, eos_token_id=2, pad_token_id=0
             )
-        assert completions[request.request_id].token_ids == tuple(tokens[0, len(request.prompt_ids) :].tolist())
+        assert completions[request.request_id].token_ids.tolist() == tokens[0, len(request.prompt_ids) :].tolist()
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 64])
@@ -164,7 +164,7 @@ def test_a_sample_depends_on_its_seed_not_on_its_batch(num_slots: int) -> None:
     engine.submit(shuffled[7:])
     actual |= drain(engine)
     for request_id, completion in alone.items():
-        assert actual[request_id].token_ids == completion.token_ids
+        assert actual[request_id].token_ids.tolist() == completion.token_ids.tolist()
         assert actual[request_id].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
 
 
@@ -196,7 +196,7 @@ def test_group_members_differ_and_share_one_prefill(monkeypatch: pytest.MonkeyPa
     # 10 rows over 4 slots: the second wave finds rows of the first one gone, so it may prefill again, but never once a
     # row.
     assert len(prefilled) <= 3
-    assert len({completion.token_ids for completion in completions.values()}) == 10
+    assert num_distinct(completions.values()) == 10
     for index in range(10):
         check_against_forward(
             model, GenerationRequest(str(index), prompt, sampling, seed=index), completions[str(index)]
@@ -218,7 +218,7 @@ def test_a_weight_update_in_the_middle_gives_two_version_ranges() -> None:
     assert completions["a"].versions == (VersionRange(0, 5, 0), VersionRange(5, 12, 7))
     before = make_engine(old)
     before.submit([request])
-    assert completions["a"].token_ids[:5] == drain(before)["a"].token_ids[:5]
+    assert completions["a"].token_ids[:5].tolist() == drain(before)["a"].token_ids[:5].tolist()
     # A later request with the same prompt must not inherit keys and values of the old weights.
     assert completions["b"].versions == (VersionRange(0, 12, 7),)
     check_against_forward(new, late, completions["b"])
@@ -241,13 +241,14 @@ def test_abort_returns_partials_and_a_resumed_prefix_continues_the_same_sample()
     for request in requests:
         part = partials[request.request_id]
         assert part.finish_reason == "abort" and part.is_truncated
-        assert part.token_ids == expected[request.request_id].token_ids[: len(part.token_ids)]
+        assert part.token_ids.tolist() == expected[request.request_id].token_ids[: len(part.token_ids)].tolist()
         assert len(part.logprobs) == len(part.token_ids) == sum(r.end - r.start for r in part.versions)
         rest = SamplingParams(max_new_tokens=40 - len(part.token_ids))
-        resumed.append(replace(request, prompt_ids=request.prompt_ids + part.token_ids, sampling=rest))
+        resumed.append(replace(request, prompt_ids=(*request.prompt_ids, *part.token_ids.tolist()), sampling=rest))
     engine.submit(resumed)
     for request_id, completion in drain(engine).items():
-        assert partials[request_id].token_ids + completion.token_ids == expected[request_id].token_ids
+        joined = [*partials[request_id].token_ids, *completion.token_ids]
+        assert joined == expected[request_id].token_ids.tolist()
 
 
 @pytest.mark.parametrize("num_slots", [3, 64])
@@ -273,7 +274,7 @@ def test_a_response_continued_twice_equals_the_uninterrupted_one(num_slots: int)
     completions |= drain(engine)
     for request in requests:
         done, alone = completions[request.request_id], expected[request.request_id]
-        assert (done.token_ids, done.finish_reason) == (alone.token_ids, alone.finish_reason)
+        assert (done.token_ids.tolist(), done.finish_reason) == (alone.token_ids.tolist(), alone.finish_reason)
         assert done.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
         assert [v.start for v in done.versions] == [0, *(v.end for v in done.versions[:-1])]
         assert done.versions[-1].end == len(done.token_ids)
@@ -307,10 +308,10 @@ def test_a_complete_prefix_is_returned_unchanged() -> None:
     engine.submit(requests)
     assert engine.num_unfinished == 2
     completions = engine.poll()
-    assert {done.finish_reason: done.token_ids for done in completions} == cases
+    assert {done.finish_reason: tuple(done.token_ids) for done in completions} == cases
     assert engine.num_unfinished == 0
     engine.submit(requests)
-    assert {done.finish_reason: done.token_ids for done in engine.abort()} == cases
+    assert {done.finish_reason: tuple(done.token_ids) for done in engine.abort()} == cases
 
 
 def test_an_aborted_request_that_never_ran_keeps_its_prefix() -> None:
@@ -348,7 +349,7 @@ def test_stop_ids_of_different_width_and_a_stop_at_the_limit() -> None:
     engine = make_engine(model)
     free = SamplingParams(max_new_tokens=20)
     engine.submit([GenerationRequest("free", (7, 8, 9), free, seed=11)])
-    response = drain(engine)["free"].token_ids
+    response = drain(engine)["free"].token_ids.tolist()
     third = response[2]
     engine.submit(
         [
@@ -363,8 +364,8 @@ def test_stop_ids_of_different_width_and_a_stop_at_the_limit() -> None:
     )
     completions = drain(engine)
     cut = response.index(third) + 1
-    assert completions["many"].token_ids == response[:cut] and completions["many"].finish_reason == "stop"
-    assert completions["none"].token_ids == response and completions["none"].finish_reason == "length"
+    assert completions["many"].token_ids.tolist() == response[:cut] and completions["many"].finish_reason == "stop"
+    assert completions["none"].token_ids.tolist() == response and completions["none"].finish_reason == "length"
     assert completions["edge"].finish_reason == "stop"
 
 

@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.rollout.batch import CollectProgress
@@ -66,7 +68,7 @@ class FakeEngine:
         if prefix is None:
             return []
         assert prefix.finish_reason == "abort" and 0 < len(prefix.token_ids) < response_length(request.seed)
-        assert prefix.token_ids == response(request)[: len(prefix.token_ids)]
+        assert prefix.token_ids.tolist() == list(response(request)[: len(prefix.token_ids)])
         return [run.version for run in prefix.versions for _ in range(run.start, run.end)]
 
     def poll(self) -> list[Completion]:
@@ -173,7 +175,8 @@ class World:
         return self.settings.max_staleness
 
     def checkpoint(self) -> str:
-        return json.dumps({"collector": self.collector.state_dict(), "version": self.engine.policy_version})
+        state = {"collector": self.collector.state_dict(), "version": self.engine.policy_version}
+        return json.dumps(state, default=np.ndarray.tolist)
 
     def restart(self, checkpoint: str, **changes: object) -> World:
         state = json.loads(checkpoint)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_dapo.rollout.async_collector import AsyncCollector, State
@@ -137,8 +138,8 @@ def test_a_collection_spans_an_update_and_continues_with_the_new_weights(make_wo
     assert ages(first) == {0} and ages(second) == {0, 1} and second.statistics.num_continued > 0
     for batch in (first, second):
         expected = plain.collector.collect(4)
-        assert [[s.completion.token_ids for s in g.samples] for g in batch.groups] == [
-            [s.completion.token_ids for s in g.samples] for g in expected.groups
+        assert [[s.completion.token_ids.tolist() for s in g.samples] for g in batch.groups] == [
+            [s.completion.token_ids.tolist() for s in g.samples] for g in expected.groups
         ]
 
 
@@ -177,7 +178,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(make_world: Callable,
                 calls[call]()
         state = rollout.state_dict()
     later = make_world([0.5] * 400, max_staleness=1, partial_rollout=True, version=1)
-    later.collector.load_state_dict(json.loads(json.dumps(state)))
+    later.collector.load_state_dict(json.loads(json.dumps(state, default=np.ndarray.tolist)))
     accounting = later.collector.accounting()
     assert accounting.is_balanced and accounting.trained == 4 and accounting.buffered + accounting.unfinished > 0
 
@@ -217,7 +218,7 @@ def test_a_state_taken_at_any_time_is_a_consistent_cut(make_world: Callable, tri
                     break
                 version += 1
                 publish(world, rollout, version)
-            state = json.loads(json.dumps(rollout.state_dict()))
+            state = json.loads(json.dumps(rollout.state_dict(), default=np.ndarray.tolist))
             rollout.next_batch(5)  # never trained: the process dies
         if is_over:
             break

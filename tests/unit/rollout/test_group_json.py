@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from megatron_dapo.rollout.serialization import group_from_json, group_to_json
@@ -19,7 +20,9 @@ def group(window: Window) -> Group:
 
 @pytest.mark.parametrize("window", [Window(), Window(2, False), Window(2, True)])
 def test_a_group_is_restored_with_its_windows(window: Window) -> None:
-    assert group_from_json(json.loads(json.dumps(group_to_json(group(window))))) == group(window)
+    assert group_from_json(json.loads(json.dumps(group_to_json(group(window)), default=np.ndarray.tolist))) == group(
+        window
+    )
 
 
 def test_a_group_saved_without_windows_has_one_window() -> None:

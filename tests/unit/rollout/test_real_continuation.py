@@ -78,7 +78,7 @@ def test_responses_stopped_at_random_are_those_of_an_undisturbed_run(make_world:
     spans = set()
     for before, after in zip(expected.groups, actual.groups, strict=True):
         for one, two in zip(before.samples, after.samples, strict=True):
-            assert two.completion.token_ids == one.completion.token_ids
+            assert two.completion.token_ids.tolist() == one.completion.token_ids.tolist()
             assert two.completion.finish_reason == one.completion.finish_reason
             torch.testing.assert_close(
                 torch.tensor(two.completion.logprobs), torch.tensor(one.completion.logprobs), rtol=1e-4, atol=1e-4

@@ -69,3 +69,12 @@ def test_a_response_that_continues_is_not_scored() -> None:
     scored = SampleScorer(verifier, decode, lambda length: -1.0).unfinished(sample("a", (5, 6, 7), "abort"), 2)
     assert scored.score == Score(0.0, 0.0, "unfinished") and scored.reward_parts == {} and scored.reward == 0.0
     assert scored.window == Window(2, False) and scored.text == "567" and verifier.items == []
+
+
+def test_repetition_is_known_with_the_score() -> None:
+    scorer = SampleScorer(Recorder(), decode)
+    looping, fresh = sample("a", tuple(range(25)) * 3), sample("b", tuple(range(75)))
+    scored = scorer.score([looping, fresh])
+    # 56 20-grams, of which 25 differ: one for each token of the loop that they begin with.
+    assert scored["a"].repetition == pytest.approx(1 - 25 / 56) and scored["b"].repetition == 0.0
+    assert scorer.unfinished(looping, 0).repetition == scored["a"].repetition

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from megatron_dapo.rollout.windows import WindowPool, behind_window
@@ -79,10 +80,10 @@ def test_the_state_is_that_of_the_pool_not_of_its_history() -> None:
         pool.take(2)
         for index in order:
             pool["a"].responses.add(index, completion((4, 5 + index)))
-    states = [json.dumps(pool.state_dict()) for pool in pools]
+    states = [json.dumps(pool.state_dict(), default=np.ndarray.tolist) for pool in pools]
     assert states[0] == states[1]
     restored = WindowPool()
     restored.load_state_dict(json.loads(states[0]), {"p": PROMPT})
-    assert json.dumps(restored.state_dict()) == states[0]
+    assert json.dumps(restored.state_dict(), default=np.ndarray.tolist) == states[0]
     assert restored.take(9) == [("a", 0), ("a", 1), ("a", 2)]
     assert restored["a"].completion(1) == pools[0]["a"].completion(1) and restored["a"].responses.prompt == PROMPT

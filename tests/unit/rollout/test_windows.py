@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -349,8 +350,8 @@ def test_pausing_between_polls_changes_no_batch_and_new_weights_finish_the_windo
         held.engine.policy_version = int(num_holds >= 3)
 
     expected, actual = plain.collector.collect(8), held.collector.collect(8, between_polls=update)
-    tokens = [sample.completion.token_ids for sample in windows(expected)]
-    assert tokens == [sample.completion.token_ids for sample in windows(actual)]
+    tokens = [sample.completion.token_ids.tolist() for sample in windows(expected)]
+    assert tokens == [sample.completion.token_ids.tolist() for sample in windows(actual)]
     assert held.engine.num_generated == plain.engine.num_generated and num_holds > 3
     versions = {run.version for sample in windows(actual) for run in sample.completion.versions}
     assert versions == {0, 1} and {group.policy_version for group in actual.groups} <= {0, 1}
@@ -379,7 +380,7 @@ def test_it_has_the_interface_of_a_collector() -> None:
     assert rollout.generation_step == 3 and rollout.generation_seconds > 0
     later = make_world([0.5] * 40)
     AsyncCollector(later.collector, max_ahead=0, timeout_s=5.0).load_state_dict(
-        json.loads(json.dumps(rollout.state_dict()))
+        json.loads(json.dumps(rollout.state_dict(), default=np.ndarray.tolist))
     )
     rollout.close()
     assert later.collector.accounting() == world.collector.accounting()

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -103,14 +104,14 @@ def test_windows_by_unchanged_weights_are_the_unsplit_response(make_world: Calla
                     finished[sample.sample_id] = sample
         engine.set_policy_version(engine.policy_version + 1)
         if chance.random() < 0.3:
-            state = json.loads(json.dumps(collector.state_dict()))
+            state = json.loads(json.dumps(collector.state_dict(), default=np.ndarray.tolist))
             collector = make_collector(engine, window_tokens)
             collector.load_state_dict(state)
     expected = in_one_piece(prompts)
     assert set(finished) == set(expected) == set(windows) and len(expected) == GROUP_SIZE * len(PROMPTS)
     for name, whole in expected.items():
         actual = finished[name].completion
-        assert actual.token_ids == whole.token_ids and actual.finish_reason == whole.finish_reason
+        assert actual.token_ids.tolist() == whole.token_ids.tolist() and actual.finish_reason == whole.finish_reason
         torch.testing.assert_close(torch.tensor(actual.logprobs), torch.tensor(whole.logprobs), rtol=1e-4, atol=1e-4)
         assert [(run.start, run.end, run.version) for run in actual.versions] == windows[name]
     reasons = [whole.finish_reason for whole in expected.values()]

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rollout_world import RIGHT, WRONG, FakeVerifier, Running, decode, fraction
 
 from megatron_dapo.config.algorithm_schema import WindowConfig
@@ -56,7 +57,9 @@ class WindowEngine:
             versions: list[int] = []
             if prefix is not None:
                 assert prefix.finish_reason == "abort" and 0 < len(prefix.token_ids) < self._end(request)
-                assert prefix.token_ids == whole_response(request.prompt_ids, request.seed)[: len(prefix.token_ids)]
+                assert prefix.token_ids.tolist() == list(
+                    whole_response(request.prompt_ids, request.seed)[: len(prefix.token_ids)]
+                )
                 versions = [run.version for run in prefix.versions for _ in range(run.start, run.end)]
             self._running[request.request_id] = Running(request, versions)
             self.submitted.append(request)
@@ -154,7 +157,8 @@ class WindowWorld:
         )
 
     def checkpoint(self, **arguments: object) -> str:
-        return json.dumps({"collector": self.collector.state_dict(**arguments), "version": self.engine.policy_version})
+        state = {"collector": self.collector.state_dict(**arguments), "version": self.engine.policy_version}
+        return json.dumps(state, default=np.ndarray.tolist)
 
     def restart(self, checkpoint: str, **changes: object) -> WindowWorld:
         state = json.loads(checkpoint)
@@ -193,7 +197,9 @@ class BatchChecker:
                 start = self.ends.get(sample.sample_id, 0)
                 end = min(start + window, limit, len(whole))
                 assert sample.sample_id not in self.finished and sample.window.start == start
-                assert sample.completion.token_ids == whole[:end] and len(sample.completion.logprobs) == end
+                assert (
+                    sample.completion.token_ids.tolist() == list(whole[:end]) and len(sample.completion.logprobs) == end
+                )
                 assert sample.window.is_finished == (end == len(whole) or end == limit)
                 self._check_score(sample, is_right=whole[:end][-1] == RIGHT)
                 runs = sample.completion.versions

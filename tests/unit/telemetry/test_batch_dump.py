@@ -19,7 +19,7 @@ def make_samples() -> list[TrainSample]:
             TrainSample(
                 sample_id=f"g{index // 2}/{index % 2}",
                 group_index=index // 2,
-                tokens=torch.randint(0, 1 << 31, (prompt + response,), generator=generator),
+                tokens=torch.randint(0, 1 << 31, (prompt + response,), generator=generator, dtype=torch.int32),
                 prompt_length=prompt,
                 loss_mask=torch.randint(0, 2, (response,), generator=generator).float(),
                 advantages=torch.randn(response, generator=generator),

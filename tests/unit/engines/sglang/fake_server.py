@@ -51,7 +51,8 @@ def token_at(seed: int, position: int, vocab_size: int) -> tuple[int, float]:
     """The token drawn after position `position` and its log-prob."""
     digest = hashlib.blake2b(f"{seed},{position}".encode(), digest_size=8).digest()
     high, low = struct.unpack("<II", digest)
-    return high % vocab_size, -(low % 4000 + 1) / 1000
+    (logprob,) = struct.unpack("<f", struct.pack("<f", -(low % 4000 + 1) / 1000))  # float32, as SGLang reports them
+    return high % vocab_size, logprob
 
 
 def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
@@ -405,7 +406,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, answer: Any, fault: str = "") -> None:
         is_text = isinstance(answer, str) and not answer.startswith("{")
-        text = answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
+        text = (
+            answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer, separators=(",", ":"))
+        )
         data = text.encode()
         self.send_response(status)
         if data:

@@ -78,7 +78,7 @@ def check_all(requests: list[GenerationRequest], completions: list[Completion], 
         tokens, logprobs = server.expected(
             len(request.prompt_ids), request.seed, sampling.max_new_tokens, sampling.stop_token_ids
         )
-        assert (done.token_ids, done.logprobs) == (tuple(tokens), tuple(logprobs))
+        assert (done.token_ids.tolist(), done.logprobs.tolist()) == (tokens, logprobs)
         assert done.finish_reason == ("stop" if tokens[-1] in sampling.stop_token_ids else "length")
         assert [entry.start for entry in done.versions] == [0, *(entry.end for entry in done.versions[:-1])]
         assert done.versions[-1].end == len(tokens)
@@ -360,7 +360,7 @@ def test_a_complete_prefix_is_returned_unchanged(server: FakeServer, make_engine
     with pytest.raises(ValueError, match="already in use"):
         engine.submit(requests[:1])
     completions = engine.poll()
-    assert {done.finish_reason: done.token_ids for done in completions} == cases
+    assert {done.finish_reason: tuple(done.token_ids) for done in completions} == cases
     assert num_generations(server) == 0
 
 

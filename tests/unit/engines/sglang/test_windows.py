@@ -66,8 +66,8 @@ def test_windows_over_servers_are_the_unsplit_responses(make_server: Callable[..
                     tokens, logprobs = servers[0].expected(
                         len(group.prompt.token_ids), seed, limit, SAMPLING.stop_token_ids
                     )
-                    assert sample.completion.token_ids == tuple(tokens)
-                    assert sample.completion.logprobs == tuple(logprobs)
+                    assert sample.completion.token_ids.tolist() == tokens
+                    assert sample.completion.logprobs.tolist() == logprobs
                     ended = tokens[-1] in SAMPLING.stop_token_ids or len(tokens) == SAMPLING.max_new_tokens
                     assert sample.window.is_finished == ended
                     runs = sample.completion.versions

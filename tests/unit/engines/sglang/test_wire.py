@@ -1,0 +1,240 @@
+"""Answers of /generate from raw bytes: the same as checking Python objects one by one, for good and for hostile bodies."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dapo.engines.sglang.wire import MAX_LOGPROB, AnswerError, parse_generation
+from megatron_dapo.types import GenerationRequest, SamplingParams
+
+VOCAB_SIZE = 300
+REQUEST = GenerationRequest("a", (5, 6, 7), SamplingParams(max_new_tokens=6, stop_token_ids=(3, 9)), seed=11)
+
+
+def refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def in_64_bits(digits: str) -> int:
+    if not -(2**63) <= int(digits) < 2**64:
+        raise ValueError(digits)
+    return int(digits)
+
+
+def checked(body: bytes) -> tuple[list[int], list[float], str, str, int]:
+    """Return an answer by the plain rules: Python's JSON, every entry looked at. Raises ValueError or TypeError."""
+    answer = json.loads(body, parse_constant=refuse, parse_int=in_64_bits)
+    meta, tokens = answer["meta_info"], answer["output_ids"]
+    entries, reason = meta["output_token_logprobs"], meta["finish_reason"]
+    if any(type(token) is not int or not 0 <= token < VOCAB_SIZE for token in tokens) or len(entries) != len(tokens):
+        raise ValueError("tokens")
+    for entry, token in zip(entries, tokens, strict=True):
+        value, own, text = entry
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(np.float32(value)):
+            raise ValueError("log-prob")
+        if value > MAX_LOGPROB or isinstance(own, bool) or own != token or text is not None:
+            raise ValueError("entry")
+    expected = {"prompt_tokens": 3, "completion_tokens": len(tokens)}
+    if any(meta.get(name) not in (None, count) for name, count in expected.items()):
+        raise ValueError("counts")
+    cached = 0 if meta.get("cached_tokens") is None else meta["cached_tokens"]
+    if type(cached) is not int or not 0 <= cached <= 3:
+        raise ValueError("cached")
+    if not isinstance(version := meta.get("weight_version", ""), str):
+        raise ValueError("version")
+    kind, stops = reason["type"], REQUEST.sampling.stop_token_ids
+    if kind not in ("stop", "length", "abort") or len(tokens) > 6 or set(stops) & set(tokens[:-1]):
+        raise ValueError("reason")
+    if kind == "stop" and (not tokens or type(reason.get("matched")) is not int or reason["matched"] != tokens[-1]):
+        raise ValueError("stop")
+    if kind == "length" and len(tokens) != 6:
+        raise ValueError("length")
+    ended = "stop" if tokens and tokens[-1] in stops else "length" if kind == "abort" and len(tokens) == 6 else kind
+    return (
+        tokens,
+        [float(np.float32(entry[0])) for entry in entries],
+        ended,
+        version,
+        cached,
+    )
+
+
+def good_answer(rng: random.Random) -> dict[str, Any]:
+    kind = rng.choice(["stop", "length", "abort"])
+    length = 6 if kind == "length" else rng.randint(int(kind == "stop"), 6)
+    tokens = [rng.choice([token for token in range(VOCAB_SIZE) if token not in (3, 9)]) for _ in range(length)]
+    if kind == "stop":
+        tokens[-1] = rng.choice([3, 9])
+    logprobs = [
+        rng.choice([0.0, 1e-5, -1e-30, float(np.float32(-rng.expovariate(0.5))), -rng.random()]) for _ in tokens
+    ]
+    reason = {"stop": {"type": "stop", "matched": tokens[-1] if tokens else None}}.get(kind, {"type": kind})
+    return {
+        "text": rng.choice(["", "null],[", '"output_token_logprobs":[[-0.5,1,null]]', "\\u00e9\n\x7f ]] é漢", "\\"]),
+        "output_ids": tokens,
+        "meta_info": {
+            "id": "a.",
+            "finish_reason": reason,
+            "prompt_tokens": 3,
+            "weight_version": "7",
+            "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
+            "completion_tokens": length,
+            "cached_tokens": rng.choice([0, 2, None]),
+            "cached_tokens_details": None,
+        },
+    }
+
+
+def compact(answer: Any) -> bytes:
+    return json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def outcome(parse: Any, body: bytes) -> Any:
+    try:
+        return parse(body)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return "refused"
+
+
+def parsed(body: bytes) -> tuple[list[int], list[float], str, str, int]:
+    done = parse_generation(body, REQUEST, vocab_size=VOCAB_SIZE)
+    assert done.token_ids.dtype == np.int32 and done.logprobs.dtype == np.float32
+    return done.token_ids.tolist(), done.logprobs.tolist(), done.finish_reason, done.weight_version, done.num_cached
+
+
+def test_good_answers_are_read_bit_for_bit() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        body = compact(good_answer(rng))
+        found = parsed(body)
+        assert found == checked(body)
+        signs = [math.copysign(1.0, value) for value in found[1]]
+        assert signs == [math.copysign(1.0, value) for value in checked(body)[1]]
+
+
+ODDITIES = [
+    None,
+    True,
+    False,
+    "x",
+    0,
+    1,
+    -1,
+    0.5,
+    1e-3,
+    1e39,
+    -1e39,
+    1e400,
+    math.nan,
+    math.inf,
+    2**31,
+    2**70,
+    [],
+    [1],
+    {},
+]
+
+
+def spoil(answer: dict[str, Any], rng: random.Random) -> bytes:
+    """Return the answer with one change, anywhere: a value of its tree, or a few of its bytes."""
+    if rng.random() < 0.4:
+        body = bytearray(compact(answer))
+        for _ in range(rng.randint(1, 3)):
+            place = rng.randrange(len(body))
+            alphabet = b'[]{},:"nul0159.-e \xff'
+            change = rng.choice(["set", "cut", "add", "swap", "end"])
+            if change == "set":
+                body[place] = rng.choice(alphabet)
+            elif change == "cut":
+                del body[place : place + rng.randint(1, 8)]
+            elif change == "add":
+                body[place:place] = bytes(rng.choices(alphabet, k=rng.randint(1, 3)))
+            elif change == "swap":
+                other = rng.randrange(len(body))
+                body[place], body[other] = body[other], body[place]
+            else:
+                del body[max(1, place) :]
+        return bytes(body)
+    containers: list[Any] = [answer]
+    for container in containers:
+        values = container.values() if isinstance(container, dict) else container
+        containers += [value for value in values if isinstance(value, (dict, list)) and value]
+    container = rng.choice(containers)
+    places = list(container) if isinstance(container, dict) else list(range(len(container)))
+    place = rng.choice(places)
+    change = rng.choice(["set", "delete", "wrap", "twice"])
+    if change == "set":
+        container[place] = rng.choice(ODDITIES)
+    elif change == "delete":
+        del container[place]
+    elif change == "wrap":
+        container[place] = [container[place]]
+    elif isinstance(container, list):
+        container.insert(place, container[place])
+    return compact(answer)
+
+
+def test_spoiled_answers_are_refused_as_the_plain_rules_refuse_them() -> None:
+    rng = random.Random(1)
+    num_refused = 0
+    for _ in range(20000):
+        body = spoil(good_answer(rng), rng)
+        expected, actual = outcome(checked, body), outcome(parsed, body)
+        if actual != expected:
+            assert actual == "refused" and is_other_writing(body), body
+        num_refused += actual == "refused"
+    assert 5000 < num_refused < 18000
+
+
+def is_other_writing(body: bytes) -> bool:
+    """Return True for an answer that is good but not written as SGLang writes it, such as with blanks."""
+    return compact(json.loads(body)) != body
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        "[[-0.5],[1,null],[-0.5,2,null]]",
+        "[[[-0.5],1,null],[-0.5,2,null]]",
+        "[[-0.5,[1],null],[-0.5,2,null]]",
+        "[[-0.5,1,-0.5,null],[2,null]]",
+        "[[-0.5,null],[1,-0.5,2,null]]",
+        "[-0.5,1,null,[-0.5,2,null]]",
+        "[[-0.5,1,0.5],[-0.5,2,0.5]]",
+        "[[-0.5,1,null],[-0.5,2,null],[-0.5,2,null]]",
+        "[[-0.5,1,null]]",
+        '[[-0.5,1,"a"],[-0.5,2,"b"]]',
+        '[["null",1,null],[-0.5,2,null]]',
+        "[[null,1,null],[-0.5,2,null]]",
+        "[[-0.5,1,nul],[-0.5,2,null]]",
+        "[[-0.5,1,null],[-0.5,2,null]",
+        "[[-0.5,2,null],[-0.5,1,null]]",
+        "[[-0.5,1.5,null],[-0.5,2,null]]",
+        "[[01,1,null],[-0.5,2,null]]",
+        "[[NaN,1,null],[-0.5,2,null]]",
+        "null",
+        "{}",
+        "[null]",
+        "[]",
+    ],
+)
+def test_no_other_shape_of_log_probs_passes(entries: str) -> None:
+    body = '{"output_ids":[1,2],"meta_info":{"finish_reason":{"type":"abort"},"output_token_logprobs":%s,"cached_tokens":0}}'
+    good = "[[-0.5,1,null],[-0.5,2,null]]"
+    assert parsed((body % good).encode())[:3] == ([1, 2], [-0.5, -0.5], "abort")
+    with pytest.raises(AnswerError):
+        parsed((body % entries).encode())
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"null", b"[]", b"[" * 5000, b'{"meta_info":', b"\xff", b'{"meta_info":{}}', b"7"]
+)
+def test_what_is_no_answer_is_refused(body: bytes) -> None:
+    with pytest.raises(AnswerError):
+        parsed(body)
