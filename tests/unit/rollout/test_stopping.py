@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from megatron_dapo.rollout.async_collector import AsyncCollector, State
@@ -30,6 +31,10 @@ class Stopper:
             raise Stop
 
 
+def saved(state: dict, version: int) -> str:
+    return json.dumps({"collector": state, "version": version}, default=np.ndarray.tolist)
+
+
 def publish(rollout: AsyncCollector, world: object, version: int) -> None:
     rollout.before_update()
     world.engine.policy_version = version
@@ -50,7 +55,7 @@ def test_what_was_generated_continues(make_world: Callable, looks: int) -> None:
         accounting.drawn == accounting.buffered + accounting.unfinished + accounting.filtered + accounting.queued_again
     )
     generated = world.engine.num_generated
-    later = world.restart(json.dumps({"collector": rollout.state_dict(), "version": 0}))
+    later = world.restart(saved(rollout.state_dict(), 0))
     batch = later.collector.collect(6)
     # The same groups as without the stop: they are the first ones that pass the filter.
     undisturbed = make_world(MIXED * 20, partial_rollout=True, max_staleness=1).collector.collect(6)
@@ -73,7 +78,7 @@ def test_a_collection_that_is_not_kept_is_repeated(make_world: Callable, oversam
     with pytest.raises(Stop):
         rollout.next_batch(6)
     assert world.checkpoint() != before
-    assert json.dumps(rollout.state_dict()) == json.dumps(json.loads(before)["collector"])
+    assert saved(rollout.state_dict(), world.engine.policy_version) == before
 
 
 @pytest.mark.parametrize("looks", [0, 3, 40])
@@ -88,8 +93,9 @@ def test_the_thread_stands_still_and_its_state_can_be_saved(make_world: Callable
             publish(rollout, world, version)
     assert time.monotonic() - start < 5.0
     state = rollout.state_dict()
-    assert world.engine.num_unfinished == 0 and rollout.state_dict() == state, "nothing moves any more"
-    later = world.restart(json.dumps({"collector": state, "version": world.engine.policy_version}))
+    version = world.engine.policy_version
+    assert world.engine.num_unfinished == 0 and saved(rollout.state_dict(), version) == saved(state, version)
+    later = world.restart(saved(state, world.engine.policy_version))
     assert later.collector.accounting().is_balanced and len(later.collector.collect(6).groups) == 6
     rollout.close()
     assert rollout._state is State.CLOSED

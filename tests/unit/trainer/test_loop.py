@@ -49,7 +49,7 @@ class World:
             finish=lambda *arguments: SimpleNamespace(metrics=GAP),
         )
         parts = Parts(
-            rollout=SimpleNamespace(generate=lambda num: generate.get(self.progress.train_step, batch())),
+            rollout=SimpleNamespace(generate=lambda num, share: generate.get(self.progress.train_step, batch())),
             learner=learner,
             publisher=SimpleNamespace(publish=self._publish),
             parity=None,
