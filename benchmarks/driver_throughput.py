@@ -9,14 +9,16 @@ not decoded, every score is made up, and the statistics that are computed with i
                                            [--servers 64] [--data-parallel 16] [--fleet-rate 200000]
 
 `cpu_vs_orjson`: CPU time of the driver's process (all threads, user and kernel) a token, requests, HTTP, checks and batch
-included, over that of `orjson.loads` of the same bytes in the same run, half before and half after, as the interpreter is set;
-`cpu_vs_orjson_without_gc` sets the garbage collector off for orjson alone. `bytes_per_token`:
-growth of resident memory a response token once the batch is assembled: all completions, and the numbers of the train
-samples in the share of one of `--data-parallel` ranks. `interpreter_share`: CPU time of the threads that collect beside the
-main thread, a second, from a fleet that generates `--fleet-rate` tokens a second: no thread can hold the interpreter for
-longer than it runs, so training is not delayed by more. `longest_hold_ms`: the longest of its calls that holds the
-interpreter, the reading of one answer. `max_files`: open files of the driver, its sockets among them. Defaults are 164 M
-tokens: 2 GB and three minutes.
+included, over that of `orjson.loads` of the same bytes in the same run, half before and half after, both with Python's garbage
+collector on, as programs run. `cpu_vs_orjson_without_gc`: the same of an eighth of the groups with the collector off on both
+sides: with it on, most of orjson's time is the collector's, which looks at an answer's 20,000 lists again and again.
+`simdjson_vs_orjson`: simdjson's parse of the same bytes alone, no number taken out, over orjson, collector off: what no driver
+with this parser can get below. `bytes_per_token`: growth of resident memory a response token once the batch is assembled: all
+completions, and the numbers of the train samples in the share of one of `--data-parallel` ranks. `interpreter_share`: CPU time
+of the threads that collect beside the main thread, a second, from a fleet that generates `--fleet-rate` tokens a second: no
+thread can hold the interpreter for longer than it runs, so training is not delayed by more. `longest_hold_ms`: the longest of
+its calls that holds the interpreter, the reading of one answer. `max_files`: open files of the driver, its sockets among them.
+Defaults are 164 M tokens: 2 GB and four minutes.
 """
 
 from __future__ import annotations
@@ -26,25 +28,26 @@ import asyncio
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import orjson
 import psutil
+import simdjson
 
 from megatron_dapo.config.rollout_schema import RolloutConfig
 from megatron_dapo.data.prompt_stream import PromptStream
 from megatron_dapo.engines.sglang.client import SglangClient
 from megatron_dapo.engines.sglang.engine import SglangEngine, SglangEngineSettings
 from megatron_dapo.engines.sglang.wire import parse_generation
+from megatron_dapo.launch.environment import raise_open_files_limit
 from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.parallel.packing import MicroBatchLimits, plan_micro_batches
 from megatron_dapo.rollout.batch import RolloutBatch
@@ -146,7 +149,7 @@ class Pace:
 
 def serve(num_servers: int, num_tokens: int, seconds: float) -> None:
     """Be the fleet until stdin ends; the first line of stdout has the ports."""
-    raise_limit()
+    raise_open_files_limit()
     answers = [make_answer(num_tokens, seed) for seed in range(NUM_ANSWERS)]
 
     async def run() -> None:
@@ -159,11 +162,6 @@ def serve(num_servers: int, num_tokens: int, seconds: float) -> None:
         await loop.run_in_executor(None, sys.stdin.read)
 
     asyncio.run(run())
-
-
-def raise_limit() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def start_fleet(num_servers: int, num_tokens: int, seconds: float = 0.0) -> Fleet:
@@ -216,20 +214,12 @@ def make_collector(fleet: Fleet, num_groups: int, group_size: int, num_tokens: i
     return engine, GroupCollector(inputs, config, SamplingParams(max_new_tokens=num_tokens), seed=0)
 
 
-def orjson_seconds(answers: Sequence[bytes], num_loads: int) -> np.ndarray:
-    """Return the CPU seconds of one `orjson.loads`, the result's end included: as the interpreter is, and without the garbage
-    collector, which looks at each of an answer's 20,000 lists again and again.
-    """
-    seconds = []
-    for collects in (True, False):
-        if not collects:
-            gc.disable()
-        start = time.process_time()
-        for number in range(num_loads):
-            orjson.loads(answers[number % len(answers)])
-        seconds.append((time.process_time() - start) / num_loads)
-        gc.enable()
-    return np.array(seconds)
+def parse_seconds(parse: Callable[[bytes], Any], answers: Sequence[bytes], num_loads: int) -> float:
+    """Return the CPU seconds of one call of `parse`, the result's end included, with the garbage collector as it is set."""
+    start = time.process_time()
+    for number in range(num_loads):
+        parse(answers[number % len(answers)])
+    return (time.process_time() - start) / num_loads
 
 
 def assemble(batch: RolloutBatch, data_parallel: int) -> list[TrainSample]:
@@ -253,7 +243,8 @@ def measure_batch(
     fleet = start_fleet(num_servers, num_tokens, num_tokens / BURST_RATE)
     num_loads = max(NUM_ANSWERS, min(256, num_groups * group_size // 8))
     try:
-        before = orjson_seconds(fleet.answers, num_loads)
+        parse = parse_seconds(orjson.loads, fleet.answers, num_loads) / 2
+        TimedScorer.cpu_seconds = 0.0
         engine, collector = make_collector(fleet, num_groups, group_size, num_tokens)
         process = psutil.Process()
         connections = [0]
@@ -279,10 +270,10 @@ def measure_batch(
         num_response = sum(sample.num_response_tokens for sample in samples)
         assert num_response == num_groups * group_size * num_tokens, f"{num_response} tokens came back"
         engine.close()
-        after = orjson_seconds(fleet.answers, num_loads)
+        parse += parse_seconds(orjson.loads, fleet.answers, num_loads) / 2
+        parse_alone = parse_seconds(simdjson.Parser().parse, fleet.answers, num_loads)
     finally:
         stop_fleet(fleet)
-    parse, parse_without_gc = ((before + after) / 2 / num_tokens).tolist()
     return {
         "responses": len(samples),
         "tokens": num_response,
@@ -291,11 +282,24 @@ def measure_batch(
         "bytes_per_token": grown / num_response,
         "cpu_us_per_token": cpu / num_response * 1e6,
         "scoring_us_per_token": TimedScorer.cpu_seconds / num_response * 1e6,
-        "orjson_us_per_token": parse * 1e6,
-        "cpu_vs_orjson": cpu / num_response / parse,
-        "cpu_vs_orjson_without_gc": cpu / num_response / parse_without_gc,
+        "orjson_us_per_token": parse / num_tokens * 1e6,
+        "cpu_vs_orjson": cpu / num_response / (parse / num_tokens),
+        "simdjson_vs_orjson": parse_alone / parse,
         "max_files": connections[0],
     }
+
+
+def measure_without_gc(
+    num_servers: int, num_groups: int, group_size: int, num_tokens: int, data_parallel: int
+) -> dict[str, float]:
+    """Return the ratios of a batch collected with Python's garbage collector off."""
+    gc.disable()
+    try:
+        found = measure_batch(num_servers, num_groups, group_size, num_tokens, data_parallel)
+    finally:
+        gc.enable()
+    times = {f"{name}_without_gc": found[name] for name in ("cpu_us_per_token", "orjson_us_per_token", "cpu_vs_orjson")}
+    return {**times, "simdjson_vs_orjson": found["simdjson_vs_orjson"]}
 
 
 def measure_interpreter(num_servers: int, num_tokens: int, fleet_rate: float, seconds: float) -> dict[str, float]:
@@ -342,11 +346,14 @@ def main() -> None:
     if options.serve:
         serve(*json.loads(options.serve))
         return
+    raise_open_files_limit()  # as every worker does
     if options.tiny:
         options.groups, options.group_size, options.tokens, options.servers, options.data_parallel = 4, 4, 500, 3, 2
     result: dict[str, float] = {"servers": options.servers, "tokens_per_response": options.tokens}
     result |= {"data_parallel": options.data_parallel}
     result |= measure_batch(options.servers, options.groups, options.group_size, options.tokens, options.data_parallel)
+    few = max(1, options.groups // 8)
+    result |= measure_without_gc(options.servers, few, options.group_size, options.tokens, options.data_parallel)
     result |= measure_interpreter(options.servers, options.tokens, options.fleet_rate, 0.5 if options.tiny else 10.0)
     result |= {"load": os.getloadavg()[0]}
     print(json.dumps(result) if options.json else "\n".join(f"{name:24} {value:.6g}" for name, value in result.items()))

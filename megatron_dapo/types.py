@@ -56,8 +56,8 @@ class VersionRange:
 class Completion:
     """An engine's response: ids and log-probs at the sampled temperature, one per response token.
 
-    Both are arrays from the engine to the loss, 8 bytes a token; nobody writes into them. Other sequences of numbers are
-    converted. Equal completions have equal fields, bit for bit.
+    Both are arrays from the engine to the loss, 8 bytes a token, and read-only by convention. Other sequences of
+    numbers are converted. Equal completions have equal fields, bit for bit.
     """
 
     request_id: str

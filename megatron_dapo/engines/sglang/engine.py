@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 import logging
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -492,13 +491,8 @@ class SglangEngine:
 
 
 def _affordable_connections(num_servers: int) -> int:
-    """Return how many requests may be in flight at each server within this process's limit of open files, which is raised to
-    the hard limit: each request waits on a connection of its own.
-    """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    """Return how many requests may be in flight at each server within this process's limit of open files."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(1, (limit - _RESERVED_FILES) // num_servers - _SPARE_CONNECTIONS)
 
 

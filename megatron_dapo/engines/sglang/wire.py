@@ -88,7 +88,7 @@ def parse_generation(body: bytes, request: GenerationRequest, *, vocab_size: int
     """
     text = bytearray(body)
     try:
-        num_entries = _fill_nulls(text)
+        num_entries = _flatten_entries(text)
         # A parser of its own for each answer: values of one refer to it for as long as they live.
         answer = _object(simdjson.Parser().parse(text), "the answer")
         if answer.get("success") is False:
@@ -114,37 +114,40 @@ def parse_generation(body: bytes, request: GenerationRequest, *, vocab_size: int
 _OUTPUT_IDS = b'"output_ids":['
 _LOGPROBS = b'"output_token_logprobs":['
 _ENTRY_END, _LAST_END = b",null],[", b",null]]"
-# As long as "null", and neither a log-prob (they are at most MAX_LOGPROB) nor a token id (they are whole).
-_FILL = b"0.5 "
+# Number in the place of null: neither a log-prob (they are at most MAX_LOGPROB) nor a token id (they are whole).
+_FILL = 0.5
+_FILLED_END, _LAST_FILLED = b",0.5   ,", b",0.5  ]"
 
 
-def _fill_nulls(text: bytearray) -> int:
-    """Put a number in the place of null in the [log-prob, token id, null] of SGLang's compact JSON; return their count.
+def _flatten_entries(text: bytearray) -> int:
+    """Turn [[log-prob, token id, null], ...] of SGLang's compact JSON into one list of numbers; return the count of entries.
 
-    The parser flattens lists of numbers alone into a buffer. This function has seen that as many lists end in null and
-    that there is no other list among them; where every third number of the buffer is the one put in, no list can then
-    have another length than three.
+    The parser puts lists of numbers alone into a buffer. This function has seen that as many lists end in null and that
+    there is no other list among them; where every third number of the buffer is the one put in, none can then have had
+    another length than three.
     """
     start = text.find(_LOGPROBS) + len(_LOGPROBS) - 1
     if start < len(_LOGPROBS) or text[start + 1 : start + 2] == b"]":
         return 0  # none, or an empty list
     characters = np.frombuffer(text, np.uint8)
-    # Words of 8 and of 4 bytes, one at every byte.
-    ends = np.ndarray((max(0, len(text) - 7),), "<u8", text, strides=(1,))
-    fills = np.ndarray((max(0, len(text) - 3),), "<u4", text, strides=(1,))
+    words = np.ndarray((max(0, len(text) - 7),), "<u8", text, strides=(1,))  # of 8 bytes, one at every byte
     nulls = start + np.flatnonzero(characters[start:] == ord("n"))
-    is_end = ends.take(nulls - 1, mode="clip") == int.from_bytes(_ENTRY_END, "little")
+    nulls = nulls[: np.searchsorted(nulls, len(words))]
+    # Not `take`, which would copy all words first.
+    is_end = words[nulls - 1] == int.from_bytes(_ENTRY_END, "little")
     num_entries = int(is_end.argmin()) + 1 if is_end.size else 0
-    last = int(nulls[num_entries - 1]) if num_entries else 0
-    if text[last - 1 : last - 1 + len(_LAST_END)] != _LAST_END:
+    last = int(nulls[num_entries - 1]) - 1 if num_entries else 0
+    if text[last : last + len(_LAST_END)] != _LAST_END:
         problem = _quoted(text, int(nulls[num_entries - 2]) + 6 if num_entries > 1 else start)
         raise AnswerError(
             f"log-prob {max(0, num_entries - 1)} is no [log-prob, token id, null] in compact JSON: {problem}; "
             "where the log-prob is null, the served policy has diverged"
         )
-    if np.count_nonzero(characters[start:last] == ord("[")) != num_entries + 1:
+    if np.count_nonzero(characters[start:last] == ord("[")) != num_entries + 1 or text[start + 1] != ord("["):
         raise AnswerError(f"log-probs are no list of {num_entries} [log-prob, token id, null]: {_quoted(text, start)}")
-    fills[nulls[:num_entries]] = int.from_bytes(_FILL, "little")
+    words[nulls[: num_entries - 1] - 1] = int.from_bytes(_FILLED_END, "little")
+    text[last : last + len(_LAST_END)] = _LAST_FILLED
+    text[start + 1] = ord(" ")
     return num_entries
 
 
@@ -178,22 +181,25 @@ def _object(value: Any, what: str) -> simdjson.Object:
 
 
 def _numbers(value: Any, of_type: Literal["i", "d"], what: str) -> np.ndarray:
-    """Return the numbers of a parsed list, those of its lists one after the other, as int64 or float64."""
+    """Return the numbers of a parsed list as int64 or float64. Lists in it whose entries are as many as they are pass."""
     if not isinstance(value, simdjson.Array):
         raise AnswerError(f"{what} is no list but {type(value).__name__}")
     if not len(value):
         return np.zeros(0, of_type)
     try:
-        return np.frombuffer(value.as_buffer(of_type=of_type), {"i": np.int64, "d": np.float64}[of_type])
+        numbers = np.frombuffer(value.as_buffer(of_type=of_type), {"i": np.int64, "d": np.float64}[of_type])
     except (ValueError, TypeError, RuntimeError) as error:
         raise AnswerError(f"{what} is no list of {'integers' if of_type == 'i' else 'numbers'} ({error})") from None
+    if len(numbers) != len(value):
+        raise AnswerError(f"{what} has lists among its {len(value)} entries")
+    return numbers
 
 
 def _token_ids(value: Any, text: bytearray, vocab_size: int) -> np.ndarray:
     token_ids = _numbers(value, "i", "output_ids")
     # The parser flattens lists of lists.
     start = text.find(_OUTPUT_IDS) + len(_OUTPUT_IDS)
-    if text.count(_OUTPUT_IDS) != 1 or text.find(b"[", start, text.find(b"]", start)) >= 0:
+    if start < len(_OUTPUT_IDS) or text.find(b"[", start, text.find(b"]", start)) >= 0:
         raise AnswerError(f"output_ids is no list of integers in compact JSON: {_quoted(text, max(0, start))}")
     if len(token_ids) and not (0 <= token_ids.min() and token_ids.max() < vocab_size):
         raise AnswerError(
@@ -204,11 +210,11 @@ def _token_ids(value: Any, text: bytearray, vocab_size: int) -> np.ndarray:
 
 
 def _logprobs(value: Any, num_entries: int, token_ids: np.ndarray) -> np.ndarray:
-    """Return the log-probs of SGLang's triples after `_fill_nulls`, which must belong to `token_ids`."""
+    """Return the log-probs of SGLang's triples after `_flatten_entries`, which must belong to `token_ids`."""
     numbers = _numbers(value, "d", "output_token_logprobs")
-    if not num_entries == len(value) == len(token_ids):
-        raise AnswerError(f"{len(value)} log-probs for {len(token_ids)} tokens")
-    if len(numbers) != 3 * num_entries or (numbers[2::3] != float(_FILL)).any():
+    if num_entries != len(token_ids):
+        raise AnswerError(f"{num_entries} log-probs for {len(token_ids)} tokens")
+    if len(numbers) != 3 * num_entries or (numbers[2::3] != _FILL).any():
         raise AnswerError(f"log-probs are no list of {num_entries} [log-prob, token id, null]")
     if (strange := numbers[1::3] != token_ids).any():
         index = int(strange.argmax())
