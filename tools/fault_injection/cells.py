@@ -44,6 +44,7 @@ FAULTS = {
         Fault("oom", CRASH, "the node's memory limit is met and the kernel kills the rank", ("out of memory",)),
         Fault("unplug", SILENCE, "the node's link is down both ways", ("link lost",), "node"),
         Fault("mute", SILENCE, "the node's link is down one way: it hears and is not heard", ("link lost", "node lost"), "node"),
+        Fault("deafen", SILENCE, "the node's link is down one way: it is heard and does not hear", ("link lost", "node lost"), "node"),
         Fault("throttle", SURVIVED, "the node sends at 1 Mbit/s for a while"),
         Fault("lossy", SURVIVED, "the node's frames are delayed by 20 ms both ways, and 2 % are lost, for a while"),
         Fault("disk-full", CRASH, "the file system of the run directory is full", ("disk full",), "shared"),

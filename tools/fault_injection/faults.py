@@ -89,6 +89,7 @@ class Injector:
         kind, repair = {
             "unplug": ("unplug", "plug"),
             "mute": ("mute", "plug"),
+            "deafen": ("deafen", "plug"),
             "throttle": ("throttle", "plug"),
             "power-off": ("power-off", "boot"),
             "slurmd": ("kill-slurmd", "start-slurmd"),
