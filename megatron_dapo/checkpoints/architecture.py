@@ -65,6 +65,7 @@ _NEUTRAL = frozenset(
     early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences suppress_tokens
     begin_suppress_tokens exponential_decay_length_penalty remove_invalid_values tf_legacy_loss use_bfloat16
+    is_llama_config transformers.js_config
     """.split()
 )
 # Fields that would change the math: the values with which they do not.
@@ -81,6 +82,7 @@ _REQUIRED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False, None),
     "quantization_config": (None,),
     "use_mrope": (False, None),
+    "rope_interleaved": (False, None),
 }
 # The config decides how long loops over layers and experts run, so these bounds refuse a broken one at once.
 _LARGEST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
