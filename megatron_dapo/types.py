@@ -221,6 +221,9 @@ class MicroBatch:
     values: torch.Tensor | None = None  # [P] float32, like the two below 0 where no critic said anything
     returns: torch.Tensor | None = None  # [P] float32
     positive_weights: torch.Tensor | None = None  # [P] float32
+    response_positions: torch.Tensor | None = (
+        None  # [R] int64, ascending: positions that predict response tokens; None: all
+    )
 
     @property
     def num_tokens(self) -> int:

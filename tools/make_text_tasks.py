@@ -3,8 +3,9 @@
     pip install reasoning-gym==0.1.25          # into an environment of its own; a run does not need it
     python -m tools.make_text_tasks --output examples/smollm2
 
-Two sets: `sums` (one- and two-digit sums of two to four numbers) and `mixture` (equations, products, sorting, greatest
-common divisors, spelling and word order). Each has problems to train on and held-out ones; no problem is in both.
+Two sets: `sums` (sums and differences of two one-digit numbers: there are 200) and `mixture` (sums of three, products,
+equations, sorting, greatest common divisors, letters, spelling and word order). Each has problems to train on and
+held-out ones; no problem is in both.
 """
 
 from __future__ import annotations
@@ -28,11 +29,9 @@ TRAIN_SEED, HELDOUT_SEED = 2002, 1001
 Task = tuple[str, Mapping[str, Any]]
 SUMS: Mapping[str, Task] = {
     "sum_of_two": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
-    "sum_of_three": ("chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
-    "sum_of_two_digits": ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
 }
 MIXTURE: Mapping[str, Task] = {
-    "sum_of_three": SUMS["sum_of_three"],
+    "sum_of_three": ("chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
     "product": ("products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
     "equation": (
         "simple_equations",
@@ -47,7 +46,8 @@ MIXTURE: Mapping[str, Task] = {
     "spell_backward": ("spell_backward", {"min_word_len": 3, "max_word_len": 4}),
     "word_order": ("word_sequence_reversal", {"min_words": 3, "max_words": 3}),
 }
-SETS: Mapping[str, Mapping[str, Task]] = {"sums": SUMS, "mixture": MIXTURE}
+# Tasks, problems to train on (at most), held-out ones.
+SETS: Mapping[str, tuple[Mapping[str, Task], int, int]] = {"sums": (SUMS, 136, 64), "mixture": (MIXTURE, 1600, 200)}
 
 
 def rows(name: str, task: Task, seed: int) -> Iterator[dict[str, Any]]:
@@ -106,12 +106,10 @@ def _different(problems: Iterator[dict[str, Any]], seen: set[str], count: int) -
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--train", type=int, default=1600, help="problems of a set to train on")
-    parser.add_argument("--heldout", type=int, default=200, help="held-out problems of a set")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    for name, tasks in SETS.items():
-        for part, found in zip(("train", "heldout"), split(tasks, options.train, options.heldout), strict=True):
+    for name, (tasks, num_train, num_heldout) in SETS.items():
+        for part, found in zip(("train", "heldout"), split(tasks, num_train, num_heldout), strict=True):
             path = options.output / f"{name}_{part}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
             print(f"{path}: {len(found)} problems")

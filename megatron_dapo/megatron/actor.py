@@ -58,18 +58,28 @@ class HeadSettings:
 def token_outputs(
     chunk: GPTModel, hidden: torch.Tensor, micro_batch: MicroBatch, settings: HeadSettings
 ) -> TokenOutputs:
-    """Compute the policy's outputs from the last chunk's hidden states [1, P_local, h] at `settings.temperature`."""
-    group = chunk.pg_collection.tp
+    """Compute the policy's outputs from the last chunk's hidden states [1, P_local, h] at `settings.temperature`.
+
+    The head sees the positions that predict response tokens alone; outputs are 0 at all others.
+    """
+    group, positions = chunk.pg_collection.tp, micro_batch.response_positions
+    rows, targets = hidden[0], micro_batch.targets
+    if positions is not None:
+        rows, targets = rows.index_select(0, positions), targets.index_select(0, positions)
     logprobs, entropy = vocab_parallel_logprobs(
-        hidden[0],
+        rows,
         output_weight(chunk),
-        micro_batch.targets,
+        targets,
         temperature=settings.temperature,
         vocab_size=settings.vocab_size,
         group=group if group.size() > 1 else None,
         implementation=settings.implementation,
         chunk_tokens=settings.chunk_tokens,
     )
+    if positions is not None:
+        logprobs, entropy = (
+            part.new_zeros(micro_batch.num_tokens).index_copy(0, positions, part) for part in (logprobs, entropy)
+        )
     return TokenOutputs(logprobs, entropy)
 
 

@@ -60,4 +60,8 @@ def slice_for_context(micro_batch: MicroBatch, context_rank: int, context_size: 
     fields = {name: getattr(micro_batch, name) for name in PER_TOKEN_FIELDS}
     # `sample_ids` and the lengths stay: attention across ranks needs whole sequences.
     parts = {name: values.index_select(0, index) for name, values in fields.items() if values is not None}
+    if (positions := micro_batch.response_positions) is not None:
+        is_response = torch.zeros(micro_batch.num_tokens, dtype=torch.bool, device=index.device)
+        is_response[positions] = True
+        parts["response_positions"] = is_response.index_select(0, index).nonzero()[:, 0]
     return dataclasses.replace(micro_batch, **parts)

@@ -132,8 +132,10 @@ def pack(
     integers = {name: torch.zeros(int(bounds[-1]), dtype=torch.int64) for name in ("token_ids", "targets")}
     reals = {name: torch.zeros(int(bounds[-1])) for name in _REALS}
     # Not strict: the bounds also hold the padding sequence's start and the end.
-    for sample, weight, start in zip(samples, loss_weights, bounds.tolist(), strict=False):
+    places = [
         _write(sample, weight, start, integers, reals)
+        for sample, weight, start in zip(samples, loss_weights, bounds.tolist(), strict=False)
+    ]
     sizes = bounds[1:] - bounds[:-1]
     return MicroBatch(
         **integers,
@@ -143,13 +145,14 @@ def pack(
         sequence_lengths=tuple(true_lengths),
         sequence_ids=torch.arange(len(padded)).repeat_interleave(sizes),
         sample_ids=tuple(sample_ids),
+        response_positions=torch.cat([torch.arange(place.start, place.stop) for place in places]) if places else None,
     )
 
 
 def _write(
     sample: TrainSample, weight: float, start: int, integers: dict[str, torch.Tensor], reals: dict[str, torch.Tensor]
-) -> None:
-    """Put one sample's fields at its place."""
+) -> slice:
+    """Put one sample's fields at its place; return the positions that predict its response."""
     num_response = sample.num_response_tokens
     if sample.prompt_length < 1 or num_response < 0:
         raise ValueError(
@@ -170,6 +173,7 @@ def _write(
             reals[name][place] = per_token
     reals["loss_weights"][place] = sample.loss_mask * weight
     reals["positive_weights"][place] = sample.loss_mask * sample.positive_weight
+    return place
 
 
 def pad_to_longest(samples: Sequence[TrainSample], loss_weights: Sequence[float], layout: ParallelLayout) -> MicroBatch:

@@ -175,6 +175,22 @@ def test_names_and_shapes_of_experts_are_those_that_transformers_stores(dense, t
         assert (experts.num_experts, experts.num_experts_per_token, experts.normalize) == (6, 2, False)
 
 
+def test_the_published_config_of_smollm2_is_read():
+    fields = {
+        "_name_or_path": "HuggingFaceTB/SmolLM2-135M", "architectures": ["LlamaForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576,
+        "initializer_range": 0.041666666666666664, "intermediate_size": 1536, "is_llama_config": True,
+        "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 9,
+        "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "use_cache": True,
+        "vocab_size": 49152,
+    }  # fmt: skip
+    assert ModelArchitecture.from_config(fields).num_parameters == 134_515_008
+    with pytest.raises(ValueError, match="rope_interleaved = True is not supported"):
+        ModelArchitecture.from_config({**fields, "rope_interleaved": True})
+
+
 def test_published_mixtures_of_experts():
     small, large = ModelArchitecture.from_config(QWEN3_30B), ModelArchitecture.from_config(QWEN3_235B)
     assert small.num_parameters == 30_532_122_624 and large.num_parameters == 235_093_634_560

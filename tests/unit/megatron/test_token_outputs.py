@@ -21,7 +21,7 @@ def chunk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def outputs(chunk: SimpleNamespace, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = torch.randn(1, 9, 128, generator=torch.Generator().manual_seed(1)) * 0.1
-    micro_batch = SimpleNamespace(targets=torch.arange(9))
+    micro_batch = SimpleNamespace(targets=torch.arange(9), response_positions=None)
     found = token_outputs(chunk, hidden, micro_batch, HeadSettings(100, 0.8, 4, name))
     return found.logprobs, found.entropy
 
@@ -32,6 +32,26 @@ def test_the_requested_implementation_computes(chunk) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     in_fp8 = (outputs(chunk, "te_fp8")[0] - exact[0]).abs().max()
     assert 1e-4 < in_fp8 < 0.5
+
+
+@pytest.mark.parametrize("positions", [[2, 3, 4, 8], [0], []])
+def test_the_head_sees_response_positions_alone(chunk, positions: list[int]) -> None:
+    hidden = torch.randn(1, 9, 128, generator=torch.Generator().manual_seed(1)).mul(0.1).requires_grad_()
+    index, settings = torch.tensor(positions, dtype=torch.int64), HeadSettings(100, 0.8, 4)
+    weights = torch.linspace(0.5, 2.0, 9)
+    gradients, found = [], []
+    for response_positions in (None, index):
+        micro_batch = SimpleNamespace(targets=torch.arange(9), response_positions=response_positions, num_tokens=9)
+        out = token_outputs(chunk, hidden, micro_batch, settings)
+        mask = torch.zeros(9).index_fill(0, index, 1.0) * weights
+        ((out.logprobs + out.entropy) * mask).sum().backward()
+        gradients.append(hidden.grad.clone())
+        found.append(out)
+        hidden.grad = None
+    for everywhere, there in ((found[0].logprobs, found[1].logprobs), (found[0].entropy, found[1].entropy)):
+        torch.testing.assert_close(there[index], everywhere[index])
+        assert there.count_nonzero() == len(positions)
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 def test_it_is_named_with_its_reason_before_anything_runs(chunk) -> None:
