@@ -58,7 +58,8 @@ def rows(name: str, task: Task, seed: int) -> Iterator[dict[str, Any]]:
         item = problems[index]
         question, answer = item["question"], str(item["answer"])
         if dataset == "number_sorting":  # the rest describes reasoning-gym's own form of an answer
-            question, answer = question.split("\n")[0], ", ".join(re.findall(r"-?\d+", answer.replace(".0", "")))
+            question = question.split("\n")[0].replace(".0", "")
+            answer = ", ".join(re.findall(r"-?\d+", answer.replace(".0", "")))
         yield {
             "data_source": name,
             "prompt": [
