@@ -94,11 +94,12 @@ quickstart-vapo quickstart-tppo: .venv
 # (tests/conftest.py), and what is collected first starts first.
 BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge
+test: .venv .venv-sglang .venv-triton .venv-modelopt .venv-mbridge .venv-smollm2
 	@status=0; \
 	$(RUN) .venv/bin/python -m pytest -q tests/unit -n 2 -m "not long" || status=1; \
 	$(RUN) PYTHONPATH=.venv-triton .venv/bin/python -m pytest -q -n 2 $(TRITON_TESTS) || status=1; \
 	$(RUN) PYTHONPATH=.venv-modelopt .venv/bin/python -m pytest -q $(MODELOPT_TESTS) || status=1; \
+	$(RUN) PYTHONPATH=.venv-smollm2 .venv/bin/python -m pytest -q tests/unit/tools/test_make_smollm2.py || status=1; \
 	$(RUN) .venv/bin/python -m pytest -q $(BESIDE) -m "not long" --durations=30 --durations-min=10 tests/engine tests/e2e tests/distributed tests/gpu || status=1; \
 	exit $$status
 
