@@ -7,7 +7,8 @@
 #
 # Submit it from the root of the checkout. Ten minutes before the time limit every worker gets SIGTERM: the run saves, the job is requeued,
 # and continues. It is requeued as well after a failure that another attempt may not meet, until run.max_fruitless_attempts attempts in a row
-# made no train step. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO.
+# made no train step. Where nodes are healthy and sglang.keep_seconds is above 0, SGLang's servers stay and the trainer alone starts again
+# in the same job. COMMAND=pretrain-value before it pretrains the critic of a layout of VAPO or T-PPO.
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
@@ -19,7 +20,7 @@
 set -euo pipefail
 
 if [ $# -lt 4 ]; then
-    sed -n '2,10p' "$0"
+    sed -n '2,11p' "$0"
     exit 2
 fi
 layout=$1
@@ -36,16 +37,27 @@ MASTER_ADDR=${hosts%%$'\n'*} # the first; a pipe into head would end the script 
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 10000)) # one for each job: two jobs may share a node
 # When the job ends: the time left after a signal decides whether a checkpoint is begun.
 SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" || true)}
-export MASTER_ADDR MASTER_PORT SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+export MASTER_ADDR MASTER_PORT SLURM_JOB_END_TIME OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 MEGATRON_DAPO_SERVERS_ARE_KEPT=1
 # All cores of the node, and none bound to a task: SGLang's servers and the verifiers of rewards are children of these tasks.
 cpus=$((SLURM_CPUS_ON_NODE / ${SLURM_NTASKS_PER_NODE:?give sbatch --ntasks-per-node}))
 worker=(python -m megatron_dapo.launch.worker "$layout" "${settings[@]}" "$@")
-if srun --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=none "${worker[@]}"; then
-    exit 0
-fi
-# The record in the run directory decides, because the code of srun may be that of a task which it has killed itself.
-code=0
-"${worker[@]}" --verdict || code=$?
+# A step of its own: what a step has started ends with it. Without servers to keep it ends at once.
+srun --overlap --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none "${worker[@]}" --keep-servers </dev/null &
+supervisors=$!
+trap 'kill "$supervisors" 2>/dev/null || true' EXIT
+while :; do
+    began=$(date +%s)
+    if srun --overlap --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=none "${worker[@]}"; then
+        exit 0
+    fi
+    # The record in the run directory decides, because the code of srun may be that of a task which it has killed itself.
+    code=0
+    scope=$("${worker[@]}" --verdict "$began") || code=$?
+    if [ "$scope" != trainer ] || ! kill -0 "$supervisors" 2>/dev/null; then
+        break
+    fi
+done
 if [ "$code" = 75 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

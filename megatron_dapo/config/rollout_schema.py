@@ -9,6 +9,7 @@ from megatron_dapo.config.section import (
     Bounds,
     Fraction,
     InputPath,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -276,6 +277,10 @@ class SglangConfig(Section):
 
     max_restarts: NonNegativeInt = 3
     """Times a dead server is started again in one attempt; after that the attempt ends with a checkpoint and exit code 75."""
+
+    keep_seconds: NonNegativeFloat = 300.0
+    """Seconds that started servers outlive trainer processes which failed, where torchrun or slurm.sh starts these again: the
+    next attempt takes the servers over. 0: servers end with them, and under Slurm the whole job is requeued."""
 
     parity_interval: NonNegativeInt = 10
     """Train steps between comparisons of fixed prompts' log-probs, trainer against engine. The first update is always

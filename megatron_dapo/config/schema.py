@@ -230,6 +230,14 @@ class Config(Section):
     """Gate on the engine-trainer gap."""
 
     @property
+    def keeps_servers(self) -> bool:
+        """True if servers that the run starts are to outlive trainer processes that fail."""
+        sglang = self.sglang
+        # Memory of a GPU that a dead process shared must not stay open.
+        shares_gpu_memory = sglang.weight_sync_transport == "shared_memory" and sglang.shared_memory == "device"
+        return self.rollout.engine == "sglang" and not sglang.urls and sglang.keep_seconds > 0 and not shares_gpu_memory
+
+    @property
     def has_critic(self) -> bool:
         return self.algorithm.name != "dapo"
 

@@ -9,9 +9,16 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_dapo.config.rules import is_loopback
 from megatron_dapo.recovery.heartbeat import Place
+
+if TYPE_CHECKING:
+    from megatron_dapo.engines.sglang.supervised import Supervision
+
+
+SERVERS_ARE_KEPT = "MEGATRON_DAPO_SERVERS_ARE_KEPT"  # set by a batch script that starts supervisors of servers
 
 
 @dataclass(frozen=True)
@@ -133,9 +140,9 @@ def place_in_run(process: ProcessEnvironment) -> Place:
     Node 0's watcher listens on the UDP port of the number that torch.distributed's store has as a TCP port.
     """
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    starts = (
-        os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    )
+    # slurm.sh starts a new step in the same job; under torchrun each node may have a step of its own.
+    start = "TORCHELASTIC_RESTART_COUNT" if "TORCHELASTIC_RESTART_COUNT" in os.environ else "SLURM_STEP_ID"
+    starts = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", start))
     run_id = hashlib.sha256("|".join((host, port, *starts)).encode()).hexdigest()[:16]
     return Place(
         process.rank,
@@ -169,6 +176,20 @@ def job_end_time() -> float | None:
 def is_restarted() -> bool:
     """Return True in a worker that torchrun has started again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def supervision() -> Supervision | None:
+    """Return who starts these processes again after a failure, and so may keep servers; None where nothing does.
+
+    torchrun with restarts, whose agent is this process's parent, or a batch script that has started the supervisors.
+    """
+    from megatron_dapo.engines.sglang.supervised import Supervision
+
+    if os.environ.get(SERVERS_ARE_KEPT):
+        return Supervision(f"job {batch_job()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}")
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        return Supervision(f"agent {os.getppid()}", os.getppid())
+    return None
 
 
 def rendezvous_host() -> str:

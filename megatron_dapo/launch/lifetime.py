@@ -63,7 +63,7 @@ def hold_directory(run_directory: Path, rank: int, store: Store, group_readable:
     Every rank calls it; rank 0 gets the lock. RuntimeError on all where another run holds it. `store`: of this run. What the
     process and its children write from then on is for the user alone, or for members of the files' group to read.
     """
-    os.umask(0o027 if group_readable else 0o077)
+    restrict_files(group_readable)
     if rank > 0:
         if problem := store.get(_LOCK).decode():
             refusal = DirectoryInUse(problem)
@@ -78,6 +78,11 @@ def hold_directory(run_directory: Path, rank: int, store: Store, group_readable:
     _set_mode(run_directory, 0o750 if group_readable else 0o700)
     store.set(_LOCK, "")
     return lock
+
+
+def restrict_files(group_readable: bool) -> None:
+    """Let only the user, or members of the group too, read what this process and its children write."""
+    os.umask(0o027 if group_readable else 0o077)
 
 
 def _set_mode(directory: Path, mode: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dapo.launch.environment import (
+    SERVERS_ARE_KEPT,
     ProcessEnvironment,
     batch_job,
     is_restarted,
@@ -25,8 +26,9 @@ from megatron_dapo.launch.environment import (
     process_environment,
     raise_open_files_limit,
     rendezvous_host,
+    supervision,
 )
-from megatron_dapo.launch.lifetime import end_with_parent, hold_directory
+from megatron_dapo.launch.lifetime import end_with_parent, hold_directory, restrict_files
 from megatron_dapo.launch.local import write_worker_pid
 from megatron_dapo.recovery.heartbeat import Heartbeat
 from megatron_dapo.untrusted import PrintableFormatter
@@ -53,9 +55,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--verdict",
+        type=float,
+        nargs="?",
+        const=0.0,
+        metavar="SINCE",
+        help="run nothing; the exit code is that of the last attempt that the calling script has started, after SINCE in seconds "
+        "since 1970 if given: 0 finished, 75 worth starting again, another one a failure that would repeat. Prints "
+        '"trainer" if kept servers are worth waiting for the next attempt on these nodes, else "job"',
+    )
+    parser.add_argument(
+        "--keep-servers",
         action="store_true",
-        help="run nothing; the exit code is that of the last attempt that the calling script has started: 0 finished, "
-        "75 worth starting again, another one a failure that would repeat",
+        help="run nothing but the supervisor of this node's SGLang servers, which keeps them for the next attempt after a failure; "
+        "ends at once where the recipe has none to keep",
     )
     return parser.parse_args(arguments)
 
@@ -72,24 +84,44 @@ def load_run(parsed: argparse.Namespace) -> LoadedConfig:
     return replace(loaded, config=pretraining_config(loaded.config, target))
 
 
-def judge(loaded: LoadedConfig) -> Verdict | None:
-    """Return the end of the last attempt that this process's parent has started: a batch script, or torchrun's agent."""
+def judge(loaded: LoadedConfig, since: float = 0.0) -> Verdict | None:
+    """Return the end of the last attempt that this process's parent has started: a batch script, or torchrun's agent.
+
+    `since`: only attempts that began later, in seconds since 1970.
+    """
     import psutil
 
     from megatron_dapo.recovery.attempts import verdict
 
     run = loaded.config.run
-    since = psutil.Process(os.getppid()).create_time()
+    since = max(since, psutil.Process(os.getppid()).create_time())
     return verdict(run.output_dir, batch_job(), since, run.max_fruitless_attempts)
 
 
-def _report_verdict(loaded: LoadedConfig) -> int:
-    found = judge(loaded)
+def _report_verdict(loaded: LoadedConfig, since: float) -> int:
+    found = judge(loaded, since)
+    is_in_place = found is not None and found.leaves_nodes_healthy and loaded.config.keeps_servers
+    sys.stdout.write("trainer\n" if is_in_place else "job\n")
     if found is None:
         sys.stderr.write(f"no attempt is on record in {loaded.config.run.output_dir}: the workers did not start\n")
         return 1
     sys.stderr.write(f"exit code {found.exit_code}: {found.reason}\n")
     return found.exit_code
+
+
+def _keep_servers(loaded: LoadedConfig) -> int:
+    """Supervise this node's servers for all attempts of the batch job."""
+    from megatron_dapo.engines.sglang.supervisor import supervise
+
+    place, run = supervision(), loaded.config.run
+    if place is None:
+        raise ValueError(
+            f"--keep-servers is for a batch script that exports {SERVERS_ARE_KEPT}=1: workers would not know"
+        )
+    if loaded.config.keeps_servers:
+        restrict_files(run.group_readable)
+        supervise(place.address(run.output_dir), os.getppid(), loaded.config.sglang.keep_seconds)
+    return 0
 
 
 def _settled(loaded: LoadedConfig) -> int | None:
@@ -117,8 +149,11 @@ def main(arguments: Sequence[str]) -> int:
     prepare_rendezvous(process)
     raise_open_files_limit()
     _configure_logging(process)
-    if parsed.verdict:
-        return _report_verdict(load_run(parsed))
+    if parsed.verdict is not None:
+        return _report_verdict(load_run(parsed), parsed.verdict)
+    if parsed.keep_servers:
+        keep_nccl_on_loopback(process)
+        return _keep_servers(load_run(parsed))
     try:
         if parsed.replay is None and (settled := _settled(load_run(parsed))) is not None:
             return settled
@@ -171,7 +206,7 @@ def _run(parsed: argparse.Namespace, process: ProcessEnvironment, heartbeat: Hea
         else:
             from megatron_dapo.trainer.run import run_training as run
         place = process.rank, process.world_size, rendezvous_host(), process.num_nodes
-        reason = run(loaded, *place, heartbeat, job_end_time())
+        reason = run(loaded, *place, heartbeat, job_end_time(), supervision())
     if lock is not None:
         lock.release()
     return exit_code_at(reason)

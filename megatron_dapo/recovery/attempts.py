@@ -21,6 +21,7 @@ from megatron_dapo.recovery.failure import EXIT_CODE, first_line, read_failure
 
 ATTEMPTS = "attempts.jsonl"
 STOPPED_BY_SIGNAL = "stopped by a signal"
+_NODE_CAUSES = ("node lost", "link lost", "not started", "file system hung")
 _CLOCK_S = 2.0  # the kernel's start time of a process and the clock may differ by this
 
 
@@ -30,6 +31,12 @@ class Verdict:
 
     exit_code: int
     reason: str
+    cause: str = ""  # of a failure on record, as in failure.json
+
+    @property
+    def leaves_nodes_healthy(self) -> bool:
+        """True if another attempt may start on the same nodes, beside servers that were kept there."""
+        return self.exit_code == EXIT_CODE and not self.was_stopped and self.cause not in _NODE_CAUSES
 
     @property
     def was_stopped(self) -> bool:
@@ -108,7 +115,7 @@ def _end(run_directory: Path, records: list[dict[str, Any]], attempt: int) -> Ve
         return Verdict(ended[-1]["exit_code"], ended[-1]["reason"])
     failure = read_failure(run_directory)
     if failure is not None and failure.attempt == attempt:
-        return Verdict(failure.exit_code, first_line(failure))
+        return Verdict(failure.exit_code, first_line(failure), failure.cause)
     return Verdict(EXIT_CODE, "killed: no process left a record of its end")
 
 

@@ -43,6 +43,7 @@ from megatron_dapo.engines.sglang.served import Expectation
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
 from megatron_dapo.engines.sglang.servers import ExternalServers, ReadyServer, Servers, StartedServers
+from megatron_dapo.engines.sglang.supervised import SupervisedServer, SupervisorClient
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.model_config import DTYPES
 from megatron_dapo.parallel.coordination import collective_timeout, coordinate, default_store
@@ -162,7 +163,10 @@ class SglangBuilder(EngineBuilder):
         self._nodes = node_topology(names[: ranks.num_ranks])
         timeout_s, progress = collective_timeout(config.run.wait_timeout_seconds), topology.coordination.progress
         self._key_file = Path(config.sglang.api_key_file or config.run.output_dir / "engine.key")
-        if topology.rank == 0 and not config.sglang.api_key_file:
+        self._supervisor = self._join_supervisor(stack)
+        # Servers that were kept know the last key. Those of another node that was lost in between are replaced.
+        are_kept = self._supervisor is not None and self._supervisor.num_kept > 0
+        if topology.rank == 0 and not config.sglang.api_key_file and not are_kept:
             create_key(config.run.output_dir)
         topology.coordination.barrier("the servers' API key")
         if ranks.is_member:
@@ -172,6 +176,16 @@ class SglangBuilder(EngineBuilder):
             self._node_group = coordinate(node_ranks, timeout_s, progress)
             self._processes_here = names.count(names[ranks.rank])  # on this node, those of the critic included
             self._start(stack)
+
+    def _join_supervisor(self, stack: ExitStack) -> SupervisorClient | None:
+        """Connect to the supervisor of this node's servers, on the rank that starts them, if there is to be one."""
+        config, ranks, supervision = self._config, self._ranks, self._topology.supervision
+        leads = ranks.is_member and self._nodes.ranks_of(self._nodes.node_of(ranks.rank))[0] == ranks.rank
+        if not leads or supervision is None or not config.keeps_servers:
+            return None
+        client = supervision.connect(config.run.output_dir, config.sglang.servers_per_node, config.sglang.keep_seconds)
+        stack.push(client)
+        return client
 
     def _start(self, stack: ExitStack) -> None:
         self._architecture = ModelArchitecture.from_directory(self._config.model.path)
@@ -224,8 +238,11 @@ class SglangBuilder(EngineBuilder):
         expectation = Expectation.of(self._server_settings(0))
         return SglangServer.attach(sglang.urls[index], self._key_file, expectation, index, sglang.start_timeout_seconds)
 
-    def _spawn(self, index: int, local_index: int) -> SglangServer:
-        return SglangServer.start(self._server_settings(local_index), index)
+    def _spawn(self, index: int, local_index: int) -> SglangServer | SupervisedServer:
+        settings = self._server_settings(local_index)
+        if self._supervisor is not None:
+            return SupervisedServer(self._supervisor, settings, index, local_index)
+        return SglangServer.start(settings, index)
 
     def _server_settings(self, local_index: int) -> ServerSettings:
         """Return the settings of the server with this index on its node."""
@@ -266,10 +283,14 @@ class SglangBuilder(EngineBuilder):
         return Path(self._config.sglang.python or sys.executable).absolute()
 
     def _client(self, server: ReadyServer) -> SglangClient:
-        client = ColocatedClient if self._shares_devices else SglangClient
+        make = ColocatedClient if self._shares_devices else SglangClient
         api_version = self._servers.api_version(server.index)
         name = f"{server.index} ({server.url})"
-        return client(server.url, read_key(self._key_file), self._timeouts(), api_version, name=name)
+        client = make(server.url, read_key(self._key_file), self._timeouts(), api_version, name=name)
+        own = self._servers.own(server.index)
+        if isinstance(client, ColocatedClient) and isinstance(own, SupervisedServer):
+            client.remember = own.remember_released
+        return client
 
     def _timeouts(self) -> Timeouts:
         sglang = self._config.sglang

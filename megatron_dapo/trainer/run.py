@@ -21,6 +21,7 @@ from megatron_dapo.config.loader import LoadedConfig, write_resolved
 from megatron_dapo.config.process_limits import process_limits
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validator import require_valid
+from megatron_dapo.engines.sglang.supervised import Supervision
 from megatron_dapo.megatron.actor import MegatronActor
 from megatron_dapo.megatron.parallel_state import initialize_process_group
 from megatron_dapo.megatron.platform import use_deterministic_kernels
@@ -52,14 +53,16 @@ def run_training(
     num_nodes: int = 1,
     heartbeat: Heartbeat | None = None,
     end_time: float | None = None,
+    supervision: Supervision | None = None,
 ) -> str:
     """Run a configuration up to the exported model. Every process of the run calls it. Returns why it ended.
 
     `rendezvous_host`: the node of rank 0, towards which each node finds its own address. `num_nodes`: of the run. `heartbeat`: of
     this process. `end_time`: when the launcher ends the processes, in seconds since 1970; None where it does not say.
+    `supervision`: of servers that outlive a failure; None where nothing starts these processes again.
     """
     start = time.perf_counter()
-    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time) as run:
+    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time, supervision) as run:
         reason = run.loop.run()
         with run.watch("export"):
             exports = run.export(reason)
@@ -162,6 +165,7 @@ def prepared_run(
     num_nodes: int = 1,
     heartbeat: Heartbeat | None = None,
     end_time: float | None = None,
+    supervision: Supervision | None = None,
     stop_rule: StopRule | None = None,
 ) -> Iterator[PreparedRun]:
     """Build a run, resume it if there is a checkpoint, and close everything at the end.
@@ -179,7 +183,7 @@ def prepared_run(
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(end_time, config.run.stop_notice_seconds))
         stop.share(dist.distributed_c10d._get_default_store())
-        topology = run_topology(config, rendezvous_host)
+        topology = run_topology(config, rendezvous_host, supervision)
         watch = _watch(config, topology, heartbeat or Heartbeat(rank))
         with watch("build"):
             run = _build(config, topology, stop_rule, stop, stack, watch)

@@ -17,6 +17,7 @@ from megatron_dapo.parallel.layout import ParallelLayout
 from megatron_dapo.precision import token_multiple
 
 if TYPE_CHECKING:
+    from megatron_dapo.engines.sglang.supervised import Supervision
     from megatron_dapo.parallel.coordination import Coordination
     from megatron_dapo.parallel.rank_set import RankSet
 
@@ -36,6 +37,7 @@ class RunTopology:
     critic_layout: ParallelLayout
     coordination: Coordination  # of all ranks, through host memory
     rendezvous_host: str = LOOPBACK  # the node of rank 0
+    supervision: Supervision | None = None  # of servers; None if nothing starts the run's processes again
 
     @property
     def is_shared(self) -> bool:
@@ -43,7 +45,9 @@ class RunTopology:
         return self.policy.ranks == self.critic.ranks
 
 
-def run_topology(config: Config, rendezvous_host: str = LOOPBACK) -> RunTopology:
+def run_topology(
+    config: Config, rendezvous_host: str = LOOPBACK, supervision: Supervision | None = None
+) -> RunTopology:
     """Return the topology of a run whose default process group exists. Collective."""
     # Commands that only print a layout import this module: they do without torch.
     from megatron_dapo.parallel.coordination import collective_timeout, coordinate
@@ -59,7 +63,7 @@ def run_topology(config: Config, rendezvous_host: str = LOOPBACK) -> RunTopology
     if config.num_critic_processes:
         policy, critic = partition_ranks(config.num_critic_processes, timeout_s, coordination.progress)
     layouts = parallel_layout(config, size), critic_layout(config, size)
-    return RunTopology(size, world.rank, policy, critic, *layouts, coordination, rendezvous_host)
+    return RunTopology(size, world.rank, policy, critic, *layouts, coordination, rendezvous_host, supervision)
 
 
 def parallel_layout(config: Config, world_size: int) -> ParallelLayout:

@@ -17,6 +17,7 @@ import torch
 from megatron_dapo.algorithms.stop_rule import StopRule
 from megatron_dapo.config.loader import LoadedConfig
 from megatron_dapo.config.schema import Config
+from megatron_dapo.engines.sglang.supervised import Supervision
 from megatron_dapo.parallel.collectives import max_over
 from megatron_dapo.recovery.attempts import STOPPED_BY_SIGNAL
 from megatron_dapo.recovery.heartbeat import Heartbeat
@@ -38,16 +39,19 @@ def run_value_pretraining(
     num_nodes: int = 1,
     heartbeat: Heartbeat | None = None,
     end_time: float | None = None,
+    supervision: Supervision | None = None,
 ) -> str:
     """Pretrain the critic of a `pretraining_config` into <run.output_dir>/critic. Every process of the run calls it.
 
-    `end_time`: see `run_training`. Returns why it ended.
+    `end_time` and `supervision`: see `run_training`. Returns why it ended.
     """
     start = time.perf_counter()
     _require_weights(loaded.config)
     section = loaded.config.value_pretraining
     stop_rule = StopRule(section.min_steps, section.explained_variance_slope, section.loss_slope)
-    with prepared_run(loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time, stop_rule) as run:
+    with prepared_run(
+        loaded, rank, world_size, rendezvous_host, num_nodes, heartbeat, end_time, supervision, stop_rule
+    ) as run:
         assert isinstance(run.learner, ActorCriticLearner), "a configuration of value pretraining has a critic"
         # A policy that moved would make the critic learn the returns of another one, unnoticed.
         before = _policy_digest(run)

@@ -1,8 +1,11 @@
-"""Whole runs with real servers: no sample is lost or trained twice when an engine dies, and servers end with the run."""
+"""Whole runs with real servers: no sample is lost or trained twice when an engine or a trainer rank dies, servers outlive a trainer
+that is started again, and end with the run."""
 
 from __future__ import annotations
 
 import json
+import re
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from fp8_world import CUT_HEADS, PARITY, RANDOM_MODEL_SETTINGS, ROUNDING, save_q
 from sglang_runs import ENVIRONMENT, command
 
 from megatron_dapo.engines.sglang.router import is_installed
+from megatron_dapo.launch.local import worker_pid_file
 from tools.listening import watch_sockets
 from tools.prove_resume import write_recipe
 
@@ -59,6 +63,19 @@ class Run:
         for scheduler in schedulers:
             scheduler.kill()
 
+    def servers(self) -> list[psutil.Process]:
+        """Return the main processes of the run's servers, whoever is their parent."""
+        processes = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
+        return [
+            process
+            for process in processes
+            if "megatron_dapo.engines.sglang.serve" in process.info["cmdline"]
+            and any(argument.startswith(str(self.directory)) for argument in process.info["cmdline"])
+        ]
+
+    def worker(self, rank: int) -> psutil.Process:
+        return psutil.Process(int(worker_pid_file(self.directory, rank).read_text()))
+
     def finish(self) -> dict[str, Any]:
         assert self.process.wait(RUN_S) == 0, self.tail()
         return json.loads((self.directory / "summary.json").read_text())
@@ -76,10 +93,10 @@ def _is_scheduler(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
-    """`train("a.b=c", ...)`: a started run at TP2, ended after the test."""
+    """`train("a.b=c", ..., restarts=1)`: a started run at TP2, ended after the test."""
     runs: list[Run] = []
 
-    def start(*overrides: str) -> Run:
+    def start(*overrides: str, restarts: int = 0) -> Run:
         settings = (
             "sglang.weight_sync_bucket_mb=1",  # of 2.9 MB: a sync takes several buckets
             f"run.total_steps={NUM_STEPS}",
@@ -87,7 +104,7 @@ def train(engine_python: Path, tmp_path: Path) -> Callable[..., Run]:
             *overrides,
         )
         directory, log = tmp_path / "run", tmp_path / "run.log"
-        started = command(write_recipe(tmp_path), directory, engine_python, *settings)
+        started = [*command(write_recipe(tmp_path), directory, engine_python, *settings), f"--restarts={restarts}"]
         with open(log, "wb") as stream:
             process = subprocess.Popen(started, stdout=stream, stderr=subprocess.STDOUT, env=ENVIRONMENT)
         runs.append(Run(directory, process, log))
@@ -196,14 +213,64 @@ def test_generation_beside_training_stays_within_the_bound(train: Callable[..., 
         "rollout.max_staleness=1",
         "sglang.tp_size=2",
     )
-    sockets = watch_sockets(run.process.pid, lambda: run.process.poll() is not None)
+    found = watch_sockets(run.process.pid, lambda: run.process.poll() is not None)
     assert run.finish()["train_steps"] == NUM_STEPS
     # torchrun's store, the ranks and their rendezvous with the engines, servers and their schedulers' ranks.
-    assert len({socket.port for socket in sockets}) >= 8
-    assert all(socket.is_loopback for socket in sockets), sorted(sockets)
+    assert len({each.port for each in found}) >= 8
+    assert all(each.is_loopback for each in found), sorted(found)
     check_samples(run)
     rows = run.rows("metrics.jsonl")
     assert max(row["rollout/staleness_max"] for row in rows) == 1
     # The first batch is sampled from the weights that it trains; later ones start one version earlier.
     assert rows[0]["mismatch/abs_logprob_diff_mean"] < 1e-4
     assert rows[1]["rollout/staleness_mean"] > 0
+
+
+P2P = ('sglang.placement="disaggregated"', 'sglang.weight_sync_transport="p2p"')
+
+
+@pytest.mark.parametrize(("moment", "settings"), [("generate", ()), ("weight_sync", ()), ("weight_sync", P2P)])
+def test_the_server_outlives_a_killed_trainer_rank_which_is_started_again(
+    train: Callable[..., Run], moment: str, settings: tuple[str, ...]
+) -> None:
+    """kill -9 of rank 1 while the server generates, or waits for that rank's share of the weights."""
+    run = train("rollout.max_staleness=0", "checkpoint.interval=1", *settings, restarts=2)
+    run.wait_until("the first step", lambda: len(run.rows("metrics.jsonl")) >= 1)
+    [server] = run.servers()
+    [supervisor] = server.parents()[:1]
+    victim, log, pause = run.worker(1), "engine_0.log", "POST /pause_generation"
+    if moment == "weight_sync":
+        num_pauses = run.count_in_log(log, pause)
+        run.wait_until("a weight sync", lambda: run.count_in_log(log, pause) > num_pauses)
+        victim.suspend()
+        time.sleep(1.0)  # rank 0 and the server come to where they wait for rank 1
+    else:
+        num_batches = run.count_in_log(log, "Decode batch")
+        run.wait_until("the next rollout", lambda: run.count_in_log(log, "Decode batch") > num_batches)
+    victim.kill()
+    summary = run.finish()
+    assert summary["stopped"] == "finished" and summary["train_steps"] == NUM_STEPS
+    text = run.log.read_text(errors="replace")
+    assert f"first failure: attempt 1, rank 1 ({socket.gethostname()}), phase {moment}: killed by signal 9" in text
+    assert len(re.findall(rf"server 0 \(process {server.pid}, http://\S+\) was kept with version \d", text)) == 1, (
+        run.tail()
+    )
+    assert sorted(path.name for path in run.engines.glob("*.log")) == [log], "no other server was started"
+    check_samples(run)
+    for row in run.rows("metrics.jsonl"):
+        assert row["mismatch/abs_logprob_diff_mean"] < 1e-4
+    _, left = psutil.wait_procs([server, supervisor], timeout=10.0)
+    assert not left
+    check_nothing_is_left(run)
+
+
+def test_servers_end_when_torchrun_is_killed(train: Callable[..., Run]) -> None:
+    run = train(restarts=2)
+    run.wait_until("the first rollout", lambda: run.count_in_log("engine_0.log", "Decode batch") > 0)
+    [server] = run.servers()
+    [supervisor] = server.parents()[:1]
+    [agent] = psutil.Process(run.process.pid).children()
+    agent.kill()
+    _, left = psutil.wait_procs([server, supervisor], timeout=20.0)
+    assert not left
+    run.process.wait(30.0)

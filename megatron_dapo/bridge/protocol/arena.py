@@ -21,6 +21,7 @@ import torch
 from megatron_dapo.bridge.protocol.progress import KEY_WORD, NUM_SLOTS, NUM_WORDS, ArenaProgress
 
 PREFIX = "megatron_dapo-arena-"
+_NAME = re.compile(re.escape(PREFIX) + r"(\d+)-")
 REPLY_BYTES = 1 << 20
 _SLOTS_BEGIN = REPLY_BYTES + 8 * NUM_WORDS
 _HEADER_BYTES = 16  # length and checksum of the reply, 8 bytes each, little-endian
@@ -34,6 +35,12 @@ class ArenaSpec:
     key: int  # also in the arena: a damaged path that names the arena of another engine rank does not open it
     slot_bytes: int
     num_slots: int = NUM_SLOTS
+
+    @property
+    def creator(self) -> int:
+        """Process id of the trainer rank that created the arena, as that rank sees it; 0 if the name tells none."""
+        match = _NAME.match(Path(self.path).name)
+        return int(match[1]) if match else 0
 
     @property
     def num_bytes(self) -> int:
@@ -110,7 +117,7 @@ def remove_stale(directory: Path) -> list[Path]:
     """Unlink the arenas of this user whose creator is dead; return their paths."""
     removed = []
     for path in directory.glob(PREFIX + "*"):
-        match = re.match(re.escape(PREFIX) + r"(\d+)-", path.name)
+        match = _NAME.match(path.name)
         with contextlib.suppress(FileNotFoundError):
             if match and path.stat().st_uid == os.getuid() and not is_running(int(match[1])):
                 path.unlink()

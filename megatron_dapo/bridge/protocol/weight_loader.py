@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec
+from megatron_dapo.bridge.protocol.arena import Arena, ArenaSpec, is_running
 from megatron_dapo.bridge.protocol.cuda_memory import open_shared
 from megatron_dapo.bridge.protocol.description import DESCRIBE, DescriptionChannel, put_description
 from megatron_dapo.bridge.protocol.messages import Bucket, Command, Reply
@@ -33,6 +34,7 @@ from megatron_dapo.bridge.protocol.receiver import Channel, Receiver
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 1.0  # between two looks whether the trainer lives
 _ATTRIBUTE = "megatron_dapo_weight_sync"  # of the model: it is all that SGLang hands over, and lives between requests
 
 
@@ -76,6 +78,9 @@ class ArenaChannel(Channel):
         self._shared = channel.get("shared")
         self._arena = mapped.map(ArenaSpec.from_json(channel["arena"]))
         self._slots = self._arena.slots
+        creator = self._arena.spec.creator
+        # Where it is not seen at first, it is in another process namespace.
+        self._trainer = creator if creator and is_running(creator) else 0
 
     def begin(self) -> None:
         self._arena.progress.begin(self._number)
@@ -84,8 +89,18 @@ class ArenaChannel(Channel):
             self._slots = open_shared(self._shared).view(NUM_SLOTS, -1)
 
     def data(self, bucket: Bucket) -> torch.Tensor:
-        self._arena.progress.wait_for_bucket(bucket.index, self._number, self._writers, self._wait_s)
-        return self._slots[bucket.index % NUM_SLOTS]
+        end = time.monotonic() + self._wait_s
+        while True:
+            try:
+                left = end - time.monotonic()
+                self._arena.progress.wait_for_bucket(bucket.index, self._number, self._writers, min(left, _LOOK_S))
+                return self._slots[bucket.index % NUM_SLOTS]
+            except TimeoutError:
+                # This server may be kept for another trainer, which cannot wait for the end of this one's deadline.
+                if self._trainer and not is_running(self._trainer):
+                    raise ValueError(f"the trainer, process {self._trainer}, has ended") from None
+                if time.monotonic() >= end:
+                    raise
 
     def loaded(self, bucket: Bucket) -> None:
         self._arena.progress.count_loaded(bucket.index + 1)

@@ -19,7 +19,7 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -430,14 +430,15 @@ class ColocatedClient(SglangClient):
     """
 
     _released: frozenset[str] = frozenset()  # SGLang ends where something is to come back that was not released
+    # Told of every change to it, with None before: for a supervisor that keeps the server beyond this process.
+    remember: Callable[[Sequence[str] | None], None] = staticmethod(lambda tags: None)
 
     def sleep(self) -> None:
         """Release cache and weights, what of them is there. The server must have no request."""
         tags = tuple(tag for tag in (CACHE, WEIGHTS) if tag not in self._released)
         if tags:
             self.flush_cache()
-            self.release_memory(tags)
-            self._released |= set(tags)
+            self._change(self.release_memory, tags, self._released | set(tags))
 
     def begin_weight_update(self) -> None:
         """Bring the memory of the weights back, then open the session."""
@@ -451,5 +452,10 @@ class ColocatedClient(SglangClient):
 
     def _resume_memory(self, tag: str) -> None:
         if tag in self._released:
-            self.resume_memory((tag,))
-            self._released -= {tag}
+            self._change(self.resume_memory, (tag,), self._released - {tag})
+
+    def _change(self, call: Callable[[Sequence[str]], None], tags: Sequence[str], released: frozenset[str]) -> None:
+        self.remember(None)
+        call(tags)
+        self._released = released
+        self.remember(sorted(released))

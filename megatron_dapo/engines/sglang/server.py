@@ -94,7 +94,7 @@ class SglangServer:
         try:
             with open_http(self.url, self.key_file) as http:
                 self._wait_for_health(http)
-                self._tree.record()  # once it is healthy, all of SGLang's workers are there
+                self.record()
                 self.info = checked(self.url, http, self._expectation)
         except (EngineStartError, httpx.HTTPError, ValueError) as error:
             description = self._describe(str(error) or repr(error))
@@ -104,6 +104,10 @@ class SglangServer:
             self.kill()
             raise
         return self.info
+
+    def record(self) -> None:
+        """Remember its processes. Once it is healthy, all of SGLang's workers are there."""
+        self._tree.record()
 
     def stop(self) -> None:
         """End it. It holds nothing worth saving, so it is killed rather than asked, which takes it seconds."""
@@ -166,6 +170,7 @@ class AttachedServer:
         deadline = time.monotonic() + self.timeout_s
         with open_http(self.url, self.key_file) as http:
             while not _answers(http, "/health", min(_HEALTH_S, max(_POLL_S, deadline - time.monotonic()))):
+                self._require_running()
                 if time.monotonic() > deadline:
                     problem = f"is not healthy after {self.timeout_s:g} s"
                     raise EngineStartError(f"engine {self.index} at {self.url} {problem}")
@@ -181,6 +186,9 @@ class AttachedServer:
 
     def exit_reason(self) -> str:
         return f"engine {self.index} at {self.url} was not started here: its log is with its operator"
+
+    def _require_running(self) -> None:
+        """Raise EngineStartError once its processes, where they are known, have ended."""
 
 
 def _spawn(

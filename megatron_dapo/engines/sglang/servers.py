@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from megatron_dapo.engines.sglang.server import AttachedServer, SglangServer
+from megatron_dapo.engines.sglang.supervised import SupervisedServer
 from megatron_dapo.engines.sglang.versions import ApiVersion
 from megatron_dapo.parallel.coordination import Coordination
 from megatron_dapo.parallel.nodes import NodeTopology
@@ -74,6 +75,10 @@ class Servers(ABC):
         # A server's own exit reason counts more than a suspicion: it has the end of the log.
         return dict(sorted({**dict(found_suspected), **dict(found_own)}.items()))
 
+    def own(self, index: int) -> SglangServer | AttachedServer | None:
+        """Return this rank's server; None for servers of other ranks."""
+        return self._own.get(index)
+
     def api_version(self, index: int) -> ApiVersion | None:
         """Return the API version of this rank's server; None for servers of other ranks."""
         return self._api_versions.get(index)
@@ -92,14 +97,17 @@ class StartedServers(Servers):
 
     def __init__(
         self,
-        start: Callable[[int, int], SglangServer],
+        start: Callable[[int, int], SglangServer | SupervisedServer],
         nodes: NodeTopology,
         rank: int,
         per_node: int,
         restart_budget: int,
         coordination: Coordination,
     ) -> None:
-        """`start(index, slot)` spawns server `index`, the `slot`-th of its node, and does not wait for it."""
+        """`start(index, slot)` spawns server `index`, the `slot`-th of its node, and does not wait for it.
+
+        It may find one that outlived the last attempt instead.
+        """
         leaders = [nodes.ranks_of(node)[0] for node in range(nodes.num_nodes) for _ in range(per_node)]
         super().__init__(leaders, coordination)
         self._start, self._per_node = start, per_node

@@ -8,13 +8,17 @@ import sys
 
 import pytest
 
+from megatron_dapo.engines.sglang.supervised import Supervision
 from megatron_dapo.launch.environment import (
+    SERVERS_ARE_KEPT,
     Allocation,
     ProcessEnvironment,
     keep_nccl_on_loopback,
+    place_in_run,
     prepare_rendezvous,
     process_environment,
     slurm_allocation,
+    supervision,
 )
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
@@ -98,3 +102,33 @@ def test_nodes_that_would_each_meet_themselves_are_refused(port_of) -> None:
         port_of(several)
     with pytest.raises(ValueError, match=r"MASTER_ADDR is 127\.0\.1\.1, but the run has 2 nodes"):
         port_of(several, MASTER_ADDR="127.0.1.1")
+
+
+def test_watchers_of_one_start_share_a_name_and_those_of_the_next_have_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """slurm.sh starts steps in one job; torchruns of one run may be in steps of their own."""
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "10017")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+
+    def run_id(**variables: str) -> str:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return place_in_run(ProcessEnvironment(0, 2, 0)).run_id
+
+    assert run_id(SLURM_JOB_ID="17", SLURM_STEP_ID="0") != run_id(SLURM_STEP_ID="2")
+    assert run_id(TORCHELASTIC_RESTART_COUNT="0") == run_id(SLURM_STEP_ID="3") != run_id(TORCHELASTIC_RESTART_COUNT="1")
+
+
+def test_servers_are_kept_where_something_starts_the_workers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (SERVERS_ARE_KEPT, "TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert supervision() is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert supervision() is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert supervision() == Supervision(f"agent {os.getppid()}", os.getppid())
+    monkeypatch.setenv(SERVERS_ARE_KEPT, "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert supervision() == Supervision("job 17.0")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert supervision() == Supervision("job 17.1"), "a requeued job has other nodes"

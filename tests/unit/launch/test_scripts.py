@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,28 @@ STUBS = {
     "scontrol": '[ "$1" = requeue ] && echo "requeue $2" || { echo node0; echo node1; }',
     "megatron-dapo": "true",
     "squeue": "echo 2026-11-22T10:00:00",
-    "srun": 'echo "port $MASTER_PORT host $MASTER_ADDR end $SLURM_JOB_END_TIME"; printf "%s\\n" "$@"; exit $SRUN',
-    "python": '[ "${@: -1}" = --verdict ] && exit $VERDICT',
+    # The supervisors' step stays until it is ended; the trainer's step fails ATTEMPTS times as SRUN says.
+    "srun": """if [ "${@: -1}" = --keep-servers ]; then
+    printf "%s\\n" "$@" > supervisors; echo $$ > supervisor.pid; [ "$KEPT" = 1 ] && exec sleep 600; exit 0
+fi
+echo "port $MASTER_PORT host $MASTER_ADDR end $SLURM_JOB_END_TIME"; printf "%s\\n" "$@"
+echo x >> attempts; [ "$SRUN" != 0 ] && [ $(wc -l < attempts) -gt "$ATTEMPTS" ] && exit 0; exit $SRUN""",
+    "python": '[ "${@: -2:1}" = --verdict ] && echo "$SCOPE" && [ "${@: -1}" -gt 1700000000 ] && exit $VERDICT; exit 99',
 }
 
 
-def run_script(script: str, directory: Path, job: int, srun: int = 0, verdict: int = 0) -> tuple[int, list[str]]:
+def run_script(
+    script: str,
+    directory: Path,
+    job: int,
+    srun: int = 0,
+    verdict: int = 0,
+    scope: str = "job",
+    kept: int = 0,
+    attempts: int = 99,
+) -> tuple[int, list[str]]:
+    """Return exit code and output. `kept`: 1 if the supervisors' step stays. `attempts`: that fail before one that does not."""
+    (directory / "attempts").unlink(missing_ok=True)
     for name, body in STUBS.items():
         (directory / name).write_text(f"#!/bin/bash\n{body}\n")
         (directory / name).chmod(0o755)
@@ -36,12 +53,17 @@ def run_script(script: str, directory: Path, job: int, srun: int = 0, verdict: i
         "TZ": "UTC",
         "SRUN": srun,
         "VERDICT": verdict,
+        "SCOPE": scope,
+        "KEPT": kept,
+        "ATTEMPTS": attempts,
+        "SLURM_JOB_NUM_NODES": 2,
     }
     environment = {"PATH": f"{directory}:{os.environ['PATH']}", **{name: str(value) for name, value in facts.items()}}
     command = ["bash", str(SCRIPTS / script), *ARGUMENTS[script], "--set", "run.name=x"]
     # A script for one recipe is submitted from the root of the checkout, slurm.sh from anywhere.
-    where = directory if script == "slurm.sh" else SCRIPTS.parents[1]
-    done = subprocess.run(command, env=environment, cwd=where, capture_output=True, text=True, check=False)
+    if script != "slurm.sh" and not (directory / "examples").exists():
+        (directory / "examples").symlink_to(SCRIPTS.parent)
+    done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout.splitlines()
 
 
@@ -70,3 +92,30 @@ def test_the_record_of_the_attempt_decides_on_a_requeue(script: str, tmp_path: P
         code, lines = run_script(script, tmp_path, 17, srun=143, verdict=verdict)
         assert code == verdict
         assert ("requeue 17" in lines) == (verdict == 75)
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.is_file() and status.read_text().rpartition(") ")[2][:1] not in "ZX"
+
+
+def test_the_trainer_alone_starts_again_while_servers_are_kept(tmp_path: Path) -> None:
+    """A step of supervisors on every node, beside the trainer's, which is repeated; it ends with the script."""
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=143, verdict=75, scope="trainer", kept=1, attempts=2)
+    assert code == 0 and "requeue 17" not in lines and len((tmp_path / "attempts").read_text().split()) == 3
+    options = (tmp_path / "supervisors").read_text().split()
+    assert {"--overlap", "--ntasks=2", "--ntasks-per-node=1", "--nodes=2", "--kill-on-bad-exit=1"} <= set(options)
+    assert options[-3:] == ["--set", "run.name=x", "--keep-servers"] and lines.count("--overlap") == 3
+    end, supervisor = time.monotonic() + 10.0, int((tmp_path / "supervisor.pid").read_text())
+    while is_running(supervisor) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(supervisor)
+
+
+@pytest.mark.parametrize(("scope", "kept", "verdict"), [("job", 1, 75), ("trainer", 0, 75), ("job", 1, 1)])
+def test_the_job_ends_where_servers_are_gone_or_not_worth_keeping(
+    tmp_path: Path, scope: str, kept: int, verdict: int
+) -> None:
+    code, lines = run_script("slurm.sh", tmp_path, 17, srun=1, verdict=verdict, scope=scope, kept=kept)
+    assert (code, "requeue 17" in lines) == (verdict, verdict == 75)
+    assert len((tmp_path / "attempts").read_text().split()) == 1

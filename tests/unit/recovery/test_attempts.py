@@ -21,7 +21,7 @@ from megatron_dapo.recovery.attempts import (
     record_end,
     verdict,
 )
-from megatron_dapo.recovery.failure import EXIT_CODE, begin_attempt, failure_of, write_failures
+from megatron_dapo.recovery.failure import EXIT_CODE, Failure, begin_attempt, failure_of, write_failures
 from megatron_dapo.rollout.batch import CollectionExhausted
 
 
@@ -58,6 +58,17 @@ def test_an_attempt_ends_by_its_own_record_by_its_failure_or_as_a_kill(tmp_path:
     begin(tmp_path)
     record_end(tmp_path, "finished")
     assert judged(tmp_path) == 0 == exit_code_at("finished")
+
+
+@pytest.mark.parametrize(("cause", "in_place"), [("signal", True), ("exception", True), ("node lost", False)])
+def test_kept_servers_are_worth_it_where_no_node_is_at_fault(tmp_path: Path, cause: str, in_place: bool) -> None:
+    begin(tmp_path)
+    assert verdict(tmp_path, "17", 0.0, 3).leaves_nodes_healthy, "killed"
+    write_failures(tmp_path, [Failure(1, cause, "it is gone")], "node_0")
+    assert verdict(tmp_path, "17", 0.0, 3).leaves_nodes_healthy == in_place
+    assert not verdict(tmp_path, "17", 0.0, 1).leaves_nodes_healthy, "the budget is used up"
+    record_end(tmp_path, STOPPED_BY_SIGNAL)
+    assert not verdict(tmp_path, "17", 0.0, 3).leaves_nodes_healthy, "the job comes to its end"
 
 
 def test_attempts_without_a_new_step_use_up_the_budget_and_progress_restores_it(tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dapo.bridge.protocol import weight_loader
-from megatron_dapo.bridge.protocol.arena import Arena, create_arena, remove_arena
+from megatron_dapo.bridge.protocol.arena import PREFIX, Arena, create_arena, remove_arena
 from megatron_dapo.bridge.protocol.messages import Bucket, Chunk, Command, Manifest, ParameterManifest, Reply
 from megatron_dapo.reshard.checksum import tensor_checksum
 from megatron_dapo.reshard.slices import Slice
@@ -217,3 +223,30 @@ def test_a_vanished_arena_is_logged_and_not_raised(model, arena, caplog):
         with pytest.raises(ValueError, match="no reply"):
             _send(model, arena, Command("1", "begin", "d", manifest=MANIFEST))
     assert "No such file" in caplog.text
+
+
+def test_a_trainer_that_dies_ends_the_wait_for_its_bytes(model: TiedModel, tmp_path: Path) -> None:
+    """The server may be kept for the next trainer, which must not wait for the deadline of the dead one's sync."""
+    trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    spec = create_arena(tmp_path, "x", 128)
+    theirs = tmp_path / f"{PREFIX}{trainer.pid}-x"
+    os.rename(spec.path, theirs)
+    arena = Arena(replace(spec, path=str(theirs)))
+    channel = {"kind": "arena", "arena": arena.spec.to_json(), "number": 0, "writers": 2, "wait_s": 60.0}
+    commands = (
+        Command("1", "begin", "d", manifest=MANIFEST, channel=channel),
+        Command("2", "bucket", "d", bucket=Bucket(0, 96, CHUNKS), channel=channel),
+    )
+    arena.progress.count_written(0, 1)  # of two writers
+    named = [(command.encode(), torch.empty(0)) for command in commands]
+    loader = threading.Thread(target=weight_loader.load, args=(model, named), daemon=True)
+    began = time.monotonic()
+    loader.start()
+    loader.join(1.5)
+    assert loader.is_alive(), "the trainer lives"
+    trainer.kill()
+    trainer.wait()
+    loader.join(10.0)
+    assert not loader.is_alive() and time.monotonic() - began < 10.0
+    reply = Reply.decode(arena.read_reply())
+    assert not reply.ok and f"the trainer, process {trainer.pid}, has ended" in reply.message

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,91 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
+from stand_in_engine import running
 
 from megatron_dapo.engines.sglang import server as server_module
-from megatron_dapo.engines.sglang.keys import create_key
 from megatron_dapo.engines.sglang.ports import listen_address
 from megatron_dapo.engines.sglang.served import EngineStartError, Expectation
 from megatron_dapo.engines.sglang.server import SglangServer
 from megatron_dapo.engines.sglang.server_log import first_cause
 from megatron_dapo.engines.sglang.server_settings import ServerSettings
-
-ENGINE = """#!{python}
-import json, os, signal, subprocess, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-options = dict(zip(sys.argv[1:], sys.argv[2:]))
-behavior = json.loads({behavior!r})
-key = open(options["--api-key-file"]).read()
-print("engine starts", flush=True)
-
-if behavior.get("hang"):
-    time.sleep(600)
-if behavior.get("fail"):
-    print("Traceback (most recent call last):\\n  File x\\nValueError: the first error\\n"
-          "Traceback (most recent call last):\\n  File y\\nRuntimeError: what follows", flush=True)
-    sys.exit(3)
-if behavior.get("children"):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    subprocess.Popen([sys.executable, "-c", stubborn])
-    subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
-
-server = {{"version": "0.5.17", "dtype": "float32", "tp_size": 1, "max_total_num_tokens": 64,
-          "enable_deterministic_inference": False, "custom_weight_loader": [options["--custom-weight-loader"]]}}
-model = {{"model_path": options["--model-path"], "architectures": ["Qwen2ForCausalLM"]}}
-server.update(behavior.get("server", {{}}))
-model.update(behavior.get("model", {{}}))
-
-class Handler(BaseHTTPRequestHandler):
-    def answer(self, status, document):
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    def do_GET(self):
-        if self.path == "/health":
-            return self.answer(behavior.get("health", 200), {{}})
-        if self.headers["Authorization"] != "Bearer " + behavior.get("key", key):
-            return self.answer(401, {{}})
-        self.answer(200, {{"/server_info": server, "/model_info": model}}[self.path])
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(400, {{"error": "valid range is [0, %d)" % behavior.get("vocab_size", 300)}})
-
-ThreadingHTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
-"""
-
-
-def running(pids: list[int]) -> list[int]:
-    """Return the processes that have not ended; an ended orphan may still wait for init to reap it."""
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Callable[..., ServerSettings]:
-    """settings(behavior, **fields): settings of a server whose interpreter is the script with that behavior."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 300}))
-
-    def make(behavior: dict[str, Any] | None = None, **fields: Any) -> ServerSettings:
-        script = tmp_path / "engine.py"
-        script.write_text(ENGINE.format(python=sys.executable, behavior=json.dumps(behavior or {})))
-        script.chmod(0o700)
-        return ServerSettings(
-            **{
-                "python": script,
-                "model_path": model,
-                "key_file": create_key(tmp_path),
-                "log_dir": tmp_path / "logs",
-                "start_timeout_s": 60.0,
-                **fields,
-            }
-        )
-
-    return make
 
 
 @pytest.fixture
