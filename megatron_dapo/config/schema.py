@@ -80,7 +80,7 @@ class RunConfig(Section):
 
     stop_notice_seconds: NonNegativeFloat = 0.0
     """Seconds between a stop signal and the kill. A checkpoint that took longer is not begun then: the last one stands. 0:
-    until the end of the Slurm job, elsewhere without limit."""
+    until the end of the Slurm job, without limit outside of one."""
 
 
 class CheckpointConfig(Section):

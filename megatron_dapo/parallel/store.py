@@ -1,6 +1,6 @@
 """torch.distributed's key-value stores, listening on one address.
 
-torch's TCPStore answers whoever connects, and torch lets it listen on every interface of its node. A store that is given
+torch's TCPStore answers every connection, and torch lets it listen on every interface of its node. A store that is given
 a listening socket keeps to that socket's address, so torch's rendezvous code is handed a store that opens one.
 """
 

@@ -68,7 +68,7 @@ def _reap(child: int) -> int | None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`, ended ones that nobody collected too."""
+    """Return the processes below `pid`, ended ones that were not collected too."""
     found, left = [], [pid]
     while left:
         parent = left.pop()

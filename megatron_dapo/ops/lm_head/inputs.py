@@ -88,7 +88,7 @@ def choose_tiles(
     num_tokens: int, num_columns: int, device: torch.device, chunk_tokens: int | None, chunk_columns: int | None
 ) -> Tiles:
     """Return the requested tiles, or tiles of about as many elements as the device wants: on a CPU the whole vocabulary
-    where enough tokens fit beside it, else square; elsewhere all tokens. ValueError for a request below 1."""
+    where enough tokens fit beside it, else square; on a device all tokens. ValueError for a request below 1."""
     for name, requested in (("chunk_tokens", chunk_tokens), ("chunk_columns", chunk_columns)):
         if requested is not None and requested < 1:
             raise ValueError(f"logprobs: {name} {requested} must be at least 1")
