@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import logging
 import os
@@ -101,6 +102,11 @@ def require_unused(run_directory: Path) -> None:
 
 
 _LOCK = "run.lock"
+_NO_LOCKS = (
+    errno.ENOSYS,
+    errno.ENOLCK,
+    errno.EOPNOTSUPP,
+)  # file systems without locks, such as Lustre without -o flock
 
 
 def _lock(run_directory: Path) -> TextIO:
@@ -116,4 +122,13 @@ def _lock(run_directory: Path) -> TextIO:
             f"output directory {run_directory} is in use by process {holder}: wait for that run, stop it, or choose another "
             "run.output_dir"
         ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            stream.close()
+            raise
+        logger.warning(
+            "%s has no file locks (%s): nothing keeps a second run out of it; mount Lustre with -o flock",
+            run_directory,
+            error.strerror,
+        )
     return stream

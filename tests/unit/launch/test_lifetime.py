@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_dapo.launch import lifetime
 from megatron_dapo.launch.lifetime import DirectoryInUse, DirectoryLock, hold_directory, require_unused
 
 DEADLINE_S = 20.0
@@ -58,6 +60,20 @@ def test_a_directory_in_use_is_refused_until_its_holder_dies(tmp_path: Path) -> 
         holder.wait()
     require_unused(tmp_path)
     DirectoryLock(tmp_path).release()
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog) -> None:
+    code = errno.ENOSYS
+
+    def flock(stream: object, how: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(lifetime.fcntl, "flock", flock)
+    DirectoryLock(tmp_path).release()
+    assert f"{tmp_path} has no file locks (Function not implemented)" in caplog.text and "-o flock" in caplog.text
+    code = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        DirectoryLock(tmp_path)
 
 
 @pytest.fixture
