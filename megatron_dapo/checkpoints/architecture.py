@@ -269,6 +269,21 @@ class ModelArchitecture:
         """Number of elements of all distinct tensors."""
         return sum(torch.Size(shape).numel() for shape in self.shapes().values())
 
+    @property
+    def attention_parity(self) -> int:
+        """Length of a sequence whose causal attention takes as many operations as all products with weights.
+
+        A token and layer take 2 operations for each weight it passes, and 2 n x (query heads x head size) in the mean over
+        a sequence of n tokens: half of the keys, for scores and for values.
+        """
+        weights = self.vocab_size * self.hidden_size if self.head == LANGUAGE_MODEL else 0
+        experts = self.experts
+        for layer in range(self.num_layers):
+            for name, shape in self.layer_shapes(layer).items():
+                share = experts.num_experts_per_token / experts.num_experts if experts and ".experts." in name else 1.0
+                weights += int(share * torch.Size(shape).numel())
+        return weights // (self.num_layers * self.num_attention_heads * self.head_dim)
+
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

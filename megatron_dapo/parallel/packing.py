@@ -32,10 +32,19 @@ MicroBatchPlan = tuple[tuple[tuple[int, ...], ...], ...]
 @dataclass(frozen=True)
 class MicroBatchLimits:
     """Limits of one micro-batch, before context parallelism cuts it: padded tokens, sequences, or both. 0: no
-    limit."""
+    limit.
+
+    Work within the limits is balanced by what sequences cost. `attention_parity`: length of a sequence whose attention
+    costs as much as all the rest of the model (`ModelArchitecture.attention_parity`). 0: tokens cost alike.
+    """
 
     max_tokens: int = 0
     max_sequences: int = 0
+    attention_parity: int = 0
+
+    def cost(self, tokens: int) -> int:
+        """Return the work of a sequence, in a unit of its own: linear in its tokens, and quadratic for attention."""
+        return tokens * (self.attention_parity + tokens) if self.attention_parity else tokens
 
     def __post_init__(self) -> None:
         if min(self.max_tokens, self.max_sequences) < 0 or not self.max_tokens + self.max_sequences:
@@ -51,7 +60,7 @@ def padded_length(length: int, alignment: int) -> int:
 
 
 def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: MicroBatchLimits) -> MicroBatchPlan:
-    """Assign the sequences of one optimizer mini-batch to data-parallel ranks and micro-batches, balanced by tokens.
+    """Assign the sequences of one optimizer mini-batch to data-parallel ranks and micro-batches, balanced by cost.
 
     lengths: true token counts of the sequences (prompt + response). As few micro-batches as the limits allow; the
     largest come first, so that a memory error comes at once.
@@ -65,11 +74,14 @@ def plan_micro_batches(lengths: Sequence[int], layout: ParallelLayout, limits: M
     fewest = fewest_parts(sizes, capacity, max_items)
     per_rank = padded_length(-(-len(fewest) // num_ranks), layout.pipeline if layout.virtual_pipeline > 1 else 1)
     num_parts = min(per_rank * num_ranks, len(sizes))
-    parts = balanced_partition(sizes, num_parts, max_items)
-    # Balanced sums ignore the capacity. The fewest parts keep it, and so do parts split off from them.
-    if max(_loads(parts, sizes)) > capacity:
-        parts = spread(fewest, sizes, num_parts)
-    return _deal(parts, sizes, num_ranks, per_rank)
+    costs = [limits.cost(size) for size in sizes]
+    # Balanced sums ignore the capacity; parts of equal tokens come closest to it, even where equal costs exceed it.
+    balanced = (balanced_partition(by, num_parts, max_items) for by in (costs, sizes))
+    # The fewest parts keep it, and so do parts split off from them.
+    parts = next((parts for parts in balanced if max(_loads(parts, sizes)) <= capacity), None) or spread(
+        fewest, sizes, num_parts
+    )
+    return _deal(parts, costs, num_ranks, per_rank)
 
 
 def _capacity(lengths: Sequence[int], sizes: Sequence[int], layout: ParallelLayout, limits: MicroBatchLimits) -> int:
@@ -93,10 +105,10 @@ def _loads(parts: Parts, sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[index] for index in part) for part in parts]
 
 
-def _deal(parts: Parts, sizes: Sequence[int], num_ranks: int, per_rank: int) -> MicroBatchPlan:
+def _deal(parts: Parts, costs: Sequence[int], num_ranks: int, per_rank: int) -> MicroBatchPlan:
     """Give every rank `per_rank` of the parts, ranks balanced, and empty micro-batches where there are too few
     parts."""
-    loads = _loads(parts, sizes)
+    loads = _loads(parts, costs)
     ranks = balanced_partition(loads, num_ranks, per_rank)
     empty: tuple[tuple[int, ...], ...] = ((),) * per_rank
     return tuple((tuple(tuple(sorted(parts[part])) for part in rank) + empty)[:per_rank] for rank in ranks)

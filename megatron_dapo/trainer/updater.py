@@ -131,7 +131,7 @@ class Updater:
         self.schedule = schedule
         self._name = name
         self._model = model
-        self._limits = MicroBatchLimits(max_tokens=micro_batch_tokens)
+        self._limits = MicroBatchLimits(micro_batch_tokens, attention_parity=model.architecture.attention_parity)
         self._max_consecutive_skips = max_consecutive_skips
         self._progress = progress or Progress()
 

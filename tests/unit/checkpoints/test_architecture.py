@@ -335,3 +335,25 @@ def test_a_value_of_any_type_gives_an_architecture_or_one_line(config, value):
             ModelArchitecture.from_config({**config, field: value})
         except ValueError as error:
             assert str(error).startswith("config.json: ") and "\n" not in str(error), field
+
+
+def test_attention_takes_as_many_operations_as_the_weights_at_its_parity():
+    """Counted by torch over one forward pass of transformers' model with its plain attention."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    fields = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 4}
+    config = Qwen2Config(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, use_cache=False, **fields
+    )
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation="eager")
+    parity = ModelArchitecture.from_config({**config.to_dict(), "architectures": ["Qwen2ForCausalLM"]}).attention_parity
+    found = {}
+    for length in (parity, 2 * parity):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, length, dtype=torch.int64))
+        operations = counter.get_flop_counts()["Global"]
+        of_attention = operations[torch.ops.aten.bmm] / 2  # a causal kernel computes half of the scores
+        found[length] = of_attention / (operations[torch.ops.aten.mm] + operations[torch.ops.aten.addmm])
+    # Norms and biases are no products, but are counted with the weights; rotary angles are a product.
+    assert found[parity] == pytest.approx(1.0, rel=0.03), found
+    assert found[2 * parity] == pytest.approx(2 * found[parity], rel=0.01)

@@ -65,9 +65,9 @@ def check_plan(plan, lengths, layout, limits) -> None:
             assert not limits.max_sequences or len(part) <= limits.max_sequences
 
 
-@given(ragged, layouts, st.integers(128, 600))
-def test_plan_by_tokens(lengths, layout, budget) -> None:
-    limits = MicroBatchLimits(max_tokens=budget)
+@given(ragged, layouts, st.integers(128, 600), st.sampled_from([0, 50, 1000]))
+def test_plan_by_tokens(lengths, layout, budget, parity) -> None:
+    limits = MicroBatchLimits(max_tokens=budget, attention_parity=parity)
     plan = plan_micro_batches(lengths, layout, limits)
     check_plan(plan, lengths, layout, limits)
     num_empty = sum(not part for rank in plan for part in rank)
@@ -98,6 +98,21 @@ def test_plan_is_as_short_as_the_limits_allow_and_balanced() -> None:
     assert len(plan[0]) <= -(-sum(lengths) // (8 * 2048)) + 1
     tokens = [sum(lengths[index] for part in rank for index in part) for rank in plan]
     assert max(tokens) <= 1.01 * sum(tokens) / 8
+
+
+def test_ranks_get_equal_work_where_attention_counts() -> None:
+    """Ranks of equal tokens are not equally busy: the work of long sequences grows with the square of their length."""
+    layout, parity, slowest = ParallelLayout(16, pipeline=2), 97_611, {}  # parity of Qwen2.5-32B
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [min(20_000, 200 + int(x)) for x in torch.exp(torch.randn(512, generator=generator) * 0.9 + 8)]
+        for attention_parity in (0, parity):
+            limits = MicroBatchLimits(max_tokens=22_528, attention_parity=attention_parity)
+            plan = plan_micro_batches(lengths, layout, limits)
+            check_plan(plan, lengths, layout, limits)
+            work = [sum(lengths[i] * (parity + lengths[i]) for part in rank for i in part) for rank in plan]
+            slowest.setdefault(attention_parity, []).append(max(work) / (sum(work) / 8))
+    assert sum(slowest[parity]) / 5 < 1.006 < 1.01 < sum(slowest[0]) / 5, slowest
 
 
 def test_tight_budget_that_balancing_alone_would_break() -> None:

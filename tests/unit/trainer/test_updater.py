@@ -57,7 +57,7 @@ def test_a_train_phase_of_many_optimizer_steps_outlives_its_deadline():
         return SimpleNamespace(applied=True)
 
     progress, expired = Progress(), []
-    model = SimpleNamespace(train_step=train_step)
+    model = SimpleNamespace(train_step=train_step, architecture=SimpleNamespace(attention_parity=0))
     updater = Updater("policy", model, StepCounters(), make_schedule(1.0, 0, 10), 64, 3, progress)
     heartbeat = Heartbeat()
     heartbeat._expire = expired.append
