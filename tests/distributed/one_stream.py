@@ -36,7 +36,7 @@ class Work:
 class OneStream:
     """Point-to-point operations in one stream: a batch waits for the one before it, as kernels of a communicator do."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, deadline: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._group = peer_group._gloo(store, rank, size, timeout, "127.0.0.1")
         self._rank, self._size, self._timeout = rank, size, timeout
         self._queue: queue.Queue[Work] = queue.Queue()

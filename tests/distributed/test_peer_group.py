@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -16,7 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.bridge.protocol.peer_group import LOOPBACK, PeerError, RendezvousClient, RendezvousStore, join
+from megatron_dapo.bridge.protocol.peer_group import (
+    LOOPBACK,
+    PeerError,
+    PeerGroup,
+    RendezvousClient,
+    RendezvousStore,
+    join,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -52,6 +62,68 @@ def run_members(scenario: str, ranks: tuple[int, ...], size: int = 3) -> dict[in
             process.kill()
             process.wait()
     return outcomes
+
+
+def join_in_threads(peers: dict[int, set[int]], *, meshed: bool = False) -> list[PeerGroup]:
+    """Groups of members of this process, each connected to its peers, or to all."""
+    store, name, groups = RendezvousStore(), RendezvousStore.new_name(), {}
+
+    def enter(rank: int) -> None:
+        own = None if meshed else peers[rank]
+        groups[rank] = join(store.address, name, rank, len(peers), timeout_s=20, peers=own)
+
+    threads = [threading.Thread(target=enter, args=(rank,), daemon=True) for rank in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(groups) == len(peers), f"members {sorted(peers.keys() - groups.keys())} did not come"
+    return [groups[rank] for rank in range(len(peers))]
+
+
+def open_sockets() -> set[str]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            found.add(os.readlink(entry))
+    return {name for name in found if name.startswith("socket:")}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_members_connect_to_their_peers_alone(seed: int) -> None:
+    """Any pairs of members: none waits for another in a ring, and only pairs are connected."""
+    size, chosen = 8, random.Random(seed)
+    pairs = [pair for pair in itertools.combinations(range(size), 2) if chosen.random() < 0.35]
+    peers: dict[int, set[int]] = {rank: set() for rank in range(size)}
+    for first, second in pairs:
+        peers[first].add(second)
+        peers[second].add(first)
+    before = open_sockets()
+    groups = join_in_threads(peers)
+    with_peers = open_sockets()
+    mesh = join_in_threads(peers, meshed=True)
+    with_all = open_sockets()
+    # Two sockets a pair, both here. Either way there are the store's beside them, and a listener for each member.
+    more = len(with_all - with_peers) - len(with_peers - before)
+    assert more == 2 * (size * (size - 1) // 2 - len(pairs))
+    end = time.monotonic() + 20
+    sent = [groups[a].send(torch.tensor([a, b]), b) for a in range(size) for b in sorted(peers[a])]
+    for b in range(size):
+        for a in sorted(peers[b]):
+            received = torch.zeros(2, dtype=torch.int64)
+            groups[b].receive(received, a).wait(end)
+            assert received.tolist() == [a, b]
+    for message in sent:
+        message.wait(end)
+    first, second = pairs[0]
+    waiting = groups[second].receive(torch.zeros(1), first)
+    groups[first].close()
+    start = time.monotonic()
+    with pytest.raises(PeerError):
+        waiting.wait(start + 20)
+    assert time.monotonic() - start < 5
+    for group in (*groups, *mesh):
+        group.close()
 
 
 def test_all_to_all() -> None:

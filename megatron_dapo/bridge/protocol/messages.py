@@ -14,7 +14,7 @@ import torch
 
 from megatron_dapo.reshard.slices import Coordinates, Slice
 
-PROTOCOL_VERSION = 5  # rises with every change of a message: external servers may have another release installed
+PROTOCOL_VERSION = 6  # rises with every change of a message: external servers may have another release installed
 CHUNK_ALIGNMENT = 64  # byte offsets of chunks are multiples of it, so that any element type can view them in place
 
 

@@ -64,6 +64,7 @@ class P2PReceiver:
             channel.size,
             timeout_s=min(channel.connect_s, channel.seconds),
             backend=channel.backend,
+            peers=channel.peers,
         )
         return self._group
 

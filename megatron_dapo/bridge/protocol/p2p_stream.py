@@ -47,6 +47,11 @@ class P2PChannel:
     seconds: float  # in which everything must have ended
     buckets: tuple[Bucket, ...]
 
+    @property
+    def peers(self) -> set[int]:
+        """Members that the engine rank exchanges messages with: those that send to it, and the leader."""
+        return {self.leader, *(self.trainers.index(rank) for bucket in self.buckets for rank in bucket.segments)}
+
     def to_json(self) -> dict[str, Any]:
         value = {**self.__dict__, "kind": "p2p", "address": [self.address.host, self.address.port]}
         return {**value, "buckets": [bucket.to_json() for bucket in self.buckets]}

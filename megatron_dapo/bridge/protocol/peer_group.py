@@ -39,7 +39,7 @@ _SHORTEST_WAIT_S = 0.001  # a timeout of zero means "forever" to the backends
 _POLL_INTERVAL_S = 0.0005
 _LOOK_INTERVAL_S = 0.5  # between two looks at the connections of messages in flight
 # Tags keep replies and bytes of one pair of members apart.
-DATA_TAG, ACKNOWLEDGE_TAG, _NEVER_SENT_TAG, REPLY_TAG = 0, 1, 2, 3
+DATA_TAG, ACKNOWLEDGE_TAG, _NEVER_SENT_TAG, REPLY_TAG, _GREETING_TAG = 0, 1, 2, 3, 4
 
 
 class PeerError(RuntimeError):
@@ -272,10 +272,11 @@ def join(
     timeout_s: float,
     backend: str = "gloo",
     host: str = "",
+    peers: Iterable[int] | None = None,
 ) -> PeerGroup:
-    """Join the group `name` as member `rank` of `size`; return when all are connected.
+    """Join the group `name` as member `rank` of `size`; return when this one is connected to its peers.
 
-    `host`: this node's address on which the other members reach it; by default the one that faces the store. `backend`:
+    `peers`: the members that it will exchange messages with, which must name it in turn; None: all connect to all. `host`: this node's address on which the other members reach it; by default the one that faces the store. `backend`:
     one of BACKENDS, what carries the bytes: "nccl" is for CUDA tensors. Raise PeerError if not all came within
     `timeout_s`, ValueError for an unknown backend.
     """
@@ -286,14 +287,32 @@ def join(
     store = dist.PrefixStore(name, _connect(address, timeout_s))
     make, device = BACKENDS[backend]
     try:
-        control = _gloo(store, rank, size, timeout, host or address.local_host())
-        data = make(dist.PrefixStore("data", store), rank, size, timeout, deadline) if make else None
+        control = _gloo(store, rank, size, timeout, host or address.local_host(), lazy=peers is not None)
+        if peers is not None:
+            _greet(control, rank, peers, deadline)
+        if make:
+            # A communicator waits for its members without a deadline.
+            store.set(f"met/{rank}", "")
+            store.wait([f"met/{member}" for member in range(size)], timeout)
+        data = make(dist.PrefixStore("data", store), rank, size, timeout) if make else None
     except RuntimeError as error:
         raise PeerError(
             f"member {rank} of {size} did not meet the others at {address.host}:{address.port} "
             f"within {timeout_s:g} s: {_first_line(error)}"
         ) from error
-    return PeerGroup(control, name, rank, size, data, device)
+    group = PeerGroup(control, name, rank, size, data, device)
+    if peers is not None:
+        group.connected = set(peers)
+    return group
+
+
+def _greet(group: Any, rank: int, peers: Iterable[int], deadline: float) -> None:
+    """Connect to some members of a group that connects at the first message."""
+    # Connecting waits for the other end. All take the pairs in one order, so that the first open one has both its ends there.
+    for first, second in sorted((min(rank, peer), max(rank, peer)) for peer in set(peers)):
+        byte = torch.zeros(1, dtype=torch.uint8)
+        work = group.send([byte], second, _GREETING_TAG) if rank == first else group.recv([byte], first, _GREETING_TAG)
+        work.wait(timedelta(seconds=max(_SHORTEST_WAIT_S, deadline - time.monotonic())))
 
 
 def meet(store: dist.Store, name: str, rank: int, size: int, *, timeout_s: float, host: str) -> PeerGroup:
@@ -329,17 +348,13 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, deadline: float) -> Any:
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group = dist.ProcessGroupNCCL(store, rank, size, options)
-    # Batches between some members use the communicator of all of them, which a first collective of all has to create.
-    work = group.allreduce([torch.zeros(1, device="cuda")])
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            group.abort()
-            raise RuntimeError("NCCL did not connect all members in time")
-        time.sleep(_POLL_INTERVAL_S)
+    # Batches between some members use the communicator of all of them. Made without a collective: that would connect
+    # every member to neighbors with which it never exchanges bytes.
+    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return group
 
 

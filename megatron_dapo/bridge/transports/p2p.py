@@ -9,7 +9,8 @@ engine, through which bytes and replies travel. All senders send at once.
 
 The group's own connections know no key, so nothing that arrives over them is trusted by itself: slices, sizes and the
 manifest come with the request, which needs the engine's key, and the trainer compares the checksums of all parameters
-with those of what it sent. Groups are reused by later syncs, and joined anew after a failure or a restart.
+with those of what it sent. A trainer rank connects to the engine ranks that it sends to, and an engine's leader to
+all of them, whose replies it gets. Groups are reused by later syncs, and joined anew after a failure or a restart.
 """
 
 from __future__ import annotations
@@ -193,6 +194,11 @@ class P2PTransport:
         trainers = {self.handles.leaders[engine], *(source for rank in ranks for source in self.plan.sources(rank))}
         return Members(tuple(sorted(trainers)), ranks)
 
+    def peers(self, engine: int) -> set[int]:
+        """Members of an engine's group that this rank exchanges messages with: those it sends to; all engine ranks, if it leads."""
+        members, leads = self.members(engine), self.handles.leaders[engine] == self.rank
+        return {members.of_engine_rank(r) for r in members.engine_ranks if leads or self.rank in self.plan.sources(r)}
+
     @cached_property
     def _own_engines(self) -> frozenset[int]:
         """Engines that this rank sends to or leads: the only ones whose buckets it computes."""
@@ -283,7 +289,7 @@ class P2PTransport:
         start, deadline = time.perf_counter(), share.deadline
         members = self.members(engine)
         posted = self._post(engine, rendezvous, share) if self.handles.leaders[engine] == self.rank else None
-        group = self._join(members, rendezvous, deadline) if rendezvous.fresh else self._groups[engine]
+        group = self._join(engine, rendezvous, deadline) if rendezvous.fresh else self._groups[engine]
         share.seconds["join"] = time.perf_counter() - start
         try:
             # Watched from the start: a failure of an engine rank must end the sending.
@@ -320,9 +326,9 @@ class P2PTransport:
             _collect(received, SyncDeadline(_CALL_GRACE_S))
             raise
 
-    def _join(self, members: Members, rendezvous: _Rendezvous, deadline: SyncDeadline) -> PeerGroup:
+    def _join(self, engine: int, rendezvous: _Rendezvous, deadline: SyncDeadline) -> PeerGroup:
         """Join a new group, once the engine's ranks have said that they come."""
-        seconds = min(self.settings.connect_s, deadline.left_s)
+        members, seconds = self.members(engine), min(self.settings.connect_s, deadline.left_s)
         end = time.monotonic() + seconds
         store = RendezvousClient(rendezvous.address, seconds)
         for engine_rank in members.engine_ranks:
@@ -336,6 +342,7 @@ class P2PTransport:
             members.size,
             timeout_s=end - time.monotonic(),
             backend=self.settings.backend,
+            peers=self.peers(engine),
         )
 
     def _drop(self, engine: int) -> None:
