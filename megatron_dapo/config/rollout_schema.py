@@ -227,8 +227,8 @@ class SglangConfig(Section):
     all trainer ranks at once by point-to-point, for servers on other nodes. disk: a Hugging Face directory."""
 
     shared_memory: SharedMemory = "host"
-    """Memory of weight_sync_transport = "shared_memory". host: the node's, for servers on GPUs as well. device: the GPU
-    that an engine rank shares with a trainer rank, opened by all through CUDA IPC; it has not run on a GPU yet."""
+    """Memory of weight_sync_transport = "shared_memory". host: the node's, pinned, for servers on GPUs as well. device: the
+    GPU that an engine rank shares with a trainer rank, opened by all through CUDA IPC; it has run on one GPU alone."""
 
     weight_sync_bucket_mb: PositiveInt = 64
     """Mebibytes of weights an engine rank receives at a time. Two buckets are the extra memory a sync needs."""

@@ -7,9 +7,11 @@ all have mapped it. `remove_stale` removes the files of killed processes; the na
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ from zlib import crc32
 import torch
 
 from megatron_dapo.bridge.protocol.progress import KEY_WORD, NUM_SLOTS, NUM_WORDS, ArenaProgress
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "megatron_dapo-arena-"
 _NAME = re.compile(re.escape(PREFIX) + r"(\d+)-")
@@ -55,9 +59,9 @@ class ArenaSpec:
 
 
 class Arena:
-    """An arena mapped into this process."""
+    """An arena mapped into this process. `pinned`: for copies from and to GPUs, which pageable memory slows down."""
 
-    def __init__(self, spec: ArenaSpec) -> None:
+    def __init__(self, spec: ArenaSpec, *, pinned: bool = False) -> None:
         self.spec = spec
         # Map the open descriptor: from_file would create the file again if it has been unlinked since the check.
         descriptor = os.open(spec.path, os.O_RDWR | os.O_NOFOLLOW)
@@ -74,6 +78,8 @@ class Arena:
             raise ValueError(
                 f"arena {spec.path}: its key is {self.progress.key}, not {spec.key}: it is another engine's"
             )
+        if pinned:
+            _pin(self, self.slots)
 
     def write_reply(self, text: str) -> None:
         write_reply(self.reply, text)
@@ -84,6 +90,24 @@ class Arena:
     def clear_reply(self) -> None:
         """Forget the last reply, so that a silent engine is not mistaken for an answering one."""
         self.reply[:_HEADER_BYTES].zero_()
+
+
+def _pin(arena: Arena, memory: torch.Tensor) -> None:
+    """Lock the pages of `memory` for CUDA until the arena is dropped. If CUDA refuses, copies are slower: a warning."""
+    if not memory.numel():
+        return
+    cudart = torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code:
+        logger.warning(
+            "arena %s: its %d bytes stay pageable, cudaHostRegister failed with code %d: weight syncs through it are slower",
+            arena.spec.path,
+            memory.nbytes,
+            code,
+        )
+        return
+    # Before the memory is unmapped, which happens once the arena's tensors are gone.
+    weakref.finalize(arena, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 def create_arena(directory: Path, name: str, slot_bytes: int, num_slots: int = NUM_SLOTS) -> ArenaSpec:

@@ -45,13 +45,14 @@ class MappedArena:
     new ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool = False) -> None:
         self._arena: Arena | None = None
+        self._pinned = pinned
 
     def map(self, spec: ArenaSpec) -> Arena:
         if self._arena is None or self._arena.spec != spec:
             # Open the new one first: a late message names memory that is gone, and the current mapping must survive it.
-            self._arena = Arena(spec)
+            self._arena = Arena(spec, pinned=self._pinned)
         return self._arena
 
     def stop(self, commands: Sequence[Command]) -> None:
@@ -137,7 +138,7 @@ class _State:
         self.receiver = Receiver(dict(model.named_parameters()))
         self.device = next(model.parameters()).device
         self.p2p = P2PReceiver(self.receiver)
-        self.mapped = MappedArena()
+        self.mapped = MappedArena(pinned=self.device.type == "cuda")
         self._channel: tuple[str, Channel] | None = None  # with the sync it belongs to
 
     def channel(self, command: Command) -> Channel:

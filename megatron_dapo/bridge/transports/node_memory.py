@@ -1,7 +1,7 @@
 """Memory through which the engine ranks of one node get their weights: an arena each, with bucket slots.
 
 On a CPU the slots are part of the arena. With a CUDA `device` they are memory of the GPU that the engine rank shares with
-a trainer rank, opened by all other ranks through IPC handles.
+a trainer rank, opened by all other ranks through IPC handles; on the CPU of a run with GPUs they are pinned.
 
 Arenas are kept between weight syncs as long as their engine lives: existing pages are written several times as fast as
 new ones. Slots on a GPU are kept until `close`: memory must not be freed while another process has it open, and the
@@ -136,7 +136,9 @@ class NodeMemory:
     def _map(self, here: Sequence[int], memory: SyncMemory, everyone: Sequence[Mapping[str, Any]]) -> None:
         for others in everyone:
             for engine_rank, spec in others["arenas"].items():
-                self._kept[int(engine_rank)] = Arena(ArenaSpec.from_json(spec))
+                # The first collective of a run with GPUs has initialized CUDA; without, there is nothing to pin for.
+                pinned = torch.cuda.is_initialized()
+                self._kept[int(engine_rank)] = Arena(ArenaSpec.from_json(spec), pinned=pinned)
             memory.shared.update((int(engine_rank), handle) for engine_rank, handle in others["slots"].items())
         ranks_here = [rank for engine in here for rank in self._nodes.plan.ranks_of(engine)]
         memory.arenas.update((rank, self._kept[rank]) for rank in ranks_here if rank in self._kept)
@@ -165,7 +167,7 @@ class NodeMemory:
         known = self._opened.get(engine_rank)
         if known is None or known[0] != handle:
             self._opened.pop(engine_rank, None)
-            self._opened[engine_rank] = (handle, open_shared(handle))
+            self._opened[engine_rank] = (handle, open_shared(handle, self.device))
         return self._opened[engine_rank][1]
 
     def _slot_bytes(self, engine_rank: int) -> int:

@@ -86,3 +86,37 @@ def test_files_of_dead_processes_are_removed(tmp_path):
     own = create_arena(tmp_path, "mine", 64)
     assert remove_stale(tmp_path) == [stale]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([os.path.basename(own.path), "other"])
+
+
+def test_slots_are_pinned_until_the_arena_is_dropped(tmp_path, monkeypatch, caplog):
+    """The calls to CUDA and their order, with a stand-in for its runtime."""
+    calls = []
+
+    class Runtime:
+        code = 0
+
+        def cudaHostRegister(self, *arguments: int) -> int:
+            calls.append(("register", *arguments))
+            return self.code
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("unregister", address))
+            return 0
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    spec = create_arena(tmp_path, "pinned", 4096)
+    arena = Arena(spec, pinned=True)
+    address = arena.slots.data_ptr()
+    assert calls == [("register", address, 2 * 4096, 0)]
+    del arena
+    assert calls[1:] == [("unregister", address)]
+    runtime.code = 2
+    arena = Arena(spec, pinned=True)
+    assert "cudaHostRegister failed with code 2" in caplog.text
+    arena.slots.fill_(1)  # usable all the same
+    del arena
+    assert len(calls) == 3
+    # Slots on a GPU: nothing to pin.
+    Arena(create_arena(tmp_path, "empty", 0), pinned=True)
+    assert len(calls) == 3
